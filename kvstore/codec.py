@@ -1,0 +1,243 @@
+"""Segment codec: a standard safetensors file, padded, checksummed, optionally compressed.
+
+    u64 little endian   length of the JSON header, padding included
+    JSON header         {"__metadata__": {...}, "<content key hex>": {"dtype","shape","data_offsets"}}
+                        padded with spaces so that the data starts on a 4096-byte boundary
+    data                the slots back to back, in the order of `__metadata__`
+
+Source of the container: the safetensors format (github.com/huggingface/safetensors, "Format"),
+which allows trailing spaces in the header and forbids holes in the data.
+
+The slot's checksum is xxh3-64 of the stored bytes, seeded with xxh3-64 of its description (key,
+codec, dtype, shape): altered metadata fails it exactly as altered bytes do. It is taken of the
+stored bytes, so that damage is found before a decompressor sees it.
+
+`encode` does not copy slots of codec `none`: their buffers are handed to the payload store as they
+are and must not change until it returns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, cast
+
+import lz4.block
+import xxhash
+from pydantic import ValidationError
+
+from kvstore.errors import CorruptPayload, NamespaceMismatch
+from kvstore.keys import ContentKey, NamespaceId, SegmentId, namespace_id_of_json
+from schemas.namespace import DTYPE_BYTES
+from schemas.records import PartRecord
+from schemas.segment import SegmentMeta, SlotMeta
+
+ALIGN = 4096
+#: A header larger than this is not ours: 1024 slots need about 400 KiB.
+MAX_HEADER = 4 << 20
+#: Bytes a reader fetches when it doesn't know the header's length.
+HEADER_GUESS = 16384
+
+Codec = Literal["none", "lz4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One block or item to store: its raw bytes (contiguous, any buffer), dtype and shape."""
+
+    key: ContentKey
+    data: memoryview
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A segment ready to be put: header first, then one buffer per slot."""
+
+    buffers: list[memoryview]
+    part: PartRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed and checked header."""
+
+    meta: SegmentMeta
+    part: PartRecord
+
+    def __len__(self) -> int:
+        return len(self.meta.slots)
+
+
+def slot_checksum(stored: Any, key: str, codec: str, dtype: str, shape: Sequence[int]) -> str:
+    """The checksum of one slot, 16 hex digits. `stored` is any buffer."""
+    seed = xxhash.xxh3_64_intdigest(f"{key}|{codec}|{dtype}|{','.join(map(str, shape))}".encode())
+    return f"{xxhash.xxh3_64_intdigest(stored, seed=seed):016x}"
+
+
+def encode(
+    slots: Sequence[Slot],
+    *,
+    namespace_json: str,
+    kind: Literal["kv", "ec"],
+    segment: SegmentId,
+    rank: int,
+    ranks: int,
+    codec: Codec,
+    depth: int,
+    created_s: int,
+    writer: str,
+) -> Encoded:
+    """Lay out one rank's part of a segment."""
+    stored: list[memoryview] = []
+    metas: list[SlotMeta] = []
+    tensors: dict[str, dict[str, Any]] = {}
+    offset = 0
+    for slot in slots:
+        raw = slot.data.cast("B") if slot.data.format != "B" or slot.data.ndim != 1 else slot.data
+        if raw.nbytes != prod(slot.shape) * DTYPE_BYTES[slot.dtype]:
+            raise ValueError(f"slot of {raw.nbytes} bytes does not fit {slot.dtype}{list(slot.shape)}")
+        data, used = _compress(raw, codec)
+        key = slot.key.hex()
+        if key in tensors:
+            raise ValueError(f"content key {key[:16]}... twice in one segment")
+        plain = used == "none"
+        tensors[key] = {
+            "dtype": slot.dtype if plain else "U8",
+            "shape": list(slot.shape) if plain else [data.nbytes],
+            "data_offsets": [offset, offset + data.nbytes],
+        }
+        metas.append(
+            SlotMeta(
+                key=key,
+                codec=used,
+                dtype=slot.dtype,
+                shape=slot.shape,
+                raw_bytes=raw.nbytes,
+                xxh3=slot_checksum(data, key, used, slot.dtype, slot.shape),
+            )
+        )
+        stored.append(data)
+        offset += data.nbytes
+    meta = SegmentMeta(
+        segment=segment.hex(),
+        namespace_id=namespace_id_of_json(namespace_json),
+        namespace=namespace_json,
+        kind=kind,
+        rank=rank,
+        ranks=ranks,
+        codec=codec,
+        depth=depth,
+        created_s=created_s,
+        writer=writer,
+        slots=tuple(metas),
+    )
+    head = _header_bytes(meta, tensors)
+    part = PartRecord(len(head), tuple(data.nbytes for data in stored))
+    return Encoded([memoryview(head), *stored], part)
+
+
+def _compress(raw: memoryview, codec: Codec) -> tuple[memoryview, Codec]:
+    if codec == "lz4":
+        packed = lz4.block.compress(raw, store_size=False)
+        # A slot that saves under 1/32 costs more to decompress than it saves to read.
+        if len(packed) <= raw.nbytes - raw.nbytes // 32 and len(packed) < raw.nbytes:
+            return memoryview(packed), "lz4"
+    return raw, "none"
+
+
+def _header_bytes(meta: SegmentMeta, tensors: dict[str, dict[str, Any]]) -> bytes:
+    fields = meta.model_dump(mode="json")
+    metadata = {
+        name: value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+        for name, value in fields.items()
+    }
+    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+    padded = -(-(8 + len(text)) // ALIGN) * ALIGN
+    return (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
+
+
+def header_length(start: memoryview | bytes) -> int:
+    """Total header bytes (prefix included) announced by the first 8 bytes of a payload."""
+    if len(start) < 8:
+        raise CorruptPayload("payload shorter than a segment's length field")
+    length = 8 + int.from_bytes(start[:8], "little")
+    if length > MAX_HEADER or length % ALIGN:
+        raise CorruptPayload(f"impossible header length {length}")
+    return length
+
+
+def parse_header(data: memoryview | bytes, *, namespace: NamespaceId | None = None) -> Header:
+    """Parse and cross-check a whole header (`header_length` bytes).
+
+    Raises NamespaceMismatch if it belongs to another namespace than `namespace`, CorruptPayload if
+    it is damaged. The slots' bytes are not looked at.
+    """
+    length = header_length(data)
+    if len(data) < length:
+        raise CorruptPayload(f"header truncated at {len(data)} of {length} bytes")
+    try:
+        document = json.loads(bytes(data[8:length]))
+        metadata = document.pop("__metadata__")
+        texts = ("segment", "namespace_id", "namespace", "kind", "codec", "writer")
+        fields = {name: value if name in texts else json.loads(value) for name, value in metadata.items()}
+        meta = SegmentMeta.model_validate(fields)
+    except (ValueError, ValidationError, KeyError, AttributeError, TypeError, RecursionError) as exc:
+        raise CorruptPayload("header is not a segment's") from exc
+    _check_namespace(meta, namespace)
+    sizes = []
+    offset = 0
+    if list(document) != [slot.key for slot in meta.slots]:
+        raise CorruptPayload("tensors and slots of the header differ")
+    for slot in meta.slots:
+        entry = document[slot.key]
+        try:
+            start, end = entry["data_offsets"]
+        except (TypeError, KeyError, ValueError) as exc:
+            raise CorruptPayload("tensor entry without offsets") from exc
+        if start != offset or not isinstance(end, int) or end < start or not _plausible(slot, end - start):
+            raise CorruptPayload(f"slot {slot.key[:16]}... does not fit its offsets")
+        sizes.append(end - start)
+        offset = end
+    return Header(meta, PartRecord(length, tuple(sizes)))
+
+
+def _check_namespace(meta: SegmentMeta, expected: NamespaceId | None) -> None:
+    if not meta.namespace.isascii() or namespace_id_of_json(meta.namespace) != meta.namespace_id:
+        raise CorruptPayload("namespace id and namespace of the header differ")
+    if expected is not None and meta.namespace_id != expected:
+        raise NamespaceMismatch(f"segment of namespace {meta.namespace_id}, expected {expected}")
+
+
+def _plausible(slot: SlotMeta, stored: int) -> bool:
+    width = DTYPE_BYTES.get(slot.dtype)
+    if width is None or prod(slot.shape) * width != slot.raw_bytes:
+        return False
+    return stored == slot.raw_bytes if slot.codec == "none" else 0 < stored < slot.raw_bytes
+
+
+def decode_slot(stored: memoryview, slot: SlotMeta, into: memoryview | None) -> None:
+    """Verify one slot's stored bytes and, if `into` is given, decompress them there.
+
+    With codec `none` the caller has read straight into its own buffer and passes `into=None`.
+    Raises CorruptPayload; `into` may then hold anything.
+    """
+    if slot_checksum(stored, slot.key, slot.codec, slot.dtype, slot.shape) != slot.xxh3:
+        raise CorruptPayload(f"checksum of slot {slot.key[:16]}... differs")
+    if into is None:
+        return
+    if into.nbytes != slot.raw_bytes:
+        raise CorruptPayload(f"slot {slot.key[:16]}... is {slot.raw_bytes} bytes, expected {into.nbytes}")
+    if slot.codec == "none":
+        into[:] = stored
+        return
+    try:
+        raw = lz4.block.decompress(stored, uncompressed_size=slot.raw_bytes)
+    except lz4.block.LZ4BlockError as exc:
+        raise CorruptPayload(f"slot {slot.key[:16]}... does not decompress") from exc
+    if len(raw) != slot.raw_bytes:
+        raise CorruptPayload(f"slot {slot.key[:16]}... decompresses to {len(raw)} bytes")
+    into[:] = cast("Any", raw)

@@ -1,0 +1,260 @@
+"""The two ports: where payloads live, and what is where.
+
+PayloadStore   bytes under a name. Knows nothing of segments.
+Index          digest -> (segment, slot), segment -> record. A hint: it can be lost and rebuilt.
+Catalogue      what maintenance and people need of the same index, off the request path.
+
+Rules for every implementation: batch first; sync; safe for many threads and many processes; no call
+blocks without a deadline; a miss is a value, a failure is an exception of kvstore.errors; no
+caller's buffer is kept after the call. Abstract throughout, so that a forgotten method fails at
+construction. Conformance: kvstore.testing.
+
+Not here, and why: exists(one) (batch verbs answer it), get-or-create (the store composes it),
+retries, breaking, counting, verification (wrappers and the store add them), locks and leases on
+what is being read (grace time after an eviction replaces them: nothing held can leak).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvstore.keys import NamespaceId, SegmentId
+from schemas.namespace import Namespace
+from schemas.records import SegmentRecord
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One payload in a listing."""
+
+    name: str
+    nbytes: int
+    #: Unix seconds of its last change.
+    modified_s: float
+
+
+class PayloadStore(ABC):
+    """Immutable bytes under a name such as `0123456789abcdef/ab/ab....0` (kvstore.keys)."""
+
+    @abstractmethod
+    def put(self, name: str, buffers: Sequence[memoryview]) -> None:
+        """Store the concatenation of `buffers` (each contiguous bytes) under `name`.
+
+        All or nothing: a reader, also in another process, sees the whole or nothing, also after a
+        crash at any instruction. On return the bytes are as durable as configured. Names are never
+        reused by the store; a second put of one name replaces the first, atomically.
+        Raises CapacityExceeded (no space), PermissionDenied, TransientError.
+        """
+
+    @abstractmethod
+    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int | None:
+        """Fill the writable byte buffers `into` in turn with the bytes from `offset` on.
+
+        Returns how many bytes were read: fewer than asked only if the payload ends there. None if
+        there is no such payload. On an exception the buffers may hold anything.
+        """
+
+    @abstractmethod
+    def delete(self, names: Sequence[str]) -> int:
+        """Remove payloads; names that don't exist are fine. Returns how many did exist."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        """Every payload whose name starts with `prefix`, in no order, weakly consistent.
+
+        Things that are not payloads (temporary files, an index file beside them) are not listed.
+        """
+
+    @abstractmethod
+    def ping(self) -> None:
+        """Raise what a put and a read would raise for lack of access; leaves nothing behind."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what is held. Idempotent; later calls raise Closed or work, never hang."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` blocks of the asked chain, from its block `start` on, in adjacent slots of a segment."""
+
+    start: int
+    segment: SegmentId
+    slot: int
+    count: int
+    record: SegmentRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Answer to a writer that wants to save a chain of blocks."""
+
+    #: How many leading blocks are stored already.
+    present: int
+    #: True: save the rest. False: nothing is left to save, or another writer is at it.
+    granted: bool
+
+
+class CommitState(Enum):
+    """What became of one rank's commit."""
+
+    VISIBLE = "visible"  # the last rank: the segment can be matched from now on
+    WAITING = "waiting"  # durable, but other ranks are missing
+    REFUSED = "refused"  # the ranks disagree on the segment, or it was evicted meanwhile
+
+
+class Index(ABC):
+    """What is where. Digests travel packed: 16 bytes each, one blob per call, one round trip."""
+
+    @abstractmethod
+    def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
+        """Make the namespace known, idempotently, and keep its JSON for people.
+
+        `expected_blocks` is how many blocks its capacity holds; an index may size its buckets by
+        the first registration's number.
+        """
+
+    @abstractmethod
+    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
+        """The longest prefix of the chain that can be served, as runs that follow each other.
+
+        Exact at the moment of the call: every block of every run belongs to a visible segment.
+        `digests` must be a hash chain (each digest determined by what precedes it): this is what
+        lets the walk cost O(segments) and not O(blocks). An unknown namespace has no runs.
+        """
+
+    @abstractmethod
+    def find(self, namespace: NamespaceId, digests: bytes) -> list[Run | None]:
+        """Each digest by itself, no chain assumed: a run of one slot (`start` = its position) or None."""
+
+    @abstractmethod
+    def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:
+        """How much of the chain is stored, and may `segment` be written with the rest?
+
+        The claim is on the first missing digest, names the segment (so that all ranks of one
+        segment share it, and asking again is harmless) and expires after `ttl_s`. Advisory: two
+        copies of a block would be a waste, not an error.
+        """
+
+    @abstractmethod
+    def commit(
+        self,
+        namespace: NamespaceId,
+        segment: SegmentId,
+        digests: bytes,
+        record: SegmentRecord,
+        *,
+        rank: int,
+        ranks: int,
+    ) -> CommitState:
+        """Rank `rank` of `ranks` has stored its payload durably; `record.parts` is that one part.
+
+        When the last rank's commit arrives the record and the entries of all digests (slot i =
+        digest i) become visible at once. Ranks that disagree on anything but their part are
+        REFUSED. An incomplete commit is forgotten after an hour. Committing again is harmless.
+        Also releases the claim. Re-registers nothing: raises NamespaceUnknown if the index has lost
+        the namespace, and the caller registers it and tries once more.
+        """
+
+    @abstractmethod
+    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+        """Note a use. Segments that are gone are ignored. Recency is per segment, to the minute."""
+
+    @abstractmethod
+    def evict(self, namespace: NamespaceId, segments: Sequence[SegmentId], *, delete_after_s: float) -> int:
+        """Make segments invisible and put them in the trash until `delete_after_s` (unix time).
+
+        Returns how many were visible. O(1) per segment: their digests' entries dangle, are ignored
+        by every other verb and are swept later. A segment whose commit is incomplete is refused
+        from then on.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the visible segments of one namespace amount to; exact, kept in the same transaction."""
+
+    nbytes: int
+    segments: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A segment as the catalogue lists it."""
+
+    segment: SegmentId
+    record: SegmentRecord
+    #: Unix seconds, to the minute.
+    last_use_s: float
+
+
+class Catalogue(ABC):
+    """The index as maintenance and people see it. Nothing here runs on a request's path."""
+
+    @abstractmethod
+    def namespaces(self) -> dict[NamespaceId, str]:
+        """Every registered namespace: id -> canonical JSON."""
+
+    @abstractmethod
+    def usage(self, namespace: NamespaceId) -> Usage:
+        """Zeros for an unknown namespace."""
+
+    @abstractmethod
+    def segments(self, namespace: NamespaceId) -> Iterator[Listing]:
+        """Every visible segment, in no order, weakly consistent, in bounded pages."""
+
+    @abstractmethod
+    def get(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[Listing | None]:
+        """The named segments, None where one is not visible."""
+
+    @abstractmethod
+    def cull(
+        self, namespace: NamespaceId, *, keep_bytes: int, delete_after_s: float, limit: int
+    ) -> list[SegmentId]:
+        """Evict least recently used segments, tails of chains first, until at most `keep_bytes` remain.
+
+        At most `limit` per call, so that no call holds the index for long. Returns those evicted.
+        """
+
+    @abstractmethod
+    def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
+        """Trashed segments whose time has come, with their number of ranks."""
+
+    @abstractmethod
+    def bury(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> None:
+        """Their payloads are deleted: forget the trash entries."""
+
+    @abstractmethod
+    def sweep(self, namespace: NamespaceId, limit: int) -> int:
+        """Drop up to about `limit` entries that point at no visible segment; returns how many.
+
+        Remembers where it stopped, so that repeated calls cover everything.
+        """
+
+    @abstractmethod
+    def ping(self) -> None:
+        """Raise TransientError or PermissionDenied if the index can't be read and written."""

@@ -1,0 +1,5 @@
+"""The shapes that cross a boundary: settings, identity, stored metadata, index records, reports.
+
+Everything here is frozen and closed: an unknown key is an error, never ignored. Nothing here does
+I/O, and nothing imports torch or vLLM.
+"""

@@ -1,0 +1,113 @@
+"""Index records: what the index knows of a segment, packed small because there are millions.
+
+Slotted dataclasses rather than pydantic models: a match unpacks a record per segment on the path
+of a request. The packed layout is part of the Redis schema and of the SQLite file (golden test:
+tests/test_records.py):
+
+    u8  version (1)          u8  flags (1: slots of equal size)     u16 slots
+    u8  ranks                u8  codec (0 none, 1 lz4)              u16 reserved (0)
+    u32 created, unix seconds                                       u32 depth: blocks before slot 0
+    u64 raw bytes per rank   (before the codec)
+    per rank: u32 data start; then u32 slot size once (flag 1) or u32 slot size x slots
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+CODECS: tuple[Literal["none"], Literal["lz4"]] = ("none", "lz4")
+
+_HEAD = struct.Struct("<BBHBBHIIQ")
+_VERSION = 1
+_UNIFORM = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """Layout of one rank's payload: `data_start` bytes of header, then the slots back to back."""
+
+    data_start: int
+    slot_sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole payload in bytes."""
+        return self.data_start + sum(self.slot_sizes)
+
+    def slot_range(self, first: int, count: int) -> tuple[int, int]:
+        """(offset, length) in bytes of `count` adjacent slots."""
+        start = self.data_start + sum(self.slot_sizes[:first])
+        return start, sum(self.slot_sizes[first : first + count])
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """One visible segment: all of its ranks' parts are durable."""
+
+    parts: tuple[PartRecord, ...]
+    slots: int
+    codec: Literal["none", "lz4"]
+    created_s: int
+    #: Index in its chain of the segment's first block: orders eviction (tails before heads).
+    depth: int = 0
+    #: Bytes of one rank's slots before the codec.
+    raw_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ranks' payloads, headers included: what a quota counts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def pack_head(record: SegmentRecord, ranks: int) -> bytes:
+    """The part of the packed form that all ranks' commits must agree on."""
+    return _HEAD.pack(
+        _VERSION,
+        _UNIFORM if _uniform(record) else 0,
+        record.slots,
+        ranks,
+        CODECS.index(record.codec),
+        0,
+        record.created_s,
+        record.depth,
+        record.raw_bytes,
+    )
+
+
+def pack_part(record: SegmentRecord, part: PartRecord) -> bytes:
+    """The packed form of one rank's layout."""
+    sizes = part.slot_sizes[:1] if _uniform(record) else part.slot_sizes
+    return struct.pack(f"<I{len(sizes)}I", part.data_start, *sizes)
+
+
+def _uniform(record: SegmentRecord) -> bool:
+    # Decided by the codec alone for more than one slot, so that ranks can't disagree on the flag:
+    # without a codec every slot of a group has one size, with one they hardly ever do.
+    return record.slots == 1 or (
+        record.codec == "none" and all(len(set(part.slot_sizes)) == 1 for part in record.parts)
+    )
+
+
+def pack_record(record: SegmentRecord) -> bytes:
+    """The packed form; see the module's table."""
+    return pack_head(record, len(record.parts)) + b"".join(pack_part(record, part) for part in record.parts)
+
+
+def unpack_record(data: bytes) -> SegmentRecord | None:
+    """A packed record, or None if it is damaged or of another version: the segment is then a miss."""
+    if len(data) < _HEAD.size:
+        return None
+    version, flags, slots, ranks, codec, reserved, created, depth, raw = _HEAD.unpack_from(data)
+    if version != _VERSION or codec >= len(CODECS) or reserved or not slots or not ranks:
+        return None
+    count = 1 if flags & _UNIFORM else slots
+    part_format = struct.Struct(f"<I{count}I")
+    if len(data) != _HEAD.size + ranks * part_format.size:
+        return None
+    parts = []
+    for rank in range(ranks):
+        start, *sizes = part_format.unpack_from(data, _HEAD.size + rank * part_format.size)
+        parts.append(PartRecord(start, tuple(sizes) * slots if flags & _UNIFORM else tuple(sizes)))
+    return SegmentRecord(tuple(parts), slots, CODECS[codec], created, depth, raw)

