@@ -86,11 +86,9 @@ class TransferSettings(Closed):
 
     read_threads: int = Field(default=4, ge=1, le=128)
     write_threads: int = Field(default=2, ge=1, le=128)
-    #: Bytes of loads queued or running; a load past it waits in its caller's bounded queue.
-    read_bytes: Bytes = Field(default=1 << 30, ge=1)
     #: Bytes of saves queued or running; a save past it is dropped and counted.
     write_bytes: Bytes = Field(default=512 << 20, ge=1)
-    #: Jobs of either kind that may be queued.
+    #: Jobs of each kind that may be queued; past it a load is a miss and a save is dropped.
     queue_jobs: int = Field(default=4096, ge=1)
     #: How long `close` waits for queued saves.
     drain_s: Seconds = 10.0
@@ -132,8 +130,6 @@ class ECSettings(Closed):
     staging_dir: str | None = None
     #: Bound of that folder.
     staging_bytes: Bytes = Field(default=256 << 20, ge=1)
-    #: Bound of copies waiting to be written to the store.
-    save_bytes: Bytes = Field(default=128 << 20, ge=1)
     #: `trust`: a client's `uuid` names its item, as in vLLM itself. `refuse`: only identifiers that
     #: look like vLLM's own content hashes are cached. (A uuid reused for another image returns the
     #: first image's output, in vLLM's own caches as well; refuse where clients aren't trusted.)

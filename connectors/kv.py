@@ -1,0 +1,166 @@
+"""KVStoreConnector: vLLM's KV connector over the store.
+
+    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_connector_module_path": "connectors.kv",
+      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"index": "redis://HOST:6379/0", "payloads": "file:///DIR"}}'
+
+A facade: each method hands over to the half that runs in this process, `KVScheduler` or `KVWorker`.
+Loads are asynchronous always (the engine never runs a step that waits for bytes), and a failed one
+is recomputed, so `kv_load_failure_policy` must be "recompute".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from connectors.identity import group_spec, kv_namespace, layer_order
+from connectors.kv_scheduler import KVScheduler
+from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata
+from connectors.kv_worker import KVWorker
+from connectors.options import connector_settings, open_for, segment_blocks
+from kvstore.errors import ConfigError
+from schemas.namespace import Namespace
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """One per scheduler and one per worker; `role` says which."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                'kvstore: set "kv_load_failure_policy": "recompute"; with "fail" (vLLM\'s default) a '
+                "block that can't be loaded would fail its request"
+            )
+        settings = connector_settings(transfer.kv_connector_extra_config)
+        self._scheduler: KVScheduler | None = None
+        self._worker: KVWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            namespace = kv_namespace(vllm_config, kv_cache_config, settings)
+            spec = namespace.groups[0]
+            store = open_for(settings, "KV connector", namespace)
+            self._scheduler = KVScheduler(
+                store,
+                store.open(namespace, block_bytes=spec.slot_bytes * namespace.ranks),
+                block_tokens=namespace.block_tokens,
+                segment_blocks=segment_blocks(settings, spec.slot_bytes),
+                prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+                can_load=transfer.is_kv_consumer,
+                can_save=transfer.is_kv_producer,
+            )
+        else:
+            spec = group_spec(kv_cache_config.kv_cache_groups[0], vllm_config.cache_config.block_size)
+            store = open_for(settings, "KV connector worker")
+            self._worker = KVWorker(store, spec, segment_blocks=segment_blocks(settings, spec.slot_bytes))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a dropped save is a later miss, never a reason to recompute."""
+        return False
+
+    # ---- worker ---------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        names = layer_order(self._kv_cache_config.kv_cache_groups[0].layer_names)
+        self._on_worker.register([kv_caches[name] for name in names], self._kv_cache_config.num_blocks)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._on_worker.protect()
+        metadata = self._namespaced(kv_connector_metadata)
+        self._on_worker.start_saves(metadata.flushes)
+        self._on_worker.protect()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._on_worker.start_loads(self._namespaced(self._get_connector_metadata()).loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        self._on_worker.start_saves(self._namespaced(self._get_connector_metadata()).saves)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults(finished_recving=self._on_worker.take_finished())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._on_worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVStoreWorkerMetadata | None:
+        return self._on_worker.take_report()
+
+    def _namespaced(self, metadata: KVConnectorMetadata) -> KVStoreMetadata:
+        assert isinstance(metadata, KVStoreMetadata)
+        if metadata.namespace is not None:
+            self._on_worker.use(Namespace.model_validate_json(metadata.namespace))
+        return metadata
+
+    # ---- scheduler ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._on_scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._on_scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._on_scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._on_scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._on_scheduler.update_connector_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._on_scheduler.request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._on_scheduler.request_finished(request, block_ids[0])
+
+    # ---- both -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    @property
+    def _on_worker(self) -> KVWorker:
+        assert self._worker is not None, "called on the scheduler's side"
+        return self._worker
+
+    @property
+    def _on_scheduler(self) -> KVScheduler:
+        assert self._scheduler is not None, "called on the worker's side"
+        return self._scheduler

@@ -1,0 +1,329 @@
+"""The KV connector in the scheduler: what to promise, what to load, what to save.
+
+Everything here runs on the scheduler's thread and never waits for a backend: a match is asked on
+the store's call threads when its request arrives and picked up when the scheduler comes to it. The
+only wait is `_PATIENCE_S` per step, which spares the engine idle steps for an answer that is
+microseconds away.
+
+A request, as this module sees it:
+
+    matching   the index has been asked; get_num_new_matched_tokens answers "later" until the
+               answer or kv.match_deadline_s
+    matched    so many leading blocks are stored; the promise is loaded from that very match
+    loading    blocks are allocated and the workers are loading
+    computing  prefill; full blocks from the match's end on are saved, a segment's worth at a time
+
+A request whose load failed once computes the rest itself: asking again could promise the same
+unreadable bytes for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
+from connectors.planning import external_tokens, savable_blocks, saves_due, slice_runs
+from kvstore.errors import KVStoreError
+from kvstore.keys import ContentKey, SegmentId, block_key, canonical_json, digests, new_segment_id
+from kvstore.store import Match, Space, Store
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+#: Total time per scheduler step that may be spent waiting for matches that are under way.
+_PATIENCE_S = 0.001
+_NO_MATCH = Match([], 0, "deadline")
+
+
+class PendingMatch:
+    """A match under way on a call thread."""
+
+    def __init__(self, blocks: int, end: float) -> None:
+        self.blocks = blocks
+        self.end = end
+        self.asked_at = time.monotonic()
+        self._done = threading.Event()
+        self._result: Match | None = None
+
+    def finish(self, result: Match) -> None:
+        """Call thread: here is the answer."""
+        self._result = result
+        self._done.set()
+
+    def poll(self, patience_s: float) -> Match | None:
+        """The answer, or None if it is still out after `patience_s`."""
+        if not self._done.is_set() and patience_s > 0:
+            self._done.wait(patience_s)
+        return self._result if self._done.is_set() else None
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What the scheduler's half knows of one request. Owned by the scheduler's thread."""
+
+    request: Request
+    match: PendingMatch | None = None
+    #: Leading blocks that are in the store or on their way: saving starts here.
+    saved: int = 0
+    #: Block-aligned local hit of the last promise, in tokens.
+    local_tokens: int = 0
+    loading: bool = False
+    load_failed: bool = False
+
+    def key(self, block: int) -> ContentKey:
+        """Content key of one chain block. Never remembered: a streaming session's chain may change."""
+        return block_key(self.request.block_hashes[block])
+
+
+class KVScheduler:
+    """One per engine."""
+
+    def __init__(
+        self,
+        store: Store,
+        space: Space,
+        *,
+        block_tokens: int,
+        segment_blocks: int,
+        prefix_caching: bool,
+        can_load: bool,
+        can_save: bool,
+    ) -> None:
+        self._store = store
+        self._space = space
+        self._settings = store.settings.kv
+        self._block_tokens = block_tokens
+        self._segment_blocks = segment_blocks
+        self._prefix_caching = prefix_caching
+        self._can_load = can_load
+        self._can_save = can_save
+        self._namespace_json = canonical_json(space.namespace)
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._flushes: list[Save] = []
+        #: Content keys being saved by this engine -> their segment, so that requests of one batch
+        #: that share a prefix save it once. Emptied as the workers report.
+        self._saving: dict[ContentKey, SegmentId] = {}
+        self._segments: dict[SegmentId, list[ContentKey]] = {}
+        #: Content keys being loaded, by request; others wait for them in the GPU's prefix cache.
+        self._arriving: set[ContentKey] = set()
+        self._arriving_of: dict[str, list[ContentKey]] = {}
+        self._patience = _PATIENCE_S
+        store.transfers.call(self._register)
+
+    # ---- matching -------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Ask the index right away: the answer is usually there when the scheduler asks for it."""
+        tracked = self._track(request)
+        if self._wants_match(tracked):
+            self._ask(tracked)
+
+    def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """(tokens to load beyond `computed`, True), (0, False), or (None, False) for "ask later"."""
+        tracked = self._track(request)
+        if not self._wants_match(tracked):
+            return 0, False
+        match = self._matched(tracked)
+        if match is None:
+            return None, False
+        tokens = external_tokens(
+            match.blocks, computed, request.num_tokens, self._block_tokens, self._settings.min_load_blocks
+        )
+        tracked.saved = max(tracked.saved, match.blocks)
+        tracked.local_tokens = computed
+        if not tokens:
+            return 0, False
+        if self._arriving and tracked.key(computed // self._block_tokens) in self._arriving:
+            # Another request is loading this very block; in a moment it is a local hit for both.
+            return None, False
+        return tokens, True
+
+    def _wants_match(self, tracked: Tracked) -> bool:
+        request = tracked.request
+        return (
+            self._can_load
+            and not tracked.load_failed
+            and not getattr(request, "skip_reading_prefix_cache", False)
+            and len(request.block_hashes) > 0
+        )
+
+    def _matched(self, tracked: Tracked) -> Match | None:
+        """The request's match, asking for it if need be; None while it is out."""
+        pending = tracked.match
+        now = time.monotonic()
+        stale = pending is not None and (
+            now - pending.asked_at > self._settings.match_ttl_s
+            or pending.blocks != len(tracked.request.block_hashes)
+        )
+        if pending is None or stale:
+            pending = self._ask(tracked)
+        before = time.monotonic()
+        match = pending.poll(self._patience)
+        self._patience = max(0.0, self._patience - (time.monotonic() - before))
+        if match is None and time.monotonic() >= pending.end:
+            self._store.counters.miss("deadline", pending.blocks)
+            pending.finish(_NO_MATCH)
+            return _NO_MATCH
+        return match
+
+    def _ask(self, tracked: Tracked) -> PendingMatch:
+        hashes = list(tracked.request.block_hashes)
+        pending = PendingMatch(len(hashes), time.monotonic() + self._settings.match_deadline_s)
+        tracked.match = pending
+        packed = digests(hashes)
+        if not self._store.transfers.call(lambda: pending.finish(self._space.match(packed))):
+            self._store.counters.miss("capacity", len(hashes))
+            pending.finish(Match([], 0, "capacity"))
+        return pending
+
+    # ---- loading --------------------------------------------------------------------------------
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """The scheduler took the promise: plan the load into the blocks it allocated."""
+        if not external:
+            return
+        tracked = self._track(request)
+        match = tracked.match.poll(0.0) if tracked.match else None
+        first = tracked.local_tokens // self._block_tokens
+        wanted = range(first, first + -(-external // self._block_tokens))
+        assert match is not None and wanted.stop <= match.blocks, "blocks were allocated for no match"
+        block_ids = blocks.get_block_ids()[0]
+        keys = [tracked.key(block) for block in wanted]
+        self._loads.append(
+            Load(
+                request.request_id,
+                first,
+                slice_runs(match.runs, wanted),
+                keys,
+                block_ids[first : wanted.stop],
+            )
+        )
+        tracked.loading = True
+        tracked.match = None  # consumed: after a preemption the index is asked again
+        if self._prefix_caching:
+            self._arriving.update(keys)
+            self._arriving_of[request.request_id] = keys
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Workers' report: loads that ended, loads that failed, saves that ended."""
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, KVStoreWorkerMetadata):
+            for request_id, block in meta.failed_loads.items():
+                self._load_failed(request_id, block)
+            for segment in meta.ended_saves:
+                for key in self._segments.pop(segment, ()):
+                    self._saving.pop(key, None)
+        for request_id in output.finished_recving or ():
+            self._load_ended(request_id)
+
+    def _load_failed(self, request_id: str, block: int) -> None:
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.load_failed = True
+            tracked.saved = min(tracked.saved, block)
+        # Other requests' answers may name the same bad segment: ask again.
+        for other in self._requests.values():
+            if not other.loading:
+                other.match = None
+
+    def _load_ended(self, request_id: str) -> None:
+        if (tracked := self._requests.get(request_id)) is not None:
+            tracked.loading = False
+        self._arriving.difference_update(self._arriving_of.pop(request_id, ()))
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
+        """This step's work for the workers."""
+        self._patience = _PATIENCE_S
+        saves: list[Save] = []
+        if self._can_save:
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                tracked = self._requests.get(request_id)
+                if tracked is not None:
+                    saves += self._saves_of(tracked, tokens, output)
+        loads, self._loads = self._loads, []
+        flushes, self._flushes = self._flushes, []
+        busy = loads or saves or flushes
+        return KVStoreMetadata(self._namespace_json if busy else None, loads, saves, flushes)
+
+    def _saves_of(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> list[Save]:
+        request = tracked.request
+        # The scheduler advances num_computed_tokens after this call.
+        done_tokens = request.num_computed_tokens + scheduled
+        done = savable_blocks(
+            done_tokens,
+            request.num_prompt_tokens,
+            len(request.block_hashes),
+            self._block_tokens,
+            save_decode=self._settings.save_decode,
+        )
+        if done <= tracked.saved:
+            return []
+        prefill_ends = done_tokens - scheduled < request.num_prompt_tokens <= done_tokens
+        due, tracked.saved = saves_due(tracked.saved, done, self._segment_blocks, final=prefill_ends)
+        if not due:
+            return []
+        state = output.kv_connector_block_state
+        table = state.get_block_ids(request.request_id) if state is not None else None
+        return self._plan(tracked, due, table[0]) if table is not None else []
+
+    def _plan(self, tracked: Tracked, due: list[range], block_ids: list[int]) -> list[Save]:
+        saves = []
+        for blocks in due:
+            keys = [tracked.key(block) for block in blocks]
+            # Blocks that another request of this engine is saving right now lead the chain, if any.
+            busy = next((i for i, key in enumerate(keys) if key not in self._saving), len(keys))
+            first, keys = blocks.start + busy, keys[busy:]
+            if not keys:
+                continue
+            segment = new_segment_id()
+            self._saving.update(dict.fromkeys(keys, segment))
+            self._segments[segment] = keys
+            ids = block_ids[first : blocks.stop]
+            saves.append(Save(tracked.request.request_id, segment, first, keys, ids))
+        return saves
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; with `save_decode`, save what its last segment lacks.
+
+        Blocks are never held back: those to be saved are read at the start of the next step, before
+        anything can overwrite them.
+        """
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and self._can_save and self._settings.save_decode and not tracked.loading:
+            done = min(
+                request.num_computed_tokens // self._block_tokens, len(request.block_hashes), len(block_ids)
+            )
+            due, _ = saves_due(tracked.saved, done, self._segment_blocks, final=True)
+            self._flushes += self._plan(tracked, due, block_ids)
+        return False, None
+
+    def shutdown(self) -> None:
+        """Close the store of this half."""
+        self._store.close()
+
+    def _register(self) -> None:
+        """Call thread: make the namespace known, so that it is listed before anything is saved."""
+        try:
+            self._space.register()
+        except KVStoreError as exc:
+            log.warning("kvstore index not reachable yet (%s); running without the cache until it is", exc)
+
+    def _track(self, request: Request) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = self._requests[request.request_id] = Tracked(request)
+        return tracked

@@ -1,0 +1,34 @@
+"""What both connectors do first: read their settings, open a store, size their segments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvstore.build import describe, load_settings, open_store
+from kvstore.keys import namespace_id
+from kvstore.store import Store
+from schemas.namespace import Namespace
+from schemas.settings import Settings
+
+log = logging.getLogger("vllm.kvstore")
+
+
+def connector_settings(extra_config: Mapping[str, Any]) -> Settings:
+    """Settings of a `*_connector_extra_config`, overridden by the environment. Raises ConfigError."""
+    return load_settings(extra_config)
+
+
+def open_for(settings: Settings, what: str, namespace: Namespace | None = None) -> Store:
+    """Open the store and say so in the log, without secrets."""
+    store = open_store(settings)
+    name = f", namespace {namespace_id(namespace)} of {namespace.model}" if namespace is not None else ""
+    log.info("kvstore %s: %s%s", what, describe(settings), name)
+    return store
+
+
+def segment_blocks(settings: Settings, slot_bytes: int) -> int:
+    """Blocks per segment: the target size, the maximum count, or what staging holds, if that is less."""
+    fits = min(settings.segment.target_bytes, settings.kv.staging_bytes) // slot_bytes
+    return max(1, min(settings.segment.max_blocks, fits))

@@ -1,0 +1,69 @@
+"""Which blocks to load and which to save: pure functions, no vLLM, no I/O.
+
+Blocks are counted from the start of a request's chain; `range(a, b)` is blocks a to b - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstore.ports import Run
+
+
+def slice_runs(runs: Iterable[Run], blocks: range) -> list[Run]:
+    """The part of `runs` that covers `blocks`."""
+    out = []
+    for run in runs:
+        first, last = max(run.start, blocks.start), min(run.start + run.count, blocks.stop)
+        if first < last:
+            out.append(Run(first, run.segment, run.slot + first - run.start, last - first, run.record))
+    return out
+
+
+def split_run(run: Run, most: int) -> list[Run]:
+    """`run` in pieces of at most `most` blocks: what one staging buffer holds."""
+    return [
+        Run(run.start + at, run.segment, run.slot + at, min(most, run.count - at), run.record)
+        for at in range(0, run.count, most)
+    ]
+
+
+def external_tokens(
+    matched_blocks: int, computed_tokens: int, total_tokens: int, block_tokens: int, least_blocks: int
+) -> int:
+    """Tokens to load beyond a block-aligned local hit of `computed_tokens`; 0 if not worth it.
+
+    A match of the whole prompt is allowed: for asynchronous loads vLLM recomputes the last token
+    itself.
+    """
+    new = min(matched_blocks * block_tokens, total_tokens) - computed_tokens
+    return new if new >= max(1, least_blocks) * block_tokens else 0
+
+
+def saves_due(saved: int, done: int, segment_blocks: int, *, final: bool) -> tuple[list[range], int]:
+    """Segments to save when blocks up to `done` are computed and those up to `saved` are saved.
+
+    Full segments always; the remainder only if `final`, because blocks stay in the engine's cache
+    while their request runs, and a fuller segment costs fewer requests later. Returns the segments
+    and the new `saved`.
+    """
+    out = []
+    while done - saved >= segment_blocks:
+        out.append(range(saved, saved + segment_blocks))
+        saved += segment_blocks
+    if final and done > saved:
+        out.append(range(saved, done))
+        saved = done
+    return out, saved
+
+
+def savable_blocks(
+    done_tokens: int, prompt_tokens: int, hashed_blocks: int, block_tokens: int, *, save_decode: bool
+) -> int:
+    """How many leading blocks are full, final and wanted.
+
+    A block's hash exists only when its last token is known, so under speculative or asynchronous
+    decoding `hashed_blocks` keeps draft tokens out.
+    """
+    done = done_tokens if save_decode else min(done_tokens, prompt_tokens)
+    return min(done // block_tokens, hashed_blocks)

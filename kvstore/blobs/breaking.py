@@ -1,0 +1,41 @@
+"""BreakingPayloads: a payload store behind a circuit breaker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvstore.breaker import Breaker
+from kvstore.ports import Listed, PayloadStore
+
+
+class BreakingPayloads(PayloadStore):
+    """Passes every call on, or raises BreakerOpen at once while the breaker is open."""
+
+    def __init__(self, inner: PayloadStore, breaker: Breaker) -> None:
+        self._inner = inner
+        self._breaker = breaker
+
+    def __repr__(self) -> str:
+        return f"BreakingPayloads({self._inner!r})"
+
+    def put(self, name: str, buffers: Sequence[memoryview]) -> None:
+        with self._breaker.guard():
+            self._inner.put(name, buffers)
+
+    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int | None:
+        with self._breaker.guard():
+            return self._inner.read(name, offset, into)
+
+    def delete(self, names: Sequence[str]) -> int:
+        with self._breaker.guard():
+            return self._inner.delete(names)
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        # A listing is maintenance: long, off the request path, and its failures say little of reads.
+        return self._inner.list(prefix)
+
+    def ping(self) -> None:
+        self._inner.ping()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,75 @@
+"""A circuit breaker that closes again.
+
+Closed: calls pass. After `failures` transient failures in a row: open, calls are refused at once.
+After the backoff one call is let through as a probe; its success closes the breaker, its failure
+doubles the backoff, up to a maximum. A probe that never reports (its thread died) frees its place
+after another backoff, so the breaker can't stay open for good.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvstore.errors import BreakerOpen, TransientError
+from schemas.settings import BreakerSettings
+
+
+class Breaker:
+    """One per backend; shared by all threads of a store."""
+
+    def __init__(
+        self, name: str, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._backoff = settings.backoff_s
+        self._retry_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call right now would be refused."""
+        with self._lock:
+            return self._failures >= self._settings.failures and self._clock() < self._retry_at
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Run one call. Only TransientError counts as a failure; what else is raised is an answer."""
+        self._admit()
+        try:
+            yield
+        except TransientError:
+            self._failed()
+            raise
+        except BaseException:
+            self._succeeded()
+            raise
+        self._succeeded()
+
+    def _admit(self) -> None:
+        with self._lock:
+            if self._failures < self._settings.failures:
+                return
+            now = self._clock()
+            if now < self._retry_at:
+                raise BreakerOpen(f"{self._name}: not tried, it failed {self._failures} times in a row")
+            # This caller is the probe; others are refused until it reports or the backoff passes again.
+            self._retry_at = now + self._backoff
+
+    def _failed(self) -> None:
+        with self._lock:
+            self._failures += 1
+            if self._failures > self._settings.failures:
+                self._backoff = min(self._backoff * 2, self._settings.max_backoff_s)
+            if self._failures >= self._settings.failures:
+                self._retry_at = self._clock() + self._backoff
+
+    def _succeeded(self) -> None:
+        with self._lock:
+            self._failures = 0
+            self._backoff = self._settings.backoff_s

@@ -1,0 +1,149 @@
+"""The composition root: settings from their sources, and the stack that they describe.
+
+    index     BreakingIndex(RedisIndex | SqliteIndex)
+    payloads  BreakingPayloads(LocalPayloads | MemoryPayloads)
+
+Nothing else constructs backends.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from kvstore.blobs.breaking import BreakingPayloads
+from kvstore.blobs.local import LocalPayloads
+from kvstore.blobs.memory import MemoryPayloads
+from kvstore.breaker import Breaker
+from kvstore.errors import ConfigError
+from kvstore.index.breaking import BreakingIndex
+from kvstore.index.redis import RedisIndex
+from kvstore.index.sqlite import SqliteIndex
+from kvstore.metrics import Counters
+from kvstore.ports import PayloadStore
+from kvstore.store import Store
+from kvstore.transfers import Transfers
+from schemas.base import Closed, explain, redact
+from schemas.settings import Settings
+
+PREFIX = "KVSTORE_"
+#: Kubernetes puts these into every pod when a Service is called "kvstore"; they are not settings.
+_SERVICE_LINK = re.compile(
+    r"(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_.*)?)?)"
+)
+
+
+def load_settings(
+    given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> Settings:
+    """Settings from a mapping (or the YAML file that its `settings` key names) and the environment.
+
+    Raises ConfigError with one sentence per problem.
+    """
+    tree = _from_file(given) if given and "settings" in given else dict(given or {})
+    environ = os.environ if environ is None else environ
+    if not given and (path := environ.get(PREFIX + "SETTINGS")):
+        tree = _from_file({"settings": path})
+    _overlay(tree, environ)
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as exc:
+        raise ConfigError("kvstore settings: " + "; ".join(explain(exc, Settings))) from None
+
+
+def _from_file(given: Mapping[str, Any]) -> dict[str, Any]:
+    others = sorted(set(given) - {"settings"})
+    if others:
+        raise ConfigError(f"'settings' names the whole tree; move {', '.join(others)} into that file")
+    path = Path(str(given["settings"]))
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"settings file {path}: {exc.strerror}") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"settings file {path} is not YAML: {str(exc).splitlines()[0]}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"settings file {path} must hold a mapping at the top, such as payloads: file:///DIR"
+        )
+    return tree
+
+
+def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+    known = settings_keys()
+    for name, value in environ.items():
+        if not name.startswith(PREFIX) or name == PREFIX + "SETTINGS":
+            continue
+        rest = name[len(PREFIX) :]
+        if rest not in known:
+            if _SERVICE_LINK.fullmatch(rest):
+                continue
+            close = difflib.get_close_matches(rest, known, n=1)
+            hint = f"; did you mean {PREFIX}{close[0]}?" if close else "; see the settings reference"
+            raise ConfigError(f"environment variable {name} is not a setting{hint}")
+        *path, leaf = rest.lower().split("__")
+        node = tree
+        for part in path:
+            child = node.get(part)
+            node[part] = node = dict(child) if isinstance(child, dict) else {}
+        node[leaf] = value
+
+
+def settings_keys() -> set[str]:
+    """Every setting as its environment variable spells it, without the prefix."""
+    return set(_leaves(Settings, ""))
+
+
+def _leaves(model: type[Closed], prefix: str) -> list[str]:
+    names: list[str] = []
+    for name, info in model.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, Closed):
+            names += _leaves(inner, f"{prefix}{name.upper()}__")
+        else:
+            names.append(prefix + name.upper())
+    return names
+
+
+def open_index(settings: Settings) -> RedisIndex | SqliteIndex:
+    """The index leaf of these settings, for reading, writing and maintenance. No I/O for Redis."""
+    url = settings.index_url
+    if url.startswith("sqlite://"):
+        return SqliteIndex(url.removeprefix("sqlite://"), busy_timeout_s=settings.sqlite.busy_timeout_s)
+    if url.startswith("memory://"):
+        return SqliteIndex.in_memory(url.removeprefix("memory://"))
+    return RedisIndex.from_settings(url, settings.redis)
+
+
+def open_payloads(settings: Settings) -> PayloadStore:
+    """The payload leaf of these settings."""
+    if settings.payloads.startswith("memory://"):
+        return MemoryPayloads(settings.payload_path)
+    return LocalPayloads(settings.payload_path, fsync=settings.local.fsync)
+
+
+def open_store(settings: Settings | Mapping[str, Any]) -> Store:
+    """Build the stack. Raises ConfigError; an unreachable Redis is not an error, only misses."""
+    if not isinstance(settings, Settings):
+        settings = load_settings(settings)
+    index = open_index(settings)
+    return Store(
+        settings=settings,
+        payloads=BreakingPayloads(open_payloads(settings), Breaker("payloads", settings.breaker)),
+        index=BreakingIndex(index, Breaker("index", settings.breaker)),
+        catalogue=index,
+        transfers=Transfers(settings.transfers),
+        counters=Counters(),
+    )
+
+
+def describe(settings: Settings) -> str:
+    """One line for a log: what these settings open, without secrets."""
+    return f"index {redact(settings.index_url)}, payloads {redact(settings.payloads)}"

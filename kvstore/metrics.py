@@ -1,0 +1,84 @@
+"""Counters: what the store did, and why it didn't.
+
+Names are fixed here and pre-set to zero, so that a reader sees "no failures" as 0 and not as an
+absence. Labelled counters are spelled `name{label}`. Cumulative since the store was opened.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+#: Why a block that was asked for did not come from the store.
+MISS_REASONS: Final = (
+    "absent",  # never stored, or evicted: the index has no entry
+    "deadline",  # the index or a read took too long
+    "breaker_open",  # the backend failed repeatedly a moment ago
+    "unavailable",  # the backend failed
+    "closed",  # the store is shutting down
+    "corrupt",  # the payload failed verification
+    "namespace_mismatch",  # the payload belongs to another namespace
+    "missing",  # the index names a payload that isn't there
+    "quarantined",  # this process has seen that segment fail before
+    "permission",  # the backend refuses
+    "capacity",  # no staging memory or queue space for the load
+    "below_threshold",  # fewer blocks than kv.min_load_blocks
+    "error",  # an unexpected error; see the log
+)
+
+#: What became of blocks that were offered for saving.
+SAVE_OUTCOMES: Final = (
+    "stored",
+    "present",  # already in the store
+    "held",  # another writer has claimed them
+    "dropped",  # queue or staging full
+    "failed",  # a backend failed; the reason is counted in save_failures
+    "refused",  # commit refused: the ranks disagree, or the segment was evicted meanwhile
+)
+
+_PLAIN: Final = (
+    "match_calls",
+    "match_blocks_asked",
+    "match_blocks_found",
+    "load_runs",
+    "load_blocks",
+    "load_bytes",
+    "save_segments",
+    "save_bytes",
+    "evicted_segments",
+    "deleted_payloads",
+    "quarantined_segments",
+)
+
+
+class Counters:
+    """Thread-safe named counters."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, int] = dict.fromkeys(_PLAIN, 0)
+        for reason in MISS_REASONS:
+            self._values[f"miss_blocks{{{reason}}}"] = 0
+            self._values[f"save_failures{{{reason}}}"] = 0
+        for outcome in SAVE_OUTCOMES:
+            self._values[f"save_blocks{{{outcome}}}"] = 0
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count `amount` more of `name`, one of the names set up here."""
+        with self._lock:
+            self._values[name] += amount
+
+    def miss(self, reason: str, blocks: int) -> None:
+        """Count `blocks` asked for and not served, for `reason`."""
+        if blocks:
+            self.add(f"miss_blocks{{{reason}}}", blocks)
+
+    def saved(self, outcome: str, blocks: int) -> None:
+        """Count `blocks` offered for saving that ended as `outcome`."""
+        if blocks:
+            self.add(f"save_blocks{{{outcome}}}", blocks)
+
+    def snapshot(self) -> dict[str, int]:
+        """All values at one moment."""
+        with self._lock:
+            return dict(self._values)
