@@ -188,6 +188,6 @@ def refuse_counter_identifiers(vllm_config: Any) -> None:
     if cache_off and not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError(
             "kvstore: with --mm-processor-cache-gb 0 and prefix caching off vLLM names images by a "
-            "per-process counter, so different images of two engines would share a name. Set --mm-processor-cache-gb to "
-            "more than 0, or enable prefix caching."
+            "per-process counter, so different images of two engines would share a name. Set "
+            "--mm-processor-cache-gb to more than 0, or enable prefix caching."
         )

@@ -29,6 +29,7 @@ SAFETENSORS_DTYPES = {
     torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
     torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
@@ -122,7 +123,9 @@ class PagedCache:
             raise ValueError(f"layers of one KV cache group differ in shape or dtype: {shapes}")
         self.num_blocks = num_blocks
         self.device = layers[0].device
-        self.dtype = layers[0].dtype
+        # Bits, not numbers: copies are exact for every value, and torch can index every dtype so.
+        self.dtype = _BITS[layers[0].dtype.itemsize]
+        layers = [layer.view(self.dtype) for layer in layers]
         self._inner = tuple(layers[0].shape[1:])  # (heads, tokens, content) or split further
         self._layers = layers
         #: One strided [blocks, layers, ...] view of all layers, where their storage allows it.
@@ -197,12 +200,8 @@ class PagedCache:
         """Whether every layer's own tensor holds its part of a slot's bytes at `block`: the check of
         the joined view against the tensors that vLLM gave."""
         parts = slot.view(self.dtype).view(len(self._layers), *self._inner)
-        # Compared as bytes: a pattern may spell a NaN.
         return all(
-            torch.equal(
-                layer[block].cpu().contiguous().view(torch.uint8), part.contiguous().view(torch.uint8)
-            )
-            for layer, part in zip(self._layers, parts, strict=True)
+            torch.equal(layer[block].cpu(), part) for layer, part in zip(self._layers, parts, strict=True)
         )
 
     def _read(self, index: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,0 +1,90 @@
+"""Planning against brute force: blocks as sets, one at a time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connectors.planning import external_tokens, savable_blocks, saves_due, slice_runs, split_run
+from kvstore.keys import SegmentId
+from kvstore.ports import Run
+from schemas.records import PartRecord, SegmentRecord
+
+RECORD = SegmentRecord((PartRecord(4096, (10,) * 64),), 64, "none", 0)
+
+
+def runs_of(counts: list[tuple[int, int]]) -> list[Run]:
+    """Runs that follow each other, from (slot, count) pairs."""
+    runs, start = [], 0
+    for number, (slot, count) in enumerate(counts):
+        runs.append(Run(start, SegmentId(bytes([number]) * 8), slot, count, RECORD))
+        start += count
+    return runs
+
+
+def places(runs: list[Run]) -> dict[int, tuple[bytes, int]]:
+    """Block -> (segment, slot)."""
+    return {run.start + i: (run.segment, run.slot + i) for run in runs for i in range(run.count)}
+
+
+COUNTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), max_size=8)
+
+
+@given(COUNTS, st.integers(0, 100), st.integers(0, 100))
+def test_slicing_keeps_exactly_the_wanted_blocks_in_their_places(
+    counts: list[tuple[int, int]], a: int, b: int
+) -> None:
+    runs = runs_of(counts)
+    wanted = range(min(a, b), max(a, b))
+    assert places(slice_runs(runs, wanted)) == {k: v for k, v in places(runs).items() if k in wanted}
+
+
+@given(COUNTS.filter(bool), st.integers(1, 25))
+def test_splitting_covers_the_run_in_bounded_pieces(counts: list[tuple[int, int]], most: int) -> None:
+    for run in runs_of(counts):
+        pieces = split_run(run, most)
+        assert places(pieces) == places([run])
+        assert all(1 <= piece.count <= most for piece in pieces)
+
+
+@given(
+    chunks=st.lists(st.integers(1, 300), min_size=1, max_size=20),
+    matched=st.integers(0, 50),
+    size=st.integers(1, 64),
+    block_tokens=st.integers(1, 32),
+)
+def test_a_chunked_prefill_saves_every_full_block_beyond_the_match_once(
+    chunks: list[int], matched: int, size: int, block_tokens: int
+) -> None:
+    prompt = sum(chunks)
+    full = prompt // block_tokens
+    matched = min(matched, full)
+    saved, done_tokens, covered = matched, 0, []
+    for chunk in chunks:
+        done_tokens += chunk
+        done = savable_blocks(done_tokens, prompt, full, block_tokens, save_decode=False)
+        if done > saved:
+            due, saved = saves_due(saved, done, size, final=done_tokens >= prompt)
+            covered += due
+    assert [block for blocks in covered for block in blocks] == list(range(matched, full))
+    assert all(len(blocks) <= size for blocks in covered)
+    assert all(len(blocks) == size for blocks in covered[:-1])
+
+
+def test_decoded_blocks_wait_for_a_full_segment_and_for_their_hash() -> None:
+    assert savable_blocks(100, 64, 10, 16, save_decode=False) == 4
+    assert savable_blocks(100, 64, 10, 16, save_decode=True) == 6
+    # Ten tokens are drafts: the sixth block's hash isn't known yet.
+    assert savable_blocks(100, 64, 5, 16, save_decode=True) == 5
+    assert saves_due(4, 6, 4, final=False) == ([], 4)
+    assert saves_due(4, 8, 4, final=False) == ([range(4, 8)], 8)
+
+
+def test_a_whole_prompt_may_be_external_and_small_gains_are_not_worth_a_detour() -> None:
+    assert external_tokens(4, 0, 64, 16, 1) == 64
+    assert external_tokens(4, 16, 64, 16, 1) == 48
+    assert external_tokens(4, 64, 64, 16, 1) == 0
+    assert external_tokens(4, 0, 100, 16, 4) == 64
+    assert external_tokens(4, 0, 100, 16, 5) == 0
+    assert external_tokens(0, 0, 100, 16, 1) == 0
+    assert external_tokens(2, 64, 100, 16, 1) == 0

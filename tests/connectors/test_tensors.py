@@ -1,0 +1,138 @@
+"""Gather and scatter against indexing by hand, for every layout that vLLM may give.
+
+The tests marked `gpu` run the CUDA side: pinned staging, side streams, events.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the connectors' tests need the full set-up: make setup")
+
+from connectors.tensors import Chunk, HostCopy, PagedCache, Staging  # noqa: E402
+from kvstore.errors import CapacityExceeded  # noqa: E402
+
+pytestmark = pytest.mark.engine  # the full set-up, not an engine
+
+B, L, H, N, C = 12, 3, 2, 4, 6
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="NO CUDA DEVICE: the CUDA paths are not tested"
+        ),
+    ],
+)
+
+
+def whole(order: str, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """All layers as [B, H, N, C] views of one buffer in a physical order such as BLHNC."""
+    sizes = {"L": L, "B": B, "H": H, "N": N, "C": C}
+    raw = torch.zeros([sizes[d] for d in order], dtype=dtype, device=device)
+    logical = raw.permute([order.index(d) for d in "LBHNC"])
+    return [logical[i] for i in range(L)]
+
+
+def separate(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(B, H, N, C, dtype=dtype, device=device) for _ in range(L)]
+
+
+def kernel_blocks(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each block split into two kernel blocks of half the tokens."""
+    return [torch.zeros(B * 2, H, N // 2, C, dtype=dtype, device=device) for _ in range(L)]
+
+
+LAYOUTS: dict[str, Callable[..., list[torch.Tensor]]] = {
+    **{order: (lambda device, dtype, order=order: whole(order, device, dtype)) for order in
+       ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")},
+    "separate": separate,
+    "kernel blocks": kernel_blocks,
+}  # fmt: skip
+
+
+def logical(caches: list[torch.Tensor]) -> torch.Tensor:
+    """[B, L, H, N, C], computed without the code under test."""
+    layers = []
+    for cache in caches:
+        if cache.shape[0] != B:
+            cache = torch.stack([torch.cat([cache[2 * b], cache[2 * b + 1]], dim=1) for b in range(B)])
+        layers.append(cache)
+    return torch.stack(layers, dim=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slots_are_canonical_and_come_back(layout: str, dtype: torch.dtype, device: str) -> None:
+    caches = LAYOUTS[layout](device, dtype)
+    for i, cache in enumerate(caches):
+        values = torch.arange(cache.numel(), dtype=torch.float32).remainder(61) + i
+        cache.copy_(values.view(cache.shape).to(dtype))
+    before = logical(caches).clone()
+    cache = PagedCache(caches, B)
+    staging = Staging(10 * cache.slot_bytes, cache.slot_bytes, 5, pin=device == "cuda")
+    chunk = staging.acquire(time.monotonic() + 1)
+    blocks = [7, 2, 11, 0]
+
+    copied = cache.gather(blocks, chunk)
+    cache.protect(copied)
+    copied.wait()
+    for view, block in zip(chunk.views(4), blocks, strict=True):
+        expected = before[block].cpu().contiguous().view(torch.uint8).flatten().numpy().tobytes()
+        assert bytes(view) == expected
+
+    targets = [1, 3, 5, 8]
+    cache.scatter(targets, chunk, cache.mark())
+    after = logical(caches)
+    for target, block in zip(targets, blocks, strict=True):
+        assert torch.equal(after[target].view(torch.uint8), before[block].view(torch.uint8))
+    untouched = [b for b in range(B) if b not in targets]
+    assert torch.equal(after[untouched].view(torch.uint8), before[untouched].view(torch.uint8))
+    assert cache.layer_holds(1, chunk.tensor[0])
+    assert not cache.layer_holds(1, chunk.tensor[1])
+
+
+def test_layers_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ"):
+        PagedCache([torch.zeros(B, H, N, C), torch.zeros(B, H, N, C + 1)], B)
+
+
+def test_staging_is_bounded_and_waits_only_as_told() -> None:
+    staging = Staging(1000, 100, 4, pin=False)
+    assert (staging.rows, staging.chunks) == (4, 2)
+    held = [staging.try_acquire(), staging.try_acquire()]
+    assert staging.try_acquire() is None
+    with pytest.raises(CapacityExceeded):
+        staging.acquire(time.monotonic() + 0.02)
+    got: list[Chunk] = []
+    waiter = threading.Thread(target=lambda: got.append(staging.acquire(time.monotonic() + 10)))
+    waiter.start()
+    assert held[0] is not None
+    staging.release(held[0])
+    waiter.join(10)
+    assert got == [held[0]]
+    assert Staging(250, 100, 4, pin=False).rows == 2
+    with pytest.raises(ValueError, match="staging_bytes"):
+        Staging(99, 100, 4, pin=False)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_host_copy_is_of_the_view_alone(device: str) -> None:
+    storage = torch.arange(600, dtype=torch.bfloat16, device=device).view(100, 6)
+    item = storage[10:13]
+    copy = HostCopy(item)
+    expected = item.cpu().view(torch.uint8).numpy().tobytes()
+    data, dtype, shape = copy.wait()
+    assert (bytes(data), dtype, shape) == (expected, "BF16", (3, 6))
+    assert data.nbytes == 36
+    if device == "cpu":
+        storage.zero_()
+        assert bytes(data) == expected
+    transposed, _, shape = HostCopy(storage.T[:2]).wait()
+    assert (transposed.nbytes, shape) == (2 * 100 * 2, (2, 100))

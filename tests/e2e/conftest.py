@@ -1,0 +1,60 @@
+"""Models for the engines, built once and kept under .cache/models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import ROOT
+
+
+@pytest.fixture(scope="session")
+def model() -> Callable[..., Path]:
+    """`model(kind, seed=0)`: the folder of a tiny random model, built if it is not there."""
+    from tools.models import build
+
+    def folder(kind: str, seed: int = 0) -> Path:
+        return build(ROOT / ".cache" / "models", kind, seed)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_model(model: Callable[..., Path]) -> Path:
+    return model("text")
+
+
+@pytest.fixture(scope="session")
+def mla_model(model: Callable[..., Path]) -> Path:
+    return model("mla")
+
+
+@pytest.fixture(scope="session")
+def image_model(model: Callable[..., Path]) -> Path:
+    return model("image")
+
+
+@pytest.fixture(scope="session")
+def deepstack_model(model: Callable[..., Path]) -> Path:
+    return model("deepstack")
+
+
+@pytest.fixture
+def store_config(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """`store_config("sqlite" | "redis")`: an extra config for a store of this test's own."""
+
+    def config(index: str) -> dict[str, Any]:
+        # A busy machine is no reason to miss: what a deadline does has tests of its own.
+        made: dict[str, Any] = {
+            "payloads": f"file://{tmp_path}/payloads",
+            "kv": {"match_deadline_s": 20.0, "match_ttl_s": 30.0},
+            "ec": {"fetch_deadline_s": 20.0},
+        }
+        if index == "redis":
+            made["index"] = request.getfixturevalue("redis_server").url
+        return made
+
+    return config

@@ -1,0 +1,304 @@
+"""The process that holds the engine of `tests.e2e.engine`: reads one JSON request a line, answers in order.
+
+Started as `python -m tests.e2e.engine_child`. Descriptor 0 carries requests, descriptor 1 answers; both are
+moved away before vLLM is imported, so that nothing it or a library prints can break the protocol, and
+whatever is printed goes to the log that the parent gave as descriptor 2.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import faulthandler
+import gc
+import io
+import json
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+IDLE_STEP_S = 0.001
+
+
+class EncoderCounter:
+    """Mixed into vLLM's worker (`worker_extension_cls`), so the count is kept where the model runs."""
+
+    model_runner: Any
+    _items_encoded: int
+
+    def count_encoder_items(self) -> None:
+        """Starts counting. Called after start-up, whose profiling runs the encoder too."""
+        self._items_encoded = 0
+        model = self.model_runner.get_model()
+        encode = getattr(model, "embed_multimodal", None)
+        if encode is None:
+            return
+
+        def counted(**inputs: Any) -> Any:
+            outputs = encode(**inputs)
+            self._items_encoded += len(outputs)
+            return outputs
+
+        model.embed_multimodal = counted
+
+    def encoder_items(self) -> int:
+        return self._items_encoded
+
+
+class Served:
+    """One engine and the verbs the parent may call on it. All of it runs on the main thread."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        # The ~300,000 objects that imports leave behind are never garbage; without this each full
+        # collection, and vLLM forces several while starting, takes 0.3 s to find that out.
+        gc.disable()
+        from vllm import LLM
+
+        gc.freeze()
+        gc.enable()
+        self.llm = LLM(**arguments)
+        self.llm.collective_rpc("count_encoder_items")
+        self._prefills: dict[str, Any] = {}
+        self._first_token_at: dict[str, float] = {}
+        self._core_outputs = 0
+        self._observe_core_outputs()
+
+    def _observe_core_outputs(self) -> None:
+        """Keeps each request's prefill stats and the time of its first token.
+
+        `RequestOutput` has only the sum of locally and externally cached tokens, and with `LLM` only
+        final outputs arrive at all; the engine core's own outputs carry both, in one process and in two.
+        """
+        processor = self.llm.llm_engine.output_processor
+        process = processor.process_outputs
+
+        def observed(outputs: Any, *rest: Any, **named: Any) -> Any:
+            now = time.monotonic()
+            self._core_outputs += len(outputs)
+            for output in outputs:
+                state = processor.request_states.get(output.request_id)
+                if state is None:
+                    continue
+                name = state.external_req_id
+                if output.prefill_stats is not None:
+                    self._prefills.setdefault(name, output.prefill_stats)
+                if output.new_token_ids:
+                    self._first_token_at.setdefault(name, now)
+            return process(outputs, *rest, **named)
+
+        processor.process_outputs = observed
+
+    def generate(
+        self,
+        prompts: list[dict[str, Any]],
+        max_tokens: int,
+        timeout_s: float,
+        abort_after: dict[str, int],
+        sampling: dict[str, Any],
+    ) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, **sampling}
+        self._prefills.clear()
+        self._first_token_at.clear()
+        began = time.monotonic()
+        names = self.llm.enqueue(
+            [_decoded(prompt) for prompt in prompts],
+            [SamplingParams(max_tokens=max_tokens, **options) for _ in prompts],
+            use_tqdm=False,
+        )
+        # The engine's own ids may carry a random suffix; outputs carry the plain one.
+        names = [name.split("-")[0] for name in names]
+        aborts = {names[int(i)]: steps for i, steps in abort_after.items()}
+        finished: dict[str, Any] = {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            if time.monotonic() - began > timeout_s:
+                engine.abort_request(names)
+                raise TimeoutError(f"requests unfinished after {timeout_s:g} s and {steps} steps")
+            due = [name for name, at in aborts.items() if at <= steps]
+            if due:
+                engine.abort_request(due)
+                for name in due:
+                    del aborts[name]
+                continue
+            self._step(finished)
+            steps += 1
+        return [self._result(finished.get(name), name, began) for name in names]
+
+    def _step(self, finished: dict[str, Any]) -> None:
+        before = self._core_outputs
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+        if self._core_outputs == before:
+            # What EngineCoreProc does between steps that had nothing to run: let transfer threads have
+            # the interpreter. In one process no one else does it.
+            time.sleep(IDLE_STEP_S)
+
+    def _result(self, output: Any, name: str, began: float) -> dict[str, Any]:
+        prefill = self._prefills.get(name)
+        first = self._first_token_at.get(name)
+        completion = output.outputs[0] if output is not None else None
+        return {
+            "token_ids": list(completion.token_ids) if completion else [],
+            "finish_reason": completion.finish_reason if completion else "abort",
+            "prompt_tokens": len(output.prompt_token_ids) if output is not None else 0,
+            "cached_tokens": (output.num_cached_tokens or 0) if output is not None else 0,
+            "local_tokens": prefill.num_local_cached_tokens if prefill else 0,
+            "external_tokens": prefill.num_external_cached_tokens if prefill else 0,
+            "ttft_s": first - began if first is not None else None,
+        }
+
+    def idle(self, seconds: float) -> None:
+        """Steps the engine without requests, so that a connector's polled work can end."""
+        until = time.monotonic() + seconds
+        finished: dict[str, Any] = {}
+        while time.monotonic() < until:
+            self._step(finished)
+            time.sleep(0.01)
+
+    def encoder_calls(self) -> int:
+        return max(self.llm.collective_rpc("encoder_items"))
+
+    def metrics(self) -> dict[str, float]:
+        from prometheus_client import REGISTRY
+
+        sums: dict[str, float] = {}
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+    def reset_prefix_cache(self, reset_connector: bool) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_connector=reset_connector))
+
+    def reset_mm_cache(self) -> None:
+        """Forgets processed images and, in the worker, their encoder outputs."""
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def evaluate(self, source: str) -> Any:
+        value = eval(source, {"llm": self.llm, "served": self})
+        return value if _is_json(value) else repr(value)
+
+    def shutdown(self) -> None:
+        # vLLM collects garbage twice on the way out (1.3 s); this process ends in the next line.
+        gc.freeze()
+        gc.collect = lambda generation=2: 0  # type: ignore[assignment]
+        self.llm.llm_engine.engine_core.shutdown(timeout=60)
+
+
+def _decoded(prompt: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        key: prompt[key] for key in ("prompt", "prompt_token_ids", "cache_salt") if key in prompt
+    }
+    if prompt.get("images"):
+        from PIL import Image
+
+        made["multi_modal_data"] = {
+            "image": [
+                Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB") for image in prompt["images"]
+            ]
+        }
+    if prompt.get("uuids"):
+        made["multi_modal_uuids"] = {"image": prompt["uuids"]}
+    return made
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _watch(requests: queue.SimpleQueue[bytes], source: int) -> None:
+    """Hands lines to the main thread; ends the process group when the parent is gone.
+
+    End of file is the sign, whatever killed the parent. Its process id is looked at as well, since a
+    process that the parent forked may hold the pipe open.
+    """
+    parent = os.getppid()
+    rest = b""
+    while True:
+        ready, _, _ = select.select([source], [], [], 1.0)
+        if ready:
+            chunk = os.read(source, 1 << 20)
+            if not chunk:
+                break
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                requests.put(line)
+        elif os.getppid() != parent:
+            break
+    # The group holds the engine core of a two-process engine too. A clean end never comes here.
+    os.killpg(0, signal.SIGKILL)
+
+
+def _error(exc: BaseException) -> dict[str, Any]:
+    traceback.print_exception(exc)
+    return {"error": type(exc).__name__, "message": str(exc)}
+
+
+def main() -> None:
+    source, sink = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    answers = os.fdopen(sink, "w", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_watch, args=(requests, source), name="watchdog", daemon=True).start()
+
+    try:
+        served = Served(json.loads(requests.get()))
+    except BaseException as exc:
+        answer(_error(exc))
+        sys.stderr.flush()
+        os._exit(1)
+    answer({"value": {"block_size": served.llm.llm_engine.vllm_config.cache_config.block_size}})
+
+    while True:
+        request = json.loads(requests.get())
+        verb = request.pop("verb")
+        if verb == "shutdown":
+            break
+        try:
+            answer({"value": getattr(served, verb)(**request)})
+        except Exception as exc:
+            answer(_error(exc))
+
+    try:
+        served.shutdown()
+        # Not sys.exit: tearing down the interpreter with torch loaded takes 2 s and proves nothing.
+        # Exit hooks still run, since a connector may rely on one to drain.
+        atexit._run_exitfuncs()
+    except BaseException as exc:
+        answer(_error(exc))
+        sys.stderr.flush()
+        os._exit(1)
+    answer({"value": "bye"})
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Encoder outputs that one engine computed are loaded by another: no encoder call, the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import Engine, EngineError, random_image
+from tests.e2e.sharing import check_store, scheduler_counters, segment_files, worker_counters
+from tools.models import IMAGE_TOKEN
+
+pytestmark = pytest.mark.engine
+
+ONE, TWO, THREE = (random_image(seed) for seed in (1, 2, 3))
+IMAGES = {"limit_mm_per_prompt": {"image": 2}}
+
+
+def ask(kind: str, *images: Any, **more: Any) -> dict[str, Any]:
+    token = IMAGE_TOKEN[kind]
+    return {"prompt": f"w20 w30 {' '.join([token] * len(images))} w40 w50", "images": list(images), **more}
+
+
+@pytest.mark.parametrize(("kind", "index"), [("image", "sqlite"), ("deepstack", "redis")])
+def test_a_second_engine_encodes_nothing(
+    kind: str, index: str, model: Any, tmp_path: Path, store_config: Any
+) -> None:
+    config = store_config(index)
+    prompts = [ask(kind, ONE), ask(kind, TWO, THREE)]
+    with Engine(model(kind), log_path=tmp_path / "0.log", **IMAGES) as engine:
+        expected = [engine.generate([one])[0].token_ids for one in prompts]
+        other = engine.generate([ask(kind, TWO)])[0].token_ids
+    assert other != expected[0]
+    with Engine(model(kind), ec=config, log_path=tmp_path / "1.log", **IMAGES) as engine:
+        assert [engine.generate([one])[0].token_ids for one in prompts] == expected
+        assert engine.encoder_calls() == 3
+    assert check_store(config)["segments"] == 3
+    with Engine(model(kind), ec=config, log_path=tmp_path / "2.log", **IMAGES) as engine:
+        assert [engine.generate([one])[0].token_ids for one in prompts] == expected
+        assert engine.encoder_calls() == 0
+        # An item of a known pair, alone, and both prompts in one batch after everything was forgotten.
+        engine.reset_mm_cache()
+        engine.reset_prefix_cache()
+        batch = engine.generate([*prompts, ask(kind, TWO)])
+        assert [r.token_ids for r in batch] == [*expected, other]
+        # A picture nobody has seen is encoded, and only that.
+        engine.generate([ask(kind, random_image(99), ONE)])
+        assert engine.encoder_calls() == 1
+    assert check_store(config)["segments"] == 4
+
+
+def test_producer_and_consumer_are_two_engines(image_model: Path, tmp_path: Path, store_config: Any) -> None:
+    config = store_config("sqlite")
+    prompts = [ask("image", ONE), ask("image", TWO, THREE)]
+    with Engine(image_model, log_path=tmp_path / "0.log", **IMAGES) as engine:
+        expected = [engine.generate([one])[0].token_ids for one in prompts]
+    with Engine(
+        image_model, ec=config, ec_role="ec_producer", log_path=tmp_path / "1.log", **IMAGES
+    ) as engine:
+        engine.generate(prompts, max_tokens=1)
+        engine.idle(0.2)
+        assert engine.encoder_calls() == 3
+        engine.reset_mm_cache()
+        engine.generate(prompts[:1], max_tokens=1)
+        assert engine.encoder_calls() == 3, "what is stored is not encoded again"
+    assert check_store(config)["segments"] == 3
+    with Engine(
+        image_model, ec=config, ec_role="ec_consumer", log_path=tmp_path / "2.log", **IMAGES
+    ) as engine:
+        assert [engine.generate([one])[0].token_ids for one in prompts] == expected
+        assert engine.encoder_calls() == 0
+        engine.generate([ask("image", random_image(98))])
+        assert engine.encoder_calls() == 1
+    assert check_store(config)["segments"] == 3, "a consumer stores nothing"
+
+
+@pytest.mark.parametrize("trust", ["trust", "refuse"])
+def test_hostile_identifiers(trust: str, image_model: Path, tmp_path: Path, store_config: Any) -> None:
+    config = store_config("sqlite") | {"ec": {"client_uuids": trust, "fetch_deadline_s": 20.0}}
+    names = ["../../x", "/etc/x", "x" * 10_000, "nul\0byte", "kvs:{x}*", "\u202e💥", "0" * 63 + "Z"]
+    prompts = [ask("image", random_image(200 + i), uuids=[name]) for i, name in enumerate(names)]
+    before = {path for path in tmp_path.rglob("*") if "payloads" not in path.parts}
+    with Engine(image_model, ec=config, log_path=tmp_path / "1.log") as engine:
+        first = [engine.generate([one])[0].token_ids for one in prompts]
+    with Engine(image_model, ec=config, log_path=tmp_path / "2.log") as engine:
+        assert [engine.generate([one])[0].token_ids for one in prompts] == first
+        assert engine.encoder_calls() == (0 if trust == "trust" else len(names))
+    assert check_store(config)["segments"] == (len(names) if trust == "trust" else 0)
+    outside = {path for path in tmp_path.rglob("*") if "payloads" not in path.parts} - before
+    assert {path.suffix for path in outside} == {".log"}
+
+
+def test_a_name_reused_for_an_image_of_another_size_does_not_end_the_engine(
+    deepstack_model: Path, tmp_path: Path, store_config: Any
+) -> None:
+    config = store_config("sqlite")
+    small = ask("deepstack", random_image(1), uuids=["mine"])
+    large = ask("deepstack", random_image(2, side=224), uuids=["mine"])
+    with Engine(deepstack_model, log_path=tmp_path / "0.log") as engine:
+        expected = engine.generate([large])[0].token_ids
+    with Engine(deepstack_model, ec=config, log_path=tmp_path / "1.log") as engine:
+        engine.generate([small])
+    with Engine(deepstack_model, ec=config, log_path=tmp_path / "2.log") as engine:
+        assert engine.generate([large])[0].token_ids == expected
+        assert engine.encoder_calls() == 1
+
+
+def test_damage_and_outage_only_cost_encoder_calls(
+    image_model: Path, tmp_path: Path, store_config: Any, redis_server: Any
+) -> None:
+    config = store_config("redis") | {
+        "redis": {"timeout_s": 0.3, "connect_timeout_s": 0.3},
+        "breaker": {"failures": 2, "backoff_s": 0.2, "max_backoff_s": 0.5},
+    }
+    prompts = [ask("image", random_image(300 + i)) for i in range(5)]
+    with Engine(image_model, log_path=tmp_path / "0.log") as engine:
+        expected = [engine.generate([one])[0].token_ids for one in prompts]
+    with Engine(image_model, ec=config, log_path=tmp_path / "1.log") as engine:
+        assert [engine.generate([one])[0].token_ids for one in prompts] == expected
+    paths = segment_files(tmp_path / "payloads")
+    assert len(paths) == 5
+    data = bytearray(paths[0].read_bytes())
+    data[-3] ^= 1
+    paths[0].write_bytes(data)
+    paths[1].write_bytes(paths[1].read_bytes()[:-100])
+    paths[2].unlink()
+    with Engine(image_model, ec=config, log_path=tmp_path / "2.log") as engine:
+        assert [engine.generate([one])[0].token_ids for one in prompts] == expected
+        assert engine.encoder_calls() == 3
+        counts = scheduler_counters(engine, "ec")
+        assert (counts["miss_blocks{corrupt}"], counts["miss_blocks{missing}"]) == (2, 1)
+        engine.idle(0.2)
+        assert worker_counters(engine, "ec")["save_blocks{stored}"] == 3
+
+        redis_server.pause()
+        engine.reset_mm_cache()
+        engine.reset_prefix_cache()
+        fresh = ask("image", random_image(400))
+        engine.generate([fresh])
+        redis_server.resume()
+        redis_server.kill()
+        engine.generate([ask("image", random_image(401))])
+        assert engine.alive
+        assert engine.encoder_calls() == 5
+
+
+def test_counted_identifiers_are_refused_at_the_start(
+    image_model: Path, tmp_path: Path, store_config: Any
+) -> None:
+    engine = Engine(
+        image_model,
+        ec=store_config("sqlite"),
+        log_path=tmp_path / "engine.log",
+        mm_processor_cache_gb=0,
+        enable_prefix_caching=False,
+    )
+    with pytest.raises(EngineError) as failure, engine:
+        pass
+    assert "per-process counter" in str(failure.value) + engine.log()
+
+
+def test_both_connectors_on_one_engine(image_model: Path, tmp_path: Path, store_config: Any) -> None:
+    config = store_config("sqlite")
+    long = {
+        "prompt": " ".join(f"w{20 + i % 200}" for i in range(200)) + f" {IMAGE_TOKEN['image']} w40",
+        "images": [ONE],
+    }
+    with Engine(image_model, log_path=tmp_path / "0.log") as engine:
+        expected = engine.generate([long])[0].token_ids
+    with Engine(image_model, kv=config, ec=config, log_path=tmp_path / "1.log") as engine:
+        assert engine.generate([long])[0].token_ids == expected
+    with Engine(image_model, kv=config, ec=config, log_path=tmp_path / "2.log") as engine:
+        [warm] = engine.generate([long])
+        assert warm.token_ids == expected
+        assert warm.external_tokens >= 192
+        assert engine.encoder_calls() == 0
+    assert check_store(config)["namespaces"] == 2

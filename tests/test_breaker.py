@@ -1,0 +1,91 @@
+"""The breaker opens, and closes again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.breaker import Breaker
+from kvstore.errors import BreakerOpen, CorruptPayload, DeadlineExceeded, TransientError
+from schemas.settings import BreakerSettings
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fail(breaker: Breaker, error: Exception | None = None) -> None:
+    with pytest.raises(type(error or TransientError(""))), breaker.guard():
+        raise error or DeadlineExceeded("late") if error else TransientError("down")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker("index", BreakerSettings(failures=3, backoff_s=1.0, max_backoff_s=3.0), clock)
+
+
+def test_opens_after_failures_in_a_row_and_refuses_at_once(breaker: Breaker) -> None:
+    fail(breaker)
+    fail(breaker)
+    with breaker.guard():
+        pass  # a success in between starts the count anew
+    fail(breaker)
+    fail(breaker)
+    assert not breaker.is_open
+    fail(breaker)
+    assert breaker.is_open
+    with pytest.raises(BreakerOpen), breaker.guard():
+        pytest.fail("the call went through")
+
+
+def test_one_probe_after_the_backoff_closes_it(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        fail(breaker)
+    clock.now += 1.0
+    with breaker.guard():
+        # While the probe is out, others are still refused.
+        with pytest.raises(BreakerOpen), breaker.guard():
+            pytest.fail("two probes")
+    assert not breaker.is_open
+    with breaker.guard():
+        pass
+
+
+def test_failed_probes_back_off_up_to_the_maximum(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        fail(breaker)
+    waits = []
+    for _ in range(4):
+        start = clock.now
+        while breaker.is_open:
+            clock.now += 0.25
+        waits.append(clock.now - start)
+        fail(breaker)
+    assert waits == [1.0, 2.0, 3.0, 3.0]
+
+
+def test_an_answer_that_is_no_outage_does_not_count(breaker: Breaker) -> None:
+    for _ in range(5):
+        with pytest.raises(CorruptPayload), breaker.guard():
+            raise CorruptPayload("bad bytes")
+    assert not breaker.is_open
+
+
+def test_a_probe_that_never_reports_does_not_keep_it_open(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        fail(breaker)
+    clock.now += 1.0
+    lost = breaker.guard()
+    lost.__enter__()  # the thread that held this probe is gone
+    clock.now += 1.0
+    with breaker.guard():
+        pass
+    assert not breaker.is_open

@@ -1,0 +1,135 @@
+"""The transfer threads: bounds, priorities, draining."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.transfers import Transfers
+from schemas.settings import TransferSettings
+
+
+@pytest.fixture
+def transfers() -> Iterator[Transfers]:
+    made = Transfers(TransferSettings(read_threads=1, write_threads=1, write_bytes=100, queue_jobs=3))
+    yield made
+    made.close(0.1)
+
+
+class Blocker:
+    """A job that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.started, self.go = threading.Event(), threading.Event()
+        self.thread = ""
+
+    def __call__(self) -> None:
+        self.thread = threading.current_thread().name
+        self.started.set()
+        assert self.go.wait(10)
+
+
+def test_no_threads_before_the_first_job(transfers: Transfers) -> None:
+    assert not transfers._threads
+    done = threading.Event()
+    assert transfers.call(done.set)
+    assert done.wait(5)
+    assert transfers.drain(5)
+
+
+def test_reads_go_before_writes(transfers: Transfers) -> None:
+    busy = [Blocker(), Blocker()]
+    for blocker in busy:  # either thread may take a read
+        assert transfers.read(blocker)
+        assert blocker.started.wait(5)
+    order: list[str] = []
+    assert transfers.write(1, lambda: order.append("write"))
+    assert transfers.read(lambda: order.append("read"))
+    for blocker in busy:
+        blocker.go.set()
+    assert transfers.drain(5)
+    assert sorted(order) == ["read", "write"]
+
+
+def test_a_thread_that_may_write_reads_first() -> None:
+    transfers = Transfers(TransferSettings(read_threads=1, write_threads=1))
+    reader, writer = Blocker(), Blocker()
+    assert transfers.read(reader)
+    assert transfers.read(writer)
+    assert reader.started.wait(5) and writer.started.wait(5)
+    order: list[str] = []
+    for _ in range(3):
+        assert transfers.write(1, lambda: order.append("write"))
+        assert transfers.read(lambda: order.append("read"))
+    # Free the writing thread alone: the other one stays with its job.
+    names = {blocker.thread: blocker for blocker in (reader, writer)}
+    next(blocker for name, blocker in names.items() if "write" in name).go.set()
+    while len(order) < 6:
+        time.sleep(0.001)
+    assert order == ["read"] * 3 + ["write"] * 3
+    reader.go.set()
+    writer.go.set()
+    assert transfers.close(5)
+
+
+def test_a_full_queue_refuses_at_once(transfers: Transfers) -> None:
+    blocker = Blocker()
+    assert transfers.read(blocker)
+    assert blocker.started.wait(5)
+    other = Blocker()
+    assert transfers.read(other)  # the writing thread takes it
+    assert other.started.wait(5)
+    assert [transfers.read(lambda: None) for _ in range(4)] == [True, True, True, False]
+    blocker.go.set()
+    other.go.set()
+    assert transfers.drain(5)
+
+
+def test_write_bytes_are_bounded_and_given_back(transfers: Transfers) -> None:
+    blocker = Blocker()
+    assert transfers.write(60, blocker)
+    assert not transfers.write(41, lambda: None)
+    assert transfers.write(40, lambda: None)
+    assert transfers.queued["write_bytes"] == 100
+    blocker.go.set()
+    assert transfers.drain(5)
+    assert transfers.queued["write_bytes"] == 0
+    assert transfers.write(100, lambda: None)
+
+
+def test_a_failing_job_leaves_its_thread_alive(
+    transfers: Transfers, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    done = threading.Event()
+    for _ in range(3):
+        assert transfers.call(fail)
+    assert transfers.call(done.set) or transfers.drain(5)
+    assert transfers.drain(5)
+    assert "a bug" in caplog.text
+
+
+def test_close_finishes_what_is_queued_and_refuses_the_rest(transfers: Transfers) -> None:
+    done: list[int] = []
+    for i in range(3):
+        assert transfers.write(1, lambda i=i: done.append(i))  # type: ignore[misc]
+    assert transfers.close(5)
+    assert done == [0, 1, 2]
+    assert not transfers.read(lambda: None)
+    assert not transfers.write(1, lambda: None)
+    assert not transfers.call(lambda: None)
+    assert transfers.close(5)
+
+
+def test_close_abandons_what_hangs() -> None:
+    transfers = Transfers(TransferSettings(read_threads=1, write_threads=1))
+    blocker = Blocker()
+    assert transfers.read(blocker)
+    assert blocker.started.wait(5)
+    assert not transfers.close(0.05)
+    blocker.go.set()
