@@ -115,8 +115,10 @@ class ECScheduler:
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the engine need not encode the item: it is staged here, or (producer only) stored."""
+        # vLLM asks only for what is not in the encoder cache, so if it was there it has been reset.
+        self._resident.discard(identifier)
         item = self._items.get(identifier)
-        if item is None or identifier in self._resident:
+        if item is None:
             return False
         if item.outcome == "stored":
             return not self._consumer

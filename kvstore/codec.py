@@ -1,16 +1,20 @@
 """Segment codec: a standard safetensors file, padded, checksummed, optionally compressed.
 
     u64 little endian   length of the JSON header, padding included
-    JSON header         {"__metadata__": {...}, "<content key hex>": {"dtype","shape","data_offsets"}}
+    JSON header         {"__metadata__": {"xxh3", ...},
+                         "<content key hex>": {"dtype", "shape", "data_offsets"}, ...}
                         padded with spaces so that the data starts on a 4096-byte boundary
     data                the slots back to back, in the order of `__metadata__`
 
 Source of the container: the safetensors format (github.com/huggingface/safetensors, "Format"),
 which allows trailing spaces in the header and forbids holes in the data.
 
-The slot's checksum is xxh3-64 of the stored bytes, seeded with xxh3-64 of its description (key,
-codec, dtype, shape): altered metadata fails it exactly as altered bytes do. It is taken of the
-stored bytes, so that damage is found before a decompressor sees it.
+Two kinds of checksum, so that no byte of a payload can change unnoticed:
+    header   `xxh3`, the first member of `__metadata__`: xxh3-64 of everything before the data, with
+             these 16 digits as zeros. What rebuilds an index is thus as safe as what is loaded.
+    slot     xxh3-64 of the stored bytes, seeded with xxh3-64 of the slot's description (key, codec,
+             dtype, shape), so a slot is good under its own description only. Of the stored bytes, so
+             that damage is found before a decompressor sees it.
 
 `encode` does not copy slots of codec `none`: their buffers are handed to the payload store as they
 are and must not change until it returns.
@@ -22,9 +26,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import lz4.block
+import numpy as np
 import xxhash
 from pydantic import ValidationError
 
@@ -37,10 +42,15 @@ from schemas.segment import SegmentMeta, SlotMeta
 ALIGN = 4096
 #: A header larger than this is not ours: 1024 slots need about 400 KiB.
 MAX_HEADER = 4 << 20
-#: Bytes a reader fetches when it doesn't know the header's length.
-HEADER_GUESS = 16384
+#: Bytes a reader fetches when it doesn't know the header's length: 64 slots need about 24 KiB.
+HEADER_GUESS = 32768
 
 Codec = Literal["none", "lz4"]
+
+#: How every header begins, and where in it the 16 digits of its checksum stand.
+_OPENING = b'{"__metadata__":{"xxh3":"'
+_SEAL = 8 + len(_OPENING)
+_ZEROS = b"0" * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +114,16 @@ def encode(
         key = slot.key.hex()
         if key in tensors:
             raise ValueError(f"content key {key[:16]}... twice in one segment")
-        plain = used == "none"
-        tensors[key] = {
-            "dtype": slot.dtype if plain else "U8",
-            "shape": list(slot.shape) if plain else [data.nbytes],
-            "data_offsets": [offset, offset + data.nbytes],
-        }
-        metas.append(
-            SlotMeta(
-                key=key,
-                codec=used,
-                dtype=slot.dtype,
-                shape=slot.shape,
-                raw_bytes=raw.nbytes,
-                xxh3=slot_checksum(data, key, used, slot.dtype, slot.shape),
-            )
+        described = SlotMeta(
+            key=key,
+            codec=used,
+            dtype=slot.dtype,
+            shape=slot.shape,
+            raw_bytes=raw.nbytes,
+            xxh3=slot_checksum(data, key, used, slot.dtype, slot.shape),
         )
+        metas.append(described)
+        tensors[key] = _entry(described, offset, offset + data.nbytes)
         stored.append(data)
         offset += data.nbytes
     meta = SegmentMeta(
@@ -155,9 +159,20 @@ def _header_bytes(meta: SegmentMeta, tensors: dict[str, dict[str, Any]]) -> byte
         name: value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
         for name, value in fields.items()
     }
-    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+    document = {"__metadata__": {"xxh3": _ZEROS.decode(), **metadata}, **tensors}
+    text = json.dumps(document, separators=(",", ":")).encode()
     padded = -(-(8 + len(text)) // ALIGN) * ALIGN
-    return (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
+    head = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
+    return head[:_SEAL] + _header_checksum(head) + head[_SEAL + 16 :]
+
+
+def _header_checksum(head: memoryview | bytes) -> bytes:
+    """The 16 digits that belong into a whole header, whatever stands there now."""
+    hasher = xxhash.xxh3_64()
+    hasher.update(head[:_SEAL])
+    hasher.update(_ZEROS)
+    hasher.update(head[_SEAL + 16 :])
+    return hasher.hexdigest().encode()
 
 
 def header_length(start: memoryview | bytes) -> int:
@@ -179,30 +194,53 @@ def parse_header(data: memoryview | bytes, *, namespace: NamespaceId | None = No
     length = header_length(data)
     if len(data) < length:
         raise CorruptPayload(f"header truncated at {len(data)} of {length} bytes")
+    data = data[:length]
+    if data[8:_SEAL] != _OPENING:
+        raise CorruptPayload("header is not a segment's")
+    if data[_SEAL : _SEAL + 16] != _header_checksum(data):
+        raise CorruptPayload("checksum of the header differs")
     try:
-        document = json.loads(bytes(data[8:length]))
+        document = json.loads(str(data[8:], "utf-8"))
         metadata = document.pop("__metadata__")
+        del metadata["xxh3"]
         texts = ("segment", "namespace_id", "namespace", "kind", "codec", "writer")
         fields = {name: value if name in texts else json.loads(value) for name, value in metadata.items()}
         meta = SegmentMeta.model_validate(fields)
     except (ValueError, ValidationError, KeyError, AttributeError, TypeError, RecursionError) as exc:
-        raise CorruptPayload("header is not a segment's") from exc
+        raise CorruptPayload("header makes no sense") from exc
     _check_namespace(meta, namespace)
-    sizes = []
-    offset = 0
     if list(document) != [slot.key for slot in meta.slots]:
         raise CorruptPayload("tensors and slots of the header differ")
+    sizes = []
+    offset = 0
     for slot in meta.slots:
-        entry = document[slot.key]
-        try:
-            start, end = entry["data_offsets"]
-        except (TypeError, KeyError, ValueError) as exc:
-            raise CorruptPayload("tensor entry without offsets") from exc
-        if start != offset or not isinstance(end, int) or end < start or not _plausible(slot, end - start):
-            raise CorruptPayload(f"slot {slot.key[:16]}... does not fit its offsets")
-        sizes.append(end - start)
+        end = _end(document[slot.key])
+        # The whole entry: another reader of the file goes by it alone.
+        if not _plausible(slot, end - offset) or document[slot.key] != _entry(slot, offset, end):
+            raise CorruptPayload(f"slot {slot.key[:16]}... and its tensor differ")
+        sizes.append(end - offset)
         offset = end
     return Header(meta, PartRecord(length, tuple(sizes)))
+
+
+def _end(entry: Any) -> int:
+    try:
+        end = entry["data_offsets"][1]
+    except (TypeError, KeyError, IndexError) as exc:
+        raise CorruptPayload("tensor without offsets") from exc
+    if type(end) is not int:
+        raise CorruptPayload("tensor without offsets")
+    return end
+
+
+def _entry(slot: SlotMeta, start: int, end: int) -> dict[str, Any]:
+    """The safetensors entry of one slot."""
+    plain = slot.codec == "none"
+    return {
+        "dtype": slot.dtype if plain else "U8",
+        "shape": list(slot.shape) if plain else [end - start],
+        "data_offsets": [start, end],
+    }
 
 
 def _check_namespace(meta: SegmentMeta, expected: NamespaceId | None) -> None:
@@ -232,7 +270,7 @@ def decode_slot(stored: memoryview, slot: SlotMeta, into: memoryview | None) -> 
     if into.nbytes != slot.raw_bytes:
         raise CorruptPayload(f"slot {slot.key[:16]}... is {slot.raw_bytes} bytes, expected {into.nbytes}")
     if slot.codec == "none":
-        into[:] = stored
+        _copy(stored, into)
         return
     try:
         raw = lz4.block.decompress(stored, uncompressed_size=slot.raw_bytes)
@@ -240,4 +278,9 @@ def decode_slot(stored: memoryview, slot: SlotMeta, into: memoryview | None) -> 
         raise CorruptPayload(f"slot {slot.key[:16]}... does not decompress") from exc
     if len(raw) != slot.raw_bytes:
         raise CorruptPayload(f"slot {slot.key[:16]}... decompresses to {len(raw)} bytes")
-    into[:] = cast("Any", raw)
+    _copy(raw, into)
+
+
+def _copy(source: memoryview | bytes, into: memoryview) -> None:
+    # numpy lets other threads run meanwhile; assigning to a slice of a memoryview does not.
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))

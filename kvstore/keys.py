@@ -80,15 +80,18 @@ def digests(block_hashes: Sequence[bytes], group: int = 0) -> bytes:
     """Digests of a chain of block hashes of one length, packed: `len(block_hashes) * 16` bytes."""
     if not block_hashes:
         return b""
-    width = len(block_hashes[0])
-    packed = np.frombuffer(b"".join(block_hashes), dtype=np.uint8)
-    if width < DIGEST_BYTES or packed.size != width * len(block_hashes):
+    if not 0 <= group < MAX_GROUPS:
+        raise OverflowError(f"group {group}; at most {MAX_GROUPS} are told apart")
+    # Of all of them: a long and a short one would add up, and shift what lies between.
+    widths = set(map(len, block_hashes))
+    width = widths.pop()
+    if widths or width < DIGEST_BYTES:
         raise ValueError("block hashes must have one length of at least 16 bytes")
-    out = packed.reshape(-1, width)[:, :DIGEST_BYTES]
-    if group:
-        out = out.copy()
-        out[:, 14] ^= group >> 8
-        out[:, 15] ^= group & 0xFF
+    packed = np.frombuffer(b"".join(block_hashes), dtype=np.uint8)
+    # A copy also for group 0: tobytes() of a strided view takes four times as long.
+    out = packed.reshape(-1, width)[:, :DIGEST_BYTES].copy()
+    out[:, 14] ^= group >> 8
+    out[:, 15] ^= group & 0xFF
     return out.tobytes()
 
 

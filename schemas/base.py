@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,19 +21,25 @@ class Closed(BaseModel):
         ser_json_bytes="base64",
     )
 
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        # repr() and str() end up in logs and tracebacks, and some fields are URLs with credentials.
+        return [(name, redact(value)) for name, value in super().__repr_args__()]
+
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One sentence per problem: the key, the value (never a secret's), and what is allowed."""
     lines = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"]) or "(the whole)"
+        path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             known = _keys_at(model, item["loc"][:-1])
             lines.append(f"unknown key {path!r}; allowed here: {', '.join(known) or 'nothing'}")
             continue
         value = item.get("input")
         message = item["msg"].removeprefix("Value error, ")
-        if isinstance(value, str | int | float | bool) and not _is_secret(path):
+        if not path:
+            lines.append(message)
+        elif isinstance(value, str | int | float | bool) and not _is_secret(path):
             lines.append(f"{path} = {redact(value)!r}: {message}")
         else:
             lines.append(f"{path}: {message}")
@@ -52,13 +60,32 @@ def _is_secret(path: str) -> bool:
     return any(word in path.lower() for word in ("password", "secret", "token", "credential"))
 
 
+#: What may stand before "://"; anything else could be part of a password.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,15}://")
+_QUERY = re.compile(r"[?#]")
+
+
 def redact(value: Any) -> Any:
-    """`value` fit for a log: the user information and query of a URL are replaced by ***."""
-    if not isinstance(value, str) or "://" not in value:
+    """`value` fit for a log: of a URL, the user information, query and fragment become ***.
+
+    Works on what was merely meant as a URL too, where a password holds a character that should
+    have been escaped, or a colon or slash is missing: what isn't surely harmless is hidden.
+    """
+    if not isinstance(value, str):
         return value
-    scheme, _, rest = value.partition("://")
-    authority, slash, tail = rest.partition("/")
-    if "@" in authority:
-        authority = "***@" + authority.rpartition("@")[2]
-    path, question, _query = tail.partition("?")
-    return f"{scheme}://{authority}{slash}{path}{'?***' if question else ''}"
+    match = _SCHEME.match(value)
+    if match is None and "@" not in value:
+        return value
+    scheme = match[0] if match else ""
+    rest = value[len(scheme) :]
+    mark = _QUERY.search(rest)
+    head, tail = (rest[: mark.start()], rest[mark.end() :]) if mark else (rest, "")
+    if "@" in tail:
+        # A password with a "?", or a query with an "@": no telling which part is the host.
+        return f"{scheme}***"
+    _, user, place = head.rpartition("@")
+    host, slash, path = place.partition("/")
+    name, colon, port = host.rpartition(":")
+    if colon and port and not port.isdecimal() and not port.endswith("]"):
+        host = f"{name}:***"
+    return f"{scheme}{'***@' if user else ''}{host}{slash}{path}{mark[0] + '***' if mark else ''}"

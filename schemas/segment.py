@@ -5,9 +5,9 @@ safetensors allows only strings there, so each field is a JSON text of its own.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.base import Closed
 
@@ -16,12 +16,12 @@ class SlotMeta(Closed):
     """One slot of a segment, in the order of the file."""
 
     #: Content key in hex; also the tensor's name.
-    key: str = Field(pattern=r"^[0-9a-f]{36,132}$")
+    key: str = Field(pattern=r"^([0-9a-f]{2}){18,66}$")
     #: How this slot is stored: a slot that the namespace's codec doesn't shrink stays `none`.
     codec: Literal["none", "lz4"]
     #: dtype and shape before the codec (safetensors' names), and their size in bytes.
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
     raw_bytes: int = Field(ge=0)
     #: xxh3-64 of the stored bytes, seeded with xxh3-64 of the slot's description, in hex.
     xxh3: str = Field(pattern=r"^[0-9a-f]{16}$")
@@ -45,3 +45,9 @@ class SegmentMeta(Closed):
     #: Who wrote it: product version and host, for a person who asks.
     writer: str
     slots: tuple[SlotMeta, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rank >= self.ranks:
+            raise ValueError(f"rank {self.rank} of {self.ranks}")
+        return self

@@ -13,9 +13,9 @@ import re
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_serializer, field_validator, model_validator
 
-from schemas.base import Closed
+from schemas.base import Closed, redact
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -27,12 +27,12 @@ def parse_bytes(value: Any) -> Any:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"not a size: {value!r}; write bytes or a size such as 512MiB, 50GiB")
+        raise ValueError("not a size; write bytes or a size such as 512MiB, 50GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RedisSettings(Closed):
@@ -166,7 +166,7 @@ class Settings(Closed):
         url = _split(value)
         if url.scheme == "file":
             if url.netloc not in ("", "localhost"):
-                raise ValueError(f"file URLs have three slashes: file:///{url.netloc}{url.path}")
+                raise ValueError("file URLs have three slashes: file:///var/lib/kvstore")
             if url.path in ("", "/"):
                 raise ValueError("file URL without a folder; write file:///var/lib/kvstore")
         elif url.scheme not in ("memory",):
@@ -182,6 +182,7 @@ class Settings(Closed):
         if url.scheme in ("redis", "rediss"):
             if not url.hostname:
                 raise ValueError("redis URL without a host; write redis://HOST:6379/0")
+            _check_port(url)
             if url.path not in ("", "/") and not url.path[1:].isdigit():
                 raise ValueError("the path of a redis URL is a database number, as in redis://HOST:6379/0")
         elif url.scheme == "sqlite":
@@ -189,11 +190,19 @@ class Settings(Closed):
                 raise ValueError(
                     "sqlite URLs have three slashes and a file: sqlite:///var/lib/kvstore/index.db"
                 )
-        elif url.scheme not in ("unix", "memory"):
+        elif url.scheme == "unix":
+            if url.path in ("", "/"):
+                raise ValueError("unix URL without a socket; write unix:///run/redis.sock")
+        elif url.scheme != "memory":
             raise ValueError(
                 "unsupported URL; allowed: redis://HOST:PORT/DB, rediss://, unix://PATH, sqlite:///PATH, memory://NAME"
             )
         return value
+
+    @field_serializer("payloads", "index", when_used="json")
+    def _shown(self, value: str | None) -> str | None:
+        # JSON is for people and logs, as SecretStr sees it too.
+        return None if value is None else str(redact(value))
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
@@ -204,13 +213,16 @@ class Settings(Closed):
         if (self.index or "").startswith("memory:") != self.payloads.startswith("memory:"):
             raise ValueError("memory:// is for tests and must be used for both index and payloads")
         if self.breaker.backoff_s > self.breaker.max_backoff_s:
-            raise ValueError("breaker.backoff_s is larger than breaker.max_backoff_s")
-        if self.grace_s <= self.kv.load_deadline_s:
             raise ValueError(
-                "grace_s must be longer than kv.load_deadline_s, or an evicted run vanishes under a load"
+                f"breaker.backoff_s = {self.breaker.backoff_s:g} is larger than "
+                f"breaker.max_backoff_s = {self.breaker.max_backoff_s:g}"
             )
         if self.kv.match_ttl_s + self.kv.load_deadline_s > self.grace_s:
-            raise ValueError("kv.match_ttl_s + kv.load_deadline_s must not exceed grace_s")
+            raise ValueError(
+                f"kv.match_ttl_s = {self.kv.match_ttl_s:g} and kv.load_deadline_s = "
+                f"{self.kv.load_deadline_s:g} must not add up to more than grace_s = {self.grace_s:g}, or "
+                "a run that is evicted after its match vanishes under its load"
+            )
         return self
 
     @property
@@ -234,7 +246,25 @@ class ConnectorConfig(Settings):
 
 
 def _split(value: str) -> SplitResult:
-    url = urlsplit(value)
+    try:
+        url = urlsplit(value)
+    except ValueError:
+        # Its message may quote the user information.
+        raise ValueError("not a valid URL") from None
     if not url.scheme or "://" not in value:
         raise ValueError("not a URL (scheme://...)")
+    if url.scheme in ("file", "sqlite") and (url.query or url.fragment):
+        raise ValueError(f"a {url.scheme} URL takes no '?' or '#'; use a path without them")
     return url
+
+
+def _check_port(url: SplitResult) -> None:
+    try:
+        number = url.port
+    except ValueError:
+        number = 0
+    if number == 0:
+        raise ValueError(
+            "the port of a redis URL is a number up to 65535, as in redis://HOST:6379/0; special characters "
+            "of a password must be percent-encoded"
+        )

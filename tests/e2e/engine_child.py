@@ -167,7 +167,7 @@ class Served:
             time.sleep(0.01)
 
     def encoder_calls(self) -> int:
-        return max(self.llm.collective_rpc("encoder_items"))
+        return int(max(self.llm.collective_rpc("encoder_items")))
 
     def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
@@ -194,7 +194,7 @@ class Served:
     def shutdown(self) -> None:
         # vLLM collects garbage twice on the way out (1.3 s); this process ends in the next line.
         gc.freeze()
-        gc.collect = lambda generation=2: 0  # type: ignore[assignment]
+        gc.collect = lambda generation=2: 0
         self.llm.llm_engine.engine_core.shutdown(timeout=60)
 
 
@@ -242,7 +242,7 @@ def _watch(requests: queue.SimpleQueue[bytes], source: int) -> None:
                 requests.put(line)
         elif os.getppid() != parent:
             break
-    # The group holds the engine core of a two-process engine too. A clean end never comes here.
+    # The group holds the engine core and the worker of a multiprocess engine too.
     os.killpg(0, signal.SIGKILL)
 
 

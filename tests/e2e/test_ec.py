@@ -107,9 +107,10 @@ def test_a_name_reused_for_an_image_of_another_size_does_not_end_the_engine(
 
 
 def test_damage_and_outage_only_cost_encoder_calls(
-    image_model: Path, tmp_path: Path, store_config: Any, redis_server: Any
+    image_model: Path, tmp_path: Path, store_config: Any, private_redis: Any
 ) -> None:
-    config = store_config("redis") | {
+    config = store_config("sqlite") | {
+        "index": private_redis.url,
         "redis": {"timeout_s": 0.3, "connect_timeout_s": 0.3},
         "breaker": {"failures": 2, "backoff_s": 0.2, "max_backoff_s": 0.5},
     }
@@ -133,13 +134,13 @@ def test_damage_and_outage_only_cost_encoder_calls(
         engine.idle(0.2)
         assert worker_counters(engine, "ec")["save_blocks{stored}"] == 3
 
-        redis_server.pause()
+        private_redis.pause()
         engine.reset_mm_cache()
         engine.reset_prefix_cache()
         fresh = ask("image", random_image(400))
         engine.generate([fresh])
-        redis_server.resume()
-        redis_server.kill()
+        private_redis.resume()
+        private_redis.kill()
         engine.generate([ask("image", random_image(401))])
         assert engine.alive
         assert engine.encoder_calls() == 5

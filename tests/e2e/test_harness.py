@@ -6,7 +6,6 @@ again" only if an encoder call is counted when there is one.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import ROOT, Engine, EngineError, random_image, random_tokens
+from tests.e2e.engine import ROOT, Engine, EngineError, group_members, random_image, random_tokens
 from tools.models import IMAGE_TOKEN
 
 pytestmark = pytest.mark.engine
@@ -64,6 +63,28 @@ def test_images_change_tokens_and_encoder_runs_are_counted(kind: str, model, tmp
         assert engine.encoder_calls() == 3
 
 
+def test_external_tokens_and_skipped_encodings_show(deepstack_model: Path, tmp_path: Path) -> None:
+    """With vLLM's own example connectors, so that the counts are known to be right before ours use them."""
+    words = " ".join(f"w{token}" for token in random_tokens(100, 1))
+    prompt = {"prompt": f"{words} {IMAGE_TOKEN['deepstack']} w20", "images": [random_image(1)]}
+    seen = []
+    for run in (1, 2):
+        with Engine(
+            deepstack_model,
+            kv={"shared_storage_path": str(tmp_path / "kv")},
+            kv_config={"kv_connector": "ExampleConnector", "kv_connector_module_path": None},
+            ec={"shared_storage_path": str(tmp_path / "ec")},
+            ec_config={"ec_connector": "ECExampleConnector", "ec_connector_module_path": None},
+            log_path=tmp_path / f"{run}.log",
+        ) as engine:
+            [result] = engine.generate([prompt])
+            assert engine.metrics()["vllm:external_prefix_cache_hits_total"] == result.external_tokens
+            seen.append((result.token_ids, result.external_tokens, engine.encoder_calls()))
+    (tokens, *cold), (same_tokens, *warm) = seen
+    assert same_tokens == tokens
+    assert (cold, warm) == ([0, 1], [96, 0])
+
+
 def test_the_engine_survives_what_it_refuses_and_dies_when_told(text_model: Path, tmp_path: Path) -> None:
     engine = Engine(text_model, log_path=tmp_path / "engine.log", max_model_len=512)
     with engine:
@@ -90,7 +111,7 @@ def test_no_engine_outlives_its_parent(multiprocess: bool, text_model: Path, tmp
     try:
         assert parent.stdout is not None
         group = int(parent.stdout.readline())
-        members = _group_members(group)
+        members = group_members(group)
         assert len(members) >= (2 if multiprocess else 1)
     finally:
         parent.send_signal(signal.SIGKILL)
@@ -98,20 +119,6 @@ def test_no_engine_outlives_its_parent(multiprocess: bool, text_model: Path, tmp
         if parent.stdout is not None:
             parent.stdout.close()
     until = time.monotonic() + 30
-    while (left := _group_members(group)) and time.monotonic() < until:
+    while (left := group_members(group)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
-
-
-def _group_members(group: int) -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            state = (folder / "stat").read_text().rpartition(") ")[2].split()[0]
-            if state != "Z" and os.getpgid(int(folder.name)) == group:
-                found.append(int(folder.name))
-        except (OSError, ProcessLookupError):
-            continue
-    return found

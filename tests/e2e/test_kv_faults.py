@@ -103,20 +103,21 @@ def test_one_bad_segment_in_the_middle_costs_only_what_follows(
 
 
 def test_redis_down_at_the_start_gone_in_the_middle_and_back_empty(
-    text_model: Path, expected: list[list[int]], tmp_path: Path, store_config: Any, redis_server: Any
+    text_model: Path, expected: list[list[int]], tmp_path: Path, store_config: Any, private_redis: Any
 ) -> None:
-    config = store_config("redis") | {
+    config = store_config("sqlite") | {
+        "index": private_redis.url,
         "redis": {"timeout_s": 0.3, "connect_timeout_s": 0.3},
         "breaker": {"failures": 2, "backoff_s": 0.2, "max_backoff_s": 0.5},
         "kv": {"match_deadline_s": 2.0},
     }
-    redis_server.stop()
+    private_redis.stop()
     with Engine(text_model, kv=config, log_path=tmp_path / "engine.log") as engine:
         assert answers(engine) == expected  # never seen a Redis
         assert scheduler_counters(engine)["miss_blocks{unavailable}"] > 0
         assert worker_counters(engine)["save_blocks{failed}"] > 0
 
-        redis_server.start()
+        private_redis.start()
         time.sleep(0.6)  # the breaker lets the next call through
         assert answers(engine) == expected
         engine.idle(0.1)
@@ -125,15 +126,15 @@ def test_redis_down_at_the_start_gone_in_the_middle_and_back_empty(
         [warm] = engine.generate([PROMPTS[3]])
         assert (warm.token_ids, warm.external_tokens) == (expected[3], full_blocks(PROMPTS[3]))
 
-        redis_server.pause()  # accepts connections, answers nothing
+        private_redis.pause()  # accepts connections, answers nothing
         began = time.monotonic()
         assert answers(engine) == expected
         assert time.monotonic() - began < 10
-        redis_server.resume()
+        private_redis.resume()
 
-        redis_server.kill()
+        private_redis.kill()
         assert answers(engine) == expected
-        redis_server.start()  # empty
+        private_redis.start()  # empty
         time.sleep(0.6)
         assert answers(engine) == expected
         engine.idle(0.2)

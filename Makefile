@@ -1,0 +1,38 @@
+# Every target does its own set-up: on a fresh machine with Python 3.11, one command is enough.
+
+PYTHON := .venv/bin/python
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-quick test test-quick check demo bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## .venv with everything: vLLM's CPU build, a redis-server, the development tools
+	@tools/setup.sh full
+
+setup-quick: ## .venv with the project and its development tools only
+	@tools/setup.sh quick
+
+test: setup ## the whole suite, with real servers and real engines (ARGS=... goes to pytest)
+	@$(PYTHON) -m pytest $(ARGS)
+
+test-quick: setup-quick ## what needs neither engines nor servers: under two minutes
+	@$(PYTHON) -m pytest -m "not engine and not servers and not gpu" $(ARGS)
+
+check: setup-quick ## lint, format, types, layers: reads only
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy --strict
+	@.venv/bin/lint-imports
+
+demo: setup ## two real engines share one cache, on the CPU (ARGS="--index redis://...")
+	@$(PYTHON) -m tools.demo $(ARGS)
+
+bench: setup ## costs of match, load and save as ratios to bare calls
+	@$(PYTHON) -m tests.benchmarks.run $(ARGS)
+
+clean: ## remove .venv, .cache and everything built
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,156 @@
+"""Settings and backends for a tool that people run: nothing is created, nothing is behind a breaker.
+
+Where a setting comes from, later ones winning:
+    1. its default
+    2. the file that `--settings` names, or else KVSTORE_SETTINGS
+    3. KVSTORE_<KEY> in the environment, as for the connectors
+    4. `--index` and `--payloads`
+The command line wins because a person who types a URL means that one, whatever the pod's environment
+says. It is done by giving the two options to `load_settings` as the variables that they outrank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.build import PREFIX, load_settings, open_index, open_payloads, settings_keys
+from kvstore.errors import KVStoreError
+from kvstore.index.redis import RedisIndex
+from kvstore.index.sqlite import SqliteIndex
+from kvstore.keys import NamespaceId
+from kvstore.ports import PayloadStore
+from schemas.base import redact
+from schemas.reports import Backend
+from schemas.settings import Settings
+
+if TYPE_CHECKING:
+    from typing import Self
+
+#: A name that no payload has: asking for it shows whether the store answers.
+_NO_PAYLOAD = f"{'0' * 16}/00/{'0' * 16}.0"
+
+
+class UnknownName(KVStoreError):
+    """What a person named is not there, or is ambiguous; the message says what to run next."""
+
+    reason = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the settings come from: what the command line said, and the environment."""
+
+    file: str | None = None
+    index: str | None = None
+    payloads: str | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
+
+    def settings(self) -> Settings:
+        """The settings, in the order above. Raises ConfigError."""
+        merged = dict(self.environ)
+        if self.index is not None:
+            merged[f"{PREFIX}INDEX"] = self.index
+        if self.payloads is not None:
+            merged[f"{PREFIX}PAYLOADS"] = self.payloads
+        return load_settings({"settings": self.file} if self.file is not None else None, merged)
+
+    def describe(self) -> str:
+        """Which sources say anything, without what they say."""
+        options = [f"--{name}" for name in ("index", "payloads") if getattr(self, name) is not None]
+        variables = {f"{PREFIX}{key}" for key in settings_keys()} & set(self.environ)
+        named = [f"file {file}"] if (file := self.file or self.environ.get(f"{PREFIX}SETTINGS")) else []
+        return ", ".join(options + sorted(variables) + named)
+
+
+class Cache:
+    """The index and the payloads of one settings tree, each opened when it is first asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # Only what was opened: a cached property that was never read is not in __dict__.
+        for name in ("index", "payloads"):
+            if (backend := self.__dict__.get(name)) is not None:
+                backend.close()
+
+    @property
+    def folder(self) -> Path | None:
+        """The payloads' folder, if they are files."""
+        is_file = self.settings.payloads.startswith("file:")
+        return Path(self.settings.payload_path) if is_file else None
+
+    @property
+    def index_file(self) -> Path | None:
+        """The SQLite file, if the index is one."""
+        url = self.settings.index_url
+        return Path(url.removeprefix("sqlite://")) if url.startswith("sqlite://") else None
+
+    @property
+    def index_absent(self) -> bool:
+        """Whether the index is a file that nobody has made yet; opening it would make it."""
+        return self.index_file is not None and not exists(self.index_file)
+
+    @cached_property
+    def index(self) -> RedisIndex | SqliteIndex | None:
+        """The index, or None if it is absent. Raises what opening it raises."""
+        return None if self.index_absent else open_index(self.settings)
+
+    @cached_property
+    def payloads(self) -> PayloadStore:
+        """The payload store."""
+        return open_payloads(self.settings)
+
+    def namespaces(self) -> dict[NamespaceId, str]:
+        """Every registered namespace: id -> canonical JSON."""
+        return {} if self.index is None else self.index.namespaces()
+
+    def namespace(self, prefix: str) -> NamespaceId:
+        """The one namespace whose id starts so. Raises UnknownName."""
+        found = [name for name in self.namespaces() if name.startswith(prefix.lower())]
+        if prefix and len(found) == 1:
+            return found[0]
+        if prefix and found:
+            raise UnknownName(f"{len(found)} namespaces start with {prefix!r}: {', '.join(found)}")
+        raise UnknownName(f"no namespace starts with {prefix!r}; `cache-admin namespaces` lists them")
+
+    def index_state(self) -> Backend:
+        """Whether the index answers a read."""
+        url = redact(self.settings.index_url)
+        try:
+            self.namespaces()
+        except KVStoreError as exc:
+            return Backend(url=url, state="unreachable", problem=str(exc))
+        if self.index_absent:
+            return Backend(url=url, state="absent", problem="the first engine that saves will make it")
+        return Backend(url=url, state="ok")
+
+    def payloads_state(self) -> Backend:
+        """Whether the payload store answers a read."""
+        url = redact(self.settings.payloads)
+        try:
+            self.payloads.read(_NO_PAYLOAD, 0, [])
+        except KVStoreError as exc:
+            return Backend(url=url, state="unreachable", problem=str(exc))
+        if self.folder is not None and not exists(self.folder):
+            return Backend(url=url, state="absent", problem="the first engine that saves will make it")
+        return Backend(url=url, state="ok")
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something at `path`, or may be: what can't be looked at is for its user to report."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True

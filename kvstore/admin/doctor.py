@@ -1,0 +1,308 @@
+"""doctor: everything that can be wrong with a store, found out by trying, with what to do about it.
+
+Each check is a generator of findings. One that can't be made because something under it has failed
+already says nothing: one broken thing is one problem, not ten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from kvstore import __version__
+from kvstore.admin.cache import Cache, Sources, exists
+from kvstore.admin.machine import (
+    check_disk,
+    check_file_clock,
+    check_file_systems,
+    check_redis,
+    check_versions,
+    nearest_folder,
+    size,
+)
+from kvstore.errors import (
+    BreakerOpen,
+    CapacityExceeded,
+    ConfigError,
+    DeadlineExceeded,
+    KVStoreError,
+    PermissionDenied,
+)
+from kvstore.index.redis import RedisIndex
+from kvstore.index.sqlite import SqliteIndex
+from kvstore.keys import DIGEST_BYTES, NamespaceId, payload_name
+from kvstore.ports import Listing
+from schemas.base import redact
+from schemas.reports import Check, CheckState, DoctorReport
+
+_PINGS = 21
+#: A match is on the path of every request, and 5 ms is what a request should not notice.
+_SLOW_S = 0.005
+_SAMPLE = 8
+_NO_NAMESPACE = NamespaceId("0" * 16)
+_RANKING: dict[CheckState, int] = {"ok": 0, "warning": 1, "problem": 2}
+
+
+def doctor(
+    cache: Cache, sources: Sources, *, clock: Callable[[], float] = time.time, mounts: str | None = None
+) -> DoctorReport:
+    """All checks. What a backend raises becomes a problem; `mounts` stands in for /proc/mounts."""
+    if mounts is None:
+        mounts = _read_mounts()
+    checks = tuple(_checks(cache, sources, clock, mounts))
+    return DoctorReport(
+        version=__version__,
+        index=redact(cache.settings.index_url),
+        payloads=redact(cache.settings.payloads),
+        state=max((check.state for check in checks), key=lambda state: _RANKING[state]),
+        checks=checks,
+    )
+
+
+def _checks(cache: Cache, sources: Sources, clock: Callable[[], float], mounts: str) -> Iterator[Check]:
+    yield from check_settings(cache, sources)
+    index = list(check_index(cache))
+    yield from index
+    index_works = all(check.state != "problem" for check in index)
+    payloads = list(check_payloads(cache, clock))
+    yield from payloads
+    payloads_work = all(check.state != "problem" for check in payloads)
+    yield from check_file_systems(cache, mounts)
+    yield from check_versions()
+    if index_works:
+        yield from _or_problem("index", check_redis(cache, clock))
+        yield from _or_problem("disk", check_disk(cache))
+        yield from _or_problem("namespaces", check_hashing(cache, sources.environ))
+        yield from _or_problem("namespaces", check_capacity(cache))
+    if index_works and payloads_work:
+        yield from _or_problem("agreement", check_agreement(cache))
+
+
+def _or_problem(name: str, checks: Iterator[Check]) -> Iterator[Check]:
+    try:
+        yield from checks
+    except (KVStoreError, OSError) as exc:
+        yield Check(name=name, state="problem", found=str(exc), advice="run `cache-admin doctor` again")
+
+
+def check_settings(cache: Cache, sources: Sources) -> Iterator[Check]:
+    """Where the settings come from, and values that can hardly be meant."""
+    settings = cache.settings
+    found = f"from {sources.describe() or 'defaults'}"
+    if settings.capacity_bytes < settings.segment.target_bytes:
+        yield Check(
+            name="settings",
+            state="problem",
+            found=f"capacity_bytes ({size(settings.capacity_bytes)}) is less than one segment "
+            f"(segment.target_bytes, {size(settings.segment.target_bytes)})",
+            advice="every save would evict the one before: raise capacity_bytes",
+        )
+    elif settings.index_url.startswith("memory:"):
+        yield Check(
+            name="settings",
+            state="warning",
+            found=f"{found}; memory:// lasts as long as one process",
+            advice="it is for tests: give --payloads file:///DIR",
+        )
+    else:
+        yield Check(name="settings", state="ok", found=found)
+
+
+def check_index(cache: Cache) -> Iterator[Check]:
+    """Whether the index can be read and written, how fast it answers, and what it says of itself."""
+    if cache.index_file is not None and cache.index_absent:
+        yield _to_be_made("index", cache.index_file.parent, "the index")
+        return
+    try:
+        index = cache.index
+        assert index is not None
+        index.ping()
+        times = sorted(_timed(index) for _ in range(_PINGS))
+    except KVStoreError as exc:
+        yield Check(name="index", state="problem", found=str(exc), advice=_advice(exc, "index"))
+        return
+    middle = statistics.median(times)
+    slow = middle > _SLOW_S
+    yield Check(
+        name="index",
+        state="warning" if slow else "ok",
+        found=f"read and written; answers in {middle * 1e3:.2f} ms (median of {_PINGS}; "
+        f"the slowest {times[-1] * 1e3:.2f} ms)",
+        advice="every request asks the index once, and takes longer than kv.match_deadline_s "
+        f"({cache.settings.kv.match_deadline_s:g} s) for a miss: bring the two closer together"
+        if slow
+        else "",
+    )
+    if isinstance(index, RedisIndex):
+        yield from _or_problem("index configuration", _warnings(index))
+
+
+def _timed(index: RedisIndex | SqliteIndex) -> float:
+    began = time.perf_counter()
+    index.match(_NO_NAMESPACE, bytes(DIGEST_BYTES))
+    return time.perf_counter() - began
+
+
+def _warnings(index: RedisIndex) -> Iterator[Check]:
+    for text in index.warnings():
+        found, _, advice = text.partition("; ")
+        yield Check(name="index configuration", state="warning", found=found, advice=advice)
+
+
+def check_payloads(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
+    """Whether payloads can be written and read, by a probe that is deleted again."""
+    folder = cache.folder
+    if folder is not None and not exists(folder):
+        yield _to_be_made("payloads", folder, "the payload folder")
+        return
+    owner = folder.stat().st_uid if folder is not None and os.geteuid() == 0 else os.geteuid()
+    if owner != os.geteuid():
+        # Root may write anywhere, which proves nothing, and what it makes engines could not write.
+        yield Check(
+            name="payloads",
+            state="warning",
+            found=f"not probed: this is root, and {folder} belongs to user {owner}",
+            advice="run cache-admin as the user that the engines run as",
+        )
+        return
+    began = time.perf_counter()
+    try:
+        cache.payloads.ping()
+    except KVStoreError as exc:
+        yield Check(name="payloads", state="problem", found=str(exc), advice=_advice(exc, "payloads"))
+        return
+    took = time.perf_counter() - began
+    yield Check(
+        name="payloads", state="ok", found=f"a probe was written, read and deleted in {took * 1e3:.2f} ms"
+    )
+    try:
+        yield from check_file_clock(cache, clock)
+    except OSError as exc:
+        yield Check(name="file clock", state="warning", found=f"can't look at {folder}: {exc.strerror}")
+
+
+def _to_be_made(name: str, path: Path, what: str) -> Check:
+    """A folder or file that isn't there is fine if it can be made."""
+    existing = nearest_folder(path)
+    able = os.access(existing, os.W_OK | os.X_OK)
+    return Check(
+        name=name,
+        state="ok" if able else "problem",
+        found=f"{what} is not there yet; the first save makes it in {path}",
+        advice=""
+        if able
+        else f"user {os.geteuid()} can't write to {existing}: make the folder, or run as the engines' user",
+    )
+
+
+def check_hashing(cache: Cache, environ: Mapping[str, str]) -> Iterator[Check]:
+    """Whether engines disagree on what their block hashes start from, and so never share."""
+    seed = environ.get("PYTHONHASHSEED")
+    here = "PYTHONHASHSEED is not set here" if seed is None else f"PYTHONHASHSEED is {seed!r} here"
+    alike: dict[str, list[str]] = defaultdict(list)
+    algorithms = set()
+    for name, text in cache.namespaces().items():
+        fields: dict[str, Any] = json.loads(text)
+        if fields.get("kind") == "kv":
+            fields.pop("hash_root", None)
+            algorithms.add(str(fields.get("hash_algo")))
+            alike[json.dumps(fields, sort_keys=True)].append(name)
+    apart = [names for names in alike.values() if len(names) > 1]
+    for first, second, *_ in apart:
+        yield Check(
+            name="hashing",
+            state="warning",
+            found=f"namespaces {first} and {second} differ in hash_root only; {here}",
+            advice="their engines run with different PYTHONHASHSEED and share nothing: set it alike in all, "
+            "or in none",
+        )
+    if not apart:
+        used = f"; in use: {', '.join(sorted(algorithms))}" if algorithms else ""
+        yield Check(name="hashing", state="ok", found=f"{here}; it must be alike in every engine{used}")
+
+
+def check_capacity(cache: Cache) -> Iterator[Check]:
+    """Namespaces that hold more than they may."""
+    capacity = cache.settings.capacity_bytes
+    usages = {name: cache.index.usage(name).nbytes for name in cache.namespaces()} if cache.index else {}
+    over = {name: used for name, used in usages.items() if used > capacity}
+    for name, used in over.items():
+        yield Check(
+            name="capacity",
+            state="warning",
+            found=f"namespace {name} holds {size(used)} of {size(capacity)}",
+            advice="engines evict when they save, so either none saves into it any more, or they have "
+            "another capacity_bytes than this tool",
+        )
+    if not over:
+        most = f", the fullest with {size(max(usages.values()))}" if usages else ""
+        yield Check(
+            name="capacity", state="ok", found=f"{len(usages)} namespaces of at most {size(capacity)}{most}"
+        )
+
+
+def check_agreement(cache: Cache) -> Iterator[Check]:
+    """Whether the index's segments are in this payload store: a sample, by size."""
+    if cache.index is None:
+        return
+    looked, lost = 0, []
+    for name in cache.namespaces():
+        for listing in islice(cache.index.segments(name), _SAMPLE):
+            looked += 1
+            # Whatever was evicted meanwhile may be gone.
+            if not _is_there(cache, name, listing) and cache.index.get(name, [listing.segment])[0]:
+                lost.append(listing.segment.hex())
+    if lost:
+        yield Check(
+            name="agreement",
+            state="problem",
+            found=f"{len(lost)} of {looked} sampled segments have no payload, or one of another size, such "
+            f"as {lost[0]}",
+            advice="do this index and these payloads belong together? `cache-admin show "
+            f"{lost[0]}` says what is wrong with it",
+        )
+    elif looked:
+        yield Check(name="agreement", state="ok", found=f"{looked} sampled segments have their payloads")
+
+
+def _is_there(cache: Cache, name: NamespaceId, listing: Listing) -> bool:
+    for rank, part in enumerate(listing.record.parts):
+        # Of two bytes from the last one on there is one.
+        last = memoryview(bytearray(2))
+        if cache.payloads.read(payload_name(name, listing.segment, rank), part.nbytes - 1, [last]) != 1:
+            return False
+    return True
+
+
+def _advice(exc: KVStoreError, what: str) -> str:
+    if isinstance(exc, PermissionDenied):
+        return {
+            "index": "check KVSTORE_REDIS__USERNAME and KVSTORE_REDIS__PASSWORD and that user's rights (keys "
+            "kvs:*, reading, writing, scripts); for SQLite, the rights on the file and its folder",
+            "payloads": "give the engines' user the right to write there, or run as that user",
+        }[what]
+    if isinstance(exc, CapacityExceeded):
+        return "it is full: make room, or lower capacity_bytes"
+    if isinstance(exc, ConfigError):
+        return "correct the settings"
+    if isinstance(exc, (DeadlineExceeded, BreakerOpen)):
+        return "it is there but too slow, or a firewall drops the connection: check host, port and network"
+    return {
+        "index": "check that it runs and that host, port and database are right; engines meanwhile compute "
+        "everything themselves",
+        "payloads": "check the disk and its mount",
+    }[what]
+
+
+def _read_mounts() -> str:
+    try:
+        return Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""  # not Linux: the checks that need it have nothing to say

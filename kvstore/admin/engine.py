@@ -1,0 +1,83 @@
+"""vllm-config: the flags that make vLLM use this cache, without a credential in them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+from urllib.parse import parse_qsl, urlencode
+
+from pydantic import SecretStr
+
+from kvstore.admin.machine import redis_is_remote
+from kvstore.build import PREFIX
+from schemas.reports import VllmConfigReport
+from schemas.settings import Settings
+
+Role = Literal["both", "producer", "consumer"]
+
+_SECRET_KEYS = re.compile(r"user|pass|secret|token|credential", re.IGNORECASE)
+
+
+def vllm_config(settings: Settings, *, kv: bool, ec: bool, role: Role) -> VllmConfigReport:
+    """Both connectors' configurations: every setting that isn't a default, but no secret."""
+    notes: list[str] = []
+    tree = _public(settings.model_dump(exclude_defaults=True), "", notes)
+    assert isinstance(tree, dict)
+    for key in ("index", "payloads"):
+        if key in tree:
+            tree[key], had_credentials = without_credentials(tree[key])
+            if had_credentials:
+                notes.append(
+                    f"the {key} URL's credentials are left out: set {PREFIX}REDIS__USERNAME and "
+                    f"{PREFIX}REDIS__PASSWORD, or {PREFIX}{key.upper()} with the whole URL, in the engines' "
+                    "environment"
+                )
+    if redis_is_remote(settings) and "payloads" in tree and tree["payloads"].startswith("file:"):
+        notes.append("every machine must see the same folder under the payloads URL (a shared mount)")
+    return VllmConfigReport(
+        kv_transfer_config={
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "connectors.kv",
+            "kv_role": f"kv_{role}",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": tree,
+        }
+        if kv
+        else None,
+        ec_transfer_config={
+            "ec_connector": "ECStoreConnector",
+            "ec_connector_module_path": "connectors.ec",
+            "ec_role": f"ec_{role}",
+            "ec_connector_extra_config": tree,
+        }
+        if ec
+        else None,
+        notes=tuple(notes),
+    )
+
+
+def _public(value: Any, path: str, notes: list[str]) -> Any:
+    """`value` without what is secret in it; a note names the variable that takes its place."""
+    if not isinstance(value, dict):
+        return value
+    public = {}
+    for key, inner in value.items():
+        name = f"{path}__{key}" if path else key
+        if isinstance(inner, SecretStr):
+            notes.append(f"{name.replace('__', '.')} is left out: set {PREFIX}{name.upper()} for the engines")
+        elif (kept := _public(inner, name, notes)) != {}:
+            public[key] = kept
+    return public
+
+
+def without_credentials(url: str) -> tuple[str, bool]:
+    """A URL without user information and secret query parameters, and whether it had any."""
+    scheme, separator, rest = url.partition("://")
+    authority, slash, tail = rest.partition("/")
+    _, at, host = authority.rpartition("@")
+    path, question, query = tail.partition("?")
+    pairs = parse_qsl(query, keep_blank_values=True)
+    kept = [(key, value) for key, value in pairs if not _SECRET_KEYS.search(key)]
+    if not at and len(kept) == len(pairs):
+        return url, False
+    return f"{scheme}{separator}{host}{slash}{path}{question if kept else ''}{urlencode(kept)}", True

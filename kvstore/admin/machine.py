@@ -1,0 +1,252 @@
+"""The doctor's checks of what lies under the store: file systems, disk space, clocks, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvstore import __version__
+from kvstore.admin.cache import Cache
+from kvstore.errors import KVStoreError
+from kvstore.index.redis_client import RedisClient
+from schemas.reports import Check, CheckState
+from schemas.settings import Settings
+
+#: File systems that other machines can mount as well.
+_SHARED = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "9p",
+    "virtiofs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.sshfs",
+}  # fmt: skip
+#: Buckets in the guise of folders: a rename there is a copy, and other readers see its half.
+_BUCKETS = {"fuse.s3fs", "fuse.goofys", "fuse.gcsfuse", "fuse.mountpoint-s3", "fuse.rclone", "fuse.blobfuse2"}
+#: Clocks further apart than this are worth a word.
+_SKEW_S = 5.0
+#: ZMSCORE came with it.
+_REDIS_NEEDED = (6, 2)
+_MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/mounts."""
+
+    point: str
+    kind: str
+
+
+def mount_of(path: Path, mounts: str) -> Mount | None:
+    """The mount that `path` (absolute, links resolved) lies on; `mounts` is /proc/mounts."""
+    found = None
+    for line in mounts.splitlines():
+        _device, point, kind = [*line.split(" "), "", ""][:3]
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), point)
+        # Of two mounts on one point the later one covers the other.
+        inside = point.startswith("/") and path.is_relative_to(point)
+        if inside and (found is None or len(point) >= len(found.point)):
+            found = Mount(point, kind)
+    return found
+
+
+def nearest_folder(path: Path) -> Path:
+    """`path`, or the closest folder above it that exists."""
+    for folder in (path, *path.parents):
+        with suppress(PermissionError):
+            if folder.is_dir():
+                return folder
+    return Path("/")
+
+
+def redis_is_remote(settings: Settings) -> bool:
+    """Whether other machines can use the index."""
+    url = urlsplit(settings.index_url)
+    host = url.hostname or ""
+    local = host in ("", "localhost", "::1") or host.startswith("127.")
+    return url.scheme in ("redis", "rediss") and not local
+
+
+def check_disk(cache: Cache) -> Iterator[Check]:
+    """Whether the disk can hold what the settings allow."""
+    if cache.folder is None:
+        return
+    settings = cache.settings
+    folder = nearest_folder(cache.folder)
+    free = shutil.disk_usage(folder).free
+    usages = [cache.index.usage(name).nbytes for name in cache.namespaces()] if cache.index else []
+    # Every namespace may grow to its capacity, and the first one is still to come on a fresh store.
+    growth = sum(max(0, settings.capacity_bytes - used) for used in usages or [0])
+    found = f"{size(free)} free; the store holds {size(sum(usages))} and may grow by {size(growth)}"
+    if free < 2 * settings.segment.target_bytes:
+        yield Check(
+            name="disk",
+            state="problem",
+            found=found,
+            advice="the next segments won't fit: free space, or lower capacity_bytes",
+        )
+    elif free < growth:
+        yield Check(
+            name="disk",
+            state="warning",
+            found=found,
+            advice="the disk will be full before old segments are evicted (saves then fail and are counted); "
+            "lower capacity_bytes, which is per namespace, or add space",
+        )
+    else:
+        yield Check(name="disk", state="ok", found=found)
+
+
+def check_file_systems(cache: Cache, mounts: str) -> Iterator[Check]:
+    """What the payloads and a SQLite index lie on."""
+    if cache.folder is not None and (mount := mount_of(cache.folder.resolve(), mounts)):
+        state, advice = _payload_mount(mount.kind, redis_is_remote(cache.settings))
+        yield Check(name="file system", state=state, found=f"payloads on {_on(mount)}", advice=advice)
+    if cache.index_file is not None and (mount := mount_of(cache.index_file.resolve(), mounts)):
+        shared = mount.kind in _SHARED | _BUCKETS
+        yield Check(
+            name="index file system",
+            state="problem" if shared else "ok",
+            found=f"SQLite on {_on(mount)}",
+            advice="SQLite's WAL needs memory shared by its users and corrupts across machines: use a "
+            "redis:// index, or `--index sqlite:///PATH` on a local disk"
+            if shared
+            else "",
+        )
+
+
+def _on(mount: Mount) -> str:
+    return f"{mount.kind} at {mount.point}"
+
+
+def _payload_mount(kind: str, remote_index: bool) -> tuple[CheckState, str]:
+    if kind in _BUCKETS:
+        return (
+            "warning",
+            "renames are not atomic on a mounted bucket: damaged reads become misses; use a disk",
+        )
+    if kind == "overlay":
+        return "warning", "the container's own layer is gone with the container: mount a volume there"
+    if kind in ("tmpfs", "ramfs"):
+        return "warning", "this is memory: it counts as the pod's, and is empty after a restart"
+    if remote_index and kind not in _SHARED:
+        return "warning", (
+            "other machines can use this index but not this folder: to them its segments look lost, and "
+            "they evict them. Mount one shared folder on all, or give each machine an index of its own"
+        )
+    return "ok", ""
+
+
+def check_file_clock(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
+    """The clock of the payloads' file system; to be called right after a successful ping.
+
+    The ping has just changed something under the folder, so whatever changed last there changed now,
+    by the clock of whoever keeps the files.
+    """
+    if cache.folder is None:
+        return
+    with os.scandir(cache.folder) as entries:
+        changed = [cache.folder.stat().st_mtime, *(entry.stat().st_mtime for entry in entries)]
+    yield _skew("file clock", "the payload folder's newest change", max(changed) - clock(), cache.settings)
+
+
+def check_redis(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
+    """The Redis server's clock, memory and version, as far as it tells."""
+    if not cache.settings.index_url.startswith(("redis", "unix")):
+        return
+    client = RedisClient.from_settings(cache.settings.index_url, cache.settings.redis)
+    try:
+        before = clock()
+        reply = _asked(client, "TIME")
+        if reply is not None:
+            # The server looked at its clock somewhere in the middle.
+            local = (before + clock()) / 2
+            remote = int(reply[0]) + int(reply[1]) / 1e6
+            yield _skew("index clock", "Redis' clock", remote - local, cache.settings)
+        told = _asked(client, "INFO", "server") or {}
+        told |= _asked(client, "INFO", "memory") or {}
+    finally:
+        client.close()
+    yield from _check_memory(told)
+    yield from _check_version(told)
+
+
+def _asked(client: RedisClient, *words: str) -> Any:
+    """A reply, or None: managed servers forbid such commands, and that is no fault."""
+    try:
+        return client.command(*words)
+    except KVStoreError:
+        return None
+
+
+def _check_memory(told: dict[str, Any]) -> Iterator[Check]:
+    used, limit = int(told.get("used_memory", 0)), int(told.get("maxmemory", 0))
+    if not used:
+        return
+    full = bool(limit) and used > limit * _MEMORY_SHARE
+    yield Check(
+        name="index memory",
+        state="warning" if full else "ok",
+        found=f"Redis uses {size(used)} of " + (size(limit) if limit else "any amount (maxmemory is 0)"),
+        advice="when it is full nothing more is stored: raise maxmemory, or lower capacity_bytes"
+        if full
+        else "",
+    )
+
+
+def _check_version(told: dict[str, Any]) -> Iterator[Check]:
+    text = str(told.get("redis_version", ""))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+    if numbers and numbers < _REDIS_NEEDED:
+        yield Check(
+            name="index version",
+            state="problem",
+            found=f"Redis {text}",
+            advice="Redis 6.2 or newer is needed (or Valkey)",
+        )
+    elif numbers:
+        yield Check(name="index version", state="ok", found=f"Redis {text}")
+
+
+def _skew(name: str, whose: str, ahead_s: float, settings: Settings) -> Check:
+    state: CheckState = "ok"
+    if abs(ahead_s) > settings.grace_s / 2:
+        state = "problem"
+    elif abs(ahead_s) > _SKEW_S:
+        state = "warning"
+    return Check(
+        name=name,
+        state=state,
+        found=f"{whose} is {abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's",
+        advice="evicted payloads are deleted by the clock, after grace_s: keep every machine on NTP"
+        if state != "ok"
+        else "",
+    )
+
+
+def check_versions() -> Iterator[Check]:
+    """What runs here."""
+    parts = [f"kvstore {__version__}", f"Python {platform.python_version()}"]
+    parts.append(f"SQLite {sqlite3.sqlite_version}")
+    for package in ("redis", "vllm"):
+        try:
+            parts.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            parts.append(f"{package} not installed here")
+    yield Check(name="versions", state="ok", found=", ".join(parts))
+
+
+def size(nbytes: float) -> str:
+    """A size for people: 1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

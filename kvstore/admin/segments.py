@@ -1,0 +1,291 @@
+"""show: one namespace, one segment or one payload, and whether index and payload agree.
+
+A payload explains itself (its header names its namespace, segment, ranks and slots), so a payload
+that the index has forgotten, or whose index is down, can be shown as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvstore import codec
+from kvstore.admin.cache import Cache, UnknownName
+from kvstore.admin.inventory import summary_of_segment, usage_of
+from kvstore.errors import CorruptPayload, KVStoreError
+from kvstore.keys import NamespaceId, SegmentId, parse_payload_name, payload_name
+from kvstore.ports import Listed, Listing
+from schemas.reports import NamespaceReport, PartReport, SegmentReport, SlotReport
+from schemas.segment import SlotMeta
+
+_HEX = re.compile(r"[0-9a-f]{1,16}")
+_NOT_NAMED = "the index does not name it: evicted, or never committed. Nothing serves it"
+#: So many candidates are enough to say that a prefix is ambiguous.
+_CANDIDATES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A segment to show, of which `listing` is what the index says, if it says anything."""
+
+    namespace: NamespaceId
+    segment: SegmentId
+    listing: Listing | None = None
+    note: str = _NOT_NAMED
+    #: The rank that was asked for; None: all of them.
+    rank: int | None = None
+
+
+def show(cache: Cache, name: str, *, verify: bool, now_s: float) -> NamespaceReport | SegmentReport:
+    """What `name` is: a namespace or a segment by (the start of) its id, or a payload by name or path.
+
+    `verify` reads every slot. Raises UnknownName, what the payload store raises and, except for a
+    payload, what the index raises.
+    """
+    named = _payload(cache, name)
+    if named is not None:
+        return _segment_report(cache, _look_up(cache, *named), verify=verify, now_s=now_s)
+    prefix = name.lower()
+    if not _HEX.fullmatch(prefix):
+        raise UnknownName(
+            f"{name!r} is no id (hex digits) and no payload (<namespace>/<2 digits>/<segment>.<rank>); "
+            "`cache-admin namespaces` and `cache-admin ls` list ids"
+        )
+    known = cache.namespaces()
+    spaces = [space for space in known if space.startswith(prefix)]
+    if prefix in known:
+        return _namespace_report(cache, NamespaceId(prefix), known[NamespaceId(prefix)])
+    found = _segments(cache, prefix, list(known))
+    names = [f"namespace {space}" for space in spaces]
+    names += [f"segment {each.segment.hex()}" for each in found]
+    if len(names) > 1:
+        more = " and more" if len(names) > _CANDIDATES else ""
+        raise UnknownName(f"{name!r} is ambiguous: {', '.join(names[:_CANDIDATES])}{more}; give more digits")
+    if spaces:
+        return _namespace_report(cache, spaces[0], known[spaces[0]])
+    if found:
+        return _segment_report(cache, found[0], verify=verify, now_s=now_s)
+    raise UnknownName(
+        f"no namespace and no segment starts with {name!r}; `cache-admin namespaces` and `cache-admin ls` "
+        "list what there is"
+    )
+
+
+def _payload(cache: Cache, name: str) -> tuple[NamespaceId, SegmentId, int] | None:
+    """The parts of a payload's name or path, or None if `name` is neither."""
+    if parsed := parse_payload_name(name):
+        return parsed
+    if cache.folder is None or "/" not in name:
+        return None
+    path = Path(name).absolute()
+    parsed = parse_payload_name("/".join(path.parts[-3:]))
+    if parsed is not None and path.parent.parent.parent.resolve() != cache.folder.resolve():
+        raise UnknownName(
+            f"{name!r} is not in the payload folder {cache.folder}; give `--payloads file://"
+            f"{path.parent.parent.parent}`"
+        )
+    return parsed
+
+
+def _look_up(cache: Cache, namespace: NamespaceId, segment: SegmentId, rank: int) -> _Found:
+    try:
+        listing = cache.index.get(namespace, [segment])[0] if cache.index is not None else None
+    except KVStoreError as exc:
+        return _Found(namespace, segment, note=f"the index can't be asked: {exc}", rank=rank)
+    return _Found(namespace, segment, listing, "" if listing else _NOT_NAMED, rank)
+
+
+def _segments(cache: Cache, prefix: str, known: list[NamespaceId]) -> list[_Found]:
+    """Segments whose id starts so, a few at most. A whole id costs one call per namespace."""
+    found = []
+    for space in known:
+        for listing in _listings(cache, space, prefix):
+            found.append(_Found(space, listing.segment, listing, ""))
+            if len(found) > _CANDIDATES:
+                return found
+    if not found and len(prefix) == 16:
+        segment = SegmentId(bytes.fromhex(prefix))
+        found = [_Found(space, segment) for space in known if _payloads(cache, space, segment)]
+    return found
+
+
+def _listings(cache: Cache, space: NamespaceId, prefix: str) -> Iterator[Listing]:
+    assert cache.index is not None, "a namespace is known, so there is an index"
+    if len(prefix) == 16:
+        yield from (each for each in cache.index.get(space, [SegmentId(bytes.fromhex(prefix))]) if each)
+    else:
+        yield from (each for each in cache.index.segments(space) if each.segment.hex().startswith(prefix))
+
+
+def _payloads(cache: Cache, space: NamespaceId, segment: SegmentId) -> dict[int, Listed]:
+    """The segment's payloads by rank."""
+    stem = payload_name(space, segment, 0).removesuffix("0")
+    parsed = ((listed, parse_payload_name(listed.name)) for listed in cache.payloads.list(stem))
+    return {name[2]: listed for listed, name in parsed if name}
+
+
+def _namespace_report(cache: Cache, name: NamespaceId, text: str) -> NamespaceReport:
+    return NamespaceReport(
+        id=name,
+        usage=usage_of(cache, name),
+        capacity_bytes=cache.settings.capacity_bytes,
+        namespace=json.loads(text),
+    )
+
+
+def _segment_report(cache: Cache, found: _Found, *, verify: bool, now_s: float) -> SegmentReport:
+    stored = _payloads(cache, found.namespace, found.segment)
+    promised = range(len(found.listing.record.parts)) if found.listing else ()
+    ranks = sorted({*stored, *promised}) if found.rank is None else [found.rank]
+    if found.listing is None and not any(rank in stored for rank in ranks):
+        where = payload_name(found.namespace, found.segment, found.rank or 0)
+        raise UnknownName(f"there is no payload {where}, and {found.note}; `cache-admin ls` lists segments")
+    read = [_read_part(cache, found, rank, stored.get(rank), verify=verify) for rank in ranks]
+    model, kind = _model(cache, found, [header for _, header in read])
+    return SegmentReport(
+        at_s=now_s,
+        segment=found.segment.hex(),
+        namespace=found.namespace,
+        model=model,
+        kind=kind,
+        record=summary_of_segment(found.namespace, found.listing) if found.listing else None,
+        note=found.note,
+        verified=verify,
+        parts=tuple(part for part, _ in read),
+    )
+
+
+def _model(cache: Cache, found: _Found, headers: list[codec.Header | None]) -> tuple[str, str]:
+    """Model and kind as the segment's own header has them, or else the index."""
+    texts = [header.meta.namespace for header in headers if header]
+    if not texts and found.listing:
+        texts = [cache.namespaces().get(found.namespace, "{}")]
+    fields = json.loads(texts[0]) if texts else {}
+    return str(fields.get("model", "")), str(fields.get("kind", ""))
+
+
+def _read_part(
+    cache: Cache, found: _Found, rank: int, listed: Listed | None, *, verify: bool
+) -> tuple[PartReport, codec.Header | None]:
+    name = payload_name(found.namespace, found.segment, rank)
+    header: codec.Header | None = None
+    slots: tuple[SlotReport, ...] = ()
+    if listed is None:
+        problems = ["the payload is missing"]
+    else:
+        try:
+            header = _read_header(cache, found, listed)
+            problems = _disagreements(found, rank, header, listed)
+            slots = tuple(_slots(cache, name, header, listed.nbytes, verify=verify))
+            problems += [
+                f"slot {slot.slot} is {slot.check}: its bytes "
+                + ("are not there" if slot.check == "missing" else "fail their checksum")
+                for slot in slots
+                if slot.check in ("bad", "missing")
+            ]
+        except CorruptPayload as exc:
+            problems = [str(exc)]
+    state: Literal["ok", "missing", "damaged"] = "ok"
+    if problems:
+        state = "missing" if listed is None else "damaged"
+    report = PartReport(
+        rank=rank,
+        payload=name,
+        location=name if cache.folder is None else str(cache.folder / name),
+        state=state,
+        problems=tuple(problems),
+        stored_bytes=listed.nbytes if listed else None,
+        modified_s=listed.modified_s if listed else None,
+        data_start=header.part.data_start if header else None,
+        writer=header.meta.writer if header else "",
+        slots=slots,
+    )
+    return report, header
+
+
+def _read_header(cache: Cache, found: _Found, listed: Listed) -> codec.Header:
+    start = _read(cache, listed.name, 0, min(codec.HEADER_GUESS, listed.nbytes))
+    length = codec.header_length(start)
+    if length > len(start):
+        # Longer than the payload: parse_header says that it is truncated.
+        start = _read(cache, listed.name, 0, min(length, listed.nbytes))
+    return codec.parse_header(start, namespace=found.namespace)
+
+
+def _read(cache: Cache, name: str, offset: int, nbytes: int) -> memoryview:
+    data = memoryview(bytearray(nbytes))
+    count = cache.payloads.read(name, offset, [data])
+    if count is None:
+        raise CorruptPayload("the payload has just been deleted")
+    return data[:count]
+
+
+def _disagreements(found: _Found, rank: int, header: codec.Header, listed: Listed) -> list[str]:
+    """What the payload's name, size and record say otherwise than its header."""
+    meta = header.meta
+    pairs = [
+        ("segment id", found.segment.hex(), meta.segment, "its name"),
+        ("rank", rank, meta.rank, "its name"),
+        ("size", listed.nbytes, header.part.nbytes, "the store"),
+    ]
+    if found.listing is not None:
+        record = found.listing.record
+        raw = sum(slot.raw_bytes for slot in meta.slots)
+        pairs += [
+            ("number of ranks", len(record.parts), meta.ranks, "the index"),
+            ("number of slots", record.slots, len(meta.slots), "the index"),
+            ("codec", record.codec, meta.codec, "the index"),
+            ("creation time", record.created_s, meta.created_s, "the index"),
+            ("depth", record.depth, meta.depth, "the index"),
+            ("raw size", record.raw_bytes, raw, "the index"),
+        ]
+        if rank < len(record.parts) and record.parts[rank] != header.part:
+            pairs.append(("layout", "another", "its own", "the index"))
+    return [
+        f"{what}: {theirs} by {whose}, {own} by its header"
+        for what, theirs, own, whose in pairs
+        if theirs != own
+    ]
+
+
+def _slots(
+    cache: Cache, name: str, header: codec.Header, stored_bytes: int, *, verify: bool
+) -> Iterator[SlotReport]:
+    offset = header.part.data_start
+    for i, (slot, size) in enumerate(zip(header.meta.slots, header.part.slot_sizes, strict=True)):
+        check: str = "unchecked"
+        if verify:
+            within = offset + size <= stored_bytes
+            check = _check(cache, name, offset, size, slot) if within else "missing"
+        yield SlotReport.model_validate(
+            {
+                "slot": i,
+                "key": slot.key,
+                "dtype": slot.dtype,
+                "shape": slot.shape,
+                "raw_bytes": slot.raw_bytes,
+                "stored_bytes": size,
+                "codec": slot.codec,
+                "checksum": slot.xxh3,
+                "check": check,
+            }
+        )
+        offset += size
+
+
+def _check(cache: Cache, name: str, offset: int, size: int, slot: SlotMeta) -> str:
+    stored = _read(cache, name, offset, size)
+    if len(stored) < size:
+        return "missing"
+    try:
+        # Memory for the decompressed bytes only after the checksum has vouched for their number.
+        codec.decode_slot(stored, slot, None)
+        if slot.codec != "none":
+            codec.decode_slot(stored, slot, memoryview(bytearray(slot.raw_bytes)))
+    except CorruptPayload:
+        return "bad"
+    return "ok"

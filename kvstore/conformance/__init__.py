@@ -1,0 +1,9 @@
+"""The ports' contracts as test suites: product code, for every implementation, ours or yours.
+
+Take the suites from kvstore.testing. They need pytest, which kvstore itself does not.
+"""
+
+import pytest
+
+# Before the modules are imported, or their plain asserts would say nothing when they fail.
+pytest.register_assert_rewrite("kvstore.conformance.payloads", "kvstore.conformance.index")

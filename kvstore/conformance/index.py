@@ -1,0 +1,586 @@
+"""IndexConformance: the contract of kvstore.ports.Index as tests.
+
+An index passes if a subclass with one fixture and one method passes:
+
+    class TestMine(IndexConformance):
+        @pytest.fixture
+        def index(self): ...        an empty index, opened
+
+        def reopen(self): ...       a second handle on the storage of `index`
+
+Digests are chained by hashing, segments are runs of consecutive blocks; what a test commits through
+one handle it looks at through another where that can make a difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import replace
+
+import pytest
+
+from kvstore.conformance.chains import (
+    CREATED_S,
+    EXPECTED_BLOCKS,
+    blocks_of,
+    chain,
+    namespace,
+    part_of,
+    places,
+    put,
+    put_all,
+    record,
+    served,
+)
+from kvstore.errors import Closed, NamespaceUnknown
+from kvstore.keys import NamespaceId, SegmentId, namespace_id, new_segment_id
+from kvstore.ports import Claim, CommitState, Index
+from schemas.records import PartRecord, SegmentRecord
+
+LATER_S = CREATED_S + 3600.0
+UNKNOWN = NamespaceId("0000000000000000")
+#: Ids and digests that a text protocol, a pattern or a C string might choke on.
+HOSTILE = [bytes(8), b"\xff" * 8, b"\r\n\r\n\r\n\r\n", b"%s%d:*?[", b"12345678", b"\x00{ns}:\x00", b"\xc3\x28\xa0\xa1\xf0\x28\x8c\xbc"]  # fmt: skip
+
+
+class IndexConformance:
+    """Subclass it, name the subclass Test..., and give the fixture and the method."""
+
+    @pytest.fixture
+    def index(self) -> Index | Iterator[Index]:
+        """An empty index."""
+        raise NotImplementedError
+
+    def reopen(self) -> Index:
+        """Another handle on the storage of the index that the fixture gave last."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def name(self, index: Index) -> NamespaceId:
+        """A registered namespace."""
+        return index.register(namespace(), expected_blocks=EXPECTED_BLOCKS)
+
+    @pytest.fixture
+    def other(self, index: Index) -> Iterator[Index]:
+        """A second handle."""
+        with closing(self.reopen()) as handle:
+            yield handle
+
+    # register
+
+    def test_register_is_idempotent_and_keeps_what_is_there(self, index: Index, other: Index) -> None:
+        name = index.register(namespace(), expected_blocks=EXPECTED_BLOCKS)
+        assert name == namespace_id(namespace())
+        digests = chain(10)
+        put(index, name, digests)
+        for expected in (1, 10**9):
+            assert other.register(namespace(), expected_blocks=expected) == name
+        assert served(other.match(name, digests)) == 10
+
+    @pytest.mark.parametrize("expected", [0, 1, 64, 65, 100_000, 10**12])
+    def test_any_number_of_expected_blocks_works(self, index: Index, expected: int) -> None:
+        name = index.register(namespace(), expected_blocks=expected)
+        digests = chain(200)
+        put_all(index, name, digests, [64, 64, 64, 8])
+        assert served(index.match(name, digests)) == 200
+        assert None not in index.find(name, digests)
+
+    def test_namespaces_do_not_mix(self, index: Index, name: NamespaceId) -> None:
+        beside = index.register(namespace("another"), expected_blocks=EXPECTED_BLOCKS)
+        assert beside != name
+        digests = chain(10)
+        segment = put(index, name, digests)
+        assert index.match(beside, digests) == []
+        assert index.find(beside, digests) == [None] * 10
+        assert index.evict(beside, [segment], delete_after_s=LATER_S) == 0
+        put(index, beside, digests, 0, 4, segment=segment)
+        assert served(index.match(name, digests)) == 10
+        assert served(index.match(beside, digests)) == 4
+
+    # match
+
+    def test_match_of_an_unknown_namespace_has_no_runs(self, index: Index) -> None:
+        assert index.match(UNKNOWN, chain(10)) == []
+
+    def test_match_of_nothing_has_no_runs(self, index: Index, name: NamespaceId) -> None:
+        assert index.match(name, b"") == []
+        assert index.match(name, chain(10)) == []
+        put(index, name, chain(10))
+        assert index.match(name, b"") == []
+        assert index.match(name, chain(10, seed="other")) == []
+
+    def test_match_tells_where_blocks_are(self, index: Index, other: Index, name: NamespaceId) -> None:
+        digests = chain(12)
+        head = put(index, name, digests, 0, 5)
+        tail = put(index, name, digests, 5, 7)
+        runs = other.match(name, digests)
+        assert [(run.start, run.segment, run.slot, run.count) for run in runs] == [
+            (0, head, 0, 5),
+            (5, tail, 0, 7),
+        ]
+        assert [run.record for run in runs] == [record(5), record(7, depth=5)]
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            pytest.param([1], id="one block"),
+            pytest.param([1] * 130, id="single blocks"),
+            pytest.param([64] * 4, id="full segments"),
+            pytest.param([64, 64, 13, 64, 64, 2], id="a stub in the middle"),
+            pytest.param([63, 65, 64, 1, 64], id="off by one"),
+            pytest.param([1000], id="one large"),
+            pytest.param([7, 1000, 3, 200, 1], id="mixed"),
+            pytest.param([2, 3] * 70, id="small"),
+        ],
+    )
+    def test_match_serves_every_prefix(self, index: Index, name: NamespaceId, sizes: list[int]) -> None:
+        total = sum(sizes)
+        digests = chain(total + 70)
+        segments = put_all(index, name, digests, sizes)
+        where = [(s, slot) for s, size in zip(segments, sizes, strict=True) for slot in range(size)]
+        ends = {0, 1, 2, total - 1, total, total + 1, total + 70, *itertools.accumulate(sizes)}
+        for asked in sorted(ends | {end - 1 for end in ends if end} | {end + 1 for end in ends}):
+            runs = index.match(name, part_of(digests, 0, asked))
+            assert served(runs) == min(asked, total)
+            assert places(runs) == where[:asked]
+            assert len(runs) == len({run.segment for run in runs})
+
+    @pytest.mark.parametrize("common", [0, 1, 2, 31, 32, 63, 64, 65, 100, 127, 128, 150, 199])
+    def test_match_ends_where_a_chain_diverges(self, index: Index, name: NamespaceId, common: int) -> None:
+        digests = chain(200)
+        put_all(index, name, digests, [64, 64, 72])
+        branch = chain(100, seed="branch", after=part_of(digests, 0, common))
+        assert served(index.match(name, branch)) == common
+        put(index, name, branch, common)
+        assert served(index.match(name, branch)) == common + 100
+        assert served(index.match(name, digests)) == 200
+
+    def test_match_needs_the_first_block(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(100)
+        put(index, name, digests, 1, 99)
+        assert index.match(name, digests) == []
+        put(index, name, digests, 0, 1)
+        assert served(index.match(name, digests)) == 100
+
+    @pytest.mark.parametrize("hole", [1, 50, 63, 64, 65, 120])
+    def test_match_ends_at_a_hole(self, index: Index, name: NamespaceId, hole: int) -> None:
+        digests = chain(200)
+        put(index, name, digests, 0, hole)
+        put(index, name, digests, hole + 1)
+        assert served(index.match(name, digests)) == hole
+        put(index, name, digests, hole, 1)
+        assert served(index.match(name, digests)) == 200
+
+    def test_match_serves_overlapping_segments(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(60)
+        spans = [(0, 10), (5, 15), (18, 22), (20, 40), (25, 5), (50, 10)]
+        segments = {put(index, name, digests, *span): span for span in spans}
+        runs = index.match(name, digests)
+        assert served(runs) == 60
+        for position, (segment, slot) in enumerate(places(runs)):
+            first, count = segments[segment]
+            assert position == first + slot < first + count
+
+    def test_match_sees_an_eviction_at_once(self, index: Index, other: Index, name: NamespaceId) -> None:
+        digests = chain(150)
+        segments = put_all(index, name, digests, [50, 50, 50])
+        assert index.evict(name, [segments[1]], delete_after_s=LATER_S) == 1
+        for handle in (index, other):
+            assert places(handle.match(name, digests)) == [(segments[0], slot) for slot in range(50)]
+        assert other.evict(name, [segments[0]], delete_after_s=LATER_S) == 1
+        assert index.match(name, digests) == []
+
+    def test_match_of_blocks_stored_anew_after_an_eviction(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(150)
+        segments = put_all(index, name, digests, [50, 50, 50])
+        index.evict(name, segments[1:], delete_after_s=LATER_S)
+        again = put(index, name, digests, 50, 60)
+        expected = [(segments[0], slot) for slot in range(50)] + [(again, slot) for slot in range(60)]
+        assert places(index.match(name, digests)) == expected
+
+    def test_match_with_a_copy_evicted_serves_the_other_or_nothing(
+        self, index: Index, name: NamespaceId
+    ) -> None:
+        digests = chain(30)
+        old = put(index, name, digests, 0, 20)
+        new = put(index, name, digests, 0, 30)
+        assert served(index.match(name, digests)) == 30
+        index.evict(name, [new], delete_after_s=LATER_S)
+        left = places(index.match(name, digests))
+        assert left == [(old, slot) for slot in range(len(left))]
+        index.evict(name, [old], delete_after_s=LATER_S)
+        assert index.match(name, digests) == []
+
+    def test_match_of_a_long_chain(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(8192)
+        segments = put_all(index, name, digests, [64] * 128)
+        runs = index.match(name, digests)
+        assert [run.segment for run in runs] == segments
+        assert served(runs) == 8192
+        index.evict(name, segments[100:], delete_after_s=LATER_S)
+        assert served(index.match(name, digests)) == 6400
+
+    def test_match_of_thousands_of_segments(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(2300)
+        segments = put_all(index, name, digests, [1] * 2300)
+        assert [run.segment for run in index.match(name, digests)] == segments
+        index.evict(name, [segments[2222]], delete_after_s=LATER_S)
+        assert served(index.match(name, digests)) == 2222
+
+    @pytest.mark.parametrize("verb", ["match", "find"])
+    def test_half_a_digest_is_an_error(self, index: Index, name: NamespaceId, verb: str) -> None:
+        with pytest.raises(ValueError, match="16"):
+            getattr(index, verb)(name, bytes(24))
+
+    # find
+
+    def test_find_takes_each_digest_by_itself(self, index: Index, other: Index, name: NamespaceId) -> None:
+        digests, strange = chain(10), chain(3, seed="strange")
+        segment = put(index, name, digests, 2, 6)
+        asked = [part_of(digests, i, 1) for i in (7, 1, 2, 2, 9)] + [part_of(strange, 0, 1)]
+        found = other.find(name, b"".join(asked))
+        assert [run and (run.start, run.segment, run.slot, run.count) for run in found] == [
+            (0, segment, 5, 1),
+            None,
+            (2, segment, 0, 1),
+            (3, segment, 0, 1),
+            None,
+            None,
+        ]
+        assert {run.record for run in found if run} == {record(6, depth=2)}
+
+    def test_find_of_nothing(self, index: Index, name: NamespaceId) -> None:
+        assert index.find(name, b"") == []
+        assert index.find(name, chain(3)) == [None] * 3
+        assert index.find(UNKNOWN, chain(3)) == [None] * 3
+
+    def test_find_does_not_see_evicted_segments(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(4)
+        gone, kept = put_all(index, name, digests, [2, 2])
+        index.evict(name, [gone], delete_after_s=LATER_S)
+        assert [run and run.segment for run in index.find(name, digests)] == [None, None, kept, kept]
+
+    def test_find_of_thousands(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(3000)
+        segments = put_all(index, name, digests, [2] * 1500)
+        found = index.find(name, digests + chain(5, seed="x"))
+        assert [run and run.segment for run in found] == [s for s in segments for _ in "ab"] + [None] * 5
+
+    # claim
+
+    def test_claim_needs_a_namespace(self, index: Index) -> None:
+        with pytest.raises(NamespaceUnknown):
+            index.claim(UNKNOWN, chain(1), new_segment_id(), 60.0)
+
+    def test_claim_tells_how_much_is_stored(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(100)
+        put(index, name, digests, 0, 70)
+        for asked, claim in [(0, Claim(0, False)), (50, Claim(50, False)), (70, Claim(70, False))]:
+            assert index.claim(name, part_of(digests, 0, asked), new_segment_id(), 60.0) == claim
+        assert index.claim(name, digests, new_segment_id(), 60.0) == Claim(70, True)
+
+    def test_claim_does_not_count_evicted_blocks(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(100)
+        segments = put_all(index, name, digests, [40, 40, 20])
+        index.evict(name, segments[1:], delete_after_s=LATER_S)
+        assert index.claim(name, digests, new_segment_id(), 60.0) == Claim(40, True)
+
+    def test_claim_is_one_segments(self, index: Index, other: Index, name: NamespaceId) -> None:
+        digests, mine, theirs = chain(10), new_segment_id(), new_segment_id()
+        assert index.claim(name, digests, mine, 60.0) == Claim(0, True)
+        assert other.claim(name, digests, theirs, 60.0) == Claim(0, False)
+        # All ranks of one segment share its claim.
+        assert other.claim(name, digests, mine, 60.0) == Claim(0, True)
+        assert index.match(name, digests) == []
+
+    def test_claim_is_on_the_first_missing_block(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(10)
+        put(index, name, digests, 0, 5)
+        left, right = (chain(5, seed=seed, after=part_of(digests, 0, 5)) for seed in "lr")
+        assert index.claim(name, left, new_segment_id(), 60.0) == Claim(5, True)
+        assert index.claim(name, right, new_segment_id(), 60.0) == Claim(5, True)
+        assert index.claim(name, part_of(left, 0, 6), new_segment_id(), 60.0) == Claim(5, False)
+
+    def test_claim_expires(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(3)
+        assert index.claim(name, digests, new_segment_id(), 0.05).granted
+        time.sleep(0.1)
+        assert index.claim(name, digests, new_segment_id(), 60.0).granted
+
+    def test_claim_is_released_by_its_commit(self, index: Index, other: Index, name: NamespaceId) -> None:
+        digests, segment, next_one = chain(10), new_segment_id(), new_segment_id()
+        assert index.claim(name, digests, segment, 60.0).granted
+        put(index, name, digests, segment=segment)
+        index.evict(name, [segment], delete_after_s=LATER_S)
+        assert other.claim(name, digests, next_one, 60.0) == Claim(0, True)
+
+    def test_claim_survives_a_strangers_commit(self, index: Index, name: NamespaceId) -> None:
+        digests, mine = chain(10), new_segment_id()
+        assert index.claim(name, digests, mine, 60.0).granted
+        stranger = put(index, name, digests)
+        index.evict(name, [stranger], delete_after_s=LATER_S)
+        assert index.claim(name, digests, new_segment_id(), 60.0) == Claim(0, False)
+        assert index.claim(name, digests, mine, 60.0) == Claim(0, True)
+
+    def test_claim_races_have_one_winner(self, index: Index, other: Index, name: NamespaceId) -> None:
+        digests = chain(10)
+        barrier = threading.Barrier(8)
+
+        def race(handle: Index) -> bool:
+            segment = new_segment_id()
+            barrier.wait()
+            return handle.claim(name, digests, segment, 60.0).granted
+
+        with ThreadPoolExecutor(8) as pool:
+            assert sum(pool.map(race, [index, other] * 4)) == 1
+
+    # commit
+
+    def test_commit_needs_a_namespace(self, index: Index) -> None:
+        segment, digests = new_segment_id(), chain(2)
+        with pytest.raises(NamespaceUnknown):
+            index.commit(namespace_id(namespace()), segment, digests, record(2), rank=0, ranks=1)
+        name = index.register(namespace(), expected_blocks=EXPECTED_BLOCKS)
+        assert index.match(name, digests) == []
+        put(index, name, digests, segment=segment)
+        assert served(index.match(name, digests)) == 2
+
+    def test_commit_again_is_harmless(self, index: Index, other: Index, name: NamespaceId) -> None:
+        digests, segment = chain(5), new_segment_id()
+        for handle in (index, other, index):
+            put(handle, name, digests, segment=segment)
+            assert places(other.match(name, digests)) == [(segment, slot) for slot in range(5)]
+
+    def test_commit_of_something_else_under_a_visible_id_is_refused(
+        self, index: Index, name: NamespaceId
+    ) -> None:
+        digests, segment = chain(5), new_segment_id()
+        put(index, name, digests, segment=segment)
+        for strange, changed in [
+            (digests, record(5, depth=1)),
+            (digests, record(5, data_start=8192)),
+            (chain(5, seed="x"), record(5)),
+            (part_of(digests, 0, 4), record(4)),
+        ]:
+            state = index.commit(name, segment, strange, changed, rank=0, ranks=1)
+            assert state is CommitState.REFUSED
+        assert index.commit(name, segment, digests, record(5), rank=0, ranks=2) is CommitState.REFUSED
+        assert [run.record for run in index.match(name, digests)] == [record(5)]
+        assert index.match(name, chain(5, seed="x")) == []
+
+    def test_commit_after_an_eviction_is_refused(
+        self, index: Index, other: Index, name: NamespaceId
+    ) -> None:
+        digests = chain(5)
+        segment = put(index, name, digests)
+        other.evict(name, [segment], delete_after_s=LATER_S)
+        assert index.commit(name, segment, digests, record(5), rank=0, ranks=1) is CommitState.REFUSED
+        assert index.match(name, digests) == []
+
+    @pytest.mark.parametrize("slots", [1, 2, 255, 256, 257, 1000])
+    def test_commit_of_any_number_of_slots(self, index: Index, name: NamespaceId, slots: int) -> None:
+        digests = chain(slots)
+        segment = put(index, name, digests)
+        assert places(index.match(name, digests)) == [(segment, slot) for slot in range(slots)]
+        runs = index.find(name, digests)
+        assert [run and run.slot for run in runs] == list(range(slots))
+
+    def test_commit_keeps_the_whole_record(self, index: Index, name: NamespaceId) -> None:
+        full = SegmentRecord(
+            (PartRecord(12288, (1, 70_000, 2**31, 0)),), 4, "lz4", 2**32 - 1, 2**32 - 1, 2**40 + 1
+        )
+        digests = chain(4)
+        index.commit(name, new_segment_id(), digests, full, rank=0, ranks=1)
+        assert [run.record for run in index.match(name, digests)] == [full]
+
+    @pytest.mark.parametrize("segment", [SegmentId(text) for text in HOSTILE])
+    def test_commit_of_any_bytes(self, index: Index, name: NamespaceId, segment: SegmentId) -> None:
+        digest = segment * 2
+        assert index.claim(name, digest, segment, 60.0).granted
+        index.commit(name, segment, digest, record(1), rank=1, ranks=2)
+        index.commit(name, segment, digest, record(1), rank=0, ranks=2)
+        assert places(index.match(name, digest)) == [(segment, 0)]
+        index.touch(name, [segment], LATER_S)
+        assert index.evict(name, [segment], delete_after_s=LATER_S) == 1
+        assert index.find(name, digest) == [None]
+
+    @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+    def test_commit_of_all_ranks_in_any_order(
+        self, index: Index, other: Index, name: NamespaceId, order: tuple[int, ...]
+    ) -> None:
+        digests, segment = chain(6), new_segment_id()
+        parts = [record(6, data_start=4096 * (rank + 1)) for rank in range(3)]
+        for rank in order:
+            assert index.match(name, digests) == []
+            assert index.find(name, digests) == [None] * 6
+            state = (index, other)[rank % 2].commit(
+                name, segment, digests, parts[rank], rank=rank, ranks=3
+            )
+            last = rank == order[-1]
+            assert state is (CommitState.VISIBLE if last else CommitState.WAITING)
+        runs = index.match(name, digests)
+        assert served(runs) == 6
+        assert runs[0].record == replace(parts[0], parts=tuple(one.parts[0] for one in parts))
+
+    def test_commit_of_one_rank_twice_is_not_two_ranks(self, index: Index, name: NamespaceId) -> None:
+        digests, segment = chain(6), new_segment_id()
+        for _ in range(3):
+            state = index.commit(name, segment, digests, record(6), rank=1, ranks=2)
+            assert state is CommitState.WAITING
+        assert index.match(name, digests) == []
+        assert index.commit(name, segment, digests, record(6), rank=0, ranks=2) is CommitState.VISIBLE
+
+    def test_commit_of_ranks_that_disagree_is_refused(self, index: Index, name: NamespaceId) -> None:
+        digests, segment = chain(6), new_segment_id()
+        first = index.commit(name, segment, digests, record(6), rank=0, ranks=2)
+        assert first is CommitState.WAITING
+        for strange, changed, ranks in [
+            (chain(6, seed="x"), record(6), 2),
+            (part_of(digests, 0, 5), record(5), 2),
+            (digests, record(6, depth=9), 2),
+            (digests, record(6, created_s=CREATED_S + 1), 2),
+            (digests, record(6, codec="lz4"), 2),
+            (digests, record(6), 3),
+        ]:
+            state = index.commit(name, segment, strange, changed, rank=1, ranks=ranks)
+            assert state is CommitState.REFUSED
+            assert index.match(name, digests) == index.match(name, strange) == []
+        assert index.commit(name, segment, digests, record(6), rank=1, ranks=2) is CommitState.VISIBLE
+
+    def test_commit_of_a_rank_again_after_the_last(self, index: Index, name: NamespaceId) -> None:
+        digests, segment = chain(6), new_segment_id()
+        parts = [record(6, data_start=4096 * (rank + 1)) for rank in range(2)]
+        for rank in (0, 1, 0, 1, 1):
+            state = index.commit(name, segment, digests, parts[rank], rank=rank, ranks=2)
+        assert state is CommitState.VISIBLE
+        assert index.commit(name, segment, digests, parts[1], rank=0, ranks=2) is CommitState.REFUSED
+        runs = index.match(name, digests)
+        assert [part.data_start for part in runs[0].record.parts] == [4096, 8192]
+
+    def test_commit_is_refused_once_it_was_evicted_incomplete(
+        self, index: Index, other: Index, name: NamespaceId
+    ) -> None:
+        digests, segment = chain(6), new_segment_id()
+        index.commit(name, segment, digests, record(6), rank=0, ranks=2)
+        assert other.evict(name, [segment], delete_after_s=LATER_S) == 0
+        for rank in (1, 0):
+            state = index.commit(name, segment, digests, record(6), rank=rank, ranks=2)
+            assert state is CommitState.REFUSED
+        assert index.match(name, digests) == []
+
+    def test_commit_of_many_ranks(self, index: Index, name: NamespaceId) -> None:
+        digests, segment = chain(3), new_segment_id()
+        parts = [record(3, sizes=[rank + 1, 1, 2], codec="lz4") for rank in range(255)]
+        states = [
+            index.commit(name, segment, digests, parts[rank], rank=rank, ranks=255) for rank in range(255)
+        ]
+        assert states == [CommitState.WAITING] * 254 + [CommitState.VISIBLE]
+        (run,) = index.match(name, digests)
+        assert run.record.parts == tuple(one.parts[0] for one in parts)
+
+    @pytest.mark.parametrize(
+        ("segment", "blocks", "given", "rank", "ranks"),
+        [
+            pytest.param(b"short", 2, record(2), 0, 1, id="short id"),
+            pytest.param(bytes(9), 2, record(2), 0, 1, id="long id"),
+            pytest.param(bytes(8), 3, record(2), 0, 1, id="more digests than slots"),
+            pytest.param(bytes(8), 0, record(2), 0, 1, id="no digests"),
+            pytest.param(bytes(8), 2, record(2), 1, 1, id="rank too large"),
+            pytest.param(bytes(8), 2, record(2), -1, 1, id="negative rank"),
+            pytest.param(bytes(8), 2, record(2), 0, 0, id="no ranks"),
+            pytest.param(bytes(8), 2, record(2), 0, 256, id="too many ranks"),
+            pytest.param(bytes(8), 2, replace(record(2), parts=()), 0, 1, id="no part"),
+            pytest.param(bytes(8), 2, replace(record(2), parts=record(2).parts * 2), 0, 2, id="two parts"),
+            pytest.param(bytes(8), 2, replace(record(2), parts=record(3).parts), 0, 1, id="a size too many"),
+        ],
+    )
+    def test_commit_of_nonsense_is_an_error(
+        self,
+        index: Index,
+        name: NamespaceId,
+        segment: bytes,
+        blocks: int,
+        given: SegmentRecord,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        with pytest.raises(ValueError):
+            index.commit(name, SegmentId(segment), chain(blocks), given, rank=rank, ranks=ranks)
+        assert index.match(name, chain(2)) == []
+
+    # touch, evict
+
+    def test_touch_ignores_what_is_gone(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(4)
+        segment = put(index, name, digests)
+        index.touch(name, [], LATER_S)
+        index.touch(name, [new_segment_id(), segment, new_segment_id()], LATER_S)
+        index.touch(UNKNOWN, [segment], LATER_S)
+        index.evict(name, [segment], delete_after_s=LATER_S)
+        index.touch(name, [segment], LATER_S + 600)
+        assert index.match(name, digests) == []
+        assert index.evict(name, [segment], delete_after_s=LATER_S) == 0
+
+    def test_touch_of_thousands(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(10)
+        segments = put_all(index, name, digests, [5, 5])
+        index.touch(name, [new_segment_id() for _ in range(2500)] + segments, LATER_S)
+        assert served(index.match(name, digests)) == 10
+
+    def test_evict_counts_what_was_visible(self, index: Index, other: Index, name: NamespaceId) -> None:
+        segments = put_all(index, name, chain(10), [2] * 5)
+        assert index.evict(name, [], delete_after_s=LATER_S) == 0
+        assert index.evict(UNKNOWN, segments, delete_after_s=LATER_S) == 0
+        some = [new_segment_id(), segments[0], segments[1], segments[0]]
+        assert index.evict(name, some, delete_after_s=LATER_S) == 2
+        assert other.evict(name, segments, delete_after_s=LATER_S) == 3
+        assert index.evict(name, segments, delete_after_s=LATER_S) == 0
+
+    # many at once
+
+    def test_threads_and_handles_never_see_a_wrong_block(
+        self, index: Index, other: Index, name: NamespaceId
+    ) -> None:
+        trunk = chain(64)
+        branches = [chain(64, seed=f"b{i}", after=part_of(trunk, 0, 16 * i)) for i in range(4)]
+        contents: dict[SegmentId, bytes] = {}  # never loses a key; one writer per key
+        failures: list[str] = []
+
+        def work(worker: int) -> None:
+            handle = (index, other)[worker % 2]
+            mine: list[SegmentId] = []
+            for step in range(40):
+                digests = branches[(worker + step) % 4]
+                first = 8 * ((worker * 5 + step * 3) % (blocks_of(digests) // 8 - 2))
+                segment = new_segment_id()
+                contents[segment] = part_of(digests, first, 16)
+                mine.append(put(handle, name, digests, first, 16, segment=segment))
+                runs = handle.match(name, digests)
+                for position, (found, slot) in enumerate(places(runs)):
+                    if part_of(contents[found], slot, 1) != part_of(digests, position, 1):
+                        failures.append(f"block {position} is not slot {slot} of {found.hex()}")
+                served(runs)
+                if step % 3 == 2:
+                    handle.evict(name, [mine.pop(0)], delete_after_s=LATER_S)
+
+        with ThreadPoolExecutor(6) as pool:
+            for future in [pool.submit(work, worker) for worker in range(6)]:
+                future.result()
+        assert not failures
+
+    # close
+
+    def test_close_is_idempotent_and_leaves_others_alone(
+        self, index: Index, other: Index, name: NamespaceId
+    ) -> None:
+        put(index, name, chain(3))
+        index.close()
+        index.close()
+        with suppress(Closed):
+            index.match(name, chain(3))
+        assert served(other.match(name, chain(3))) == 3

@@ -1,0 +1,1 @@
+"""Indexes: which block is in which segment. Leaves for Redis and SQLite, and the breaker around one."""

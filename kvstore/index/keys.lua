@@ -1,0 +1,37 @@
+-- Shared by every script: where things are. KEYS[1] is always the namespace's meta key; the other
+-- keys of the namespace carry the same hash tag, so a Cluster keeps all of them on one node.
+local meta = KEYS[1]
+local prefix = string.sub(meta, 1, -5)
+local segs, lru, trash = prefix .. 'segs', prefix .. 'lru', prefix .. 'trash'
+
+-- Redis allows some 8000 values on Lua's stack: longer lists are passed on in pieces of this size.
+local PIECE = 1000
+
+local function hex(bytes)
+  return (string.gsub(bytes, '.', function(c) return string.format('%02x', string.byte(c)) end))
+end
+
+-- items(packed, width): a packed argument as a list.
+local function items(packed, width)
+  local list = {}
+  for i = 1, #packed / width do list[i] = string.sub(packed, (i - 1) * width + 1, i * width) end
+  return list
+end
+
+-- locator(bits): a function from (digests, position) to the bucket and the field of one entry. The
+-- bucket's number is the digest's first `bits` bits; the field keeps all but their whole bytes.
+local function locator(bits)
+  local byte, sub, format, floor = string.byte, string.sub, string.format, math.floor
+  local skip, unit, bucket = math.floor(bits / 8) + 1, 2 ^ (24 - bits), prefix .. 'b:%x'
+  return function(digests, position)
+    local at = position * 16
+    local a, b, c = byte(digests, at + 1, at + 3)
+    return format(bucket, floor((a * 65536 + b * 256 + c) / unit)), sub(digests, at + skip, at + 16)
+  end
+end
+
+-- account(value): bytes and slots of a segment, and where the rest of its value begins.
+local function account(value)
+  local nbytes, slots, rest = string.match(value, '^(%d+):(%d+):()')
+  return tonumber(nbytes), tonumber(slots), rest
+end

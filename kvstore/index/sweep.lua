@@ -1,0 +1,39 @@
+-- sweep: KEYS[1] meta, ARGV most entries to drop, most buckets to look at.
+-- Answers {entries dropped, entries and buckets looked at, 1 if the last bucket was among them}.
+--
+-- Race closed: whether an entry's segment is visible and the entry's removal are one step, so an entry
+-- that a commit has just pointed at a new segment is never taken for a dangling one. The place where
+-- the next call continues is kept in the namespace, so several sweepers share the work.
+local bits = redis.call('HGET', meta, 'bits')
+if not bits then return {0, 0, 1} end
+
+local most, buckets = tonumber(ARGV[1]), 2 ^ tonumber(bits)
+local at = tonumber(redis.call('HGET', meta, 'cursor') or 0)
+local upto = math.min(at + tonumber(ARGV[2]), buckets)
+local dropped, looked = 0, 0
+
+local function sweep(bucket)
+  local pairs_ = redis.call('HGETALL', bucket)
+  looked = looked + 1 + #pairs_ / 2
+  for first = 1, #pairs_, 2 * PIECE do
+    local ids, fields, dead = {}, {}, {}
+    for i = first, math.min(first + 2 * PIECE, #pairs_) - 1, 2 do
+      fields[#fields + 1] = pairs_[i]
+      ids[#ids + 1] = string.sub(pairs_[i + 1], 1, 8)
+    end
+    for i, value in ipairs(redis.call('HMGET', segs, unpack(ids))) do
+      if not value then dead[#dead + 1] = fields[i] end
+    end
+    if #dead > 0 then dropped = dropped + redis.call('HDEL', bucket, unpack(dead)) end
+  end
+end
+
+while at < upto and dropped < most do
+  sweep(prefix .. 'b:' .. string.format('%x', at))
+  at = at + 1
+end
+local done = at >= buckets
+-- A full Redis refuses a script whose first write is an HSET, and accepts one that begins with HDEL.
+redis.call('HDEL', meta, 'cursor')
+redis.call('HSET', meta, 'cursor', done and 0 or at)
+return {dropped, looked, done and 1 or 0}

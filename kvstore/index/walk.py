@@ -1,0 +1,111 @@
+"""The prefix match: which leading blocks of a hash chain are stored, in one look-up per segment.
+
+Digests are of a hash chain, so equal digests mean equal prefixes. An entry (segment S, slot s) found
+for block j therefore proves that slots 0..s of S are blocks j-s..j of this very chain, whatever the
+entries of those blocks say by now. So the walk looks at the block where it expects a segment to end,
+takes everything that this one entry proves, and continues backwards over what is left in between:
+
+    served ....|begin                        goal|        end (first block known to be missing)
+                        <-------- S, slot s -----|   proves j-s..j
+               <--- T, slot t ---|                   next look-up, at j-s-1
+
+Only past a missing block does it look more closely: first at `begin`, which settles the common cases
+(nothing more is stored) at once, then by bisection. No block is ever looked up twice, so a call
+costs at most one look-up per block, and about one per segment where the chain is stored in runs.
+
+What it promises, with "present" meaning that the block's own entry exists and names a living segment:
+
+    - every block it returns is truly in the living segment and slot that it names;
+    - it returns at least the longest prefix of present blocks;
+    - it may return more: blocks whose own entries were overwritten by a copy that has died since, or
+      are missing, but that another entry proves to be in a living segment.
+
+kvstore/index/walk.lua is the same algorithm inside Redis; tests/index/test_walk.py holds both
+against an oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.keys import SegmentId
+from kvstore.ports import Run
+from schemas.records import SegmentRecord
+
+#: Slots that a segment is expected to have before the walk has seen one: the default of
+#: `segment.max_blocks`. Too large costs one look-up past the end, too small a few on the way.
+EXPECTED_SLOTS = 64
+
+Lookup = Callable[[int], tuple[SegmentId, int] | None]
+Alive = Callable[[SegmentId], SegmentRecord | None]
+
+
+def walk(blocks: int, lookup: Lookup, alive: Alive) -> list[Run]:
+    """The longest servable prefix of a chain of `blocks` blocks, as runs that follow each other.
+
+    `lookup(position)` is the entry of one block, `alive(segment)` the record of a visible segment;
+    both answer None for what isn't there. `lookup` is called at most once per position, `alive` may
+    be called repeatedly. Adjacent slots of one segment are one run.
+    """
+    state = _Walk(blocks, lookup, alive)
+    state.search()
+    return state.runs
+
+
+class _Walk:
+    """Blocks before `begin` are served by `runs`; block `end`, if the chain has one, is missing."""
+
+    def __init__(self, blocks: int, lookup: Lookup, alive: Alive) -> None:
+        self.runs: list[Run] = []
+        self._begin = 0
+        self._end = blocks
+        self._slots = EXPECTED_SLOTS
+        self._lookup = lookup
+        self._alive = alive
+
+    def search(self) -> None:
+        """Move `begin` and `end` towards each other until they meet."""
+        while self._begin < self._end:
+            if self._serve(min(self._expected_end(), self._end - 1)):
+                continue
+            if self._begin == self._end or not self._serve(self._begin):
+                return
+            while self._begin < self._end:
+                self._serve((self._begin + self._end) // 2)
+
+    def _expected_end(self) -> int:
+        """Where the segment that holds block `begin` probably ends.
+
+        Sizes hardly vary inside a namespace, except for the short segment at the end of a save, so
+        the largest size seen is the best guess. A longer segment doubles it until its end is found.
+        """
+        last = self.runs[-1].slot + self.runs[-1].count if self.runs else 0
+        rest = self._slots - last if last < self._slots else self._slots
+        return self._begin + rest - 1
+
+    def _serve(self, goal: int) -> bool:
+        """Serve blocks `begin`..`goal` and return True, or find a missing one and make it `end`."""
+        pieces: list[Run] = []
+        position = goal
+        while position >= self._begin:
+            entry = self._lookup(position)
+            record = self._alive(entry[0]) if entry else None
+            if entry is None or record is None:
+                self._end = position
+                return False
+            segment, slot = entry
+            count = min(slot, position - self._begin) + 1
+            pieces.append(Run(position - count + 1, segment, slot - count + 1, count, record))
+            position -= count
+        for piece in reversed(pieces):
+            self._append(piece)
+        self._begin = goal + 1
+        return True
+
+    def _append(self, piece: Run) -> None:
+        last = self.runs[-1] if self.runs else None
+        if last and last.segment == piece.segment and last.slot + last.count == piece.slot:
+            piece = Run(last.start, last.segment, last.slot, last.count + piece.count, last.record)
+            self.runs.pop()
+        self.runs.append(piece)
+        self._slots = max(self._slots, piece.slot + piece.count)

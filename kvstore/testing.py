@@ -1,0 +1,14 @@
+"""The testing kit: what an implementation of a port must pass, and stores that fail on purpose.
+
+    PayloadConformance   the contract of kvstore.ports.PayloadStore, as a test class to subclass
+    RawPayloads          what that class reaches the storage through
+    FaultyPayloads       a payload store with injected faults; Plan and Rule say which
+
+Needs pytest, which kvstore itself does not.
+"""
+
+from kvstore.blobs.faulty import FaultyPayloads, Plan, Rule
+from kvstore.conformance.arrange import RawPayloads
+from kvstore.conformance.payloads import PayloadConformance
+
+__all__ = ["PayloadConformance", "RawPayloads", "FaultyPayloads", "Plan", "Rule"]

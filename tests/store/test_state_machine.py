@@ -1,0 +1,175 @@
+"""The whole store against a dict: whatever happened before, a load gives the right bytes or a miss.
+
+Crashes are steps of a save that never ran: the process ends after the put, or after nothing at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.blobs.faulty import Fault, Plan, Rule
+from kvstore.errors import KVStoreError
+from kvstore.keys import digests, new_segment_id
+from kvstore.store import Space, Store
+from tests.store.world import chain, content, fetch, make_store, match, open_space, slots
+
+#: Few steps per level, so that chains share prefixes and diverge.
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
+
+
+class Died(BaseException):
+    """The process is gone: nothing may catch this."""
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """`stored` is the model: every block hash that was ever saved, with its only right content."""
+
+    @initialize(codec=st.sampled_from(["none", "lz4"]), capacity=st.sampled_from([1 << 16, 1 << 30]))
+    def start(self, codec: str, capacity: int) -> None:
+        self.root = Path(tempfile.mkdtemp())
+        self.codec = codec
+        self.capacity = capacity
+        self.now = 1_000_000.0
+        self.saved: set[bytes] = set()
+        self.clean = True
+        self.plan = Plan()
+        self.open()
+
+    def open(self) -> None:
+        self.store: Store = make_store(
+            self.root, plan=self.plan, clock=lambda: self.now, capacity_bytes=self.capacity, claim_ttl_s=0.001
+        )
+        self.space: Space = open_space(self.store, codec=self.codec)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.root)
+
+    @rule(path=PATHS)
+    def save(self, path: list[int]) -> None:
+        hashes = chain(*path)
+        self.saved.update(hashes)
+        with contextlib.suppress(KVStoreError):
+            saved = self.space.save(slots(hashes))
+            assert saved.present + saved.stored <= len(hashes)
+            if self.clean and saved.outcome == "stored" and self.capacity > 1 << 20:
+                assert match(self.space, hashes).blocks == len(hashes)
+
+    @rule(path=PATHS, start=st.integers(0, 7))
+    def save_a_tail(self, path: list[int], start: int) -> None:
+        """An engine whose earlier blocks were dropped saves only what follows."""
+        hashes = chain(*path)[start:]
+        if hashes:
+            self.saved.update(hashes)
+            with contextlib.suppress(KVStoreError):
+                self.space.save(slots(hashes), depth=start)
+
+    @rule(path=PATHS, after=st.sampled_from(["claim", "put"]))
+    def crash_while_saving(self, path: list[int], after: str) -> None:
+        hashes = chain(*path)
+        inner = self.store.index._inner  # type: ignore[attr-defined]
+
+        def die(*args: object, **kwargs: object) -> None:
+            raise Died
+
+        if after == "claim":
+            with contextlib.suppress(KVStoreError):
+                self.space.register()
+                inner.claim(self.space.id, digests(hashes), new_segment_id(), 0.001)
+        else:
+            original, inner.commit = inner.commit, die
+            with contextlib.suppress(Died, KVStoreError):
+                self.space.save(slots(hashes))
+            inner.commit = original
+        self.reopen()
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.open()
+
+    @rule(path=PATHS)
+    def evict(self, path: list[int]) -> None:
+        found = match(self.space, chain(*path))
+        if found.runs:
+            segment = found.runs[-1].segment
+            self.store.index.evict(self.space.id, [segment], delete_after_s=self.now + 120)
+            # Given out before, so still readable; the faults below may say otherwise.
+            if self.clean:
+                assert fetch(self.space, chain(*path), found) == [
+                    content(h) for h in chain(*path)[: found.blocks]
+                ]
+
+    @rule(seconds=st.sampled_from([1.0, 130.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        with contextlib.suppress(KVStoreError):
+            self.store.tend(self.space.id)
+
+    @precondition(lambda self: list(self.root.glob("*/??/*")))
+    @rule(data=st.data(), how=st.sampled_from(["flip", "cut", "delete", "swap"]))
+    def damage_a_payload(self, data: st.DataObject, how: str) -> None:
+        files = sorted(self.root.glob("*/??/*"))
+        path = data.draw(st.sampled_from(files))
+        self.clean = False
+        blob = bytearray(path.read_bytes())
+        if how == "delete":
+            path.unlink()
+        elif how == "swap":
+            path.write_bytes(data.draw(st.sampled_from(files)).read_bytes() if path.exists() else b"")
+        elif blob:
+            at = data.draw(st.integers(0, len(blob) - 1))
+            if how == "flip":
+                blob[at] ^= 1 << data.draw(st.integers(0, 7))
+            else:
+                del blob[at:]
+            path.write_bytes(blob)
+
+    @rule(
+        fault=st.sampled_from(["transient", "unanswered", "permission", "missing", "truncate", "flip"]),
+        times=st.integers(1, 3),
+    )
+    def let_the_next_calls_fail(self, fault: Fault, times: int) -> None:
+        self.clean = False
+        self.plan.replace(Rule(fault, times=times))
+
+    @rule()
+    def lose_the_index(self) -> None:
+        self.store.close()
+        for name in self.root.glob("index.sqlite*"):
+            name.unlink()
+        self.open()
+        for path in ([0], [1]):
+            assert match(self.space, chain(*path)).blocks == 0
+
+    @rule(path=PATHS)
+    def load(self, path: list[int]) -> None:
+        hashes = chain(*path)
+        found = match(self.space, hashes)
+        assert found.blocks <= len(hashes)
+        assert all(one in self.saved for one in hashes[: found.blocks]), "a block nobody ever saved"
+        try:
+            got = fetch(self.space, hashes, found)
+        except KVStoreError:
+            assert not self.clean, "a promise that nothing had disturbed was not kept"
+            return
+        assert got == [content(one) for one in hashes[: found.blocks]]
+
+    @invariant()
+    def within_capacity(self) -> None:
+        if hasattr(self, "store"):
+            used = self.store.catalogue.usage(self.space.id).nbytes
+            # One save beyond the bound, until the next one's tidying.
+            assert used <= self.capacity + (1 << 16)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestStore = StoreMachine.TestCase

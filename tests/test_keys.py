@@ -1,0 +1,316 @@
+"""Identity: golden values, and the properties that everything else relies on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import keys
+from kvstore.keys import NamespaceId, SegmentId
+from schemas.namespace import GroupSpec, Namespace, Parallel
+
+FULL = GroupSpec(
+    kind="full", block_tokens=16, dtype="BF16", shape=(32, 8, 16, 128), layers="00112233aabbccdd"
+)
+WINDOW = GroupSpec(kind="sliding_window", block_tokens=16, dtype="BF16", shape=(4, 8, 16, 128), window=1024)
+
+KV = Namespace(
+    kind="kv",
+    tenant="team-a",
+    model="meta-llama/Llama-3.1-8B",
+    revision="0e9e39f249a16976918f6564b8830bc894c89659",
+    weights="9f86d081884c7d65",
+    config="2c26b46b68ffc68f",
+    dtype="bfloat16",
+    quantization="fp8",
+    block_tokens=16,
+    hash_algo="sha256_cbor",
+    hash_root="fcde2b2edba56bf4",
+    kv_dtype="auto",
+    page_order="LHNC",
+    groups=(FULL, WINDOW),
+    parallel=Parallel(tp=4, pp=2, dcp=1),
+    codec="lz4",
+    epoch=3,
+)
+EC = Namespace(kind="ec", model="Qwen/Qwen2.5-VL-7B", weights="9f86d081884c7d65", dtype="bfloat16")
+
+
+# Golden: a change of any of these makes every cache cold. It is a new format, on purpose or not at all.
+
+
+def test_golden_canonical_json() -> None:
+    assert keys.canonical_json(EC) == (
+        '{"block_tokens":0,"codec":"none","config":"","dtype":"bfloat16","epoch":0,"format":1,"groups":[],'
+        '"hash_algo":"","hash_root":"","kind":"ec","kv_dtype":"","model":"Qwen/Qwen2.5-VL-7B",'
+        '"page_order":"","parallel":{"dcp":1,"pp":1,"tp":1},"quantization":"","revision":"",'
+        '"tenant":"default","weights":"9f86d081884c7d65"}'
+    )
+
+
+def test_golden_namespace_ids() -> None:
+    assert keys.namespace_id(KV) == "3ec8ba4f842c6cc5"
+    assert keys.namespace_id(EC) == "3d435fb388a5e482"
+
+
+def test_golden_content_keys() -> None:
+    block = bytes(range(32))
+    assert keys.block_key(block).hex() == block.hex() + "0000"
+    assert keys.block_key(block, 300).hex() == block.hex() + "012c"
+    assert keys.block_key(block[:16], 1).hex() == block[:16].hex() + "0001"
+    assert (
+        keys.item_key("cat.jpg").hex()
+        == "4cee1af775b4c53f895c521f66c9713353744e65d3fd8e9d63f9501f12fb45430000"
+    )
+    assert keys.item_key("").hex() == "e4456a9bd76547c56b5f3035a7aa5230c952cbd8170e9b70ad1e4e4d86ab027a0000"
+    assert (
+        keys.item_key("\udc80\x00../../x").hex()
+        == "cb12d2dc76a5bb79c41f2ab7805c275bba322fd5f2e8d0f642134cbd0d5481a40000"
+    )
+
+
+def test_golden_digests() -> None:
+    block = bytes(range(32))
+    assert keys.digest(keys.block_key(block)).hex() == "000102030405060708090a0b0c0d0e0f"
+    assert keys.digest(keys.block_key(block, 300)).hex() == "000102030405060708090a0b0c0d0f23"
+    assert keys.digest(keys.item_key("cat.jpg")).hex() == "4cee1af775b4c53f895c521f66c97133"
+    assert keys.digests([block, block[::-1]], 300).hex() == (
+        "000102030405060708090a0b0c0d0f231f1e1d1c1b1a1918171615141312103c"
+    )
+
+
+def test_golden_payload_names() -> None:
+    segment = SegmentId(bytes.fromhex("abcdef0123456789"))
+    assert keys.payload_name(NamespaceId("0123456789abcdef"), segment, 0) == (
+        "0123456789abcdef/ab/abcdef0123456789.0"
+    )
+    assert keys.payload_name(NamespaceId("0123456789abcdef"), segment, 15) == (
+        "0123456789abcdef/ab/abcdef0123456789.15"
+    )
+
+
+# Namespaces
+
+OTHERS: dict[str, Any] = {
+    "tenant": "team-b",
+    "model": "meta-llama/Llama-3.1-70B",
+    "revision": "main",
+    "weights": "0000000000000000",
+    "config": "",
+    "dtype": "float16",
+    "quantization": "",
+    "block_tokens": 32,
+    "hash_algo": "xxhash",
+    "hash_root": "",
+    "kv_dtype": "fp8",
+    "page_order": "NHLC",
+    "groups": (FULL,),
+    "parallel": Parallel(tp=2, pp=4, dcp=1),
+    "codec": "none",
+    "epoch": 4,
+}
+#: What can't differ alone: one value is allowed so far, or it decides what else is allowed.
+FIXED = {"format", "kind"}
+
+
+def test_every_field_is_covered() -> None:
+    """A new field of Namespace must be added above, and change the id."""
+    assert set(OTHERS) | FIXED == set(Namespace.model_fields)
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_any_one_field_makes_another_namespace(field: str) -> None:
+    other = Namespace(**(dict(KV) | {field: OTHERS[field]}))
+    assert keys.namespace_id(other) != keys.namespace_id(KV)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", "mla"),
+        ("block_tokens", 32),
+        ("dtype", "F16"),
+        ("shape", (32, 8, 128, 16)),
+        ("layers", "other"),
+    ],
+)
+def test_any_one_field_of_a_group_makes_another_namespace(field: str, value: Any) -> None:
+    group = GroupSpec(**(dict(FULL) | {field: value}))
+    other = Namespace(**(dict(KV) | {"groups": (group, WINDOW)}))
+    assert keys.namespace_id(other) != keys.namespace_id(KV)
+
+
+def test_the_order_of_groups_is_part_of_the_namespace() -> None:
+    other = Namespace(**(dict(KV) | {"groups": (WINDOW, FULL)}))
+    assert keys.namespace_id(other) != keys.namespace_id(KV)
+
+
+def test_layouts_of_one_size_differ() -> None:
+    ids = {
+        keys.namespace_id(Namespace(**(dict(KV) | {"parallel": Parallel(**each)})))
+        for each in ({"tp": 8}, {"pp": 8}, {"dcp": 8})
+    }
+    assert len(ids) == 3
+
+
+text = st.text(st.characters(codec="utf-8"), max_size=50)
+#: Also lone surrogates, which JSON from a client can hold.
+any_text = st.text(st.characters(exclude_categories=()), max_size=50)
+
+
+@given(text, text)
+def test_namespaces_are_equal_if_and_only_if_their_ids_are(one: str, two: str) -> None:
+    a = Namespace(kind="ec", model=one, weights=two, dtype="x")
+    b = Namespace(kind="ec", model=two, weights=one, dtype="x")
+    assert (keys.namespace_id(a) == keys.namespace_id(b)) == (a == b)
+
+
+@given(text)
+def test_canonical_json_is_ascii_and_comes_back(model: str) -> None:
+    namespace = Namespace(kind="ec", model=model, weights="w", dtype="x")
+    canonical = keys.canonical_json(namespace)
+    assert canonical.isascii()
+    assert Namespace.model_validate(json.loads(canonical)) == namespace
+    assert keys.namespace_id_of_json(canonical) == keys.namespace_id(namespace)
+    assert re.fullmatch("[0-9a-f]{16}", keys.namespace_id(namespace))
+
+
+# Content keys and digests
+
+
+@given(any_text)
+def test_item_key_takes_any_string(identifier: str) -> None:
+    key = keys.item_key(identifier)
+    assert len(key) == 34
+    assert key[-2:] == bytes(2)
+    assert len(keys.digest(key)) == keys.DIGEST_BYTES
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    [
+        "",
+        "\x00",
+        "a\x00b",
+        "\ud800",
+        "\udfff\ud800",
+        "../../x",
+        "/etc/passwd",
+        "x" * 10_000,
+        "{ns}:*\r\n",
+        "🐈",
+    ],
+)
+def test_item_key_takes_hostile_strings(identifier: str) -> None:
+    key = keys.item_key(identifier)
+    assert len(key) == 34
+    assert identifier.encode("utf-8", "surrogatepass") not in (key, key[:32]) or not identifier
+    # Not a plain hash either, so that an id can't be chosen to be another use's SHA-256.
+    assert key[:32] != hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).digest()
+
+
+@given(any_text, any_text)
+def test_item_keys_differ_if_identifiers_do(one: str, two: str) -> None:
+    assert (keys.item_key(one) == keys.item_key(two)) == (one == two)
+
+
+def test_surrogates_and_what_they_pair_to_are_different_items() -> None:
+    assert keys.item_key("\ud83d\udc08") != keys.item_key("\U0001f408")
+
+
+groups = st.sampled_from([0, 1, 255, 256, 300, 65535])
+
+
+@given(
+    st.integers(16, 40).flatmap(lambda n: st.lists(st.binary(min_size=n, max_size=n), max_size=20)), groups
+)
+def test_digests_is_digest_of_every_block_key(hashes: list[bytes], group: int) -> None:
+    each = [keys.digest(keys.block_key(block, group)) for block in hashes]
+    packed = keys.digests(hashes, group)
+    assert packed == b"".join(each)
+    assert keys.split_digests(packed) == each
+
+
+@given(st.binary(min_size=32, max_size=32), groups, groups)
+def test_groups_of_one_block_have_different_digests(block: bytes, one: int, two: int) -> None:
+    same = keys.digest(keys.block_key(block, one)) == keys.digest(keys.block_key(block, two))
+    assert same == (one == two)
+
+
+def test_many_digests_at_once() -> None:
+    hashes = [hashlib.sha256(b"%d" % i).digest() for i in range(8192)]
+    packed = keys.digests(hashes, 1)
+    assert len(packed) == 16 * 8192
+    assert packed[16 * 8000 : 16 * 8001] == keys.digest(keys.block_key(hashes[8000], 1))
+
+
+@pytest.mark.parametrize(
+    "hashes",
+    [
+        [b"x" * 15],
+        [b""],
+        [b"x" * 16, b"x" * 17],
+        [b"x" * 32, b"x" * 31, b"x" * 33],  # add up to three of 32 bytes
+        [b"x" * 17, b"x" * 15],
+    ],
+)
+def test_block_hashes_must_have_one_length(hashes: list[bytes]) -> None:
+    with pytest.raises(ValueError, match="one length of at least 16"):
+        keys.digests(hashes)
+
+
+@pytest.mark.parametrize("group", [-1, 65536, 1 << 40])
+def test_a_group_that_does_not_fit_is_refused_by_both(group: int) -> None:
+    with pytest.raises(OverflowError):
+        keys.block_key(bytes(32), group)
+    with pytest.raises(OverflowError):
+        keys.digests([bytes(32)], group)
+
+
+def test_a_truncated_block_hash_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 16"):
+        keys.block_key(bytes(15))
+
+
+def test_no_hashes_no_digests() -> None:
+    assert keys.digests([]) == b""
+    assert keys.split_digests(b"") == []
+
+
+# Segment ids and payload names
+
+
+def test_segment_ids_are_fresh() -> None:
+    ids = {keys.new_segment_id() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert {len(each) for each in ids} == {keys.SEGMENT_ID_BYTES}
+
+
+@given(
+    st.from_regex("[0-9a-f]{16}", fullmatch=True), st.binary(min_size=8, max_size=8), st.integers(0, 99999)
+)
+def test_payload_names_round_trip(namespace: str, segment: bytes, rank: int) -> None:
+    name = keys.payload_name(NamespaceId(namespace), SegmentId(segment), rank)
+    assert keys.parse_payload_name(name) == (namespace, segment, rank)
+
+
+@given(st.text(max_size=60) | st.from_regex(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{16}\.\d{1,6}\n?"))
+def test_what_parses_is_exactly_what_payload_name_makes(name: str) -> None:
+    parsed = keys.parse_payload_name(name)
+    if parsed is not None:
+        assert keys.payload_name(*parsed) == name
+        assert ".." not in name
+        assert name.isascii()
+
+
+@pytest.mark.parametrize(
+    "rank", ["00", "01", "-1", "+1", " 1", "1 ", "1_0", "100000", "", "x", "\u0661", "1\n"]
+)
+def test_ranks_have_one_spelling(rank: str) -> None:
+    assert keys.parse_payload_name(f"0123456789abcdef/ab/abcdefabcdefabcd.{rank}") is None

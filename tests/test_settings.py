@@ -1,0 +1,386 @@
+"""Settings: what is refused and in which words, sizes, and that no secret is ever shown."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr, ValidationError
+
+from schemas.base import explain, redact
+from schemas.settings import ConnectorConfig, Settings, parse_bytes
+
+SECRET = "hunter2"
+
+
+def problems(**given: Any) -> list[str]:
+    """What explain() says of settings that must not pass; every rendering of the error is safe."""
+    with pytest.raises(ValidationError) as caught:
+        Settings.model_validate({"payloads": "file:///x"} | given)
+    lines = explain(caught.value, Settings)
+    for text in (*lines, str(caught.value), repr(caught.value)):
+        assert SECRET not in text
+    return lines
+
+
+def test_a_folder_is_enough() -> None:
+    settings = Settings(payloads="file:///var/lib/kvstore")
+    assert settings.payload_path == "/var/lib/kvstore"
+    assert settings.index_url == "sqlite:///var/lib/kvstore/index.sqlite"
+
+
+def test_settings_are_frozen_and_comparable() -> None:
+    settings = Settings(payloads="file:///x")
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.payloads = "file:///y"  # type: ignore[misc]
+    assert settings == Settings(payloads="file:///x")
+    assert hash(settings) == hash(Settings(payloads="file:///x"))
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_every_default_is_valid_alone() -> None:
+    for name, field in Settings.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if name != "payloads" and default is not None:
+            Settings.model_validate({"payloads": "file:///x", name: default})
+
+
+def test_the_connectors_config_is_the_same_tree() -> None:
+    assert set(ConnectorConfig.model_fields) == set(Settings.model_fields)
+
+
+# Unknown keys
+
+
+def test_an_unknown_key_is_named_with_what_is_allowed() -> None:
+    (line,) = problems(capacity="50GiB")
+    assert line.startswith("unknown key 'capacity'; allowed here: breaker, capacity_bytes, claim_ttl_s, ")
+
+
+def test_an_unknown_key_of_a_section() -> None:
+    assert problems(redis={"pasword": SECRET}) == [
+        "unknown key 'redis.pasword'; allowed here: connect_timeout_s, max_connections, password, "
+        "timeout_s, tls_ca, tls_verify, username"
+    ]
+
+
+def test_every_problem_is_told_at_once() -> None:
+    lines = problems(local={"fsync": "always"}, grace=1, segment={"max_blocks": 0})
+    assert len(lines) == 3
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"local": {"fsync": "always"}}, ["local.fsync = 'always'", "'none', 'data' or 'full'"]),
+        ({"segment": {"max_blocks": 0}}, ["segment.max_blocks = 0", "greater than or equal to 1"]),
+        ({"segment": {"target_bytes": "1KiB"}}, ["segment.target_bytes = 1024", "4096"]),
+        ({"segment": {"codec": "zstd"}}, ["segment.codec = 'zstd'", "'none' or 'lz4'"]),
+        ({"grace_s": "soon"}, ["grace_s = 'soon'", "valid number"]),
+        ({"claim_ttl_s": 0}, ["claim_ttl_s = 0", "greater than 0"]),
+        ({"claim_ttl_s": float("inf")}, ["claim_ttl_s = inf", "finite"]),
+        ({"claim_ttl_s": float("nan")}, ["claim_ttl_s = nan", "finite"]),
+        ({"capacity_bytes": "50 parsecs"}, ["capacity_bytes = '50 parsecs'", "512MiB"]),
+        ({"capacity_bytes": -1}, ["capacity_bytes = -1"]),
+        ({"identity": {"tenant": ""}}, ["identity.tenant = ''", "at least 1 character"]),
+        ({"kv": "yes"}, ["kv = 'yes'", "dictionary"]),
+        ({"kv": None}, ["kv", "dictionary"]),
+        ({"index": 5}, ["index = 5", "string"]),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(given: dict[str, Any], words: list[str]) -> None:
+    (line,) = problems(**given)
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("/var/lib/kvstore", "not a URL"),
+        ("", "not a URL"),
+        ("file:/var/lib", "not a URL"),
+        ("file://var/lib", "file URLs have three slashes: file:///var/lib/kvstore"),
+        ("file://", "without a folder; write file:///var/lib/kvstore"),
+        ("file:///", "without a folder"),
+        ("file:///x?y", "no '?' or '#'"),
+        ("file:///x#y", "no '?' or '#'"),
+        ("s4://bucket", "unsupported URL; allowed: file:///DIR"),
+        ("redis://host", "unsupported URL; allowed: file:///DIR"),
+    ],
+)
+def test_bad_payload_urls(url: str, words: str) -> None:
+    (line,) = problems(payloads=url)
+    assert line.startswith(f"payloads = {redact(url)!r}: ")
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("localhost:6379", "not a URL"),
+        ("redis:localhost", "not a URL"),
+        ("redis://", "without a host; write redis://HOST:6379/0"),
+        ("redis://:6379", "without a host"),
+        ("redis://host/db", "database number"),
+        ("redis://host/0/1", "database number"),
+        ("redis://host:port", "port of a redis URL"),
+        ("redis://host:0", "port of a redis URL"),
+        ("redis://host:65536", "port of a redis URL"),
+        ("redis://[::1", "not a valid URL"),
+        ("sqlite://index.db", "three slashes"),
+        ("sqlite:///", "three slashes"),
+        ("sqlite:///x?mode=ro", "no '?' or '#'"),
+        ("unix://", "write unix:///run/redis.sock"),
+        ("http://host", "allowed: redis://HOST:PORT/DB, rediss://, unix://PATH, sqlite:///PATH"),
+    ],
+)
+def test_bad_index_urls(url: str, words: str) -> None:
+    (line,) = problems(index=url)
+    assert line.startswith("index = ")
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://host",
+        "redis://host:6379",
+        "redis://host:6379/0",
+        "redis://[::1]:6379/15",
+        f"rediss://user:{SECRET}@host:6379/0",
+        f"redis://:{SECRET}@host",
+        "redis://host/0?protocol=2",
+        "unix:///run/redis.sock",
+        f"unix://user:{SECRET}@/run/redis.sock?db=1",
+        "sqlite:///var/lib/index.db",
+    ],
+)
+def test_good_index_urls(url: str) -> None:
+    assert Settings(payloads="file:///x", index=url).index_url == url
+
+
+# Combinations
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"payloads": "memory://x"}, ["index may only be left out with file:// payloads"]),
+        ({"payloads": "memory://x", "index": "redis://h"}, ["memory://", "both index and payloads"]),
+        ({"index": "memory://x"}, ["memory://", "both index and payloads"]),
+        (
+            {"breaker": {"backoff_s": 20, "max_backoff_s": 5}},
+            ["breaker.backoff_s = 20", "breaker.max_backoff_s = 5"],
+        ),
+        ({"grace_s": 10}, ["grace_s = 10", "kv.load_deadline_s = 30", "kv.match_ttl_s = 10"]),
+        (
+            {"grace_s": 35},
+            ["grace_s = 35", "kv.load_deadline_s = 30", "kv.match_ttl_s = 10", "must not add up to more"],
+        ),
+    ],
+)
+def test_impossible_combinations(given: dict[str, Any], words: list[str]) -> None:
+    (line,) = problems(**given)
+    for word in words:
+        assert word in line
+    assert not line.startswith(":")
+
+
+def test_the_limits_of_combinations_are_allowed() -> None:
+    Settings(payloads="memory://x", index="memory://x")
+    Settings.model_validate({"payloads": "file:///x", "grace_s": 40})
+    Settings.model_validate({"payloads": "file:///x", "breaker": {"backoff_s": 5, "max_backoff_s": 5}})
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("512 mib", 512 << 20),
+        (" 50GiB ", 50 << 30),
+        ("1.5GiB", 3 << 29),
+        ("2TiB", 2 << 40),
+        ("10KB", 10_000),
+        ("1MB", 10**6),
+        ("1gb", 10**9),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+    if expected:
+        assert Settings.model_validate({"payloads": "file:///x", "capacity_bytes": text}).capacity_bytes == (
+            expected
+        )
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 2", "1e9", "5 PiB", "0x10", "1,5GiB", "inf", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    (line,) = problems(capacity_bytes=text)
+    assert line.startswith(f"capacity_bytes = {text!r}: not a size; ")
+
+
+@given(st.integers(0, 1 << 50), st.sampled_from(["", "B", "KiB", "MiB", "GiB"]))
+def test_whole_sizes_are_exact(number: int, unit: str) -> None:
+    factor = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+    assert parse_bytes(f"{number}{unit}") == number * factor
+
+
+# Secrets
+
+LEAKY_URLS = [
+    f"redis://user:{SECRET}@host:6379/0",
+    f"redis://:{SECRET}@host",
+    f"rediss://{SECRET}@host",
+    f"redis://user:a@{SECRET}@host/0",
+    f"redis://user:{SECRET}%40x@host/0",
+    f"redis://host/0?password={SECRET}",
+    f"redis://host/0?password=x@{SECRET}",
+    f"redis://host/0#{SECRET}",
+    f"redis://host/0#x@{SECRET}",
+    f"redis://user:{SECRET}/x@host/0",
+    f"redis://user:x/{SECRET}@host/0",
+    f"redis://user:{SECRET}?x@host/0",
+    f"redis://user:x?{SECRET}@host/0",
+    f"redis://user:{SECRET}#x@host/0",
+    f"redis://user:x#{SECRET}@host/0",
+    f"redis://user:{SECRET}\u2100@host/0",  # urlsplit refuses it, and quotes it
+    f"redis://user:{SECRET}@[host/0",
+    f"redis://user:{SECRET}@host:port/0",
+    f"redis://user:{SECRET}@host/db",
+    f"redis://user:{SECRET}",  # the @ and the host forgotten: it looks like a port
+    f"redis:user:{SECRET}@host/0",
+    f"redis:/user:{SECRET}@host/0",
+    f"user:{SECRET}@host:6379",
+    f"{SECRET}@host",
+    f"file://user:{SECRET}@host/x",
+    f"http://user:{SECRET}@host/",
+    f"http://host/?token={SECRET}",
+    f"sqlite:///x?key={SECRET}",
+    f"sqlite://user:{SECRET}@host/x",
+    f"unix://user:{SECRET}@/run/redis.sock",
+    f"unix:///run/redis.sock?password={SECRET}",
+    f"memory://user:{SECRET}@x",
+]
+
+
+def rendered(settings: Settings) -> list[str]:
+    return [
+        repr(settings),
+        str(settings),
+        f"{settings}",
+        f"{settings!r:>10}",
+        "%s" % settings,  # noqa: UP031
+        settings.model_dump_json(),
+        json.dumps(settings.model_dump(mode="json")),
+        yaml.safe_dump(settings.model_dump(mode="json")),
+        repr([settings]),
+        repr({"settings": settings}),
+    ]
+
+
+@pytest.mark.parametrize("key", ["index", "payloads"])
+@pytest.mark.parametrize("url", LEAKY_URLS)
+def test_no_url_shows_a_password(url: str, key: str) -> None:
+    assert SECRET not in redact(url)
+    try:
+        settings = Settings.model_validate({"payloads": "file:///x"} | {key: url})
+    except ValidationError as exc:
+        for text in (*explain(exc, Settings), str(exc), repr(exc)):
+            assert SECRET not in text
+    else:
+        for text in rendered(settings):
+            assert SECRET not in text
+        # Those that use it get all of it.
+        assert SECRET in getattr(settings, key)
+        assert SECRET in settings.model_dump()[key]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("redis", "timeout_s"), ("segment", "codec"), ("kv", "save_decode")]
+)
+@pytest.mark.parametrize("url", LEAKY_URLS)
+def test_no_url_in_the_wrong_place_shows_a_password(url: str, section: str, key: str) -> None:
+    problems(**{section: {key: url}})
+    problems(**{section: url})
+    problems(capacity_bytes=url)
+
+
+@pytest.mark.parametrize("value", [SECRET, SecretStr(SECRET)])
+def test_the_password_field_is_never_shown(value: Any) -> None:
+    settings = Settings.model_validate({"payloads": "file:///x", "redis": {"password": value}})
+    for text in (*rendered(settings), repr(settings.redis), str(settings.redis)):
+        assert SECRET not in text
+    assert settings.redis.password is not None
+    assert settings.redis.password.get_secret_value() == SECRET
+
+
+@pytest.mark.parametrize("value", [[SECRET], {"value": SECRET}, SECRET.encode(), 222222])
+def test_a_password_of_the_wrong_type_is_not_shown(value: Any) -> None:
+    try:
+        settings = Settings.model_validate({"payloads": "file:///x", "redis": {"password": value}})
+    except ValidationError as exc:
+        for text in (*explain(exc, Settings), str(exc), repr(exc)):
+            assert SECRET not in text
+            assert "222222" not in text
+    else:
+        assert SECRET not in repr(settings)
+
+
+def test_a_password_beside_another_problem_is_not_shown() -> None:
+    problems(redis={"password": SECRET, "timeout_s": -1, "tls": True})
+    problems(redis={"password": SECRET}, index=f"redis://user:{SECRET}@host/0", grace_s=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("redis://user:secret@host:6379/0", "redis://***@host:6379/0"),
+        ("redis://host:6379/0?password=secret", "redis://host:6379/0?***"),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://[::1]:6379/0", "redis://[::1]:6379/0"),
+        ("redis://[::1]/0", "redis://[::1]/0"),
+        ("redis://user:secret@[fe80::1]:6379", "redis://***@[fe80::1]:6379"),
+        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock?***"),
+        ("file:///var/lib/kvstore", "file:///var/lib/kvstore"),
+        ("s3://bucket/prefix", "s3://bucket/prefix"),
+        ("https://key:secret@s3.local:9000/bucket", "https://***@s3.local:9000/bucket"),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("50GiB", "50GiB"),
+        ("", ""),
+        (5, 5),
+        (None, None),
+        (True, True),
+    ],
+)
+def test_redact_keeps_what_helps(value: Any, shown: Any) -> None:
+    assert redact(value) == shown
+
+
+unescaped = st.text(st.characters(codec="utf-8"), max_size=8)
+
+
+@given(unescaped, unescaped, unescaped, st.sampled_from(["redis", "rediss", "unix", "http", "file"]))
+def test_redact_hides_whatever_stands_before_the_host(
+    before: str, after: str, user: str, scheme: str
+) -> None:
+    assert SECRET not in redact(f"{scheme}://{user}:{before}{SECRET}{after}@host:6379/0")
+
+
+@given(unescaped, unescaped)
+def test_redact_hides_whatever_stands_in_a_query(before: str, after: str) -> None:
+    assert SECRET not in redact(f"redis://host:6379/0?{before}{SECRET}{after}")
