@@ -22,10 +22,9 @@ test-quick: setup-quick ## what needs neither engines nor servers: under two min
 	@$(PYTHON) -m pytest -m "not engine and not servers and not gpu" $(ARGS)
 
 check: setup-quick ## lint, format, types, layers: reads only
-	@.venv/bin/ruff check .
-	@.venv/bin/ruff format --check .
-	@.venv/bin/mypy --strict
-	@.venv/bin/lint-imports
+	@failed=0; for tool in "ruff check ." "ruff format --check ." "mypy --strict" lint-imports; do \
+	  echo "check: $$tool"; .venv/bin/$$tool || failed=1; \
+	done; exit $$failed
 
 demo: setup ## two real engines share one cache, on the CPU (ARGS="--index redis://...")
 	@$(PYTHON) -m tools.demo $(ARGS)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from connectors.ec_staging import StagingFolder
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
+from connectors.guard import guarded
 from connectors.tensors import SAFETENSORS_DTYPES
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.keys import canonical_json, digest, item_key
@@ -98,6 +99,7 @@ class ECScheduler:
 
     # ---- the scheduler's questions --------------------------------------------------------------
 
+    @guarded(True)
     def ensure_cache_available(self, request: Request, computed: int) -> bool:
         """False while an item that the request still needs is being fetched; never for long."""
         ready = True
@@ -106,13 +108,12 @@ class ECScheduler:
             if position.offset + position.length <= computed or not self._cacheable(request, feature):
                 continue
             identifier = feature.identifier
-            if identifier in self._resident:
-                continue
             self._rows[identifier] = request.get_num_encoder_embeds(index)
-            if not self._settled(identifier):
+            if identifier not in self._resident and not self._settled(identifier):
                 ready = False
         return ready
 
+    @guarded(False)
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the engine need not encode the item: it is staged here, or (producer only) stored."""
         # vLLM asks only for what is not in the encoder cache, so if it was there it has been reset.

@@ -52,18 +52,14 @@ class ECWorker:
     def save(
         self, metadata: ECStoreMetadata, encoder_cache: dict[str, torch.Tensor], identifier: str
     ) -> None:
-        """Queue one encoder output for the store, if the scheduler's half wants it there. Never raises."""
+        """Queue one encoder output for the store, if the scheduler's half wants it there."""
         if identifier not in metadata.saves or self._space is None or not self._saves():
             return
         tensor = encoder_cache[identifier]
         nbytes = tensor.numel() * tensor.element_size()
-        try:
-            copy = HostCopy(tensor)
-            if not self._store.transfers.write(nbytes, lambda: self._save(identifier, copy)):
-                self._store.counters.saved("dropped", 1)
-        except Exception:
-            self._store.counters.saved("failed", 1)
-            log.exception("an encoder output is not cached")
+        copy = HostCopy(tensor)
+        if not self._store.transfers.write(nbytes, lambda: self._save(identifier, copy)):
+            self._store.counters.saved("dropped", 1)
 
     def take_report(self) -> ECStoreWorkerMetadata | None:
         """Identifiers loaded since the last call; None if there are none."""

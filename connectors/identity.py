@@ -25,7 +25,8 @@ _VOLATILE = {"_name_or_path", "transformers_version", "_commit_hash"}
 def kv_namespace(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Namespace:
     """The namespace of an engine's KV blocks. Raises ConfigError for what can't be shared yet."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    _refuse_unsupported(parallel, kv_cache_config)
+    _refuse_parallel(parallel)
+    _refuse_unsupported(kv_cache_config)
     algo = cache.prefix_caching_hash_algo
     return Namespace(
         kind="kv",
@@ -43,7 +44,8 @@ def kv_namespace(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> 
 
 
 def ec_namespace(vllm_config: Any, settings: Settings) -> Namespace:
-    """The namespace of an engine's encoder outputs."""
+    """The namespace of an engine's encoder outputs. Raises ConfigError for what can't be shared yet."""
+    _refuse_parallel(vllm_config.parallel_config)
     return Namespace(
         kind="ec",
         **_model_fields(vllm_config.model_config, settings),
@@ -84,10 +86,13 @@ def _page_shape(spec: Any) -> tuple[int, int, int, str]:
     return spec.num_heads, spec.num_states, spec.state_content_size_bytes // spec.dtype.itemsize, dtype
 
 
-def _refuse_unsupported(parallel: Any, kv_cache_config: Any) -> None:
+def _refuse_parallel(parallel: Any) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) != 1:
             raise ConfigError(f"kvstore: {name} = {size} is not supported yet; only 1")
+
+
+def _refuse_unsupported(kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise ConfigError(
@@ -174,11 +179,6 @@ def _config_digest(model: Any, folder: Path | None) -> str:
         overrides = f"{getattr(overrides, '__module__', '')}.{getattr(overrides, '__qualname__', '')}"
     text = json.dumps([config, overrides or {}], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def item_widths(vllm_config: Any) -> dict[str, int]:
-    """Width of an encoder output by modality, as far as vLLM knows it on this side."""
-    return dict(getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None) or {})
 
 
 def refuse_counter_identifiers(vllm_config: Any) -> None:

@@ -22,9 +22,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from connectors.guard import guarded
 from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
 from connectors.planning import external_tokens, savable_blocks, saves_due, slice_runs
 from kvstore.errors import KVStoreError
@@ -122,12 +124,14 @@ class KVScheduler:
 
     # ---- matching -------------------------------------------------------------------------------
 
+    @guarded(None)
     def on_new_request(self, request: Request) -> None:
         """Ask the index right away: the answer is usually there when the scheduler asks for it."""
         tracked = self._track(request)
         if self._wants_match(tracked):
             self._ask(tracked)
 
+    @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens to load beyond `computed`, True), (0, False), or (None, False) for "ask later"."""
         tracked = self._track(request)
@@ -246,16 +250,20 @@ class KVScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
         """This step's work for the workers."""
         self._patience = _PATIENCE_S
-        saves: list[Save] = []
-        if self._can_save:
-            for request_id, tokens in output.num_scheduled_tokens.items():
-                tracked = self._requests.get(request_id)
-                if tracked is not None:
-                    saves += self._saves_of(tracked, tokens, output)
+        saves = self._saves_due(output) if self._can_save else ()
         loads, self._loads = self._loads, []
         flushes, self._flushes = self._flushes, []
         busy = loads or saves or flushes
-        return KVStoreMetadata(self._namespace_json if busy else None, loads, saves, flushes)
+        return KVStoreMetadata(self._namespace_json if busy else None, loads, list(saves), flushes)
+
+    @guarded(())
+    def _saves_due(self, output: SchedulerOutput) -> Sequence[Save]:
+        saves: list[Save] = []
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                saves += self._saves_of(tracked, tokens, output)
+        return saves
 
     def _saves_of(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> list[Save]:
         request = tracked.request
@@ -296,6 +304,7 @@ class KVScheduler:
 
     # ---- the end --------------------------------------------------------------------------------
 
+    @guarded((False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; with `save_decode`, save what its last segment lacks.
 

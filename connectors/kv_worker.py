@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from connectors.guard import guarded
 from connectors.kv_types import KVStoreWorkerMetadata, Load, Save
 from connectors.planning import split_run
 from connectors.tensors import Chunk, Copied, PagedCache, Staging
@@ -194,12 +195,17 @@ class KVWorker:
                 with self._lock:
                     self._ended_saves.add(save.segment)
 
+    @guarded(False)
     def _start_save(self, save: Save) -> bool:
         assert self._cache is not None and self._save_staging is not None
         chunk = self._save_staging.try_acquire()
         if chunk is None:
             return False
-        copied = self._cache.gather(save.block_ids, chunk)
+        try:
+            copied = self._cache.gather(save.block_ids, chunk)
+        except Exception:
+            self._save_staging.release(chunk)
+            raise
         if copied.source_free is not None:
             self._unprotected.append(copied)
         nbytes = len(save.keys) * self._spec.slot_bytes

@@ -12,7 +12,7 @@ from kvstore.store import Store
 from schemas.namespace import Namespace
 from schemas.settings import Settings
 
-log = logging.getLogger("vllm.kvstore")
+log = logging.getLogger(__name__)
 
 
 def connector_settings(extra_config: Mapping[str, Any]) -> Settings:
@@ -20,8 +20,20 @@ def connector_settings(extra_config: Mapping[str, Any]) -> Settings:
     return load_settings(extra_config)
 
 
+def _adopt_logging() -> None:
+    """Let the store's messages go where vLLM's go: vLLM sets up its own loggers and no others."""
+    engine = logging.getLogger("vllm")
+    for name in ("kvstore", "connectors"):
+        logger = logging.getLogger(name)
+        if not logger.handlers and engine.handlers:
+            logger.handlers = list(engine.handlers)
+            logger.setLevel(engine.level)
+            logger.propagate = False
+
+
 def open_for(settings: Settings, what: str, namespace: Namespace | None = None) -> Store:
     """Open the store and say so in the log, without secrets."""
+    _adopt_logging()
     store = open_store(settings)
     name = f", namespace {namespace_id(namespace)} of {namespace.model}" if namespace is not None else ""
     log.info("kvstore %s: %s%s", what, describe(settings), name)

@@ -38,9 +38,13 @@ class Breaker:
             return self._failures >= self._settings.failures and self._clock() < self._retry_at
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Run one call. Only TransientError counts as a failure; what else is raised is an answer."""
-        self._admit()
+    def guard(self, *, may_probe: bool = True) -> Iterator[None]:
+        """Run one call. Only TransientError counts as a failure; what else is raised is an answer.
+
+        With `may_probe` false the call is refused even when a probe is due: for calls that someone
+        waits for, who should not pay for finding out that the backend is still down.
+        """
+        self._admit(may_probe)
         try:
             yield
         except TransientError:
@@ -51,12 +55,12 @@ class Breaker:
             raise
         self._succeeded()
 
-    def _admit(self) -> None:
+    def _admit(self, may_probe: bool) -> None:
         with self._lock:
             if self._failures < self._settings.failures:
                 return
             now = self._clock()
-            if now < self._retry_at:
+            if now < self._retry_at or not may_probe:
                 raise BreakerOpen(f"{self._name}: not tried, it failed {self._failures} times in a row")
             # This caller is the probe; others are refused until it reports or the backoff passes again.
             self._retry_at = now + self._backoff

@@ -16,6 +16,7 @@ wait run them on `store.transfers`. They raise nothing but what their docstrings
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from kvstore import __version__, codec
-from kvstore.errors import CorruptPayload, KVStoreError, NamespaceUnknown
+from kvstore.errors import BreakerOpen, CorruptPayload, KVStoreError, NamespaceUnknown
 from kvstore.keys import (
     ContentKey,
     NamespaceId,
@@ -199,6 +200,10 @@ class Space:
         """Make the namespace known to the index. Raises what the index raises."""
         self.store.index.register(self.namespace, expected_blocks=self._expected_blocks)
 
+    def _probe(self) -> None:
+        with contextlib.suppress(KVStoreError):
+            self.register()
+
     def match(self, digests: bytes) -> Match:
         """The longest stored prefix of a hash chain of packed digests. Never raises."""
         counters = self.store.counters
@@ -211,6 +216,9 @@ class Space:
         except KVStoreError as exc:
             log.debug("match failed: %s", exc)
             runs, reason = [], miss_reason(exc)
+            if isinstance(exc, BreakerOpen):
+                # Find out whether the index is back, on a thread that nobody waits for.
+                self.store.transfers.call(self._probe)
         except Exception:
             log.exception("match failed unexpectedly")
             runs, reason = [], "error"
@@ -257,6 +265,42 @@ class Space:
         counters.add("load_blocks", run.count)
         counters.add("load_bytes", sum(view.nbytes for view in into))
         return slots
+
+    def load_all(
+        self,
+        found: Match,
+        keys: Sequence[ContentKey],
+        into: Sequence[memoryview],
+        *,
+        rank: int = 0,
+        deadline_s: float | None = None,
+    ) -> int:
+        """Load everything that a match promised, its runs in parallel on the store's threads.
+
+        `keys[i]` and `into[i]` belong to block i of the chain; the buffers of blocks that could not be
+        loaded may hold anything. Returns how many leading blocks are there. Never raises.
+        """
+        results = [False] * len(found.runs)
+        left = threading.Semaphore(0)
+
+        def one(number: int, run: Run) -> None:
+            blocks = slice(run.start, run.start + run.count)
+            try:
+                self.load(run, keys[blocks], into[blocks], rank=rank, deadline_s=deadline_s)
+                results[number] = True
+            except KVStoreError as exc:
+                log.debug("load failed: %s", exc)
+            finally:
+                left.release()
+
+        for number, run in enumerate(found.runs):
+            if not self.store.transfers.read(lambda n=number, r=run: one(n, r)):  # type: ignore[misc]
+                self.store.counters.miss("capacity", run.count)
+                left.release()
+        for _ in found.runs:
+            left.acquire()
+        good = next((i for i, ok in enumerate(results) if not ok), len(results))
+        return found.runs[good - 1].start + found.runs[good - 1].count if good else 0
 
     def touch(self, segments: Sequence[SegmentId]) -> None:
         """Note that segments were used. Never raises: recency is advisory."""

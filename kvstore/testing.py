@@ -3,12 +3,24 @@
     PayloadConformance   the contract of kvstore.ports.PayloadStore, as a test class to subclass
     RawPayloads          what that class reaches the storage through
     FaultyPayloads       a payload store with injected faults; Plan and Rule say which
+    IndexConformance     the contract of kvstore.ports.Index, as a test class to subclass
+    CatalogueConformance the contract of kvstore.ports.Catalogue; a leaf's test subclasses both
 
 Needs pytest, which kvstore itself does not.
 """
 
 from kvstore.blobs.faulty import FaultyPayloads, Plan, Rule
 from kvstore.conformance.arrange import RawPayloads
+from kvstore.conformance.catalogue import CatalogueConformance
+from kvstore.conformance.index import IndexConformance
 from kvstore.conformance.payloads import PayloadConformance
 
-__all__ = ["PayloadConformance", "RawPayloads", "FaultyPayloads", "Plan", "Rule"]
+__all__ = [
+    "PayloadConformance",
+    "RawPayloads",
+    "FaultyPayloads",
+    "Plan",
+    "Rule",
+    "IndexConformance",
+    "CatalogueConformance",
+]

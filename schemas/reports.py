@@ -152,8 +152,8 @@ class SegmentReport(Closed):
     kind: str
     #: The index's record; None: the index doesn't name this segment, so nothing serves it.
     record: SegmentSummary | None
-    #: Why the index could not be asked, or is not known to name it.
-    note: str
+    #: Whether the index could be asked at all; without it `record` is None.
+    index: Backend
     #: Whether the slots' bytes were read and checked.
     verified: bool
     parts: tuple[PartReport, ...]

@@ -137,7 +137,7 @@ class ECSettings(Closed):
 
 
 class Settings(Closed):
-    """The whole tree. Only `payloads` has no default."""
+    """The whole tree, and what a connector's extra config holds. Only `payloads` has no default."""
 
     #: `file:///DIR`; `memory://NAME` for tests.
     payloads: str
@@ -235,14 +235,6 @@ class Settings(Closed):
     def index_url(self) -> str:
         """The index URL with the default filled in."""
         return self.index or f"sqlite://{self.payload_path}/index.sqlite"
-
-
-class ConnectorConfig(Settings):
-    """`kv_connector_extra_config` and `ec_connector_extra_config`: the settings tree itself.
-
-    The other form, `{"settings": "FILE.yaml"}`, is resolved by `kvstore.build.load_settings`
-    before this model sees anything.
-    """
 
 
 def _split(value: str) -> SplitResult:

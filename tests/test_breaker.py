@@ -89,3 +89,15 @@ def test_a_probe_that_never_reports_does_not_keep_it_open(breaker: Breaker, cloc
     with breaker.guard():
         pass
     assert not breaker.is_open
+
+
+def test_a_call_that_may_not_probe_is_refused_until_another_has(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        fail(breaker)
+    clock.now += 100.0
+    with pytest.raises(BreakerOpen), breaker.guard(may_probe=False):
+        pytest.fail("a request paid for the probe")
+    with breaker.guard():
+        pass
+    with breaker.guard(may_probe=False):
+        pass

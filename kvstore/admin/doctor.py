@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvstore import __version__
 from kvstore.admin.cache import Cache, Sources, exists
@@ -28,12 +28,12 @@ from kvstore.admin.machine import (
     size,
 )
 from kvstore.errors import (
-    BreakerOpen,
     CapacityExceeded,
     ConfigError,
     DeadlineExceeded,
     KVStoreError,
     PermissionDenied,
+    TransientError,
 )
 from kvstore.index.redis import RedisIndex
 from kvstore.index.sqlite import SqliteIndex
@@ -47,6 +47,28 @@ _PINGS = 21
 _SLOW_S = 0.005
 _SAMPLE = 8
 _NO_NAMESPACE = NamespaceId("0" * 16)
+#: What to do about a backend's error; the first kind that fits counts.
+_ADVICE: dict[str, dict[type[KVStoreError], str]] = {
+    "redis": {
+        PermissionDenied: "check KVSTORE_REDIS__USERNAME, KVSTORE_REDIS__PASSWORD and that user's rights: "
+        "keys kvs:*, reading, writing, scripts",
+        CapacityExceeded: "Redis is full: raise its maxmemory, or lower capacity_bytes",
+        DeadlineExceeded: "nothing answers in time: check host, port, network policies and Redis' load",
+        TransientError: "check that it runs and that host and port are right; engines meanwhile compute "
+        "everything themselves",
+    },
+    "sqlite": {
+        PermissionDenied: "give the engines' user the right to write the file and its folder, or run as it",
+        CapacityExceeded: "the disk is full: make room, or lower capacity_bytes",
+        DeadlineExceeded: "another process keeps the file locked; who has it open? (fuser FILE)",
+        TransientError: "check the disk and its mount; the file may be deleted, the cache then refills",
+    },
+    "payloads": {
+        PermissionDenied: "give the engines' user the right to write there, or run as that user",
+        CapacityExceeded: "the disk is full: make room, or lower capacity_bytes",
+        TransientError: "check the disk and its mount",
+    },
+}
 _RANKING: dict[CheckState, int] = {"ok": 0, "warning": 1, "problem": 2}
 
 
@@ -126,7 +148,12 @@ def check_index(cache: Cache) -> Iterator[Check]:
         index.ping()
         times = sorted(_timed(index) for _ in range(_PINGS))
     except KVStoreError as exc:
-        yield Check(name="index", state="problem", found=str(exc), advice=_advice(exc, "index"))
+        yield Check(
+            name="index",
+            state="problem",
+            found=str(exc),
+            advice=_advice(exc, "sqlite" if cache.index_file else "redis"),
+        )
         return
     middle = statistics.median(times)
     slow = middle > _SLOW_S
@@ -162,8 +189,7 @@ def check_payloads(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
     if folder is not None and not exists(folder):
         yield _to_be_made("payloads", folder, "the payload folder")
         return
-    owner = folder.stat().st_uid if folder is not None and os.geteuid() == 0 else os.geteuid()
-    if owner != os.geteuid():
+    if folder is not None and os.geteuid() == 0 and (owner := folder.stat().st_uid) != 0:
         # Root may write anywhere, which proves nothing, and what it makes engines could not write.
         yield Check(
             name="payloads",
@@ -281,24 +307,11 @@ def _is_there(cache: Cache, name: NamespaceId, listing: Listing) -> bool:
     return True
 
 
-def _advice(exc: KVStoreError, what: str) -> str:
-    if isinstance(exc, PermissionDenied):
-        return {
-            "index": "check KVSTORE_REDIS__USERNAME and KVSTORE_REDIS__PASSWORD and that user's rights (keys "
-            "kvs:*, reading, writing, scripts); for SQLite, the rights on the file and its folder",
-            "payloads": "give the engines' user the right to write there, or run as that user",
-        }[what]
-    if isinstance(exc, CapacityExceeded):
-        return "it is full: make room, or lower capacity_bytes"
-    if isinstance(exc, ConfigError):
-        return "correct the settings"
-    if isinstance(exc, (DeadlineExceeded, BreakerOpen)):
-        return "it is there but too slow, or a firewall drops the connection: check host, port and network"
-    return {
-        "index": "check that it runs and that host, port and database are right; engines meanwhile compute "
-        "everything themselves",
-        "payloads": "check the disk and its mount",
-    }[what]
+def _advice(exc: KVStoreError, what: Literal["redis", "sqlite", "payloads"]) -> str:
+    for kind, advice in _ADVICE[what].items():
+        if isinstance(exc, kind):
+            return advice
+    return "correct the settings" if isinstance(exc, ConfigError) else ""
 
 
 def _read_mounts() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any, Literal
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from pydantic import SecretStr
 
@@ -22,7 +22,8 @@ def vllm_config(settings: Settings, *, kv: bool, ec: bool, role: Role) -> VllmCo
     """Both connectors' configurations: every setting that isn't a default, but no secret."""
     notes: list[str] = []
     tree = _public(settings.model_dump(exclude_defaults=True), "", notes)
-    assert isinstance(tree, dict)
+    # The URLs first: they are what a reader looks for.
+    tree = {key: tree[key] for key in ("index", "payloads") if key in tree} | tree
     for key in ("index", "payloads"):
         if key in tree:
             tree[key], had_credentials = without_credentials(tree[key])
@@ -65,19 +66,18 @@ def _public(value: Any, path: str, notes: list[str]) -> Any:
         name = f"{path}__{key}" if path else key
         if isinstance(inner, SecretStr):
             notes.append(f"{name.replace('__', '.')} is left out: set {PREFIX}{name.upper()} for the engines")
-        elif (kept := _public(inner, name, notes)) != {}:
+        elif (kept := _public(inner, name, notes)) not in ({}, None):
             public[key] = kept
     return public
 
 
 def without_credentials(url: str) -> tuple[str, bool]:
     """A URL without user information and secret query parameters, and whether it had any."""
-    scheme, separator, rest = url.partition("://")
-    authority, slash, tail = rest.partition("/")
-    _, at, host = authority.rpartition("@")
-    path, question, query = tail.partition("?")
-    pairs = parse_qsl(query, keep_blank_values=True)
+    parts = urlsplit(url)
+    _, at, host = parts.netloc.rpartition("@")
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
     kept = [(key, value) for key, value in pairs if not _SECRET_KEYS.search(key)]
     if not at and len(kept) == len(pairs):
         return url, False
-    return f"{scheme}{separator}{host}{slash}{path}{question if kept else ''}{urlencode(kept)}", True
+    query = f"?{urlencode(kept)}" if kept else ""
+    return f"{parts.scheme}://{host}{parts.path}{query}", True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +24,6 @@ from schemas.reports import NamespaceReport, PartReport, SegmentReport, SlotRepo
 from schemas.segment import SlotMeta
 
 _HEX = re.compile(r"[0-9a-f]{1,16}")
-_NOT_NAMED = "the index does not name it: evicted, or never committed. Nothing serves it"
 #: So many candidates are enough to say that a prefix is ambiguous.
 _CANDIDATES = 6
 
@@ -35,7 +35,6 @@ class _Found:
     namespace: NamespaceId
     segment: SegmentId
     listing: Listing | None = None
-    note: str = _NOT_NAMED
     #: The rank that was asked for; None: all of them.
     rank: int | None = None
 
@@ -92,11 +91,11 @@ def _payload(cache: Cache, name: str) -> tuple[NamespaceId, SegmentId, int] | No
 
 
 def _look_up(cache: Cache, namespace: NamespaceId, segment: SegmentId, rank: int) -> _Found:
-    try:
+    listing = None
+    # The report says if the index can't be asked; the payload explains itself without it.
+    with suppress(KVStoreError):
         listing = cache.index.get(namespace, [segment])[0] if cache.index is not None else None
-    except KVStoreError as exc:
-        return _Found(namespace, segment, note=f"the index can't be asked: {exc}", rank=rank)
-    return _Found(namespace, segment, listing, "" if listing else _NOT_NAMED, rank)
+    return _Found(namespace, segment, listing, rank)
 
 
 def _segments(cache: Cache, prefix: str, known: list[NamespaceId]) -> list[_Found]:
@@ -104,7 +103,7 @@ def _segments(cache: Cache, prefix: str, known: list[NamespaceId]) -> list[_Foun
     found = []
     for space in known:
         for listing in _listings(cache, space, prefix):
-            found.append(_Found(space, listing.segment, listing, ""))
+            found.append(_Found(space, listing.segment, listing))
             if len(found) > _CANDIDATES:
                 return found
     if not found and len(prefix) == 16:
@@ -143,7 +142,7 @@ def _segment_report(cache: Cache, found: _Found, *, verify: bool, now_s: float) 
     ranks = sorted({*stored, *promised}) if found.rank is None else [found.rank]
     if found.listing is None and not any(rank in stored for rank in ranks):
         where = payload_name(found.namespace, found.segment, found.rank or 0)
-        raise UnknownName(f"there is no payload {where}, and {found.note}; `cache-admin ls` lists segments")
+        raise UnknownName(f"there is no payload {where}; `cache-admin ls` lists segments")
     read = [_read_part(cache, found, rank, stored.get(rank), verify=verify) for rank in ranks]
     model, kind = _model(cache, found, [header for _, header in read])
     return SegmentReport(
@@ -153,7 +152,7 @@ def _segment_report(cache: Cache, found: _Found, *, verify: bool, now_s: float) 
         model=model,
         kind=kind,
         record=summary_of_segment(found.namespace, found.listing) if found.listing else None,
-        note=found.note,
+        index=cache.index_state(),
         verified=verify,
         parts=tuple(part for part, _ in read),
     )

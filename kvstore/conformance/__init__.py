@@ -6,4 +6,6 @@ Take the suites from kvstore.testing. They need pytest, which kvstore itself doe
 import pytest
 
 # Before the modules are imported, or their plain asserts would say nothing when they fail.
-pytest.register_assert_rewrite("kvstore.conformance.payloads", "kvstore.conformance.index")
+pytest.register_assert_rewrite(
+    *(f"kvstore.conformance.{name}" for name in ("payloads", "index", "catalogue", "chains"))
+)

@@ -12,7 +12,11 @@ from schemas.records import SegmentRecord
 
 
 class BreakingIndex(Index):
-    """Passes every call on, or raises BreakerOpen at once while the breaker is open."""
+    """Passes every call on, or raises BreakerOpen at once while the breaker is open.
+
+    A match never is the probe, because a request waits for it; register is what a caller sends to
+    find out.
+    """
 
     def __init__(self, inner: Index, breaker: Breaker) -> None:
         self._inner = inner
@@ -26,7 +30,7 @@ class BreakingIndex(Index):
             return self._inner.register(namespace, expected_blocks=expected_blocks)
 
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
-        with self._breaker.guard():
+        with self._breaker.guard(may_probe=False):
             return self._inner.match(namespace, digests)
 
     def find(self, namespace: NamespaceId, digests: bytes) -> list[Run | None]:

@@ -16,7 +16,7 @@ if not bits then return false end
 local segment, digests, agreement, part = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local nbytes, rank, ranks, ttl = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8]
 local slots = #digests / 16
-local incomplete = ranks > 1 and prefix .. 'part:' .. hex(segment)
+local incomplete = prefix .. 'part:' .. hex(segment)
 local WAITING, VISIBLE, REFUSED = 0, 1, 2
 
 local function release()
@@ -50,9 +50,9 @@ if redis.call('ZSCORE', trash, segment) then
   return REFUSED
 end
 
+local agreed = redis.call('HGET', incomplete, 'agreement')
+if agreed and agreed ~= agreement then return REFUSED end
 if ranks > 1 then
-  local agreed = redis.call('HGET', incomplete, 'agreement')
-  if agreed and agreed ~= agreement then return REFUSED end
   redis.call('HSET', incomplete, 'agreement', agreement, rank, nbytes .. ':' .. part)
   redis.call('EXPIRE', incomplete, ttl)
   if redis.call('HLEN', incomplete) <= ranks then return WAITING end

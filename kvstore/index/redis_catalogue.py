@@ -159,7 +159,7 @@ class RedisCatalogue(Catalogue):
             encoding = self._client.command("OBJECT", "ENCODING", key(namespace, f"b:{bucket:x}"))
             if encoding not in (None, b"listpack", b"ziplist"):
                 return (
-                    f"namespace {namespace} has outgrown its buckets, and its blocks take 2.5 times the memory; "
+                    f"namespace {namespace} has outgrown its buckets: its blocks take 2.5 times the memory; "
                     "raise identity.epoch, so that it begins anew with buckets for today's capacity_bytes"
                 )
         return None

@@ -234,35 +234,30 @@ class _Commit:
             return CommitState.VISIBLE
         if self._one("SELECT 1 FROM trash"):
             return CommitState.REFUSED
+        self.db.execute("DELETE FROM parts WHERE expires <= ?", (now,))
+        row = self._one("SELECT agreement FROM parts")
+        if row and row[0] != agreed:
+            return CommitState.REFUSED
         parts = [(part, self.record.nbytes)]
         if self.ranks > 1:
-            refused, parts = self._collect(agreed, part, now)
-            if refused:
-                return CommitState.REFUSED
+            parts = self._collect(agreed, part, now)
             if len(parts) < self.ranks:
                 return CommitState.WAITING
         self._show(agreed, [part for part, _ in parts], sum(nbytes for _, nbytes in parts))
         return CommitState.VISIBLE
 
-    def _collect(self, agreed: bytes, part: bytes, now: float) -> tuple[bool, list[tuple[bytes, int]]]:
-        """Keep this rank's part; whether it disagrees with others, and all parts so far in rank order."""
-        db, where = self.db, "WHERE namespace = ? AND id = ?"
-        db.execute("DELETE FROM parts WHERE expires <= ?", (now,))
-        row = self._one("SELECT agreement FROM parts")
-        if row and row[0] != agreed:
-            return True, []
+    def _collect(self, agreed: bytes, part: bytes, now: float) -> list[tuple[bytes, int]]:
+        """Keep this rank's part; all parts so far, with their bytes, in rank order."""
+        db, where, this = self.db, "WHERE namespace = ? AND id = ?", (self.key, self.segment)
         db.execute(
             "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, 0)",
-            (self.key, self.segment, self.rank, agreed, part, self.record.nbytes, self.ranks),
+            (*this, self.rank, agreed, part, self.record.nbytes, self.ranks),
         )
-        expires = now + INCOMPLETE_TTL_S
-        db.execute(f"UPDATE parts SET expires = ? {where}", (expires, self.key, self.segment))
-        rows = db.execute(
-            f"SELECT part, nbytes FROM parts {where} ORDER BY rank", (self.key, self.segment)
-        ).fetchall()
+        db.execute(f"UPDATE parts SET expires = ? {where}", (now + INCOMPLETE_TTL_S, *this))
+        rows = db.execute(f"SELECT part, nbytes FROM parts {where} ORDER BY rank", this).fetchall()
         if len(rows) == self.ranks:
-            db.execute(f"DELETE FROM parts {where}", (self.key, self.segment))
-        return False, rows
+            db.execute(f"DELETE FROM parts {where}", this)
+        return rows
 
     def _show(self, agreed: bytes, parts: list[bytes], nbytes: int) -> None:
         record, head = self.record, pack_head(self.record, self.ranks)

@@ -12,8 +12,8 @@ Both lend a connection to one thread at a time, inside a transaction: `reading()
     the file is damaged, or anything else                   TransientError
     the file was made by a newer release                    ConfigError
 
-A damaged file is transient because the index is a hint: deleting the file is a repair, also under
-running processes. They notice that their file is gone and go on with the new one.
+A damaged file is transient because the index is a hint: deleting the file (with its -wal and -shm) is
+a repair, also under running processes. They notice that their file is gone and go on with a new one.
 """
 
 from __future__ import annotations
@@ -272,7 +272,9 @@ def classified(exc: sqlite3.Error, where: str, verb: str) -> KVStoreError:
     if code in _DENIED:
         return PermissionDenied(head)
     if code in _DAMAGED:
-        return TransientError(f"{head}; the index is only a hint: delete it, and the cache refills")
+        return TransientError(
+            f"{head}; the index is only a hint: delete it with its -wal and -shm, and the cache refills"
+        )
     return TransientError(head)
 
 

@@ -40,14 +40,15 @@ Lookup = Callable[[int], tuple[SegmentId, int] | None]
 Alive = Callable[[SegmentId], SegmentRecord | None]
 
 
-def walk(blocks: int, lookup: Lookup, alive: Alive) -> list[Run]:
+def walk(blocks: int, lookup: Lookup, alive: Alive, *, expected: int = EXPECTED_SLOTS) -> list[Run]:
     """The longest servable prefix of a chain of `blocks` blocks, as runs that follow each other.
 
     `lookup(position)` is the entry of one block, `alive(segment)` the record of a visible segment;
     both answer None for what isn't there. `lookup` is called at most once per position, `alive` may
-    be called repeatedly. Adjacent slots of one segment are one run.
+    be called repeatedly. Adjacent slots of one segment are one run. `expected` is a guess of how many
+    slots segments have; it changes the cost, never the promise.
     """
-    state = _Walk(blocks, lookup, alive)
+    state = _Walk(blocks, lookup, alive, expected)
     state.search()
     return state.runs
 
@@ -55,11 +56,11 @@ def walk(blocks: int, lookup: Lookup, alive: Alive) -> list[Run]:
 class _Walk:
     """Blocks before `begin` are served by `runs`; block `end`, if the chain has one, is missing."""
 
-    def __init__(self, blocks: int, lookup: Lookup, alive: Alive) -> None:
+    def __init__(self, blocks: int, lookup: Lookup, alive: Alive, expected: int) -> None:
         self.runs: list[Run] = []
         self._begin = 0
         self._end = blocks
-        self._slots = EXPECTED_SLOTS
+        self._slots = expected
         self._lookup = lookup
         self._alive = alive
 

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 import json
 import os
 import random
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,10 +209,10 @@ class Engine:
     ) -> list[Result]:
         """Runs the prompts as one batch, greedily, to exactly `max_tokens` each; results in order.
 
-        A prompt has `prompt_token_ids` or `prompt`, and may have `images` (PIL), `uuids` (one for each
-        image, None allowed) and its own `cache_salt`. `abort_after` maps a prompt's position to the
-        number of engine steps after which it is aborted; its result then has no tokens. `sampling` goes
-        to SamplingParams.
+        A prompt has `prompt_token_ids` or `prompt`, and may have `images` (encoded, as `random_image`
+        makes them), `uuids` (one for each image, None allowed) and its own `cache_salt`. `abort_after`
+        maps a prompt's position to the number of engine steps after which it is aborted; its result then
+        has no tokens. `sampling` goes to SamplingParams.
         """
         value = self._call(
             "generate",
@@ -377,14 +378,8 @@ def _encoded(prompt: Mapping[str, Any], cache_salt: str | None) -> dict[str, Any
     if cache_salt is not None:
         made.setdefault("cache_salt", cache_salt)
     if "images" in made:
-        made["images"] = [_png(image) for image in made["images"]]
+        made["images"] = [base64.b64encode(image).decode("ascii") for image in made["images"]]
     return made
-
-
-def _png(image: Any) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -395,11 +390,19 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return [draw.randrange(FIRST_WORD, VOCAB) for _ in range(count)]
 
 
-def random_image(seed: int, side: int = 56) -> Any:
-    """A PIL image of noise. Two seeds differ in every patch."""
-    from PIL import Image
+def random_image(seed: int, side: int = 56) -> bytes:
+    """A PNG of noise. Two seeds differ in every patch.
 
-    return Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(side * side * 3))
+    Made without PIL, which the quick set-up lacks, since test modules draw their images when collected.
+    """
+    draw = random.Random(seed)
+    rows = b"".join(b"\0" + draw.randbytes(side * 3) for _ in range(side))
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows, 0)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    )
 
 
 def group_members(group: int) -> list[int]:

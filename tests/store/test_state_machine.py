@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.blobs.faulty import Fault, Plan, Rule
 from kvstore.errors import KVStoreError
@@ -114,24 +114,31 @@ class StoreMachine(RuleBasedStateMachine):
         with contextlib.suppress(KVStoreError):
             self.store.tend(self.space.id)
 
-    @precondition(lambda self: list(self.root.glob("*/??/*")))
-    @rule(data=st.data(), how=st.sampled_from(["flip", "cut", "delete", "swap"]))
-    def damage_a_payload(self, data: st.DataObject, how: str) -> None:
+    @rule(
+        which=st.integers(0, 1 << 16),
+        other=st.integers(0, 1 << 16),
+        at=st.floats(0, 1, exclude_max=True),
+        bit=st.integers(0, 7),
+        how=st.sampled_from(["flip", "cut", "delete", "swap"]),
+    )
+    def damage_a_payload(self, which: int, other: int, at: float, bit: int, how: str) -> None:
+        # Drawn before looking: what is there depends on random names.
         files = sorted(self.root.glob("*/??/*"))
-        path = data.draw(st.sampled_from(files))
+        if not files:
+            return
         self.clean = False
+        path = files[which % len(files)]
         blob = bytearray(path.read_bytes())
+        position = int(at * len(blob))
         if how == "delete":
             path.unlink()
         elif how == "swap":
-            path.write_bytes(data.draw(st.sampled_from(files)).read_bytes() if path.exists() else b"")
-        elif blob:
-            at = data.draw(st.integers(0, len(blob) - 1))
-            if how == "flip":
-                blob[at] ^= 1 << data.draw(st.integers(0, 7))
-            else:
-                del blob[at:]
+            path.write_bytes(files[other % len(files)].read_bytes())
+        elif how == "flip" and blob:
+            blob[position] ^= 1 << bit
             path.write_bytes(blob)
+        else:
+            path.write_bytes(blob[:position])
 
     @rule(
         fault=st.sampled_from(["transient", "unanswered", "permission", "missing", "truncate", "flip"]),

@@ -85,6 +85,23 @@ def test_any_part_of_any_run_in_either_codec(store: Store, codec: str) -> None:
             assert [bytes(v) for v in into] == [bytes(b.data) for b in blocks[first : first + count]]
 
 
+def test_many_runs_load_in_parallel_up_to_the_first_bad_one(
+    tmp_path: Path, store: Store, space: Space
+) -> None:
+    for start in range(0, 40, 4):
+        space.save(slots(A[: start + 4]))
+    found = match(space, A)
+    assert len(found.runs) == 10
+    into = buffers(40)
+    assert space.load_all(found, keys(A), into) == 40
+    assert [bytes(view) for view in into] == [content(one) for one in A]
+    (tmp_path / payload_name(space.id, found.runs[6].segment, 0)).unlink()
+    into = buffers(40)
+    assert space.load_all(found, keys(A), into) == 24
+    assert [bytes(view) for view in into[:24]] == [content(one) for one in A[:24]]
+    assert space.load_all(match(space, chain(5)), [], []) == 0
+
+
 def test_a_longer_chain_saves_only_its_tail_and_divergence_is_respected(space: Space) -> None:
     space.save(slots(A[:10]))
     saved = space.save(slots(A[:16]))

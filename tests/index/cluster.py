@@ -1,0 +1,99 @@
+"""A Redis Cluster of three masters on loopback, for tests."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import redis
+
+from tests.servers import START_TIMEOUT_S, ServerError, _free_port, find_redis_server
+
+SLOTS = 16384
+
+
+class RedisClusterServers:
+    """Started on entry, ended on exit, by process id."""
+
+    def __init__(self, folder: Path, masters: int = 3) -> None:
+        self._folder = folder
+        self.ports = [_free_port() for _ in range(masters)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._clients = [redis.Redis(port=port, protocol=2, socket_timeout=5) for port in self.ports]
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"redis://127.0.0.1:{port}/0" for port in self.ports]
+
+    def flush(self) -> None:
+        for client in self._clients:
+            client.flushall()
+
+    def sizes(self) -> list[int]:
+        """How many keys each master has."""
+        return [int(client.dbsize()) for client in self._clients]
+
+    def __enter__(self) -> Self:
+        try:
+            return self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _start(self) -> Self:
+        for port in self.ports:
+            self._spawn(port)
+        self._wait(lambda client: client.ping())
+        for i, client in enumerate(self._clients):
+            first, last = (SLOTS * k // len(self._clients) for k in (i, i + 1))
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
+            # Different epochs, or they would have to find out in the first second who is right.
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
+        for port in self.ports[1:]:
+            self._clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port)
+        self._wait(self._joined)
+        return self
+
+    def stop(self) -> None:
+        for client in self._clients:
+            client.close()
+        for process in self._processes:
+            process.kill()
+            process.wait(10)
+
+    def _spawn(self, port: int) -> None:
+        folder = self._folder / str(port)
+        folder.mkdir(parents=True)
+        # The bus listens on the port + 10000 by default, which may not exist.
+        command = [find_redis_server(), "--port", str(port), "--cluster-port", str(_free_port())]
+        command += ["--bind", "127.0.0.1", "--cluster-enabled", "yes", "--save", "", "--dir", str(folder)]
+        log = (folder / "redis.log").open("wb")
+        with log:
+            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+
+    def _joined(self, client: Any) -> bool:
+        info = client.execute_command("CLUSTER", "INFO")
+        text = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
+        state = text.get("cluster_state"), text.get("cluster_known_nodes")
+        return state == ("ok", str(len(self.ports)))
+
+    def _wait(self, ready: Any) -> None:
+        until = time.monotonic() + START_TIMEOUT_S
+        for client in self._clients:
+            while True:
+                try:
+                    if ready(client):
+                        break
+                except redis.RedisError:
+                    pass
+                if time.monotonic() > until:
+                    raise ServerError(f"no cluster on ports {self.ports}; logs in {self._folder}")
+                time.sleep(0.02)

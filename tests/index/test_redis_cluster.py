@@ -1,0 +1,38 @@
+"""The contract on a Redis Cluster: no script crosses slots, and a plain URL of one node is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.conformance.chains import chain, namespace, put_all, served
+from kvstore.index.redis import RedisIndex
+from kvstore.testing import CatalogueConformance, IndexConformance
+from schemas.settings import RedisSettings
+from tests.index.cluster import RedisClusterServers
+
+pytestmark = pytest.mark.servers
+
+
+class TestRedisIndexOnACluster(IndexConformance, CatalogueConformance):
+    @pytest.fixture
+    def index(self, redis_cluster: RedisClusterServers) -> Iterator[RedisIndex]:
+        self.servers = redis_cluster
+        with self.reopen() as index:
+            yield index
+
+    def reopen(self) -> RedisIndex:
+        return RedisIndex.from_settings(self.servers.urls[0], RedisSettings(timeout_s=5.0))
+
+
+def test_namespaces_spread_over_the_masters(redis_cluster: RedisClusterServers) -> None:
+    with RedisIndex.from_settings(redis_cluster.urls[1], RedisSettings(timeout_s=5.0)) as index:
+        digests = chain(100)
+        names = [index.register(namespace(f"model {i}"), expected_blocks=10_000) for i in range(12)]
+        for name in names:
+            put_all(index, name, digests, [64, 36])
+        assert all(served(index.match(name, digests)) == 100 for name in names)
+        assert set(index.namespaces()) == set(names)
+        assert index.warnings() == []
+    assert all(size > 100 for size in redis_cluster.sizes())

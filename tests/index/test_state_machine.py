@@ -1,0 +1,338 @@
+"""Any sequence of calls, by two handles, against a model in dictionaries: SQLite, fakeredis and Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakeredis
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvstore.conformance.chains import CREATED_S, blocks_of, chain, namespace, part_of, record
+from kvstore.errors import NamespaceUnknown
+from kvstore.index.redis import RedisIndex
+from kvstore.index.redis_client import RedisClient
+from kvstore.index.sqlite import SqliteIndex
+from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, split_digests
+from kvstore.ports import CommitState
+from schemas.settings import RedisSettings
+from tests.index.model import Model, Space
+from tests.servers import RedisServer
+
+AnyIndex = RedisIndex | SqliteIndex
+#: Claims and incomplete commits outlive an example: expiry has tests of its own.
+LONG_S = 3600.0
+NAMESPACES = [namespace("one"), namespace("two")]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Subclasses open handles on one storage, and empty it."""
+
+    chains = Bundle("chains")
+    fresh = st.binary(min_size=8, max_size=8).map(SegmentId)
+    segments = Bundle("segments")
+
+    def open(self) -> AnyIndex:
+        raise NotImplementedError
+
+    def empty(self) -> None:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.empty()
+        self.handles = [self.open(), self.open()]
+        self.turn = 0
+        self.minute = CREATED_S // 60
+
+    def teardown(self) -> None:
+        for handle in self.handles:
+            handle.close()
+
+    @property
+    def index(self) -> AnyIndex:
+        """The two handles take turns."""
+        self.turn += 1
+        return self.handles[self.turn % 2]
+
+    def space(self, name: NamespaceId) -> Space:
+        return self.model.spaces.get(name, Space())
+
+    names = st.sampled_from([namespace_id(one) for one in NAMESPACES])
+
+    # chains
+
+    @initialize(target=chains, blocks=st.integers(1, 150))
+    def first_chain(self, blocks: int) -> bytes:
+        for one in NAMESPACES[:1]:
+            self.register(one, 100)
+        return chain(blocks)
+
+    @rule(
+        target=chains,
+        parent=chains,
+        common=st.integers(0, 150),
+        more=st.integers(1, 80),
+        seed=st.sampled_from("ab"),
+    )
+    def branch(self, parent: bytes, common: int, more: int, seed: str) -> bytes:
+        return chain(more, seed=seed, after=part_of(parent, 0, min(common, blocks_of(parent))))
+
+    # the request's path
+
+    @rule(which=st.sampled_from(NAMESPACES), expected=st.sampled_from([1, 500, 50_000]))
+    def register(self, which: Any, expected: int) -> None:
+        name = self.index.register(which, expected_blocks=expected)
+        assert name == namespace_id(which)
+        self.model.spaces.setdefault(name, Space())
+
+    @rule(name=names, digests=chains)
+    def match(self, name: NamespaceId, digests: bytes) -> None:
+        self.space(name).check_match(digests, self.index.match(name, digests))
+
+    @rule(name=names, digests=chains, order=st.randoms(use_true_random=False))
+    def find(self, name: NamespaceId, digests: bytes, order: Any) -> None:
+        asked = split_digests(digests)
+        order.shuffle(asked)
+        space = self.space(name)
+        found = self.index.find(name, b"".join(asked))
+        assert [run and (run.segment, run.slot) for run in found] == [space.at(digest) for digest in asked]
+        for position, run in enumerate(found):
+            assert run is None or (run.start, run.count) == (position, 1)
+            assert run is None or run.record == space.records[run.segment]
+
+    @rule(target=segments, name=names, digests=chains, segment=segments | fresh)
+    def claim(self, name: NamespaceId, digests: bytes, segment: SegmentId) -> SegmentId:
+        space = self.model.spaces.get(name)
+        if space is None:
+            with pytest.raises(NamespaceUnknown):
+                self.index.claim(name, digests, segment, LONG_S)
+            return segment
+        present = space.check_match(digests, self.index.match(name, digests))
+        claim = self.index.claim(name, digests, segment, LONG_S)
+        assert claim == space.claim(digests, present, segment)
+        return segment
+
+    @rule(
+        target=segments,
+        name=names,
+        digests=chains,
+        first=st.integers(0, 150),
+        count=st.sampled_from([1, 2, 7, 30, 64, 150]),
+        segment=segments | fresh,
+        ranks=st.sampled_from([1, 1, 1, 2, 3]),
+        order=st.randoms(use_true_random=False),
+        missing=st.sampled_from([0, 0, 0, 1]),
+    )
+    def commit(
+        self,
+        name: NamespaceId,
+        digests: bytes,
+        first: int,
+        count: int,
+        segment: SegmentId,
+        ranks: int,
+        order: Any,
+        missing: int,
+    ) -> SegmentId:
+        mine = part_of(digests, first % blocks_of(digests), count)
+        depth = first % blocks_of(digests)
+        some = list(range(ranks))
+        order.shuffle(some)
+        for rank in some[missing:]:
+            self.commit_rank(name, segment, mine, depth, rank, ranks)
+        return segment
+
+    @rule(name=names, digests=chains, segment=segments, rank=st.integers(0, 2))
+    def commit_straggler(self, name: NamespaceId, digests: bytes, segment: SegmentId, rank: int) -> None:
+        """A rank of a segment that may be complete, incomplete, evicted, or of other blocks."""
+        space = self.space(name)
+        mine = space.contents.get(segment, part_of(digests, 0, 5))
+        ranks = space.ranks.get(segment, 3)
+        visible = space.records.get(segment)
+        some = next(iter(space.incomplete.get(segment, {}).values()), None)
+        known = visible or some
+        self.commit_rank(name, segment, mine, known.depth if known else 0, rank % ranks, ranks)
+
+    def commit_rank(
+        self, name: NamespaceId, segment: SegmentId, mine: bytes, depth: int, rank: int, ranks: int
+    ) -> None:
+        # The depth is a part of what ranks must agree on; in the model it goes with the digests.
+        space = self.model.spaces.get(name)
+        one = record(blocks_of(mine), depth=depth, data_start=4096 * (rank + 1))
+        if space is None:
+            with pytest.raises(NamespaceUnknown):
+                self.index.commit(name, segment, mine, one, rank=rank, ranks=ranks)
+            return
+        expected = space.commit(segment, mine, one, rank, ranks)
+        assert self.index.commit(name, segment, mine, one, rank=rank, ranks=ranks) is expected
+
+    @rule(name=names, some=st.lists(segments, max_size=4), later=st.integers(-2, 5))
+    def touch(self, name: NamespaceId, some: list[SegmentId], later: int) -> None:
+        now = max(0, self.minute + later)
+        self.minute = max(self.minute, now)
+        space = self.space(name)
+        self.index.touch(name, some, now * 60 + 59.5)
+        for segment in some:
+            if segment in space.records:
+                space.used[segment] = max(space.used[segment], now)
+
+    @rule(name=names, some=st.lists(segments, max_size=3), due=st.integers(1000, 1010))
+    def evict(self, name: NamespaceId, some: list[SegmentId], due: int) -> None:
+        assert self.index.evict(name, some, delete_after_s=due) == self.space(name).evict(some, due)
+
+    # maintenance
+
+    @rule(name=names, keep=st.floats(0, 1.1), limit=st.integers(0, 20), due=st.integers(1000, 1010))
+    def cull(self, name: NamespaceId, keep: float, limit: int, due: int) -> None:
+        space = self.space(name)
+        keep_bytes = int(space.usage().nbytes * keep)
+        gone = self.index.cull(name, keep_bytes=keep_bytes, delete_after_s=due, limit=limit)
+        # Segments of one age may go in any order, but none may go before an older one.
+        order = [space.age(segment) for segment in space.oldest_first()]
+        assert [space.age(segment) for segment in gone] == order[: len(gone)]
+        assert len(set(gone)) == len(gone) <= limit
+        if gone:
+            last = space.records[gone[-1]].nbytes
+            space.evict(gone, due)
+            assert space.usage().nbytes + last > keep_bytes
+        assert space.usage().nbytes <= keep_bytes or len(gone) == limit
+
+    @rule(name=names, now=st.integers(999, 1011), limit=st.integers(0, 5), done=st.booleans())
+    def delete(self, name: NamespaceId, now: int, limit: int, done: bool) -> None:
+        space = self.space(name)
+        due = self.index.due(name, now + 0.5, limit)
+        right = {s: ranks for s, (ranks, when) in space.trash.items() if when <= now}
+        assert len(due) == min(limit, len(right))
+        assert all(right[segment] == ranks for segment, ranks in due)
+        if done:
+            self.index.bury(name, [segment for segment, _ in due])
+            for segment, _ in due:
+                del space.trash[segment]
+
+    @rule(name=names)
+    def sweep(self, name: NamespaceId) -> None:
+        space = self.space(name)
+        assert self.index.sweep(name, 100_000) == space.dangling()
+        space.entries = {d: entry for d, entry in space.entries.items() if entry[0] in space.records}
+
+    @rule(name=names)
+    def list_all(self, name: NamespaceId) -> None:
+        space = self.space(name)
+        listed = {one.segment: (one.record, one.last_use_s) for one in self.index.segments(name)}
+        right = {s: (one, space.used[s] * 60.0) for s, one in space.records.items()}
+        assert listed == right
+        got = self.index.get(name, [*space.contents])
+        assert {one.segment: (one.record, one.last_use_s) for one in got if one} == right
+
+    # accidents
+
+    @rule()
+    def reopen(self) -> None:
+        self.index.close()
+        self.handles[self.turn % 2] = self.open()
+
+    @precondition(lambda self: self.model.spaces)
+    @rule(chance=st.integers(0, 4))
+    def lose_everything(self, chance: int) -> None:
+        if chance == 0:
+            self.empty()
+            self.model = Model()
+
+    @rule(target=segments, segment=fresh)
+    def stranger(self, segment: SegmentId) -> SegmentId:
+        return segment
+
+    # always
+
+    @invariant()
+    def usage_is_exact(self) -> None:
+        for one in NAMESPACES:
+            name = namespace_id(one)
+            assert self.index.usage(name) == self.space(name).usage()
+
+    @invariant()
+    def namespaces_are_known(self) -> None:
+        texts = {namespace_id(one): canonical_json(one) for one in NAMESPACES}
+        assert self.index.namespaces() == {name: texts[name] for name in self.model.spaces}
+
+
+def run(make: Callable[[], IndexMachine], examples: int, steps: int = 40) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        make,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_sqlite(fast_path: Path) -> None:
+    class Machine(IndexMachine):
+        def open(self) -> SqliteIndex:
+            return SqliteIndex(str(fast_path / "index.sqlite"))
+
+        def empty(self) -> None:
+            for file in fast_path.iterdir():
+                file.unlink()
+
+    run(Machine, 120)
+
+
+def test_sqlite_in_memory() -> None:
+    class Machine(IndexMachine):
+        count = 0
+
+        def open(self) -> SqliteIndex:
+            return SqliteIndex.in_memory(f"state machine {Machine.count}")
+
+        def empty(self) -> None:
+            Machine.count += 1
+            self.handles = [self.open(), self.open()]
+
+    run(Machine, 60)
+
+
+def test_fakeredis() -> None:
+    class Machine(IndexMachine):
+        server = fakeredis.FakeServer()
+
+        def open(self) -> RedisIndex:
+            return RedisIndex(RedisClient(fakeredis.FakeRedis(server=self.server, protocol=2), where="fake"))
+
+        def empty(self) -> None:
+            with fakeredis.FakeRedis(server=self.server, protocol=2) as client:
+                client.flushall()
+
+    run(Machine, 25)
+
+
+def test_redis(redis_server: RedisServer) -> None:
+    class Machine(IndexMachine):
+        def open(self) -> RedisIndex:
+            return RedisIndex.from_settings(redis_server.url, RedisSettings())
+
+        def empty(self) -> None:
+            redis_server.flush()
+
+    run(Machine, 150)
+
+
+def test_states_are_three() -> None:
+    """The model decides on all of them."""
+    assert {state.value for state in CommitState} == {"visible", "waiting", "refused"}
