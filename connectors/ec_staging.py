@@ -48,15 +48,21 @@ class StagingFolder:
         return self._used
 
     def put(self, name: str, data: memoryview) -> str:
-        """Write an item, pinned once, and return its path. Raises CapacityExceeded, TransientError."""
+        """Write an item, pinned once, and return its path. Raises CapacityExceeded, TransientError.
+
+        An item of that name is replaced in one piece: a worker may be about to read it.
+        """
         with self._lock:
-            self._make_room(data.nbytes)
-            self._used += data.nbytes
+            self._make_room(data.nbytes - self._sizes.get(name, 0), keep=name)
+            self._used += data.nbytes - self._sizes.get(name, 0)
             self._sizes[name] = data.nbytes
+            self._sizes.move_to_end(name)
             self._pins[name] = self._pins.get(name, 0) + 1
         path = self._root / name
+        fresh = path.with_name(f"{name}.{threading.get_ident()}")
         try:
-            path.write_bytes(data)
+            fresh.write_bytes(data)
+            fresh.replace(path)
         except OSError as exc:
             with self._lock:
                 self._forget(name)
@@ -84,14 +90,15 @@ class StagingFolder:
         """Remove the folder."""
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def _make_room(self, nbytes: int) -> None:
-        free = [name for name in self._sizes if name not in self._pins]
-        while self._used + nbytes > self._capacity:
-            if not free:
-                raise CapacityExceeded(
-                    f"staging folder is full ({self._used} of {self._capacity} bytes pinned)"
-                )
-            self._forget(free.pop(0))
+    def _make_room(self, nbytes: int, keep: str) -> None:
+        free = [name for name in self._sizes if name not in self._pins and name != keep]
+        excess = self._used + nbytes - self._capacity
+        if excess > sum(self._sizes[name] for name in free):
+            raise CapacityExceeded(f"staging folder: {nbytes} bytes more don't fit into {self._capacity}")
+        for name in free:
+            if self._used + nbytes <= self._capacity:
+                return
+            self._forget(name)
 
     def _forget(self, name: str) -> None:
         self._used -= self._sizes.pop(name, 0)

@@ -110,6 +110,8 @@ class KVScheduler:
         self._can_save = can_save
         self._namespace_json = canonical_json(space.namespace)
         self._requests: dict[str, Tracked] = {}
+        #: Those that may have something to save.
+        self._unsaved: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._flushes: list[Save] = []
         #: Content keys being saved by this engine -> their segment, so that requests of one batch
@@ -135,6 +137,7 @@ class KVScheduler:
     def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens to load beyond `computed`, True), (0, False), or (None, False) for "ask later"."""
         tracked = self._track(request)
+        self._unsaved[request.request_id] = tracked  # starts, or starts over after a preemption
         if not self._wants_match(tracked):
             return 0, False
         match = self._matched(tracked)
@@ -259,16 +262,20 @@ class KVScheduler:
     @guarded(())
     def _saves_due(self, output: SchedulerOutput) -> Sequence[Save]:
         saves: list[Save] = []
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                saves += self._saves_of(tracked, tokens, output)
+        if self._unsaved:
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                tracked = self._unsaved.get(request_id)
+                if tracked is not None:
+                    saves += self._saves_of(tracked, tokens, output)
         return saves
 
     def _saves_of(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> list[Save]:
         request = tracked.request
         # The scheduler advances num_computed_tokens after this call.
         done_tokens = request.num_computed_tokens + scheduled
+        if done_tokens >= request.num_prompt_tokens and not self._settings.save_decode:
+            # All of the prompt is computed with this step; a running batch costs no more looks at it.
+            del self._unsaved[request.request_id]
         done = savable_blocks(
             done_tokens,
             request.num_prompt_tokens,
@@ -312,6 +319,7 @@ class KVScheduler:
         anything can overwrite them.
         """
         tracked = self._requests.pop(request.request_id, None)
+        self._unsaved.pop(request.request_id, None)
         if tracked is not None and self._can_save and self._settings.save_decode and not tracked.loading:
             done = min(
                 request.num_computed_tokens // self._block_tokens, len(request.block_hashes), len(block_ids)

@@ -440,6 +440,26 @@ def test_a_slot_that_makes_no_sense_is_damage(field: str, value: Any) -> None:
         codec.parse_header(with_document(loaded))
 
 
+def test_tensors_are_the_slots_in_their_order() -> None:
+    loaded = document(joined(encode(small_slots())))
+    metadata, *tensors = loaded.items()
+    assert parse(with_document(dict([metadata, *tensors]))) is not None
+    assert parse(with_document(dict([metadata, *reversed(tensors)]))) is None
+    assert parse(with_document(dict([metadata, *tensors[:-1]]))) is None
+    more = ("00" * 34, {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]})
+    assert parse(with_document(dict([metadata, *tensors, more]))) is None
+
+
+def test_data_that_starts_inside_a_page_is_damage() -> None:
+    """Everything else about this header is right."""
+    data = joined(encode(small_slots()))
+    text = data[8 : codec.header_length(data)] + b" " * 8
+    head = len(text).to_bytes(8, "little") + text
+    head = head[: codec._SEAL] + codec._header_checksum(head) + head[codec._SEAL + 16 :]
+    with pytest.raises(CorruptPayload, match="impossible header length"):
+        codec.parse_header(head)
+
+
 def test_lz4_that_does_not_decompress_is_damage() -> None:
     """Its checksum is right: only a broken or hostile writer makes this."""
     for stored in (b"\xff" * 20, b"\x00", b"\x10x"):

@@ -165,7 +165,7 @@ def check_redis(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
     try:
         before = clock()
         reply = _asked(client, "TIME")
-        if reply is not None:
+        if isinstance(reply, (list, tuple)):
             # The server looked at its clock somewhere in the middle.
             local = (before + clock()) / 2
             remote = int(reply[0]) + int(reply[1]) / 1e6

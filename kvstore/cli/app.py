@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, TypeVar, cast
@@ -20,7 +21,7 @@ from kvstore import __version__, admin
 from kvstore.admin import Cache, Sources
 from kvstore.admin.engine import Role
 from kvstore.cli import exits, render
-from kvstore.errors import ConfigError, KVStoreError, TransientError
+from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, TransientError
 from schemas.reports import SortKey
 
 _Report = TypeVar("_Report", bound=BaseModel)
@@ -250,27 +251,30 @@ def vllm_config(
 @contextmanager
 def _guarded(context: typer.Context) -> Iterator[None]:
     """The one place where errors become messages and exit codes."""
-    if context.find_root().obj:
-        yield
-        return
     try:
         yield
     except (typer.Exit, BrokenPipeError):
         raise
     except KVStoreError as exc:
+        _trace(context)
         _say(str(exc))
         if isinstance(exc, ConfigError):
             _say("settings come from --settings, KVSTORE_* variables, --index and --payloads")
-        elif isinstance(exc, TransientError):
+        elif isinstance(exc, (TransientError, PermissionDenied)):
             _say("`cache-admin doctor` says what to do")
         raise typer.Exit(exits.of_error(exc)) from exc
     except KeyboardInterrupt:
         _say("cancelled")
         raise typer.Exit(exits.ExitCode.CANCELLED) from None
     except Exception as exc:
-        # A person gets a sentence, and with --debug all of it.
+        _trace(context)
         _say(f"unexpected {type(exc).__name__}: {exc}; `cache-admin --debug ...` shows where")
         raise typer.Exit(exits.ExitCode.ERROR) from exc
+
+
+def _trace(context: typer.Context) -> None:
+    if context.find_root().obj:
+        traceback.print_exc()
 
 
 def _print(report: _Report, text: Callable[[_Report], render.Renderables], json: bool) -> None:

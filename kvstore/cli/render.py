@@ -149,7 +149,7 @@ def ls(report: ListReport) -> Renderables:
         Column("codec", [line.codec for line in lines]),
         Column("ranks", [line.ranks for line in lines], right=True, plain=1),
         Column("made", [age(report.at_s, line.created_s) for line in lines], right=True),
-        Column("used", [_use_age(report.at_s, line.last_use_s) for line in lines], right=True),
+        Column("used", [_last_use(report.at_s, line) for line in lines], right=True),
     )
 
 
@@ -215,8 +215,8 @@ def show(report: NamespaceReport | SegmentReport) -> Renderables:
 def _record(record: SegmentSummary, now_s: float) -> Renderables:
     yield _pair("stored", f"{size(record.stored_bytes)}, {count(record.slots, 'slot')}, codec {record.codec}")
     yield _pair("depth", f"{record.depth} blocks before its first slot")
-    ages = age(now_s, record.created_s), _use_age(now_s, record.last_use_s)
-    yield _pair("made", f"{ages[0]} ago, last used {ages[1]} ago")
+    made, used = age(now_s, record.created_s), _last_use(now_s, record)
+    yield _pair("made", f"{made} ago, last used {used} ago")
 
 
 def _part(part: PartReport, *, verified: bool) -> Renderables:
@@ -302,6 +302,11 @@ def _ages(now_s: float, newest_s: float | None, oldest_s: float | None) -> str:
         return "-"
     newest, oldest = _use_age(now_s, newest_s), _use_age(now_s, oldest_s)
     return newest if newest == oldest else f"{newest}-{oldest}"
+
+
+def _last_use(now_s: float, segment: SegmentSummary) -> str:
+    # The minute of its first use began before it was made.
+    return _use_age(now_s, max(segment.last_use_s, segment.created_s))
 
 
 def _use_age(now_s: float, then_s: float) -> str:

@@ -16,6 +16,7 @@ know is sent as text; and a server that turns out to be part of a Cluster is ask
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from dataclasses import dataclass
 from importlib import resources
@@ -50,6 +51,9 @@ from schemas.settings import RedisSettings
 
 #: What redis-py raises for a failed call; RedisClusterException is not a RedisError.
 FAILURES = (redis.RedisError, RedisClusterException, OSError)
+#: Denials that redis-py has no class for: a large command from a stranger, refused before it is read
+#: ("unauthenticated multibulk length"); a right that is missing inside a script, to Redis 7.0 and later.
+_DENIALS = ("unauthenticated", "The user executing the script can't", "ACL failure in script")
 #: A stale connection fails at once. A failure later than this share of the deadline is no such thing.
 _STALE_SHARE = 0.1
 
@@ -86,8 +90,9 @@ class RedisClient:
         self._where = where
         self._timeout_s = timeout_s
         self._closed = False
-        #: How to reach the same servers as a Cluster; None if the client was made elsewhere.
-        self._options: dict[str, Any] | None = None
+        #: How to reach the same server as part of a Cluster; None if the client was made elsewhere.
+        self._cluster_options: dict[str, Any] | None = None
+        self._becoming = threading.Lock()
 
     @classmethod
     def from_settings(cls, url: str, settings: RedisSettings) -> Self:
@@ -108,9 +113,11 @@ class RedisClient:
         )
         self = cls(redis.Redis(connection_pool=pool), where=where, timeout_s=settings.timeout_s)
         if "path" not in options:
-            self._options = options | {
+            self._cluster_options = {name: value for name, value in options.items() if name != "db"} | {
                 "ssl": issubclass(kind, redis.SSLConnection),
                 "max_connections": settings.max_connections,
+                # Namespaces on the nodes that are left go on working.
+                "require_full_coverage": False,
             }
         return self
 
@@ -165,11 +172,12 @@ class RedisClient:
         return self._client.execute_command(*words)  # type: ignore[no-untyped-call]
 
     def _become_cluster(self) -> None:
-        if self._options is None or isinstance(self._client, RedisCluster):
-            return
-        old = self._client
-        self._client = RedisCluster(**self._options)
-        old.connection_pool.disconnect(inuse_connections=False)
+        with self._becoming:
+            single = self._client
+            if self._cluster_options is None or isinstance(single, RedisCluster):
+                return
+            self._client = RedisCluster(**self._cluster_options)
+        single.connection_pool.disconnect(inuse_connections=False)
 
     def _classified(self, exc: Exception, name: str) -> KVStoreError:
         text = str(exc)
@@ -184,9 +192,10 @@ class RedisClient:
 
 
 def _denied(exc: Exception) -> bool:
-    return isinstance(exc, (AuthenticationError, AuthorizationError, NoPermissionError)) or str(
-        exc
-    ).startswith(("NOAUTH", "NOPERM", "WRONGPASS"))
+    if isinstance(exc, (AuthenticationError, AuthorizationError, NoPermissionError)):
+        return True
+    text = str(exc)
+    return text.startswith(("NOAUTH", "NOPERM", "WRONGPASS")) or any(words in text for words in _DENIALS)
 
 
 def _options(settings: RedisSettings, *, tls: bool) -> dict[str, Any]:
@@ -198,7 +207,6 @@ def _options(settings: RedisSettings, *, tls: bool) -> dict[str, Any]:
         "decode_responses": False,
         # The breaker above repeats, after a pause and for all calls together; here a deadline is one.
         "retry": Retry(NoBackoff(), 0),
-        "socket_keepalive": True,
     }
     if settings.username is not None:
         options["username"] = settings.username

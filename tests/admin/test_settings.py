@@ -65,11 +65,19 @@ def test_wrong_settings_exit_with_2(
 
 @pytest.mark.parametrize(
     "words",
-    [["ls", "--sort", "size"], ["ls", "--limit", "-1"], ["nonsense"], ["show"], ["vllm-config", "--role", "x"],
-     ["vllm-config", "--no-kv", "--no-ec"], ["namespaces", "--json", "diff", "a", "b"], ["namespaces", "diff", "a"]],
-)  # fmt: skip
-def test_wrong_usage_exits_with_2(admin: Admin, filled: Filled, words: list[str]) -> None:
-    ran = admin(*words, env={"KVSTORE_PAYLOADS": f"file://{filled.folder}"})
+    [
+        "ls --sort size",
+        "ls --limit -1",
+        "nonsense",
+        "show",
+        "vllm-config --role x",
+        "vllm-config --no-kv --no-ec",
+        "namespaces --json diff a b",
+        "namespaces diff a",
+    ],
+)
+def test_wrong_usage_exits_with_2(admin: Admin, filled: Filled, words: str) -> None:
+    ran = admin(*words.split(), env={"KVSTORE_PAYLOADS": f"file://{filled.folder}"})
     assert (ran.code, ran.out) == (exits.ExitCode.USAGE, "")
 
 
@@ -131,6 +139,8 @@ def test_an_unexpected_error_is_a_sentence_and_with_debug_a_traceback(
     assert (ran.code, ran.out) == (1, "")
     assert "ZeroDivisionError: broken" in ran.err
     assert "--debug" in ran.err
+    assert "Traceback" not in ran.err
+    assert "Traceback" in admin("--debug", "ls", *filled.options).err
 
 
 def test_ctrl_c_exits_with_130(admin: Admin, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +168,7 @@ def test_the_real_process(filled: Filled) -> None:
     assert run_module("ls", *bad).returncode == 5
     assert "Traceback" not in run_module("ls", *bad).stderr
     debugged = run_module("--debug", "ls", *bad)
-    assert debugged.returncode == 1
+    assert debugged.returncode == 5
     assert "Traceback" in debugged.stderr
 
 

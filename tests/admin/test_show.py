@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from kvstore.build import open_store
+from kvstore.keys import NamespaceId, SegmentId
 from schemas.reports import NamespaceReport, SegmentReport
 from tests.admin.conftest import Admin, Filled, kv_slots, tensor_parallel
 from tests.servers import RedisServer
@@ -60,7 +63,7 @@ def test_slots_are_what_safetensors_reads(admin: Admin, filled: Filled) -> None:
     for path in filled.payload_files():
         [part] = report(admin, filled, segment_of(path)).parts
         with safe_open(path, framework="numpy") as opened:
-            assert [slot.key for slot in part.slots] == list(opened.keys())
+            assert sorted(slot.key for slot in part.slots) == sorted(opened.keys())
         text = admin("show", segment_of(path), *filled.options).out
         for slot in part.slots:
             assert slot.check == "unchecked"
@@ -114,7 +117,7 @@ def test_a_flipped_byte_is_found(admin: Admin, either: Filled, at: int) -> None:
     assert "Traceback" not in text.out + text.err
 
 
-@pytest.mark.parametrize("left", [0, 5, 4000, 4096 + 2048 * 2 + 7])
+@pytest.mark.parametrize("left", [0, 5, 4000, 4096 + 1024 * 2 + 7])
 def test_a_truncated_payload_is_found(admin: Admin, filled: Filled, left: int) -> None:
     path = chain(filled)[0]
     os.truncate(path, left)
@@ -152,11 +155,6 @@ def test_a_header_that_promises_the_moon_costs_nothing(admin: Admin, filled: Fil
 
 
 def test_an_evicted_segment_is_still_explained(admin: Admin, either: Filled) -> None:
-    from contextlib import closing
-
-    from kvstore.build import open_store
-    from kvstore.keys import NamespaceId, SegmentId
-
     path = chain(either)[0]
     with closing(open_store(either.settings)) as store:
         store.index.evict(

@@ -544,9 +544,13 @@ def test_opening_spares_strangers_and_payloads(raw: Folder, payloads: LocalPaylo
     strangers = ["notes.txt", "0" * 31, "0" * 33, "x" * 32, "A" * 32]
     for stranger in strangers:
         _leave(raw, stranger, 1e6)
-    (raw.root / ".tmp" / ("2" * 32)).mkdir()
-    (raw.root / ".tmp" / ("3" * 32)).symlink_to(raw.root / name)
+    for i in "abc":
+        (raw.root / ".tmp" / (i * 32)).mkdir()
+        (raw.root / ".tmp" / (i * 31 + "0")).symlink_to(raw.root / name)
     before = raw.names()
+    # What can't be opened doesn't keep the leftovers around it, either.
+    for i in range(20):
+        _leave(raw, f"{i:032d}", 1e6)
     LocalPayloads(raw.root)
     assert raw.names() == before
     assert raw.get(name) == OLD

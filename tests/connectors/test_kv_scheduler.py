@@ -271,9 +271,21 @@ def test_an_abort_leaves_nothing_behind(when: str, make: Any, space: Space) -> N
         step(scheduler)
     scheduler.request_finished(request, [])
     report(scheduler, finished={"r"} if when == "loading" else None)
-    assert not scheduler._requests and not scheduler._arriving and not scheduler._arriving_of
+    assert not scheduler._requests and not scheduler._unsaved
+    assert not scheduler._arriving and not scheduler._arriving_of
     again = FakeRequest("again", list(range(4)))
     assert answer(scheduler, again) == (32, True)
+
+
+def test_a_running_batch_costs_no_look_at_each_request(make: Any) -> None:
+    scheduler, request = make(), FakeRequest("r", list(range(3)))
+    assert answer(scheduler, request) == (0, False)
+    assert len(step(scheduler, (request, request.num_prompt_tokens)).saves) == 1
+    assert not scheduler._unsaved
+    # After a preemption it starts over, and is looked at again.
+    request.num_computed_tokens = 0
+    assert answer(scheduler, request) == (0, False)
+    assert scheduler._unsaved
 
 
 def test_a_bug_costs_a_miss_and_not_the_engine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -21,6 +22,8 @@ class RedisClusterServers:
     def __init__(self, folder: Path, masters: int = 3) -> None:
         self._folder = folder
         self.ports = [_free_port() for _ in range(masters)]
+        # By default a bus listens on its master's port + 10000, which need not be a port.
+        self._buses = [_free_port() for _ in range(masters)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._clients = [redis.Redis(port=port, protocol=2, socket_timeout=5) for port in self.ports]
 
@@ -49,16 +52,16 @@ class RedisClusterServers:
         self.stop()
 
     def _start(self) -> Self:
-        for port in self.ports:
-            self._spawn(port)
+        for port, bus in zip(self.ports, self._buses, strict=True):
+            self._spawn(port, bus)
         self._wait(lambda client: client.ping())
         for i, client in enumerate(self._clients):
             first, last = (SLOTS * k // len(self._clients) for k in (i, i + 1))
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
             # Different epochs, or they would have to find out in the first second who is right.
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
-        for port in self.ports[1:]:
-            self._clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port)
+        for port, bus in zip(self.ports[1:], self._buses[1:], strict=True):
+            self._clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
         self._wait(self._joined)
         return self
 
@@ -69,14 +72,15 @@ class RedisClusterServers:
             process.kill()
             process.wait(10)
 
-    def _spawn(self, port: int) -> None:
+    def _spawn(self, port: int, bus: int) -> None:
         folder = self._folder / str(port)
         folder.mkdir(parents=True)
-        # The bus listens on the port + 10000 by default, which may not exist.
-        command = [find_redis_server(), "--port", str(port), "--cluster-port", str(_free_port())]
+        command = [find_redis_server(), "--port", str(port), "--cluster-port", str(bus)]
         command += ["--bind", "127.0.0.1", "--cluster-enabled", "yes", "--save", "", "--dir", str(folder)]
-        log = (folder / "redis.log").open("wb")
-        with log:
+        # setpriv replaces itself by the server, which then ends with this process however that ends.
+        if tie := shutil.which("setpriv"):
+            command = [tie, "--pdeathsig", "KILL", *command]
+        with (folder / "redis.log").open("wb") as log:
             self._processes.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     def _joined(self, client: Any) -> bool:

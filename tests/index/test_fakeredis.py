@@ -1,3 +1,5 @@
+"""RedisIndex on fakeredis: the contract without a server, for the quick tier."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,18 +1,46 @@
+"""SqliteIndex: the contract, the schema, many processes, and what becomes of failures."""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from kvstore.conformance.chains import CREATED_S, chain, namespace, put, put_all, record, served
+from kvstore.errors import (
+    CapacityExceeded,
+    Closed,
+    ConfigError,
+    DeadlineExceeded,
+    KVStoreError,
+    PermissionDenied,
+    TransientError,
+)
+from kvstore.index import sqlite_file
 from kvstore.index.sqlite import SqliteIndex
+from kvstore.keys import NamespaceId, new_segment_id
+from kvstore.ports import CommitState, Usage
 from kvstore.testing import CatalogueConformance, IndexConformance
+from tests.index.writer import STEPS
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden" / "sqlite_schema.sql"
+LATER_S = CREATED_S + 3600.0
 
 
 class TestSqliteIndex(IndexConformance, CatalogueConformance):
     @pytest.fixture
-    def index(self, tmp_path: Path) -> Iterator[SqliteIndex]:
-        self.path = str(tmp_path / "made" / "index.sqlite")
+    def index(self, fast_path: Path) -> Iterator[SqliteIndex]:
+        self.path = str(fast_path / "made" / "for" / "it" / "index.sqlite")
         with SqliteIndex(self.path) as index:
             yield index
 
@@ -22,10 +50,388 @@ class TestSqliteIndex(IndexConformance, CatalogueConformance):
 
 class TestSqliteIndexInMemory(IndexConformance, CatalogueConformance):
     @pytest.fixture
-    def index(self, request) -> Iterator[SqliteIndex]:
+    def index(self, request: pytest.FixtureRequest) -> Iterator[SqliteIndex]:
         self.name = request.node.nodeid
         with SqliteIndex.in_memory(self.name) as index:
             yield index
 
     def reopen(self) -> SqliteIndex:
         return SqliteIndex.in_memory(self.name)
+
+
+@pytest.fixture
+def path(fast_path: Path) -> str:
+    return str(fast_path / "index.sqlite")
+
+
+@pytest.fixture
+def index(path: str) -> Iterator[SqliteIndex]:
+    with SqliteIndex(path, busy_timeout_s=0.2) as index:
+        yield index
+
+
+@pytest.fixture
+def name(index: SqliteIndex) -> NamespaceId:
+    return index.register(namespace(), expected_blocks=1000)
+
+
+def check(path: str, name: NamespaceId) -> Usage:
+    """The file is sound and its counters are right."""
+    raw = sqlite3.connect(path)
+    try:
+        assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    finally:
+        raw.close()
+    with SqliteIndex(path) as index:
+        listed = list(index.segments(name))
+        usage = index.usage(name)
+    assert usage.nbytes == sum(one.record.nbytes for one in listed)
+    assert (usage.segments, usage.blocks) == (len(listed), sum(one.record.slots for one in listed))
+    return usage
+
+
+# The schema
+
+
+def test_the_schema_is_pinned(index: SqliteIndex, path: str) -> None:
+    """A change needs a new SCHEMA_VERSION: the file outlives the release that made it."""
+    raw = sqlite3.connect(path)
+    rows = raw.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name").fetchall()
+    numbers = [raw.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+    mode = raw.execute("PRAGMA journal_mode").fetchone()[0]
+    raw.close()
+    dump = f"-- application_id {numbers[0]:#x}, user_version {numbers[1]}, journal_mode {mode}\n"
+    dump += "".join(f"{sql};\n" for (sql,) in rows)
+    assert dump == GOLDEN.read_text(), f"the schema is now:\n{dump}"
+
+
+def test_a_file_of_a_newer_release_is_a_config_error(index: SqliteIndex, path: str) -> None:
+    index.close()
+    raw = sqlite3.connect(path)
+    raw.execute("PRAGMA user_version = 7")
+    raw.close()
+    with pytest.raises(ConfigError, match=r"schema 7.*knows 1.*delete"):
+        SqliteIndex(path)
+
+
+def test_another_programs_file_is_a_config_error_and_is_left_alone(path: str) -> None:
+    raw = sqlite3.connect(path)
+    raw.execute("CREATE TABLE precious (x)")
+    raw.close()
+    with pytest.raises(ConfigError, match="another program"):
+        SqliteIndex(path)
+    raw = sqlite3.connect(path)
+    assert raw.execute("SELECT name FROM sqlite_master").fetchall() == [("precious",)]
+    raw.close()
+
+
+def test_many_processes_may_open_a_new_file_at_once(path: str) -> None:
+    writers = [_writer(path, str(seed)) for seed in range(4)]
+    for writer in writers:
+        assert writer.communicate(timeout=60)[1] == b""
+        assert writer.returncode == 0
+    with SqliteIndex(path) as index:
+        (name,) = index.namespaces()
+    kept = 4 * (STEPS + 1 - (STEPS + 1) // 3)
+    assert check(path, name).segments == kept
+
+
+# Processes
+
+
+def _writer(path: str, *args: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.index.writer", path, *args],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_a_killed_writer_leaves_a_sound_file(path: str) -> None:
+    chance = random.Random(3)
+    with SqliteIndex(path) as index:
+        name = index.register(namespace(), expected_blocks=1000)
+        before = 0
+        for attempt in range(6):
+            with _writer(path, f"victim {attempt}", "forever") as writer:
+                assert writer.stdout and writer.stdout.readline() == b"under way\n"
+                time.sleep(chance.uniform(0.0, 0.05))
+                writer.kill()
+            # The next writer needs no repair and no wait, and sees whole transactions.
+            digests = chain(3, seed=str(attempt))
+            put(index, name, digests)
+            assert served(index.match(name, digests)) == 3
+            segments = check(path, name).segments
+            assert segments > before
+            before = segments
+
+
+def test_a_writer_killed_inside_a_transaction_has_changed_nothing(path: str) -> None:
+    with SqliteIndex(path, busy_timeout_s=0.2) as index:
+        name = index.register(namespace(), expected_blocks=1000)
+        with _writer(path, "victim", "hang") as writer:
+            assert writer.stdout and writer.stdout.readline() == b"under way\n"
+            time.sleep(0.1)
+            usage = index.usage(name)
+            assert usage.segments > 0
+            with pytest.raises(DeadlineExceeded):
+                put(index, name, chain(3))
+            writer.kill()
+        assert index.usage(name) == usage == check(path, name)
+        put(index, name, chain(3))
+
+
+def test_a_forked_child_has_connections_of_its_own(index: SqliteIndex, path: str, name: NamespaceId) -> None:
+    digests = chain(10)
+    put(index, name, digests)
+    inherited = list(index._database._idle)  # type: ignore[attr-defined]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for i in range(50):
+                put(index, name, chain(2, seed=f"child {i}"))
+                assert served(index.match(name, digests)) == 10
+            mine = index._database._idle  # type: ignore[attr-defined]
+            code = 0 if not set(map(id, mine)) & set(map(id, inherited)) else 2
+        finally:
+            os._exit(code)
+    for i in range(50):
+        put(index, name, chain(2, seed=f"parent {i}"))
+        assert served(index.match(name, digests)) == 10
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert check(path, name).segments == 101
+
+
+# Threads and connections
+
+
+def test_threads_use_connections_of_their_own_and_all_are_closed(path: str) -> None:
+    made: list[sqlite3.Connection] = []
+    index = SqliteIndex(path, busy_timeout_s=10.0)
+    name = index.register(namespace(), expected_blocks=1000)
+    barrier = threading.Barrier(8)
+
+    def work(worker: int) -> None:
+        barrier.wait()
+        for step in range(25):
+            digests = chain(4, seed=f"{worker}/{step}")
+            put(index, name, digests)
+            assert served(index.match(name, digests)) == 4
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    made += index._database._idle  # type: ignore[attr-defined]
+    assert 1 <= len(made) <= 8
+    assert check(path, name).segments == 200
+    index.close()
+    index.close()
+    for connection in made:
+        with pytest.raises(sqlite3.ProgrammingError):
+            connection.execute("SELECT 1")
+    with pytest.raises(Closed):
+        index.match(name, chain(1))
+
+
+def test_a_connection_in_use_while_closing_is_closed_afterwards(index: SqliteIndex) -> None:
+    with index._database.reading("test") as connection:
+        index.close()
+        connection.execute("SELECT 1")
+    with pytest.raises(sqlite3.ProgrammingError):
+        connection.execute("SELECT 1")
+
+
+def test_a_failure_inside_a_transaction_undoes_it(index: SqliteIndex, name: NamespaceId) -> None:
+    put(index, name, chain(3))
+    usage = index.usage(name)
+    with pytest.raises(ZeroDivisionError), index._database.writing("test") as db:
+        db.execute("DELETE FROM segments")
+        raise ZeroDivisionError
+    with pytest.raises(TransientError, match="no such table"), index._database.writing("test") as db:
+        db.execute("DELETE FROM segments")
+        db.execute("DELETE FROM nonsense")
+    assert index.usage(name) == usage
+    assert served(index.match(name, chain(3))) == 3
+
+
+def test_reading_does_not_wait_for_a_writer(index: SqliteIndex, path: str, name: NamespaceId) -> None:
+    digests = chain(5)
+    segment = put(index, name, digests)
+    raw = sqlite3.connect(path, isolation_level=None)
+    raw.execute("BEGIN IMMEDIATE")
+    raw.execute("DELETE FROM segments")
+    began = time.monotonic()
+    assert served(index.match(name, digests)) == 5
+    assert index.usage(name).segments == 1
+    index.touch(name, [segment], CREATED_S)
+    assert time.monotonic() - began < 0.1
+    for call in (
+        lambda: put(index, name, chain(1)),
+        lambda: index.claim(name, chain(9), segment, 1.0),
+        lambda: index.touch(name, [segment], LATER_S),
+        index.ping,
+    ):
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"index\.sqlite"):
+            call()
+        assert 0.15 < time.monotonic() - began < 1.0
+    raw.execute("ROLLBACK")
+    raw.close()
+    index.ping()
+
+
+# Time
+
+
+def test_an_incomplete_commit_is_forgotten_after_an_hour(path: str) -> None:
+    now = [float(CREATED_S)]
+    with SqliteIndex(path, clock=lambda: now[0]) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        digests, segment = chain(2), new_segment_id()
+
+        def commit(rank: int, ranks: int = 3) -> CommitState:
+            return index.commit(name, segment, digests, record(2), rank=rank, ranks=ranks)
+
+        assert commit(0) is CommitState.WAITING
+        now[0] += 3599
+        assert commit(1) is CommitState.WAITING
+        now[0] += 3599
+        assert commit(2) is CommitState.VISIBLE
+        segment = new_segment_id()
+        assert commit(0) is CommitState.WAITING
+        now[0] += 3600
+        assert [commit(rank, 2) for rank in (1, 0)] == [CommitState.WAITING, CommitState.VISIBLE]
+
+
+def test_claims_expire_by_the_clock(path: str) -> None:
+    now = [1000.0]
+    with SqliteIndex(path, clock=lambda: now[0]) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        mine, theirs = new_segment_id(), new_segment_id()
+        assert index.claim(name, chain(1), mine, 30.0).granted
+        now[0] = 1029.9
+        assert not index.claim(name, chain(1), theirs, 30.0).granted
+        now[0] = 1030.0
+        assert index.claim(name, chain(1), theirs, 30.0).granted
+
+
+# Failures
+
+
+def damaged_header(path: Path) -> None:
+    path.write_bytes(b"this is not a database, whatever its name says" * 1000)
+
+
+def damaged_pages(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[4096:] = os.urandom(len(whole) - 4096)
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("damage", [damaged_header, damaged_pages])
+def test_a_damaged_file_says_what_to_do_and_deleting_it_helps(
+    path: str, damage: Callable[[Path], None]
+) -> None:
+    with SqliteIndex(path) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        put_all(index, name, chain(1000), [10] * 100)
+    damage(Path(path))
+    with SqliteIndex(path) as index:
+        for verb in (
+            lambda: index.match(name, chain(1000)),
+            lambda: put(index, name, chain(3)),
+            lambda: list(index.segments(name)),
+        ):
+            with pytest.raises(TransientError, match="delete it with its -wal and -shm"):
+                verb()
+        _delete(path)
+        assert index.match(name, chain(1000)) == []
+        index.register(namespace(), expected_blocks=10)
+        put(index, name, chain(3))
+        assert served(index.match(name, chain(3))) == 3
+    check(path, name)
+
+
+def _delete(path: str) -> None:
+    for file in Path(path).parent.glob(Path(path).name + "*"):
+        file.unlink()
+
+
+def test_running_handles_follow_when_the_file_is_deleted(path: str) -> None:
+    handles = [SqliteIndex(path) for _ in range(3)]
+    for round_ in range(3):
+        digests = chain(3, seed=str(round_))
+        for handle in handles:
+            name = handle.register(namespace(), expected_blocks=10)
+            assert handle.match(name, digests) == []
+        put(handles[0], name, digests)
+        assert [served(handle.match(name, digests)) for handle in handles] == [3, 3, 3]
+        _delete(path)
+    for handle in handles:
+        handle.close()
+
+
+def test_a_full_disk_is_capacity(
+    index: SqliteIndex, name: NamespaceId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = chain(20)
+    put(index, name, digests)
+    usage = index.usage(name)
+    (connection,) = index._database._idle  # type: ignore[attr-defined]
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(CapacityExceeded, match="full"):
+        put_all(index, name, chain(20_000, seed="x"), [1000] * 20)
+    connection.execute("PRAGMA max_page_count = 1000000")
+    assert served(index.match(name, digests)) == 20
+    assert index.usage(name).segments < usage.segments + 20
+    put(index, name, chain(1000, seed="y"))
+
+
+@pytest.mark.parametrize("where", ["/proc/kvstore/index.sqlite", "{path}/file/index.sqlite", "{path}"])
+def test_a_place_that_cannot_be_written_is_permission(fast_path: Path, where: str) -> None:
+    (fast_path / "file").write_text("")
+    with SqliteIndex(where.format(path=fast_path)) as index:
+        with pytest.raises(PermissionDenied):
+            index.ping()
+        with pytest.raises(PermissionDenied):
+            index.register(namespace(), expected_blocks=1)
+
+
+def test_a_read_only_file_is_permission(index: SqliteIndex, path: str, name: NamespaceId) -> None:
+    (connection,) = index._database._idle  # type: ignore[attr-defined]
+    connection.execute("PRAGMA query_only = ON")  # what SQLite answers then is what a mount read-only makes it answer
+    with pytest.raises(PermissionDenied, match="readonly"):
+        put(index, name, chain(1))
+    with pytest.raises(PermissionDenied, match="readonly"):
+        index.ping()
+    assert index.match(name, chain(1)) == []
+
+
+def test_every_code_of_sqlite_is_of_the_tree() -> None:
+    for code in range(0, 30):
+        exc = sqlite3.OperationalError("text")
+        exc.sqlite_errorcode = code | 0x300
+        error = sqlite_file.classified(exc, "somewhere", "match")
+        assert isinstance(error, KVStoreError)
+        assert "somewhere" in str(error) and "match" in str(error)
+    assert type(sqlite_file.classified(sqlite3.ProgrammingError("x"), "", "")) is TransientError
+
+
+# In memory
+
+
+def test_one_name_is_one_database_and_outlives_its_handles(request: pytest.FixtureRequest) -> None:
+    base = request.node.nodeid
+    with SqliteIndex.in_memory(base) as one:
+        name = one.register(namespace(), expected_blocks=1)
+        put(one, name, chain(2))
+    with SqliteIndex.in_memory(base) as again, SqliteIndex.in_memory(base + "/other") as other:
+        assert served(again.match(name, chain(2))) == 2
+        assert other.namespaces() == {}
+        assert repr(again) == f"SqliteIndex(memory://{base})"
+
+
+def test_repr_names_the_file(index: SqliteIndex, path: str) -> None:
+    assert repr(index) == f"SqliteIndex({path})"

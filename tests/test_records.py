@@ -1,0 +1,108 @@
+"""The packed record: pinned bytes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.records import (
+    PartRecord,
+    SegmentRecord,
+    pack_head,
+    pack_part,
+    pack_record,
+    unpack_record,
+)
+
+GOLDEN = [
+    pytest.param(
+        SegmentRecord((PartRecord(4096, (512,) * 64),), 64, "none", 1_700_000_000, 128, 32768),
+        "01 01 4000 01 00 0000 00f15365 80000000 0080000000000000  00100000 00020000",
+        id="slots of one size",
+    ),
+    pytest.param(
+        SegmentRecord((PartRecord(8192, (100, 7, 2**32 - 1)),), 3, "lz4", 2**32 - 1, 2**32 - 1, 2**64 - 1),
+        "01 00 0300 01 01 0000 ffffffff ffffffff ffffffffffffffff  00200000 64000000 07000000 ffffffff",
+        id="slots of their own sizes, the largest numbers",
+    ),
+    pytest.param(
+        SegmentRecord((PartRecord(4096, (5,)), PartRecord(12288, (6,))), 1, "lz4", 1, 0, 9),
+        "01 01 0100 02 01 0000 01000000 00000000 0900000000000000  00100000 05000000  00300000 06000000",
+        id="two ranks, one slot",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "packed"), GOLDEN)
+def test_packed_form_is_pinned(record: SegmentRecord, packed: str) -> None:
+    """Part of the Redis schema and of the SQLite file: a change is a new version of the format."""
+    assert pack_record(record).hex(" ") == bytes.fromhex(packed).hex(" ")
+    assert unpack_record(bytes.fromhex(packed)) == record
+
+
+sizes = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> SegmentRecord:
+    slots, codec = draw(st.integers(1, 40)), draw(st.sampled_from(["none", "lz4"]))
+    slot_sizes = st.lists(sizes, min_size=slots, max_size=slots).map(tuple)
+    # Without a codec all slots of a part have one size.
+    uniform = sizes.map(lambda size: (size,) * slots)
+    parts = draw(
+        st.lists(
+            st.builds(PartRecord, sizes, uniform if codec == "none" else slot_sizes), min_size=1, max_size=5
+        )
+    )
+    return SegmentRecord(
+        tuple(parts), slots, codec, draw(sizes), draw(sizes), draw(st.integers(0, 2**64 - 1))
+    )
+
+
+@given(records())
+def test_unpacking_undoes_packing(record: SegmentRecord) -> None:
+    assert unpack_record(pack_record(record)) == record
+
+
+@given(records())
+def test_ranks_pack_their_parts_alone_and_agree_on_the_head(record: SegmentRecord) -> None:
+    """What an index assembles from the ranks' commits is what one would have packed of the whole."""
+    ranks = len(record.parts)
+    alone = [
+        SegmentRecord(
+            (part,), record.slots, record.codec, record.created_s, record.depth, record.raw_bytes
+        )
+        for part in record.parts
+    ]
+    heads = {pack_head(one, ranks) for one in alone}
+    assert len(heads) == 1
+    packed = heads.pop() + b"".join(pack_part(one, one.parts[0]) for one in alone)
+    assert packed == pack_record(record)
+
+
+@given(records(), st.data())
+def test_a_damaged_length_is_a_miss(record: SegmentRecord, data: st.DataObject) -> None:
+    packed = pack_record(record)
+    cut = data.draw(st.integers(0, len(packed) - 1))
+    assert unpack_record(packed[:cut]) is None
+    assert unpack_record(packed + b"x") is None
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [(0, 0), (0, 2), (2, 0), (4, 0), (5, 2), (6, 1)],
+    ids=["version 0", "version 2", "no slots", "no ranks", "unknown codec", "reserved bits"],
+)
+def test_what_this_version_does_not_know_is_a_miss(at: int, value: int) -> None:
+    packed = bytearray(pack_record(SegmentRecord((PartRecord(4096, (1,)),), 1, "none", 1)))
+    packed[at] = value
+    assert unpack_record(bytes(packed)) is None
+
+
+def test_slot_ranges() -> None:
+    part = PartRecord(4096, (10, 20, 30, 40))
+    assert part.nbytes == 4196
+    assert part.slot_range(0, 4) == (4096, 100)
+    assert part.slot_range(1, 2) == (4106, 50)
+    assert part.slot_range(3, 1) == (4156, 40)
