@@ -67,7 +67,7 @@ def _from_file(given: Mapping[str, Any]) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"settings file {path}: {exc.strerror}") from exc
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
         raise ConfigError(f"settings file {path} is not YAML: {str(exc).splitlines()[0]}") from None
     if not isinstance(tree, dict):
         raise ConfigError(

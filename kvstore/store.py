@@ -24,7 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 from kvstore import __version__, codec
 from kvstore.errors import BreakerOpen, CorruptPayload, KVStoreError, NamespaceUnknown
@@ -112,6 +112,12 @@ class Store:
             log.warning("closed with saves still queued; they are lost from the cache")
         self.index.close()
         self.payloads.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def is_quarantined(self, segment: SegmentId) -> bool:
         """Whether this process has seen the segment fail verification."""

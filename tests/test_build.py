@@ -81,9 +81,9 @@ def test_what_is_wrong_is_said(given: dict[str, object], environ: dict[str, str]
 
 
 def test_a_settings_file_must_be_a_mapping(tmp_path: Path) -> None:
-    for text, says in (("- a\n", "mapping"), ("a: [", "not YAML")):
+    for text, says in ((b"- a\n", "mapping"), (b"a: [", "not YAML"), (b"a: \xff\xfe", "not YAML")):
         file = tmp_path / "x.yaml"
-        file.write_text(text)
+        file.write_bytes(text)
         with pytest.raises(ConfigError, match=says):
             load_settings({"settings": str(file)}, environ={})
 
@@ -118,9 +118,8 @@ def test_every_setting_has_a_variable() -> None:
 
 def test_an_unreachable_redis_is_no_reason_not_to_start(tmp_path: Path) -> None:
     # Port 1 refuses on every machine.
-    store = open_store({"payloads": f"file://{tmp_path}", "index": "redis://127.0.0.1:1/0"})
-    assert "127.0.0.1:1" in repr(store.index)
-    store.close()
+    with open_store({"payloads": f"file://{tmp_path}", "index": "redis://127.0.0.1:1/0"}) as store:
+        assert "127.0.0.1:1" in repr(store.index)
 
 
 def test_memory_is_for_tests() -> None:

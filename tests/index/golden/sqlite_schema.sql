@@ -1,4 +1,3 @@
-E       AssertionError: the schema is now:
 -- application_id 0x6b767369, user_version 1, journal_mode wal
 CREATE TABLE claims (
     namespace INTEGER NOT NULL, digest BLOB NOT NULL, segment BLOB NOT NULL, expires REAL NOT NULL,
