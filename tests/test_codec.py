@@ -356,6 +356,18 @@ def test_a_truncated_segment_is_detected_at_every_length(how: Literal["none", "l
             decode(data[:length])
 
 
+def test_a_truncated_header_is_called_that() -> None:
+    with pytest.raises(CorruptPayload, match="truncated at 4000 of 4096"):
+        codec.parse_header(joined(encode(small_slots()))[:4000])
+
+
+def test_a_namespace_that_is_not_ascii_is_damage() -> None:
+    loaded = document(joined(encode(small_slots())))
+    loaded["__metadata__"]["namespace"] = JSON.replace("tiny", "tin\u00ff")
+    with pytest.raises(CorruptPayload, match="namespace"):
+        codec.parse_header(with_document(loaded))
+
+
 def test_swapped_slots_are_detected() -> None:
     one, two = random.Random(1).randbytes(64), random.Random(2).randbytes(64)
     data = joined(encode([slot(0, one), slot(1, two)]))

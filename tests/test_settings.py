@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
 from schemas.base import explain, redact
-from schemas.settings import ConnectorConfig, Settings, parse_bytes
+from schemas.settings import Settings, parse_bytes
 
 SECRET = "hunter2"
 
@@ -48,10 +48,6 @@ def test_every_default_is_valid_alone() -> None:
         default = field.get_default(call_default_factory=True)
         if name != "payloads" and default is not None:
             Settings.model_validate({"payloads": "file:///x", name: default})
-
-
-def test_the_connectors_config_is_the_same_tree() -> None:
-    assert set(ConnectorConfig.model_fields) == set(Settings.model_fields)
 
 
 # Unknown keys

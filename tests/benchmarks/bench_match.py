@@ -34,6 +34,7 @@ from tests.servers import RedisServer
 
 SIZES = (256, 2048, 8192)
 SEGMENT = 64
+TURN = 36
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,20 @@ class Row:
 
 
 def timed(calls: Sequence[Callable[[int], object]], repeat: int) -> list[list[float]]:
-    """Sorted milliseconds of each call; the calls take turns."""
+    """Sorted milliseconds of each call. The calls take turns of some dozens, the first two not counted.
+
+    Turns, so that the machine's moods hit all of them; dozens, because a processor whose caches were
+    just filled by another kind of call takes half as long again, and would be what is measured.
+    """
     taken: list[list[float]] = [[] for _ in calls]
-    for i in range(repeat + 10):
+    for turn in range(-(-repeat // TURN)):
         for call, times in zip(calls, taken, strict=True):
-            began = time.perf_counter()
-            call(i)
-            times.append(1e3 * (time.perf_counter() - began))
-    return [sorted(times[10:]) for times in taken]
+            for i in range(TURN + 2):
+                began = time.perf_counter()
+                call(turn * TURN + i)
+                if i >= 2:
+                    times.append(1e3 * (time.perf_counter() - began))
+    return [sorted(times) for times in taken]
 
 
 def row(what: str, blocks: int, times: list[float], bare: list[float] | None = None) -> Row:
