@@ -1,23 +1,21 @@
 """Read one run of slots out of one segment, verified before it is handed over.
 
-The bytes go straight into the caller's buffers where the codec allows it. They are read in pieces
-of a few MiB that are checksummed right after they arrive: large enough for the disk, small enough
-that the checksum finds them in the processor's cache (measured: tests/benchmarks/bench_disk.py).
+The bytes go straight into the caller's buffers where the codec allows it, in one read, or two if the run
+does not start right behind the header. Reading in pieces with a checksum after each made no clear
+difference from the page cache or from a cold disk (tests/benchmarks/bench_disk.py), and would cost an
+object store a request per piece.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore import codec
 from kvstore.errors import CorruptPayload, DeadlineExceeded
 from kvstore.keys import ContentKey, NamespaceId, payload_name
 from kvstore.ports import PayloadStore, Run
 from schemas.segment import SlotMeta
-
-#: Bytes per read call.
-PIECE_BYTES = 4 << 20
 
 
 class PayloadMissing(CorruptPayload):
@@ -51,41 +49,23 @@ def read_run(
     part = run.record.parts[rank]
     name = payload_name(namespace, run.segment, rank)
     head = memoryview(bytearray(part.data_start))
-    offset, _ = part.slot_range(run.slot, run.count)
-    plain = run.record.codec == "none"
-    pieces = _pieces(part.slot_sizes[run.slot : run.slot + run.count])
-
-    # A run from the segment's start lies right behind the header: one read gets both.
-    first = pieces[0] if plain and run.slot == 0 else range(0)
-    _read(payloads, name, 0, [head, *(into[i] for i in first)], end, clock)
-    slots = _check_header(head, namespace, run, keys, into, rank)
-    for i in first:
-        codec.decode_slot(into[i], slots[i], None)
-        offset += part.slot_sizes[i]
-    for piece in pieces[1:] if first else pieces:
+    start, _ = part.slot_range(run.slot, run.count)
+    if run.record.codec == "none" and run.slot == 0:
+        _read(payloads, name, 0, [head, *into], end, clock)
+        slots = _check_header(head, namespace, run, keys, into, rank)
+        stored = list(into)
+    else:
+        _read(payloads, name, 0, [head], end, clock)
+        slots = _check_header(head, namespace, run, keys, into, rank)
+        sizes = part.slot_sizes[run.slot : run.slot + run.count]
         stored = [
-            into[i] if slots[i].codec == "none" else _scratch(part.slot_sizes[run.slot + i]) for i in piece
+            view if slot.codec == "none" else _scratch(size)
+            for view, slot, size in zip(into, slots, sizes, strict=True)
         ]
-        _read(payloads, name, offset, stored, end, clock)
-        for i, data in zip(piece, stored, strict=True):
-            codec.decode_slot(data, slots[i], None if slots[i].codec == "none" else into[i])
-            offset += data.nbytes
+        _read(payloads, name, start, stored, end, clock)
+    for data, slot, view in zip(stored, slots, into, strict=True):
+        codec.decode_slot(data, slot, None if slot.codec == "none" else view)
     return slots
-
-
-def _pieces(sizes: Sequence[int]) -> list[range]:
-    """Consecutive positions whose sizes add up to about PIECE_BYTES."""
-    return list(_split(sizes)) or [range(0)]
-
-
-def _split(sizes: Sequence[int]) -> Iterator[range]:
-    start = total = 0
-    for i, size in enumerate(sizes):
-        if total and total + size > PIECE_BYTES:
-            yield range(start, i)
-            start, total = i, 0
-        total += size
-    yield range(start, len(sizes))
 
 
 def _scratch(size: int) -> memoryview:

@@ -70,9 +70,7 @@ def test_ranks_pack_their_parts_alone_and_agree_on_the_head(record: SegmentRecor
     """What an index assembles from the ranks' commits is what one would have packed of the whole."""
     ranks = len(record.parts)
     alone = [
-        SegmentRecord(
-            (part,), record.slots, record.codec, record.created_s, record.depth, record.raw_bytes
-        )
+        SegmentRecord((part,), record.slots, record.codec, record.created_s, record.depth, record.raw_bytes)
         for part in record.parts
     ]
     heads = {pack_head(one, ranks) for one in alone}

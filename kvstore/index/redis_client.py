@@ -20,6 +20,7 @@ import threading
 import time
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any, Self
 
 import redis
@@ -46,7 +47,6 @@ from kvstore.errors import (
     PermissionDenied,
     TransientError,
 )
-from schemas.base import redact
 from schemas.settings import RedisSettings
 
 #: What redis-py raises for a failed call; RedisClusterException is not a RedisError.
@@ -99,8 +99,13 @@ class RedisClient:
         """A client for `redis://`, `rediss://` or `unix://`. No I/O. Raises ConfigError."""
         try:
             options: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
-        except (ValueError, TypeError) as exc:
-            raise ConfigError(f"index = {redact(url)!r}: {exc}") from None
+        except (ValueError, TypeError):
+            # Neither the URL nor the exception is quoted: of a URL that can't be split correctly, a
+            # piece of the password may be in any part.
+            raise ConfigError(
+                "index is not a usable redis URL: redis://[user:password@]HOST:PORT/DB, "
+                "with special characters of a password percent-encoded"
+            ) from None
         where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         where = f"{where}/{options.get('db', 0)}"
         kind = options.pop("connection_class", redis.Connection)
@@ -136,10 +141,7 @@ class RedisClient:
 
     def command(self, *words: bytes | str | int | float, name: str = "") -> Any:
         """Run one command."""
-        try:
-            return self._call(name or str(words[0]), *words)
-        except NoScriptError as exc:
-            raise self._classified(exc, name) from exc
+        return self._call(name or str(words[0]), *words)
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
@@ -158,15 +160,18 @@ class RedisClient:
             except MovedError:
                 self._become_cluster()
             except (redis.ConnectionError, OSError) as exc:
-                if isinstance(exc, (redis.TimeoutError, TimeoutError)) or _denied(exc):
-                    raise
-                if time.monotonic() - began > self._timeout_s * _STALE_SHARE:
+                if not self._was_stale(exc, time.monotonic() - began):
                     raise
             return self._execute(*words)
         except NoScriptError:
             raise
         except FAILURES as exc:
             raise self._classified(exc, name) from exc
+
+    def _was_stale(self, exc: Exception, took_s: float) -> bool:
+        """Whether a failure may mean no more than that the server had closed an idle connection."""
+        timed_out = isinstance(exc, (redis.TimeoutError, TimeoutError))
+        return not timed_out and not _denied(exc) and took_s < self._timeout_s * _STALE_SHARE
 
     def _execute(self, *words: bytes | str | int | float) -> Any:
         return self._client.execute_command(*words)  # type: ignore[no-untyped-call]
@@ -202,7 +207,7 @@ def _options(settings: RedisSettings, *, tls: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "socket_timeout": settings.timeout_s,
         "socket_connect_timeout": settings.connect_timeout_s,
-        # RESP2 with hiredis decodes a match in two thirds of RESP3's time (shared/parts.md).
+        # RESP2 with hiredis decodes a match in two thirds of RESP3's time.
         "protocol": 2,
         "decode_responses": False,
         # The breaker above repeats, after a pause and for all calls together; here a deadline is one.
@@ -216,5 +221,7 @@ def _options(settings: RedisSettings, *, tls: bool) -> dict[str, Any]:
         options["ssl_cert_reqs"] = "required" if settings.tls_verify else "none"
         options["ssl_check_hostname"] = settings.tls_verify
         if settings.tls_ca is not None:
+            if not Path(settings.tls_ca).is_file():
+                raise ConfigError(f"redis.tls_ca = {settings.tls_ca!r}: no such file")
             options["ssl_ca_certs"] = settings.tls_ca
     return options

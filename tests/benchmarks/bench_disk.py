@@ -1,8 +1,10 @@
 """Local disk: what LocalPayloads and verification cost beside the bare system calls.
 
-    python -m tests.benchmarks.bench_disk [--folder DIR] [--threads 1 2 4] [--pieces 1 2 4] [--json FILE]
+    python -m tests.benchmarks.bench_disk [--folder DIR] [--threads 1 2 4] [--json FILE]
 
-Puts go to fresh files, loads come from the page cache into memory that has been used before. All
+Puts go to fresh files. Loads go into memory that has been used before; "load" comes from the page cache,
+where a bare read is a copy in memory and a checksum, at the same speed, can't be free; "cold" comes from
+the disk, the page cache dropped before every round. All
 cases of one kind take turns within a round, so that a drifting machine meets them alike; a ratio is
 the median over the rounds of case / bare in the same round. MB are 10^6 bytes of slots, headers not
 counted.
@@ -27,7 +29,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,17 @@ class Bench:
             writer="bench",
         )
 
+    def sync(self) -> None:
+        """Bring everything to the disk: pages that aren't there yet can't be dropped."""
+        os.sync()
+
+    def forget(self) -> None:
+        """Drop the segments from the page cache."""
+        for segment in self.segments:
+            fd = os.open(self.folder / "cache" / self.name(segment), os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
     def name(self, segment: SegmentId) -> str:
         return keys.payload_name(self.namespace, segment, 0)
 
@@ -167,28 +179,28 @@ def local_read(bench: Bench, arena: Arena) -> Operation:
     return lambda i: bench.payloads.read(names[i], bench.start, arena.views)
 
 
-def read_then_verify(bench: Bench, arena: Arena) -> Operation:
-    """Everything is read, then everything is checked: what `read_run` does better."""
+def verified_run(bench: Bench, arena: Arena) -> Operation:
+    """kvstore.reader.read_run, as the store loads."""
+    end = float("inf")
+    return lambda i: reader.read_run(
+        bench.payloads, bench.namespace, bench.runs[i], bench.keys, arena.views, rank=0, end=end
+    )
+
+
+def pieces_run(bench: Bench, arena: Arena) -> Operation:
+    """Pieces of 4 MiB, each checked right after it was read: what `read_run` does not do."""
     names = [bench.name(segment) for segment in bench.segments]
     head = memoryview(bytearray(bench.start))
+    step = (4 << 20) // SLOT_BYTES
 
     def load(i: int) -> None:
-        bench.payloads.read(names[i], 0, [head, *arena.views])
+        bench.payloads.read(names[i], 0, [head])
         header = codec.parse_header(head, namespace=bench.namespace)
-        for slot, view in zip(header.meta.slots, arena.views, strict=True):
-            codec.decode_slot(view, slot, None)
-
-    return load
-
-
-def verified_run(bench: Bench, arena: Arena, piece_bytes: int = reader.PIECE_BYTES) -> Operation:
-    """kvstore.reader.read_run, as the store loads."""
-
-    def load(i: int) -> None:
-        reader.PIECE_BYTES = piece_bytes
-        reader.read_run(
-            bench.payloads, bench.namespace, bench.runs[i], bench.keys, arena.views, rank=0, end=float("inf")
-        )
+        for first in range(0, bench.slots, step):
+            views = arena.views[first : first + step]
+            bench.payloads.read(names[i], bench.start + first * SLOT_BYTES, views)
+            for slot, view in zip(header.meta.slots[first : first + step], views, strict=True):
+                codec.decode_slot(view, slot, None)
 
     return load
 
@@ -201,8 +213,8 @@ PUTS: dict[str, Callable[[Bench, Arena], Operation]] = {
 LOADS: dict[str, Callable[[Bench, Arena], Operation]] = {
     "bare": bare_read,
     "LocalPayloads.read": local_read,
-    "read, then verify": read_then_verify,
     "read_run": verified_run,
+    "verified in pieces": pieces_run,
 }
 
 
@@ -222,12 +234,16 @@ class Result:
 def measure(bench: Bench, kind: str, threads: int, rounds: int) -> list[Result]:
     """All cases of one kind, taking turns."""
     cases = PUTS if kind == "put" else LOADS
+    if kind == "cold":
+        bench.sync()
     arenas = [Arena(bench.slots, seed) for seed in range(threads)]
     operations = {case: [make(bench, arena) for arena in arenas] for case, make in cases.items()}
     rates: dict[str, list[float]] = {case: [] for case in cases}
     cpu: dict[str, list[float]] = {case: [] for case in cases}
     for number in range(-1, rounds):
         for case in cases:
+            if kind == "cold":
+                bench.forget()
             wall, busy = _round(operations[case], len(bench.segments))
             if kind == "put":
                 for folder in ("bare", "local", "encoded"):
@@ -308,19 +324,14 @@ def main() -> None:
     parser.add_argument("--segments", type=int, default=16, help="shared out among the threads")
     parser.add_argument("--slots", type=int, default=64, help="of 512 KiB each")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--pieces", type=int, nargs="+", default=[], help="MiB per read of read_run, to compare"
-    )
     parser.add_argument("--json", metavar="FILE", help="also write the results there; - for stdout")
     given = parser.parse_args()
-    for piece in given.pieces:
-        LOADS[f"read_run, {piece} MiB"] = partial(verified_run, piece_bytes=piece << 20)
 
     results: list[Result] = []
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="bench-disk-") as name:
         facts = machine(Path(name))
         bench = Bench(Path(name), given.slots, given.segments)
-        for kind in ("put", "load"):
+        for kind in ("put", "load", "cold"):
             for threads in given.threads:
                 print(f"{kind}, {threads} threads", file=sys.stderr)
                 results += measure(bench, kind, threads, given.rounds)

@@ -109,9 +109,7 @@ def bench_redis(folder: Path, blocks: int, repeat: int) -> tuple[list[Row], dict
     return rows, memory
 
 
-def redis_variants(
-    index: RedisIndex, name: NamespaceId, chains: list[bytes], repeat: int
-) -> list[Row]:
+def redis_variants(index: RedisIndex, name: NamespaceId, chains: list[bytes], repeat: int) -> list[Row]:
     """The same without help: records not unpacked before, nothing stored, a chain that leaves halfway."""
 
     def forgetful(i: int) -> None:
@@ -143,7 +141,9 @@ def bench_sqlite(folder: Path, blocks: int, repeat: int) -> tuple[list[Row], dic
                 asked = [part_of(digests, 0, size) for digests in chains]
                 keys = [split_digests(digests) for digests in asked]
                 marks = ",".join("?" * size)
-                query = f"SELECT digest, segment, slot FROM entries WHERE namespace = 1 AND digest IN ({marks})"
+                query = (
+                    f"SELECT digest, segment, slot FROM entries WHERE namespace = 1 AND digest IN ({marks})"
+                )
                 match, select = timed(
                     [
                         lambda i, asked=asked: index.match(name, asked[i % len(asked)]),

@@ -23,7 +23,13 @@ def main() -> int:
     failed = []
     for name in names:
         print(f"== {name}", flush=True)
-        command = [sys.executable, "-m", f"tests.benchmarks.bench_{name}", "--json", str(out / f"{name}.json")]
+        command = [
+            sys.executable,
+            "-m",
+            f"tests.benchmarks.bench_{name}",
+            "--json",
+            str(out / f"{name}.json"),
+        ]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(name)
     print(f"JSON in {out.relative_to(ROOT)}/" + (f"; failed: {', '.join(failed)}" if failed else ""))

@@ -116,7 +116,18 @@ def _dump(raw: redis.Redis) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("expected", "bits"),
-    [(0, 0), (1, 0), (64, 0), (65, 1), (128, 1), (129, 2), (100_000, 11), (10**6, 14), (10**9, 24), (10**15, 24)],
+    [
+        (0, 0),
+        (1, 0),
+        (64, 0),
+        (65, 1),
+        (128, 1),
+        (129, 2),
+        (100_000, 11),
+        (10**6, 14),
+        (10**9, 24),
+        (10**15, 24),
+    ],
 )
 def test_buckets_hold_32_to_64_entries_when_full(expected: int, bits: int) -> None:
     assert bucket_bits(expected) == bits
@@ -348,16 +359,14 @@ def test_a_full_redis_refuses_saves_whole_and_goes_on_serving(
         raw.config_set("maxmemory", 0)
 
 
-def test_a_replica_is_read_and_not_written(
-    index: RedisIndex, raw: redis.Redis, name: NamespaceId
-) -> None:
+def test_a_replica_is_read_and_not_written(index: RedisIndex, raw: redis.Redis, name: NamespaceId) -> None:
     digests = chain(3)
     put(index, name, digests)
     raw.replicaof("127.0.0.1", "1")
     try:
         assert served(index.match(name, digests)) == 3
         for call in (index.ping, lambda: put(index, name, digests, 1)):
-            with pytest.raises(TransientError, match="(?i)read.?only"):
+            with pytest.raises(TransientError, match=r"(?i)read.?only"):
                 call()
     finally:
         raw.replicaof("NO", "ONE")
@@ -365,7 +374,9 @@ def test_a_replica_is_read_and_not_written(
 
 def test_credentials_and_rights(private_redis: RedisServer) -> None:
     with redis.Redis(port=private_redis.port, protocol=2) as raw:
-        raw.execute_command("ACL", "SETUSER", "reader", "on", ">reader-secret", "~kvs:*", "+@read", "+@scripting")
+        raw.execute_command(
+            "ACL", "SETUSER", "reader", "on", ">reader-secret", "~kvs:*", "+@read", "+@scripting"
+        )
         raw.execute_command("ACL", "SETUSER", "outsider", "on", ">outsider-secret", "~other:*", "+@all")
         raw.config_set("requirepass", "owner-secret")
     name, digests = namespace_id(namespace()), chain(3)
@@ -414,19 +425,27 @@ def test_settings_win_over_the_url() -> None:
     assert pool.max_connections == 3
     options = pool.connection_kwargs
     wanted = {
-        "host": "example.org", "port": 7000, "db": 5, "username": "u", "password": "p", "socket_timeout": 0.25,
-        "socket_connect_timeout": 0.5, "protocol": 2, "decode_responses": False, "ssl_cert_reqs": "required",
-        "ssl_check_hostname": True,
+        "host": "example.org", "port": 7000, "db": 5, "username": "u", "password": "p",
+        "socket_timeout": 0.25, "socket_connect_timeout": 0.5, "protocol": 2, "decode_responses": False,
+        "ssl_cert_reqs": "required", "ssl_check_hostname": True,
     }  # fmt: skip
     assert {key: options[key] for key in wanted} == wanted
     assert repr(index) == "RedisIndex(example.org:7000/5)"
     index.close()
 
 
-def test_a_url_that_makes_no_sense_is_a_config_error() -> None:
+@pytest.mark.parametrize(
+    "url", ["redis://user:hidden@host:port/0", "redis://user:hid/den@host:1/0", "http://hidden@host"]
+)
+def test_a_url_that_makes_no_sense_is_a_config_error(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        RedisIndex.from_settings("redis://user:hidden@host:port/0", RedisSettings())
-    assert "hidden" not in str(caught.value)
+        RedisIndex.from_settings(url, RedisSettings())
+    assert not any(part in str(caught.value) for part in ("hid", "den"))
+
+
+def test_a_missing_ca_file_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"redis\.tls_ca"):
+        RedisIndex.from_settings("rediss://localhost:1/0", RedisSettings(tls_ca="/nonexistent/ca.pem"))
 
 
 def test_a_unix_socket() -> None:

@@ -401,7 +401,9 @@ def test_a_place_that_cannot_be_written_is_permission(fast_path: Path, where: st
 
 def test_a_read_only_file_is_permission(index: SqliteIndex, path: str, name: NamespaceId) -> None:
     (connection,) = index._database._idle  # type: ignore[attr-defined]
-    connection.execute("PRAGMA query_only = ON")  # what SQLite answers then is what a mount read-only makes it answer
+    connection.execute(
+        "PRAGMA query_only = ON"
+    )  # what SQLite answers then is what a mount read-only makes it answer
     with pytest.raises(PermissionDenied, match="readonly"):
         put(index, name, chain(1))
     with pytest.raises(PermissionDenied, match="readonly"):
@@ -410,7 +412,7 @@ def test_a_read_only_file_is_permission(index: SqliteIndex, path: str, name: Nam
 
 
 def test_every_code_of_sqlite_is_of_the_tree() -> None:
-    for code in range(0, 30):
+    for code in range(30):
         exc = sqlite3.OperationalError("text")
         exc.sqlite_errorcode = code | 0x300
         error = sqlite_file.classified(exc, "somewhere", "match")
