@@ -20,8 +20,10 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from connectors.ec_scheduler import ECScheduler
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata
 from connectors.ec_worker import ECWorker, current_device, is_first_rank
-from connectors.identity import ec_namespace, refuse_counter_identifiers
-from connectors.options import connector_settings, open_for
+from connectors.identity import ec_namespace, refuse_counter_identifiers, refuse_parallel
+from connectors.options import open_for
+from kvstore.build import load_settings
+from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +38,13 @@ class ECStoreConnector(ECConnectorBase):
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
+        refuse_parallel(vllm_config.parallel_config)
         refuse_counter_identifiers(vllm_config)
-        settings = connector_settings(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        if vllm_config.kv_transfer_config is not None and not self.is_consumer:
+            raise ConfigError(
+                "kvstore: an ec_producer runs no language model, so it can't have a KV connector too"
+            )
+        settings = load_settings(vllm_config.ec_transfer_config.ec_connector_extra_config)
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
         if role is ECConnectorRole.SCHEDULER:
@@ -48,13 +55,17 @@ class ECStoreConnector(ECConnectorBase):
                 store,
                 store.open(namespace, block_bytes=1 << 20),
                 dtype=vllm_config.model_config.dtype,
+                hidden=vllm_config.model_config.get_inputs_embeds_size(),
+                widths=lambda: vllm_config.ec_transfer_config.mm_encoder_output_widths,
                 consumer=self.is_consumer,
                 producer=self.is_producer,
                 tower_lora=bool(lora is not None and getattr(lora, "enable_tower_connector_lora", False)),
             )
         else:
             store = open_for(settings, "EC connector worker")
-            self._worker = ECWorker(store, device=current_device, saves=is_first_rank)
+            self._worker = ECWorker(
+                store, dtype=vllm_config.model_config.dtype, device=current_device, saves=is_first_rank
+            )
 
     # ---- worker ---------------------------------------------------------------------------------
 

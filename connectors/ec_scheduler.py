@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from connectors.ec_staging import StagingFolder
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
 from connectors.guard import guarded
+from connectors.identity import CONTENT_HASH
 from connectors.tensors import SAFETENSORS_DTYPES
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.keys import canonical_json, digest, item_key
@@ -44,12 +45,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Items remembered; the oldest unpromised are forgotten first.
+#: Items remembered; the oldest are forgotten first.
 _REMEMBERED = 4096
 #: A pin whose release was lost (a step that never reached a worker) ends after this.
 _PIN_S = 60.0
-#: What vLLM's own hashes look like; a client's uuid hardly ever does.
-_CONTENT_HASH = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
 
 
 @dataclass(slots=True)
@@ -59,6 +58,7 @@ class Item:
     asked_at: float
     outcome: str | None = None  # "ready", "stored", or why not (kvstore.metrics.MISS_REASONS)
     staged: StagedItem | None = None
+    #: In the staging folder.
     name: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     abandoned: bool = False
@@ -73,6 +73,8 @@ class ECScheduler:
         space: Space,
         *,
         dtype: torch.dtype,
+        hidden: int,
+        widths: Callable[[], Mapping[str, int]],
         consumer: bool,
         producer: bool,
         tower_lora: bool,
@@ -81,6 +83,8 @@ class ECScheduler:
         self._space = space
         self._settings = store.settings.ec
         self._dtype = SAFETENSORS_DTYPES[dtype]
+        self._hidden = hidden
+        self._widths = widths
         self._consumer = consumer
         self._producer = producer
         self._tower_lora = tower_lora
@@ -89,13 +93,15 @@ class ECScheduler:
         self._items: OrderedDict[str, Item] = OrderedDict()
         #: Identifiers in the workers' encoder caches.
         self._resident: set[str] = set()
-        #: Rows that the request being scheduled expects, by identifier.
-        self._rows: dict[str, int] = {}
+        #: (rows, width if known) that the request being scheduled expects, by identifier.
+        self._expected: dict[str, tuple[int, int | None]] = {}
         self._loads: dict[str, StagedItem] = {}
         self._saves: set[str] = set()
         #: Staged items that were promised -> when their pin ends by itself.
-        self._pinned: dict[str, float] = {}
-        store.transfers.call(self._register)
+        self._promised: dict[str, float] = {}
+        #: Loads handed to the workers, by identifier: (name, when its pin ends by itself).
+        self._loading: dict[str, deque[tuple[str, float]]] = {}
+        space.register_soon()
 
     # ---- the scheduler's questions --------------------------------------------------------------
 
@@ -108,7 +114,10 @@ class ECScheduler:
             if position.offset + position.length <= computed or not self._cacheable(request, feature):
                 continue
             identifier = feature.identifier
-            self._rows[identifier] = request.get_num_encoder_embeds(index)
+            expected = (request.get_num_encoder_embeds(index), self._widths().get(feature.modality))
+            if self._expected.setdefault(identifier, expected) != expected:
+                # One name for two things within a step: whichever is staged, one of them it is not.
+                self._expected[identifier] = (-1, None)
             if identifier not in self._resident and not self._settled(identifier):
                 ready = False
         return ready
@@ -125,15 +134,21 @@ class ECScheduler:
             return not self._consumer
         if item.outcome != "ready" or item.staged is None:
             return False
-        if item.staged.rows != self._rows.get(identifier):
+        if not self._fits(item.staged, *self._expected.get(identifier, (-1, None))):
             # A client's uuid, reused for something else. vLLM would end the engine over it.
-            log.warning("encoder output has %d rows, the request expects another number", item.staged.rows)
+            log.warning("a stored encoder output is not of the size that the request expects")
             return False
-        if item.name not in self._pinned and not self._staging.pin(item.name):
+        if item.name not in self._promised and not self._staging.pin(item.name):
             del self._items[identifier]
             return False
-        self._pinned[item.name] = time.monotonic() + _PIN_S
+        self._promised[item.name] = time.monotonic() + _PIN_S
         return True
+
+    def _fits(self, staged: StagedItem, rows: int, width: int | None) -> bool:
+        if staged.rows != rows:
+            return False
+        # DeepStack levels are packed side by side, so without vLLM's word a multiple will do.
+        return staged.width == width if width else staged.width % self._hidden == 0
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """The scheduler has made room for the item: load it if it was promised, else it is encoded."""
@@ -141,8 +156,11 @@ class ECScheduler:
         identifier = feature.identifier
         self._resident.add(identifier)
         item = self._items.get(identifier)
-        if item is not None and item.staged is not None and item.name in self._pinned:
+        if item is not None and item.staged is not None and item.name in self._promised:
             self._loads[identifier] = item.staged
+            # The promise's pin is now the load's, until the workers report it.
+            pin = (item.name, self._promised.pop(item.name))
+            self._loading.setdefault(identifier, deque()).append(pin)
         elif (
             self._producer
             and (item is None or item.outcome not in ("ready", "stored"))
@@ -158,7 +176,7 @@ class ECScheduler:
         for identifier in saves:
             # Saved soon: the next request asks the store again instead of trusting "absent".
             self._items.pop(identifier, None)
-        self._rows.clear()
+        self._expected.clear()
         self._expire_pins()
         return ECStoreMetadata(self._namespace_json if loads or saves else None, loads, saves)
 
@@ -167,9 +185,10 @@ class ECScheduler:
         meta = output.ec_connector_worker_meta
         if isinstance(meta, ECStoreWorkerMetadata):
             for identifier in meta.loaded:
-                item = self._items.get(identifier)
-                if item is not None and self._pinned.pop(item.name, None) is not None:
-                    self._staging.unpin(item.name)
+                if pins := self._loading.get(identifier):
+                    self._staging.unpin(pins.popleft()[0])
+                    if not pins:
+                        del self._loading[identifier]
 
     def shutdown(self) -> None:
         """Close the store of this half and remove the staging folder."""
@@ -183,7 +202,8 @@ class ECScheduler:
             return False  # not an encoder's output
         if self._tower_lora and request.lora_request is not None:
             return False  # the identifier names the adapter, not its weights
-        return self._settings.client_uuids == "trust" or bool(_CONTENT_HASH.fullmatch(feature.identifier))
+        trusted = self._store.settings.identity.client_uuids == "trust"
+        return trusted or bool(CONTENT_HASH.fullmatch(feature.identifier))
 
     def _settled(self, identifier: str) -> bool:
         """Whether it is known if the item can be had; starts finding out if it isn't."""
@@ -198,11 +218,15 @@ class ECScheduler:
             return True
         if now - item.asked_at < self._settings.fetch_deadline_s:
             return False
-        with item.lock:
+        if not item.lock.acquire(blocking=False):
+            return False  # being written to the staging folder at this moment
+        try:
             if item.outcome is None:
                 item.abandoned = True
                 item.outcome = "deadline"
                 self._store.counters.miss("deadline", 1)
+        finally:
+            item.lock.release()
         return True
 
     def _outdated(self, item: Item, now: float) -> bool:
@@ -244,7 +268,8 @@ class ECScheduler:
                 raise CorruptPayload(
                     f"encoder output is {slot.dtype}{list(slot.shape)}, expected {self._dtype}[rows, width]"
                 )
-            name = hashlib.sha256(key).hexdigest()
+            # With the segment: a name that is reused for other content is another file.
+            name = hashlib.sha256(key + run.segment).hexdigest()
             with item.lock:
                 if item.abandoned:
                     return
@@ -264,13 +289,11 @@ class ECScheduler:
                 self._staging.unpin(item.name)
 
     def _expire_pins(self) -> None:
+        """End pins whose step never reached a worker."""
         now = time.monotonic()
-        for name in [name for name, end in self._pinned.items() if end < now]:
-            del self._pinned[name]
+        for name in [name for name, end in self._promised.items() if end < now]:
+            del self._promised[name]
             self._staging.unpin(name)
-
-    def _register(self) -> None:
-        try:
-            self._space.register()
-        except KVStoreError as exc:
-            log.warning("kvstore index not reachable yet (%s); running without the cache until it is", exc)
+        for identifier in [one for one, pins in self._loading.items() if pins[0][1] < now]:
+            for name, _ in self._loading.pop(identifier):
+                self._staging.unpin(name)

@@ -2,25 +2,31 @@
 
 A folder and not memory, because the scheduler fetches and the workers, other processes of this
 node, load; in the page cache it is memory all the same. One owner (the scheduler's half) writes and
-evicts, so its accounting needs no lock file. Each engine has a folder of its own, named for its
-process; what a dead process left is removed when the next one starts.
+evicts, so its accounting needs no shared state. Each engine has a folder of its own and holds a lock
+in it for life: a folder whose lock is free was left by a dead engine, whatever container it ran in, and
+is removed when the next one starts.
 
-Names are digests of identifiers, never identifiers.
+Names are digests of identifiers and segments, never identifiers; what has a name never changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from pathlib import Path
 
 from kvstore.errors import CapacityExceeded, ConfigError, TransientError
 
 _PREFIX = "kvstore-ec-"
+_LOCK = ".lock"
+#: A folder this young may be about to be locked.
+_YOUNG_S = 60.0
 
 
 class StagingFolder:
@@ -30,7 +36,8 @@ class StagingFolder:
         base = Path(parent or tempfile.gettempdir())
         try:
             base.mkdir(parents=True, exist_ok=True)
-            self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+            self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            self._held = _lock(self._root / _LOCK)
         except OSError as exc:
             raise ConfigError(
                 f"kvstore: ec.staging_dir {base}: {exc.strerror}; name a writable folder"
@@ -48,21 +55,20 @@ class StagingFolder:
         return self._used
 
     def put(self, name: str, data: memoryview) -> str:
-        """Write an item, pinned once, and return its path. Raises CapacityExceeded, TransientError.
+        """Write an item, pinned once, and return its path; if it is there already, only pin it.
 
-        An item of that name is replaced in one piece: a worker may be about to read it.
+        Raises CapacityExceeded, TransientError.
         """
-        with self._lock:
-            self._make_room(data.nbytes - self._sizes.get(name, 0), keep=name)
-            self._used += data.nbytes - self._sizes.get(name, 0)
-            self._sizes[name] = data.nbytes
-            self._sizes.move_to_end(name)
-            self._pins[name] = self._pins.get(name, 0) + 1
         path = self._root / name
-        fresh = path.with_name(f"{name}.{threading.get_ident()}")
+        with self._lock:
+            if self._keep(name):
+                return str(path)
+            self._make_room(data.nbytes)
+            self._used += data.nbytes
+            self._sizes[name] = data.nbytes
+            self._pins[name] = 1
         try:
-            fresh.write_bytes(data)
-            fresh.replace(path)
+            path.write_bytes(data)
         except OSError as exc:
             with self._lock:
                 self._forget(name)
@@ -78,20 +84,30 @@ class StagingFolder:
                 self._pins[name] -= 1
 
     def pin(self, name: str) -> bool:
-        """Keep the item until it is unpinned; False if it has gone already."""
+        """Keep the item until it is unpinned; False if it has gone, by itself or by somebody's hand."""
         with self._lock:
-            if name not in self._sizes:
-                return False
-            self._pins[name] = self._pins.get(name, 0) + 1
-            self._sizes.move_to_end(name)
-            return True
+            return self._keep(name)
 
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self._root, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._held)
 
-    def _make_room(self, nbytes: int, keep: str) -> None:
-        free = [name for name in self._sizes if name not in self._pins and name != keep]
+    def _keep(self, name: str) -> bool:
+        if name not in self._sizes:
+            return False
+        try:
+            os.utime(self._root / name)  # there, and of interest to whoever tidies by age
+        except OSError:
+            self._forget(name)
+            return False
+        self._pins[name] = self._pins.get(name, 0) + 1
+        self._sizes.move_to_end(name)
+        return True
+
+    def _make_room(self, nbytes: int) -> None:
+        free = [name for name in self._sizes if name not in self._pins]
         excess = self._used + nbytes - self._capacity
         if excess > sum(self._sizes[name] for name in free):
             raise CapacityExceeded(f"staging folder: {nbytes} bytes more don't fit into {self._capacity}")
@@ -107,18 +123,24 @@ class StagingFolder:
             (self._root / name).unlink()
 
 
+def _lock(path: Path) -> int:
+    """An open file with this process's lock on it. Raises BlockingIOError if another holds it."""
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        raise
+    return held
+
+
 def _remove_stale(base: Path) -> None:
     for folder in base.glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+        try:
+            if time.time() - folder.stat().st_mtime < _YOUNG_S and not (folder / _LOCK).exists():
+                continue
+            held = _lock(folder / _LOCK)
+        except OSError:
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)

@@ -28,9 +28,15 @@ class ECWorker:
     """One per rank. `saves` tells whether this rank is the one that saves: outputs are replicated."""
 
     def __init__(
-        self, store: Store, *, device: Callable[[], torch.device], saves: Callable[[], bool]
+        self,
+        store: Store,
+        *,
+        dtype: torch.dtype,
+        device: Callable[[], torch.device],
+        saves: Callable[[], bool],
     ) -> None:
         self._store = store
+        self._dtype = dtype
         self._device = device
         self._saves = saves
         self._space: Space | None = None
@@ -56,6 +62,9 @@ class ECWorker:
         if identifier not in metadata.saves or self._space is None or not self._saves():
             return
         tensor = encoder_cache[identifier]
+        if tensor.dim() != 2 or tensor.dtype != self._dtype:
+            log.warning("an encoder output of %s%s is not cached", tensor.dtype, list(tensor.shape))
+            return
         nbytes = tensor.numel() * tensor.element_size()
         copy = HostCopy(tensor)
         if not self._store.transfers.write(nbytes, lambda: self._save(identifier, copy)):

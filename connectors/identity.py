@@ -1,12 +1,14 @@
 """From vLLM's configuration to a namespace: what makes two engines' bytes interchangeable.
 
-Runs in the scheduler's process only; workers are told the namespace, so the two can't differ.
+The scheduler's half asks, in its own process; workers are told the namespace, so the two can't differ.
+The one thing that only a worker knows, what fills a page, it tells the scheduler once at the start.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import marshal
 import os
 import re
 from pathlib import Path
@@ -20,13 +22,20 @@ from schemas.settings import Settings
 
 #: Keys of a model's config.json that say nothing about its outputs.
 _VOLATILE = {"_name_or_path", "transformers_version", "_commit_hash"}
+#: Files beside a model that decide what its encoder is given.
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+#: Fields of vLLM's multimodal configuration that change an encoder's input or output, and are in no hash.
+_MULTIMODAL_FIELDS = (
+    "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_attn_backend",
+    "mm_encoder_attn_dtype", "video_pruning_rate", "video_pruning_method",
+)  # fmt: skip
+#: What vLLM's own hashes look like; a client's uuid hardly ever does.
+CONTENT_HASH = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
 
 
-def kv_namespace(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Namespace:
-    """The namespace of an engine's KV blocks. Raises ConfigError for what can't be shared yet."""
+def kv_namespace(vllm_config: Any, kv_cache_config: Any, settings: Settings, page_format: str) -> Namespace:
+    """The namespace of an engine's KV blocks. Raises ConfigError for what can't be shared."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    _refuse_parallel(parallel)
-    _refuse_unsupported(kv_cache_config)
     algo = cache.prefix_caching_hash_algo
     return Namespace(
         kind="kv",
@@ -36,6 +45,7 @@ def kv_namespace(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> 
         hash_root=_hash_root(algo),
         kv_dtype=str(cache.cache_dtype),
         page_order="LHNC",
+        page_format=page_format,
         groups=tuple(group_spec(group, cache.block_size) for group in kv_cache_config.kv_cache_groups),
         parallel=Parallel(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size),
         codec=settings.segment.codec,
@@ -44,8 +54,7 @@ def kv_namespace(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> 
 
 
 def ec_namespace(vllm_config: Any, settings: Settings) -> Namespace:
-    """The namespace of an engine's encoder outputs. Raises ConfigError for what can't be shared yet."""
-    _refuse_parallel(vllm_config.parallel_config)
+    """The namespace of an engine's encoder outputs. Raises ConfigError for what can't be shared."""
     return Namespace(
         kind="ec",
         **_model_fields(vllm_config.model_config, settings),
@@ -86,13 +95,10 @@ def _page_shape(spec: Any) -> tuple[int, int, int, str]:
     return spec.num_heads, spec.num_states, spec.state_content_size_bytes // spec.dtype.itemsize, dtype
 
 
-def _refuse_parallel(parallel: Any) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
-        if (size := getattr(parallel, name, 1)) != 1:
-            raise ConfigError(f"kvstore: {name} = {size} is not supported yet; only 1")
-
-
-def _refuse_unsupported(kv_cache_config: Any) -> None:
+def refuse_unsupported_kv(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ConfigError, in words, for an engine whose KV blocks can't be shared. Both halves ask."""
+    refuse_parallel(vllm_config.parallel_config)
+    refuse_counter_identifiers(vllm_config)
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise ConfigError(
@@ -100,9 +106,46 @@ def _refuse_unsupported(kv_cache_config: Any) -> None:
             "every layer (one group, MLA included) are supported yet. --disable-hybrid-kv-cache-manager "
             "makes one group of sliding-window and full-attention layers."
         )
-    kinds = {type(spec).__name__ for spec in _specs(groups[0].kv_cache_spec)}
+    specs = _specs(groups[0].kv_cache_spec)
+    kinds = {type(spec).__name__ for spec in specs}
     if not kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
         raise ConfigError(f"kvstore: KV cache kind {', '.join(sorted(kinds))} is not supported yet")
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        raise ConfigError("kvstore: a block of a non-causal model depends on what follows it; not shareable")
+    if kv_cache_config.needs_kv_cache_zeroing:
+        raise ConfigError("kvstore: KV caches that vLLM zeroes (mixed precision) are not supported yet")
+
+
+def refuse_parallel(parallel: Any) -> None:
+    """Raise ConfigError for more than one rank."""
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if (size := getattr(parallel, name, 1)) != 1:
+            raise ConfigError(f"kvstore: {name} = {size} is not supported yet; only 1")
+
+
+def page_format(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
+    """What fills a page of this worker's KV cache: `cpu/CPU_ATTN/amx`, `cuda/FLASH_ATTN`, ...
+
+    The shape of a page says where a head's and a token's bytes are, not how keys and values are
+    arranged inside. That is the attention backend's business, on the CPU its instruction set's too.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+    group = kv_cache_config.kv_cache_groups[0]
+    names = sorted(
+        backend.get_name() for backend in get_current_attn_backends(vllm_config, group.layer_names)
+    )
+    parts = [device, "+".join(names)]
+    if device == "cpu":
+        layers = vllm_config.compilation_config.static_forward_context
+        sets = {str(getattr(layers[name], "isa", "")) for name in group.layer_names if name in layers}
+        parts.append("+".join(sorted(sets)) or "unknown")
+    return "/".join(parts)
 
 
 def _specs(spec: Any) -> list[Any]:
@@ -128,22 +171,20 @@ def _hash_root(algo: str) -> str:
 def _model_fields(model: Any, settings: Settings) -> dict[str, Any]:
     identity = settings.identity
     name = str(model.model)
-    folder = Path(name)
-    local = folder.exists()
+    local = Path(name).exists()
+    folder = Path(name) if local else _hub_folder(name, model.revision)
     return {
         "tenant": identity.tenant,
-        "model": identity.model or (folder.name if local else name),
+        "model": identity.model or (Path(name).name if local else name),
         "revision": "" if local else str(model.revision or ""),
-        "weights": identity.weights or _weights(model, folder if local else None),
-        "config": _config_digest(model, folder if local else None),
+        "weights": identity.weights or _weights(model, folder),
+        "config": _config_digest(model, folder),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization or ""),
     }
 
 
 def _weights(model: Any, folder: Path | None) -> str:
-    if folder is None:
-        folder = _hub_folder(str(model.model), model.revision)
     if folder is None:
         raise ConfigError(
             f"kvstore: the weights of {model.model} are not on this machine's disk, so they can't be told "
@@ -163,22 +204,47 @@ def _hub_folder(name: str, revision: str | None) -> Path | None:
 
 
 def _config_digest(model: Any, folder: Path | None) -> str:
-    """Digest of the model's configuration as given: its config.json and the overrides of it.
+    """Digest of the model's configuration as given: its files and the overrides of them.
 
-    The file rather than the parsed object, because models edit that object while they load, and
-    how far they are depends on the process.
+    The files rather than the parsed object, because models edit that object while they load, and how
+    far they are depends on the process.
     """
-    file = folder / "config.json" if folder is not None and folder.is_dir() else None
-    if file is not None and file.exists():
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    else:
-        config = model.hf_config.to_dict()
-    config = {key: value for key, value in config.items() if key not in _VOLATILE}
-    overrides = getattr(model, "hf_overrides", None)
-    if callable(overrides):
-        overrides = f"{getattr(overrides, '__module__', '')}.{getattr(overrides, '__qualname__', '')}"
-    text = json.dumps([config, overrides or {}], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    given: list[Any] = [_json(folder, "config.json") or model.hf_config.to_dict()]
+    given[0] = {key: value for key, value in given[0].items() if key not in _VOLATILE}
+    given.append(_overrides(getattr(model, "hf_overrides", None)))
+    for name in ("hf_config_path", "quantization_config", "override_generation_config", "model_impl"):
+        given.append(str(getattr(model, name, None)))
+    text = json.dumps(given[0], default=str).lower()
+    if any(word in text for word in ("longrope", "dynamic", '"su"')):
+        # These rotary embeddings choose their factors by the longest sequence the engine allows.
+        given.append(model.max_model_len)
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None:
+        given += [_json(folder, name) for name in _PROCESSOR_FILES]
+        given += [str(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS]
+    return hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _json(folder: Path | None, name: str) -> dict[str, Any] | None:
+    file = folder / name if folder is not None and folder.is_dir() else None
+    if file is None or not file.exists():
+        return None
+    try:
+        made: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return {"unreadable": hashlib.sha256(file.read_bytes()).hexdigest()}
+    return made
+
+
+def _overrides(overrides: Any) -> Any:
+    if not callable(overrides):
+        return overrides or {}
+    code = getattr(overrides, "__code__", None)
+    if code is None:
+        raise ConfigError("kvstore: hf_overrides must be a mapping or a plain function")
+    # Compiled code holds its file's path: two nodes may miss each other, never mistake one another.
+    inner = [repr(cell.cell_contents) for cell in overrides.__closure__ or ()]
+    return [hashlib.sha256(marshal.dumps(code)).hexdigest(), repr(overrides.__defaults__), inner]
 
 
 def refuse_counter_identifiers(vllm_config: Any) -> None:

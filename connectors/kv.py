@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
 )
 
-from connectors.identity import group_spec, kv_namespace, layer_order
+from connectors.identity import group_spec, kv_namespace, layer_order, page_format, refuse_unsupported_kv
 from connectors.kv_scheduler import KVScheduler
-from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata
+from connectors.kv_types import KVStoreHandshake, KVStoreMetadata, KVStoreWorkerMetadata
 from connectors.kv_worker import KVWorker
-from connectors.options import connector_settings, open_for, segment_blocks
+from connectors.options import open_for, segment_blocks
+from kvstore.build import load_settings
 from kvstore.errors import ConfigError
 from schemas.namespace import Namespace
 
@@ -53,26 +55,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 'kvstore: set "kv_load_failure_policy": "recompute"; with "fail" (vLLM\'s default) a '
                 "block that can't be loaded would fail its request"
             )
-        settings = connector_settings(transfer.kv_connector_extra_config)
+        self._settings = load_settings(transfer.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            namespace = kv_namespace(vllm_config, kv_cache_config, settings)
-            spec = namespace.groups[0]
-            store = open_for(settings, "KV connector", namespace)
-            self._scheduler = KVScheduler(
-                store,
-                store.open(namespace, block_bytes=spec.slot_bytes * namespace.ranks),
-                block_tokens=namespace.block_tokens,
-                segment_blocks=segment_blocks(settings, spec.slot_bytes),
-                prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
-                can_load=transfer.is_kv_consumer,
-                can_save=transfer.is_kv_producer,
-            )
-        else:
+        refuse_unsupported_kv(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.WORKER:
             spec = group_spec(kv_cache_config.kv_cache_groups[0], vllm_config.cache_config.block_size)
-            store = open_for(settings, "KV connector worker")
-            self._worker = KVWorker(store, spec, segment_blocks=segment_blocks(settings, spec.slot_bytes))
+            store = open_for(self._settings, "KV connector worker")
+            blocks = segment_blocks(self._settings, spec.slot_bytes)
+            self._worker = KVWorker(store, spec, segment_blocks=blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -85,11 +76,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         names = layer_order(self._kv_cache_config.kv_cache_groups[0].layer_names)
         self._on_worker.register([kv_caches[name] for name in names], self._kv_cache_config.num_blocks)
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        device = self._on_worker.device_type
+        return KVStoreHandshake(page_format(self._vllm_config, self._kv_cache_config, device))
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self._on_worker.protect()
         metadata = self._namespaced(kv_connector_metadata)
+        if metadata.abandon_loads:
+            self._on_worker.abandon_loads()
         self._on_worker.start_saves(metadata.flushes)
-        self._on_worker.protect()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._on_worker.start_loads(self._namespaced(self._get_connector_metadata()).loads)
@@ -120,6 +115,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler ------------------------------------------------------------------------------
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The workers have told what fills their pages: the namespace is complete, the cache opens."""
+        formats = {one.page_format for one in metadata.values() if isinstance(one, KVStoreHandshake)}
+        if len(formats) != 1:
+            raise ConfigError(f"kvstore: ranks differ in their page format: {', '.join(sorted(formats))}")
+        config, settings = self._vllm_config, self._settings
+        namespace = kv_namespace(config, self._kv_cache_config, settings, formats.pop())
+        spec = namespace.groups[0]
+        store = open_for(settings, "KV connector", namespace)
+        self._scheduler = KVScheduler(
+            store,
+            store.open(namespace, block_bytes=spec.slot_bytes * namespace.ranks),
+            block_tokens=namespace.block_tokens,
+            segment_blocks=segment_blocks(settings, spec.slot_bytes),
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
+            can_load=config.kv_transfer_config.is_kv_consumer,
+            can_save=config.kv_transfer_config.is_kv_producer,
+        )
+
     def on_new_request(self, request: Request) -> None:
         self._on_scheduler.on_new_request(request)
 
@@ -146,6 +160,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._on_scheduler.request_finished(request, block_ids[0])
+
+    def reset_cache(self) -> bool | None:
+        return self._on_scheduler.reset_cache()
 
     # ---- both -----------------------------------------------------------------------------------
 

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from connectors.guard import guarded
+from connectors.identity import CONTENT_HASH
 from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
 from connectors.planning import external_tokens, savable_blocks, saves_due, slice_runs
-from kvstore.errors import KVStoreError
-from kvstore.keys import ContentKey, SegmentId, block_key, canonical_json, digests, new_segment_id
+from kvstore.keys import SegmentId, canonical_json, digests, new_segment_id
 from kvstore.store import Match, Space, Store
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ class Tracked:
     saved: int = 0
     #: Block-aligned local hit of the last promise, in tokens.
     local_tokens: int = 0
+    #: Tokens that were scheduled since blocks were allocated last: what is surely computed.
+    seen_tokens: int = 0
+    #: The request whose load brings what this one waits for.
+    waits_for: str | None = None
     loading: bool = False
     load_failed: bool = False
-
-    def key(self, block: int) -> ContentKey:
-        """Content key of one chain block. Never remembered: a streaming session's chain may change."""
-        return block_key(self.request.block_hashes[block])
 
 
 class KVScheduler:
@@ -114,15 +114,17 @@ class KVScheduler:
         self._unsaved: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._flushes: list[Save] = []
-        #: Content keys being saved by this engine -> their segment, so that requests of one batch
+        #: Block hashes being saved by this engine -> their segment, so that requests of one batch
         #: that share a prefix save it once. Emptied as the workers report.
-        self._saving: dict[ContentKey, SegmentId] = {}
-        self._segments: dict[SegmentId, list[ContentKey]] = {}
-        #: Content keys being loaded, by request; others wait for them in the GPU's prefix cache.
-        self._arriving: set[ContentKey] = set()
-        self._arriving_of: dict[str, list[ContentKey]] = {}
+        self._saving: dict[bytes, SegmentId] = {}
+        self._segments: dict[SegmentId, list[bytes]] = {}
+        #: Block hashes being loaded -> request; others wait for them in the GPU's prefix cache.
+        self._arriving: dict[bytes, str] = {}
+        self._arriving_of: dict[str, list[bytes]] = {}
         self._patience = _PATIENCE_S
-        store.transfers.call(self._register)
+        self._retired = False
+        self._abandon_loads = False
+        space.register_soon()
 
     # ---- matching -------------------------------------------------------------------------------
 
@@ -146,22 +148,42 @@ class KVScheduler:
         tokens = external_tokens(
             match.blocks, computed, request.num_tokens, self._block_tokens, self._settings.min_load_blocks
         )
-        tracked.saved = max(tracked.saved, match.blocks)
+        # What this engine is saving, or another has saved since, is left out again when it is planned.
+        tracked.saved = match.blocks
         tracked.local_tokens = computed
+        tracked.seen_tokens = 0
         if not tokens:
+            missed = match.blocks - computed // self._block_tokens
+            if missed > 0:
+                self._store.counters.miss("below_threshold", missed)
             return 0, False
-        if self._arriving and tracked.key(computed // self._block_tokens) in self._arriving:
-            # Another request is loading this very block; in a moment it is a local hit for both.
-            return None, False
+        if self._arriving:
+            first = request.block_hashes[computed // self._block_tokens]
+            tracked.waits_for = self._arriving.get(first)
+            if tracked.waits_for is not None:
+                # Another request is loading this very block; in a moment it is a local hit for both.
+                return None, False
         return tokens, True
 
     def _wants_match(self, tracked: Tracked) -> bool:
         request = tracked.request
         return (
             self._can_load
+            and not self._retired
             and not tracked.load_failed
             and not getattr(request, "skip_reading_prefix_cache", False)
             and len(request.block_hashes) > 0
+            and self._cacheable(request)
+        )
+
+    def _cacheable(self, request: Request) -> bool:
+        """Whether the request's block hashes name its blocks' content for sure (schemas.settings)."""
+        identity = self._store.settings.identity
+        if identity.lora == "skip" and getattr(request, "lora_request", None) is not None:
+            return False
+        return identity.client_uuids == "trust" or all(
+            CONTENT_HASH.fullmatch(feature.identifier)
+            for feature in getattr(request, "mm_features", None) or ()
         )
 
     def _matched(self, tracked: Tracked) -> Match | None:
@@ -205,31 +227,25 @@ class KVScheduler:
         wanted = range(first, first + -(-external // self._block_tokens))
         assert match is not None and wanted.stop <= match.blocks, "blocks were allocated for no match"
         block_ids = blocks.get_block_ids()[0]
-        keys = [tracked.key(block) for block in wanted]
-        self._loads.append(
-            Load(
-                request.request_id,
-                first,
-                slice_runs(match.runs, wanted),
-                keys,
-                block_ids[first : wanted.stop],
-            )
-        )
+        hashes = list(request.block_hashes[first : wanted.stop])
+        runs = slice_runs(match.runs, wanted)
+        self._loads.append(Load(request.request_id, first, runs, hashes, block_ids[first : wanted.stop]))
         tracked.loading = True
         tracked.match = None  # consumed: after a preemption the index is asked again
         if self._prefix_caching:
-            self._arriving.update(keys)
-            self._arriving_of[request.request_id] = keys
+            self._arriving.update(dict.fromkeys(hashes, request.request_id))
+            self._arriving_of[request.request_id] = hashes
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Workers' report: loads that ended, loads that failed, saves that ended."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVStoreWorkerMetadata):
+            self._store.mark_bad(meta.bad_segments)
             for request_id, block in meta.failed_loads.items():
                 self._load_failed(request_id, block)
             for segment in meta.ended_saves:
-                for key in self._segments.pop(segment, ()):
-                    self._saving.pop(key, None)
+                for block_hash in self._segments.pop(segment, ()):
+                    self._saving.pop(block_hash, None)
         for request_id in output.finished_recving or ():
             self._load_ended(request_id)
 
@@ -238,42 +254,44 @@ class KVScheduler:
         if tracked is not None:
             tracked.load_failed = True
             tracked.saved = min(tracked.saved, block)
-        # Other requests' answers may name the same bad segment: ask again.
         for other in self._requests.values():
+            if other.waits_for == request_id:
+                # Has waited for this load once; another may fail the same way, so it computes.
+                other.load_failed = True
             if not other.loading:
-                other.match = None
+                other.match = None  # may name the same bad segment: ask again
 
     def _load_ended(self, request_id: str) -> None:
         if (tracked := self._requests.get(request_id)) is not None:
             tracked.loading = False
-        self._arriving.difference_update(self._arriving_of.pop(request_id, ()))
+        for block_hash in self._arriving_of.pop(request_id, ()):
+            if self._arriving.get(block_hash) == request_id:
+                del self._arriving[block_hash]
 
     # ---- saving ---------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
         """This step's work for the workers."""
         self._patience = _PATIENCE_S
-        saves = self._saves_due(output) if self._can_save else ()
-        loads, self._loads = self._loads, []
-        flushes, self._flushes = self._flushes, []
-        busy = loads or saves or flushes
-        return KVStoreMetadata(self._namespace_json if busy else None, loads, list(saves), flushes)
-
-    @guarded(())
-    def _saves_due(self, output: SchedulerOutput) -> Sequence[Save]:
         saves: list[Save] = []
-        if self._unsaved:
+        if self._can_save and self._unsaved and not self._retired:
             for request_id, tokens in output.num_scheduled_tokens.items():
                 tracked = self._unsaved.get(request_id)
                 if tracked is not None:
                     saves += self._saves_of(tracked, tokens, output)
-        return saves
+        loads, self._loads = self._loads, []
+        flushes, self._flushes = self._flushes, []
+        abandon, self._abandon_loads = self._abandon_loads, False
+        busy = loads or saves or flushes
+        return KVStoreMetadata(self._namespace_json if busy else None, loads, saves, flushes, abandon)
 
-    def _saves_of(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> list[Save]:
+    @guarded(())
+    def _saves_of(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> Sequence[Save]:
         request = tracked.request
         # The scheduler advances num_computed_tokens after this call.
-        done_tokens = request.num_computed_tokens + scheduled
-        if done_tokens >= request.num_prompt_tokens and not self._settings.save_decode:
+        done_tokens = tracked.seen_tokens = request.num_computed_tokens + scheduled
+        finished = done_tokens >= request.num_prompt_tokens and not self._settings.save_decode
+        if finished and not getattr(request, "resumable", False):
             # All of the prompt is computed with this step; a running batch costs no more looks at it.
             del self._unsaved[request.request_id]
         done = savable_blocks(
@@ -283,30 +301,29 @@ class KVScheduler:
             self._block_tokens,
             save_decode=self._settings.save_decode,
         )
-        if done <= tracked.saved:
-            return []
+        if done <= tracked.saved or not self._cacheable(request):
+            return ()
         prefill_ends = done_tokens - scheduled < request.num_prompt_tokens <= done_tokens
         due, tracked.saved = saves_due(tracked.saved, done, self._segment_blocks, final=prefill_ends)
         if not due:
-            return []
+            return ()
         state = output.kv_connector_block_state
         table = state.get_block_ids(request.request_id) if state is not None else None
-        return self._plan(tracked, due, table[0]) if table is not None else []
+        return self._plan(tracked, due, table[0]) if table is not None else ()
 
     def _plan(self, tracked: Tracked, due: list[range], block_ids: list[int]) -> list[Save]:
         saves = []
         for blocks in due:
-            keys = [tracked.key(block) for block in blocks]
+            hashes = list(tracked.request.block_hashes[blocks.start : blocks.stop])
             # Blocks that another request of this engine is saving right now lead the chain, if any.
-            busy = next((i for i, key in enumerate(keys) if key not in self._saving), len(keys))
-            first, keys = blocks.start + busy, keys[busy:]
-            if not keys:
+            busy = next((i for i, one in enumerate(hashes) if one not in self._saving), len(hashes))
+            first, hashes = blocks.start + busy, hashes[busy:]
+            if not hashes:
                 continue
             segment = new_segment_id()
-            self._saving.update(dict.fromkeys(keys, segment))
-            self._segments[segment] = keys
-            ids = block_ids[first : blocks.stop]
-            saves.append(Save(tracked.request.request_id, segment, first, keys, ids))
+            self._saving.update(dict.fromkeys(hashes, segment))
+            self._segments[segment] = hashes
+            saves.append(Save(segment, first, hashes, block_ids[first : blocks.stop]))
         return saves
 
     # ---- the end --------------------------------------------------------------------------------
@@ -320,24 +337,37 @@ class KVScheduler:
         """
         tracked = self._requests.pop(request.request_id, None)
         self._unsaved.pop(request.request_id, None)
-        if tracked is not None and self._can_save and self._settings.save_decode and not tracked.loading:
-            done = min(
-                request.num_computed_tokens // self._block_tokens, len(request.block_hashes), len(block_ids)
-            )
+        if tracked is not None and self._flushable(tracked):
+            # Not num_computed_tokens: it counts tokens that a load only promised.
+            done = tracked.seen_tokens // self._block_tokens
+            done = min(done, len(request.block_hashes), len(block_ids))
             due, _ = saves_due(tracked.saved, done, self._segment_blocks, final=True)
             self._flushes += self._plan(tracked, due, block_ids)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """The engine forgets its KV blocks, perhaps because its weights have changed in place.
+
+        What the store holds under this namespace may then be wrong for this engine, and what the
+        engine computes from now on would be wrong for others, so the store is left alone until the
+        engine is started anew. Loads under way are abandoned.
+        """
+        log.warning("reset: this engine uses the store no more, since its weights may have changed in place")
+        self._retired = self._abandon_loads = True
+        self._flushes.clear()
+        return True
 
     def shutdown(self) -> None:
         """Close the store of this half."""
         self._store.close()
 
-    def _register(self) -> None:
-        """Call thread: make the namespace known, so that it is listed before anything is saved."""
-        try:
-            self._space.register()
-        except KVStoreError as exc:
-            log.warning("kvstore index not reachable yet (%s); running without the cache until it is", exc)
+    def _flushable(self, tracked: Tracked) -> bool:
+        return (
+            self._can_save
+            and self._settings.save_decode
+            and not (tracked.loading or self._retired)
+            and self._cacheable(tracked.request)
+        )
 
     def _track(self, request: Request) -> Tracked:
         tracked = self._requests.get(request.request_id)

@@ -1,13 +1,14 @@
 """The KV connector in a worker: moves blocks between the paged cache and the store.
 
 Threads, and who owns what:
-    engine thread     start_loads, start_saves, flush, take_finished; owns nothing that waits
+    engine thread     everything public; it waits for nothing but the CPU's own copies
     transfer threads  one job per piece of a load (read, verify, copy to the paged cache), one per
                       segment saved (wait for the copy, write, commit)
     `_lock`           guards the tickets of loads and the reports for the scheduler
 
 A load that fails in part reports the blocks that are not there; vLLM recomputes from the first of
-them. Every load ends by its deadline, whatever the store does, because every piece does.
+them. Every load ends by its deadline, even if a read hangs for ever: its ticket expires, and what the
+hung read brings later is thrown away, because by then its blocks may belong to another request.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from connectors.kv_types import KVStoreWorkerMetadata, Load, Save
 from connectors.planning import split_run
 from connectors.tensors import Chunk, Copied, PagedCache, Staging
 from kvstore.codec import Slot
-from kvstore.errors import ConfigError, KVStoreError
-from kvstore.keys import SegmentId
+from kvstore.errors import ConfigError, CorruptPayload, KVStoreError
+from kvstore.keys import SegmentId, block_key
 from kvstore.ports import Run
 from kvstore.store import Space, Store
 from schemas.namespace import GroupSpec, Namespace
@@ -35,16 +36,20 @@ from schemas.namespace import GroupSpec, Namespace
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
-    """A load under way."""
+    """A load under way. Everything but the first three fields is guarded by the worker's lock."""
 
     load: Load
-    pieces: int
     end: float
     #: Event on the engine's stream after which the blocks are ours to write.
     after: Any
+    #: Pieces that have not ended.
+    pending: list[Run]
     failed: list[Run] = field(default_factory=list)
+    #: Pieces that are being copied to the paged cache at this moment.
+    writing: int = 0
+    expired: bool = False
 
 
 class KVWorker:
@@ -63,21 +68,24 @@ class KVWorker:
         self._load_staging: Staging | None = None
         self._save_staging: Staging | None = None
         self._space: Space | None = None
-        self._unprotected: list[Copied] = []
         self._lock = threading.Lock()
-        self._finished: list[Ticket] = []
+        self._live: list[Ticket] = []
         self._failed_blocks: set[int] = set()
         self._failed_loads: dict[str, int] = {}
         self._ended_saves: set[SegmentId] = set()
+        self._bad_segments: set[SegmentId] = set()
 
     def register(self, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         """The layers' paged tensors in slot order. Raises ConfigError if they aren't what the
         namespace says, before anything could be stored under it."""
-        cache = PagedCache(caches, num_blocks)
-        if cache.slot_bytes != self._spec.slot_bytes or len(caches) != self._spec.shape[0]:
+        try:
+            cache = PagedCache(caches, num_blocks)
+        except ValueError as exc:
+            raise ConfigError(f"kvstore: {exc}") from None
+        if (cache.shape, cache.dtype_name) != (self._spec.shape, self._spec.dtype):
             raise ConfigError(
-                f"kvstore: the engine's KV blocks are {cache.slot_bytes} bytes in {len(caches)} layers, the "
-                f"namespace says {self._spec.slot_bytes} in {self._spec.shape[0]}"
+                f"kvstore: the engine's KV blocks are {cache.dtype_name}{list(cache.shape)}, its "
+                f"configuration says {self._spec.dtype}{list(self._spec.shape)}; layout not understood"
             )
         pin = cache.device.type == "cuda"
         size, rows = self._settings.staging_bytes, self._segment_blocks
@@ -88,6 +96,11 @@ class KVWorker:
             raise ConfigError(f"kvstore: kv.{exc}") from None
         self._cache = cache
         self._canary()
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`, once registered."""
+        return self._ready()[0].device.type
 
     def use(self, namespace: Namespace) -> None:
         """The scheduler's half has named the namespace; all that follows belongs to it."""
@@ -107,11 +120,21 @@ class KVWorker:
         after = cache.mark()
         for load in loads:
             pieces = [piece for run in load.runs for piece in split_run(run, staging.rows)]
-            ticket = Ticket(load, len(pieces), time.monotonic() + self._settings.load_deadline_s, after)
+            end = time.monotonic() + self._settings.load_deadline_s
+            ticket = Ticket(load, end, after, list(pieces))
+            with self._lock:
+                self._live.append(ticket)
             for piece in pieces:
                 if not self._store.transfers.read(lambda t=ticket, p=piece: self._load(t, p)):  # type: ignore[misc]
                     self._store.counters.miss("capacity", piece.count)
                     self._ended(ticket, piece, failed=True)
+
+    def abandon_loads(self) -> None:
+        """What is being loaded now must not be used: all of it counts as failed."""
+        with self._lock:
+            for ticket in self._live:
+                ticket.end = 0.0
+                ticket.failed = list(ticket.load.runs)
 
     def _load(self, ticket: Ticket, run: Run) -> None:
         """Transfer thread: one piece of a load."""
@@ -119,19 +142,24 @@ class KVWorker:
         failed = True
         chunk: Chunk | None = None
         at = run.start - ticket.load.first
+        part = slice(at, at + run.count)
         try:
             chunk = self._load_staging.acquire(ticket.end)
-            self._space.load(
-                run,
-                ticket.load.keys[at : at + run.count],
-                chunk.views(run.count),
-                rank=self._rank,
-                deadline_s=max(0.001, ticket.end - time.monotonic()),
-            )
-            self._cache.scatter(ticket.load.block_ids[at : at + run.count], chunk, ticket.after)
-            failed = False
+            keys = [block_key(one) for one in ticket.load.hashes[part]]
+            left = max(0.001, ticket.end - time.monotonic())
+            self._space.load(run, keys, chunk.views(run.count), rank=self._rank, deadline_s=left)
+            if self._may_write(ticket):
+                try:
+                    self._cache.scatter(ticket.load.block_ids[part], chunk, ticket.after)
+                    failed = False
+                finally:
+                    with self._lock:
+                        ticket.writing -= 1
         except KVStoreError as exc:
             log.warning("request %s: %d blocks are recomputed: %s", ticket.load.request_id, run.count, exc)
+            if isinstance(exc, CorruptPayload):
+                with self._lock:
+                    self._bad_segments.add(run.segment)
         except Exception:
             log.exception("request %s: %d blocks are recomputed", ticket.load.request_id, run.count)
         finally:
@@ -139,29 +167,50 @@ class KVWorker:
                 self._load_staging.release(chunk)
             self._ended(ticket, run, failed=failed)
 
+    def _may_write(self, ticket: Ticket) -> bool:
+        with self._lock:
+            if ticket.expired:
+                return False
+            ticket.writing += 1
+            return True
+
     def _ended(self, ticket: Ticket, run: Run, *, failed: bool) -> None:
         with self._lock:
+            ticket.pending.remove(run)
             if failed:
                 ticket.failed.append(run)
-            ticket.pieces -= 1
-            done = ticket.pieces == 0
-            if done:
-                self._finished.append(ticket)
-        if done and not ticket.failed and self._space is not None:
-            space, segments = self._space, [run.segment for run in ticket.load.runs]
-            self._store.transfers.call(lambda: space.touch(segments))
 
     def take_finished(self) -> set[str]:
         """Requests whose loads have ended since the last call; failures go to the two calls below."""
+        if not self._live:
+            return set()
+        now = time.monotonic()
         with self._lock:
-            tickets, self._finished = self._finished, []
-            for ticket in tickets:
+            done = [ticket for ticket in self._live if self._over(ticket, now)]
+            for ticket in done:
+                self._live.remove(ticket)
                 for run in ticket.failed:
                     at = run.start - ticket.load.first
                     self._failed_blocks.update(ticket.load.block_ids[at : at + run.count])
                 if ticket.failed:
                     self._failed_loads[ticket.load.request_id] = min(run.start for run in ticket.failed)
-        return {ticket.load.request_id for ticket in tickets}
+        for ticket in done:
+            if not ticket.failed and self._space is not None:
+                space, segments = self._space, [run.segment for run in ticket.load.runs]
+                self._store.transfers.call(lambda s=space, g=segments: s.touch(g))  # type: ignore[misc]
+        return {ticket.load.request_id for ticket in done}
+
+    def _over(self, ticket: Ticket, now: float) -> bool:
+        """Whether a load has ended, by itself or by its deadline. Holds the lock."""
+        if not ticket.pending:
+            return True
+        # A copy under way takes a moment, and its blocks are not to be given back before it ends.
+        if now < ticket.end or ticket.writing:
+            return False
+        ticket.expired = True
+        ticket.failed += ticket.pending
+        self._store.counters.miss("deadline", sum(run.count for run in ticket.pending))
+        return True
 
     def take_failed_blocks(self) -> set[int]:
         """Paged block ids of the loads taken last that hold nothing."""
@@ -171,27 +220,19 @@ class KVWorker:
     def take_report(self) -> KVStoreWorkerMetadata | None:
         """What the scheduler's half must know; None if nothing happened."""
         with self._lock:
-            if not self._ended_saves and not self._failed_loads:
+            if not (self._ended_saves or self._failed_loads or self._bad_segments):
                 return None
-            report = KVStoreWorkerMetadata(self._ended_saves, self._failed_loads)
-            self._ended_saves, self._failed_loads = set(), {}
+            report = KVStoreWorkerMetadata(self._ended_saves, self._failed_loads, self._bad_segments)
+            self._ended_saves, self._failed_loads, self._bad_segments = set(), {}, set()
         return report
 
     # ---- saves ----------------------------------------------------------------------------------
-
-    def protect(self) -> None:
-        """Before a step's forward pass: it may overwrite blocks that are still being gathered."""
-        if self._unprotected:
-            assert self._cache is not None
-            for copied in self._unprotected:
-                self._cache.protect(copied)
-            self._unprotected.clear()
 
     def start_saves(self, saves: Sequence[Save]) -> None:
         """Copy the blocks to staging and queue their writes; what doesn't fit is dropped, counted."""
         for save in saves:
             if not self._start_save(save):
-                self._store.counters.saved("dropped", len(save.keys))
+                self._store.counters.saved("dropped", len(save.hashes))
                 with self._lock:
                     self._ended_saves.add(save.segment)
 
@@ -206,33 +247,36 @@ class KVWorker:
         except Exception:
             self._save_staging.release(chunk)
             raise
-        if copied.source_free is not None:
-            self._unprotected.append(copied)
-        nbytes = len(save.keys) * self._spec.slot_bytes
+        nbytes = len(save.hashes) * self._spec.slot_bytes
         if self._store.transfers.write(nbytes, lambda: self._save(save, chunk, copied)):
             return True
-        # The copy may still be under way on a side stream; the chunk is free when it is done.
+        # The copy may still be under way on a side stream, and the chunk is free when it is done.
+        if not self._store.transfers.call(lambda: self._discard(chunk, copied)):
+            self._discard(chunk, copied)
+        return False
+
+    def _discard(self, chunk: Chunk, copied: Copied) -> None:
+        assert self._save_staging is not None
         copied.wait()
         self._save_staging.release(chunk)
-        return False
 
     def _save(self, save: Save, chunk: Chunk, copied: Copied) -> None:
         """Transfer thread: one segment."""
         assert self._space is not None and self._save_staging is not None
         try:
             copied.wait()
-            views = chunk.views(len(save.keys))
+            views = chunk.views(len(save.hashes))
             slots = [
-                Slot(key, view, self._spec.dtype, self._spec.shape)
-                for key, view in zip(save.keys, views, strict=True)
+                Slot(block_key(one), view, self._spec.dtype, self._spec.shape)
+                for one, view in zip(save.hashes, views, strict=True)
             ]
             self._space.save(
                 slots, depth=save.first, segment=save.segment, rank=self._rank, ranks=self._ranks
             )
         except KVStoreError as exc:
-            log.warning("%d blocks are not cached: %s", len(save.keys), exc)
+            log.warning("%d blocks are not cached: %s", len(save.hashes), exc)
         except Exception:
-            log.exception("%d blocks are not cached", len(save.keys))
+            log.exception("%d blocks are not cached", len(save.hashes))
         finally:
             self._save_staging.release(chunk)
             with self._lock:
@@ -247,10 +291,11 @@ class KVWorker:
         return self._cache, self._load_staging
 
     def _canary(self) -> None:
-        """Write a pattern to block 0, read it back as a slot and compare.
+        """Write a pattern to block 0, read it back, and compare each layer's own tensor with it.
 
-        Block 0 is vLLM's null block, which no request owns. A layout that this code misreads would
-        otherwise be restored as garbage, silently.
+        Block 0 is vLLM's null block, which no request owns. Tells whether the strides are understood;
+        that the dimensions are what they are taken for is `register`'s comparison, and what fills a
+        page is in the namespace.
         """
         cache, staging = self._ready()
         chunk = staging.acquire(time.monotonic() + 1.0)

@@ -1,23 +1,16 @@
-"""What both connectors do first: read their settings, open a store, size their segments."""
+"""What both connectors do first: open a store, say so in the log, size their segments."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
-from kvstore.build import describe, load_settings, open_store
+from kvstore.build import describe, open_store
 from kvstore.keys import namespace_id
 from kvstore.store import Store
 from schemas.namespace import Namespace
 from schemas.settings import Settings
 
 log = logging.getLogger(__name__)
-
-
-def connector_settings(extra_config: Mapping[str, Any]) -> Settings:
-    """Settings of a `*_connector_extra_config`, overridden by the environment. Raises ConfigError."""
-    return load_settings(extra_config)
 
 
 def _adopt_logging() -> None:

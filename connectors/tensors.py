@@ -4,9 +4,9 @@ A slot in staging holds one block in canonical order [layer, head, token, conten
 copies are plain and done when the call returns. On CUDA they run on side streams with pinned
 staging, so that neither the engine's stream nor its thread waits for the bus:
 
-    save  side stream waits for the forward pass; gathers blocks into one device buffer; an event
-          (`Copied.source_free`) says when the paged blocks may be overwritten, another
-          (`Copied.done`) when the bytes are in host memory
+    save  the blocks are gathered into a device buffer on the engine's own stream (tens of
+          microseconds, and nothing later on that stream can overtake it), and go to the host on a
+          side stream; `Copied.wait` says when they are there
     load  host bytes to a device buffer and scattered into the paged blocks on another stream; the
           transfer thread waits for the event, never the engine's
 """
@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -97,7 +98,6 @@ class Staging:
 class Copied:
     """A gather under way. On the CPU both are None: everything is done already."""
 
-    source_free: Any
     done: Any
     #: Keeps the device buffer alive until `done`.
     buffer: torch.Tensor | None
@@ -123,6 +123,9 @@ class PagedCache:
             raise ValueError(f"layers of one KV cache group differ in shape or dtype: {shapes}")
         self.num_blocks = num_blocks
         self.device = layers[0].device
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"KV cache on a device of type {self.device.type!r}; supported: cpu, cuda")
+        self.dtype_name = SAFETENSORS_DTYPES.get(layers[0].dtype, str(layers[0].dtype))
         # Bits, not numbers: copies are exact for every value, and torch can index every dtype so.
         self.dtype = _BITS[layers[0].dtype.itemsize]
         layers = [layer.view(self.dtype) for layer in layers]
@@ -134,6 +137,12 @@ class PagedCache:
         if self._cuda:
             self._save_stream = torch.cuda.Stream(self.device)
             self._load_stream = torch.cuda.Stream(self.device)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of a slot: (layers, heads, tokens, content)."""
+        heads, *tokens, content = self._inner
+        return len(self._layers), heads, prod(tokens), content
 
     @property
     def slot_bytes(self) -> int:
@@ -153,18 +162,16 @@ class PagedCache:
         target = self._as_slots(chunk.tensor, len(blocks))
         if not self._cuda:
             self._read(torch.tensor(blocks), target)
-            return Copied(None, None, None)
+            return Copied(None, None)
+        index = torch.tensor(blocks).pin_memory().to(self.device, non_blocking=True)
+        buffer = torch.empty(target.shape, dtype=self.dtype, device=self.device)
+        self._read(index, buffer)
         self._save_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._save_stream):
-            index = torch.tensor(blocks).pin_memory().to(self.device, non_blocking=True)
-            buffer = torch.empty(target.shape, dtype=self.dtype, device=self.device)
-            self._read(index, buffer)
-            source_free = torch.cuda.Event()
-            source_free.record(self._save_stream)
             target.copy_(buffer, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._save_stream)
-        return Copied(source_free, done, buffer)
+        return Copied(done, buffer)
 
     def scatter(self, blocks: Sequence[int], chunk: Chunk, after: Any) -> None:
         """Copy the chunk's first slots into paged blocks; returns when they are there.
@@ -190,11 +197,6 @@ class PagedCache:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-    def protect(self, copied: Copied) -> None:
-        """Let the engine's stream overwrite the gathered blocks only after they have been read."""
-        if copied.source_free is not None:
-            torch.cuda.current_stream(self.device).wait_event(copied.source_free)
 
     def layer_holds(self, block: int, slot: torch.Tensor) -> bool:
         """Whether every layer's own tensor holds its part of a slot's bytes at `block`: the check of

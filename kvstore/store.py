@@ -1,84 +1,37 @@
-"""The store: match, load, save and touch over one index and one payload store.
+"""The store: the backends, the transfer threads and the counters, and what keeps them in bounds.
 
-    Store   owns the backends, the transfer threads and the counters
-    Space   one namespace opened in a store; every verb below is one of its methods
-
-Order of a save, so that a crash after any step is harmless (invariants 1, 4 and 8 of the design):
-    1. claim      another engine's copy would be a waste        crash: the claim expires
-    2. put        the payload is complete and durable           crash: an unreferenced payload
-    3. commit     the index names it, all ranks at once         crash: done
-Order of an eviction: the record goes first, the payload after `grace_s`, so a match that was given
-out can still be read. A segment that fails verification goes the same way, at once.
-
-The verbs are synchronous and may take as long as their backends' deadlines; callers that must not
-wait run them on `store.transfers`. They raise nothing but what their docstrings name.
+Order of an eviction: the record goes first, the payload after `grace_s`, so a match that was given out
+can still be read. A segment that fails verification goes the same way, at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeVar
+from typing import Self
 
-from kvstore import __version__, codec
-from kvstore.errors import BreakerOpen, CorruptPayload, KVStoreError, NamespaceUnknown
-from kvstore.keys import (
-    ContentKey,
-    NamespaceId,
-    SegmentId,
-    canonical_json,
-    digest,
-    namespace_id,
-    new_segment_id,
-    payload_name,
-)
-from kvstore.metrics import MISS_REASONS, Counters
-from kvstore.ports import Catalogue, CommitState, Index, PayloadStore, Run
-from kvstore.reader import read_run
+from kvstore.errors import KVStoreError
+from kvstore.keys import NamespaceId, SegmentId, payload_name
+from kvstore.metrics import Counters
+from kvstore.ports import Catalogue, Index, PayloadStore
+from kvstore.space import Match, Saved, Space, miss_reason
 from kvstore.transfers import Transfers
 from schemas.namespace import Namespace
-from schemas.records import SegmentRecord
-from schemas.segment import SlotMeta
 from schemas.settings import Settings
 
-log = logging.getLogger(__name__)
+__all__ = ["Match", "Saved", "Space", "Store", "miss_reason"]
 
-_T = TypeVar("_T")
+log = logging.getLogger(__name__)
 
 #: Segments remembered as bad in this process, for when the index can't be told.
 _QUARANTINE = 4096
 #: Share of the capacity that culling leaves, so that not every save culls again.
 _CULL_TO = 0.95
 _CULL_STEP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the store can serve of a chain: runs that follow each other from block 0 on."""
-
-    runs: list[Run]
-    blocks: int
-    #: Why it ends where it ends: "complete", or a reason of kvstore.metrics.MISS_REASONS.
-    reason: str
-
-
-SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What became of a save: `present` leading blocks were stored already, `stored` are new."""
-
-    outcome: SaveOutcome
-    present: int
-    stored: int
-    nbytes: int
 
 
 @dataclass
@@ -94,6 +47,7 @@ class Store:
     counters: Counters
     clock: Callable[[], float] = time.time
     _quarantined: OrderedDict[SegmentId, None] = field(default_factory=OrderedDict, repr=False)
+    _untold: dict[NamespaceId, set[SegmentId]] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _unaccounted: dict[NamespaceId, int] = field(default_factory=dict, repr=False)
     _tend_at: float = field(default=0.0, repr=False)
@@ -120,23 +74,43 @@ class Store:
         self.close()
 
     def is_quarantined(self, segment: SegmentId) -> bool:
-        """Whether this process has seen the segment fail verification."""
+        """Whether this process knows the segment to be bad."""
         with self._lock:
             return segment in self._quarantined
 
-    def quarantine(self, namespace: NamespaceId, segment: SegmentId) -> None:
-        """Never serve this segment again: here at once, everywhere as soon as the index is told."""
+    def mark_bad(self, segments: Iterable[SegmentId]) -> None:
+        """Never match these segments again in this process. No I/O."""
         with self._lock:
-            if segment in self._quarantined:
-                return
-            self._quarantined[segment] = None
+            self._quarantined.update(dict.fromkeys(segments))
             while len(self._quarantined) > _QUARANTINE:
                 self._quarantined.popitem(last=False)
-        self.counters.add("quarantined_segments")
+
+    def quarantine(self, namespace: NamespaceId, segment: SegmentId) -> None:
+        """A segment failed verification: evict it, here at once, and in the index.
+
+        If the index can't be told now, it is told before the next save, which would otherwise find
+        the blocks "present". Never raises.
+        """
+        if not self.is_quarantined(segment):
+            self.counters.add("quarantined_segments")
+        self.mark_bad([segment])
+        with self._lock:
+            self._untold.setdefault(namespace, set()).add(segment)
+        self.tell_index(namespace)
+
+    def tell_index(self, namespace: NamespaceId) -> None:
+        """Evict in the index what is quarantined and could not be evicted before. Never raises."""
+        with self._lock:
+            segments = list(self._untold.get(namespace, ()))
+        if not segments:
+            return
         try:
-            self.index.evict(namespace, [segment], delete_after_s=self.clock() + self.settings.grace_s)
+            self.index.evict(namespace, segments, delete_after_s=self.clock() + self.settings.grace_s)
         except KVStoreError as exc:
-            log.warning("segment %s is bad and could not be evicted: %s", segment.hex(), exc)
+            log.warning("%d bad segments could not be evicted yet: %s", len(segments), exc)
+            return
+        with self._lock:
+            self._untold[namespace].difference_update(segments)
 
     def committed(self, namespace: NamespaceId, nbytes: int) -> None:
         """Account a commit and, from time to time, keep the namespace within its capacity.
@@ -178,236 +152,13 @@ class Store:
                     break
             self.counters.add("evicted_segments", evicted)
             self.catalogue.sweep(namespace, 4096)
-        due = self.catalogue.due(namespace, self.clock(), 1024)
-        if due:
-            names = [
-                payload_name(namespace, segment, rank) for segment, ranks in due for rank in range(ranks)
-            ]
-            self.counters.add("deleted_payloads", self.payloads.delete(names))
-            self.catalogue.bury(namespace, [segment for segment, _ in due])
-        return evicted
-
-
-class Space:
-    """One namespace in one store."""
-
-    def __init__(self, store: Store, namespace: Namespace, expected_blocks: int) -> None:
-        self.store = store
-        self.namespace = namespace
-        self.id = namespace_id(namespace)
-        self._json = canonical_json(namespace)
-        self._expected_blocks = expected_blocks
-        self._writer = f"kvstore/{__version__} {socket.gethostname()}"[:128]
-
-    def __repr__(self) -> str:
-        return f"Space({self.id}, {self.namespace.kind}, {self.namespace.model!r})"
-
-    def register(self) -> None:
-        """Make the namespace known to the index. Raises what the index raises."""
-        self.store.index.register(self.namespace, expected_blocks=self._expected_blocks)
-
-    def _probe(self) -> None:
-        with contextlib.suppress(KVStoreError):
-            self.register()
-
-    def match(self, digests: bytes) -> Match:
-        """The longest stored prefix of a hash chain of packed digests. Never raises."""
-        counters = self.store.counters
-        asked = len(digests) // 16
-        counters.add("match_calls")
-        counters.add("match_blocks_asked", asked)
-        try:
-            runs = self.store.index.match(self.id, digests)
-            reason = "absent"
-        except KVStoreError as exc:
-            log.debug("match failed: %s", exc)
-            runs, reason = [], miss_reason(exc)
-            if isinstance(exc, BreakerOpen):
-                # Find out whether the index is back, on a thread that nobody waits for.
-                self.store.transfers.call(self._probe)
-        except Exception:
-            log.exception("match failed unexpectedly")
-            runs, reason = [], "error"
-        for i, run in enumerate(runs):
-            if self.store.is_quarantined(run.segment):
-                runs, reason = runs[:i], "quarantined"
-                break
-        blocks = runs[-1].start + runs[-1].count if runs else 0
-        counters.add("match_blocks_found", blocks)
-        counters.miss(reason, asked - blocks)
-        return Match(runs, blocks, "complete" if blocks == asked else reason)
-
-    def load(
-        self,
-        run: Run,
-        keys: Sequence[ContentKey],
-        into: Sequence[memoryview],
-        *,
-        rank: int = 0,
-        deadline_s: float | None = None,
-    ) -> tuple[SlotMeta, ...]:
-        """Read one run of a match into the caller's buffers, verified; see reader.read_run.
-
-        Counts the outcome. A segment that fails verification is quarantined. Raises KVStoreError,
-        and nothing else; the buffers are then not to be used.
-        """
-        counters = self.store.counters
-        end = time.monotonic() + (deadline_s or self.store.settings.kv.load_deadline_s)
-        try:
-            slots = read_run(self.store.payloads, self.id, run, keys, into, rank=rank, end=end)
-        except CorruptPayload as exc:
-            log.warning("segment %s is unusable and is evicted: %s", run.segment.hex(), exc)
-            self.store.quarantine(self.id, run.segment)
-            counters.miss(miss_reason(exc), run.count)
-            raise
-        except KVStoreError as exc:
-            counters.miss(miss_reason(exc), run.count)
-            raise
-        except Exception as exc:
-            log.exception("load failed unexpectedly")
-            counters.miss("error", run.count)
-            raise KVStoreError(f"load failed: {exc!r}") from exc
-        counters.add("load_runs")
-        counters.add("load_blocks", run.count)
-        counters.add("load_bytes", sum(view.nbytes for view in into))
-        return slots
-
-    def load_all(
-        self,
-        found: Match,
-        keys: Sequence[ContentKey],
-        into: Sequence[memoryview],
-        *,
-        rank: int = 0,
-        deadline_s: float | None = None,
-    ) -> int:
-        """Load everything that a match promised, its runs in parallel on the store's threads.
-
-        `keys[i]` and `into[i]` belong to block i of the chain; the buffers of blocks that could not be
-        loaded may hold anything. Returns how many leading blocks are there. Never raises.
-        """
-        results = [False] * len(found.runs)
-        left = threading.Semaphore(0)
-
-        def one(number: int, run: Run) -> None:
-            blocks = slice(run.start, run.start + run.count)
+        for segment, ranks in self.catalogue.due(namespace, self.clock(), 1024):
             try:
-                self.load(run, keys[blocks], into[blocks], rank=rank, deadline_s=deadline_s)
-                results[number] = True
+                names = [payload_name(namespace, segment, rank) for rank in range(ranks)]
+                self.counters.add("deleted_payloads", self.payloads.delete(names))
             except KVStoreError as exc:
-                log.debug("load failed: %s", exc)
-            finally:
-                left.release()
-
-        for number, run in enumerate(found.runs):
-            if not self.store.transfers.read(lambda n=number, r=run: one(n, r)):  # type: ignore[misc]
-                self.store.counters.miss("capacity", run.count)
-                left.release()
-        for _ in found.runs:
-            left.acquire()
-        good = next((i for i, ok in enumerate(results) if not ok), len(results))
-        return found.runs[good - 1].start + found.runs[good - 1].count if good else 0
-
-    def touch(self, segments: Sequence[SegmentId]) -> None:
-        """Note that segments were used. Never raises: recency is advisory."""
-        try:
-            self.store.index.touch(self.id, segments, self.store.clock())
-        except KVStoreError as exc:
-            log.debug("touch failed: %s", exc)
-
-    def save(
-        self,
-        slots: Sequence[codec.Slot],
-        *,
-        depth: int = 0,
-        segment: SegmentId | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> Saved:
-        """Store a run of consecutive blocks of one chain (or one item) as one segment.
-
-        `depth` is the chain position of `slots[0]`. Blocks at the start that are stored already are
-        left out. All ranks of one segment give the same `segment` and slots. The buffers may be
-        reused when the call returns. Raises KVStoreError, and nothing else, after counting it.
-        """
-        counters = self.store.counters
-        try:
-            saved = self._save(slots, depth, segment or new_segment_id(), rank, ranks)
-        except KVStoreError as exc:
-            counters.saved("failed", len(slots))
-            counters.add(f"save_failures{{{miss_reason(exc)}}}")
-            raise
-        except Exception as exc:
-            log.exception("save failed unexpectedly")
-            counters.saved("failed", len(slots))
-            counters.add("save_failures{error}")
-            raise KVStoreError(f"save failed: {exc!r}") from exc
-        counters.saved("present", saved.present)
-        rest = "stored" if saved.outcome == "waiting" else saved.outcome
-        counters.saved(rest, len(slots) - saved.present)
-        if saved.stored:
-            counters.add("save_segments")
-            counters.add("save_bytes", saved.nbytes)
-        return saved
-
-    def _save(
-        self, slots: Sequence[codec.Slot], depth: int, segment: SegmentId, rank: int, ranks: int
-    ) -> Saved:
-        store, settings = self.store, self.store.settings
-        digests = b"".join(digest(slot.key) for slot in slots)
-        claim = self._known(lambda: store.index.claim(self.id, digests, segment, settings.claim_ttl_s))
-        rest = slots[claim.present :]
-        if not claim.granted:
-            return Saved("held" if rest else "present", claim.present, 0, 0)
-        created = int(store.clock())
-        encoded = codec.encode(
-            rest,
-            namespace_json=self._json,
-            kind=self.namespace.kind,
-            segment=segment,
-            rank=rank,
-            ranks=ranks,
-            codec=self.namespace.codec,
-            depth=depth + claim.present,
-            created_s=created,
-            writer=self._writer,
-        )
-        name = payload_name(self.id, segment, rank)
-        store.payloads.put(name, encoded.buffers)
-        record = SegmentRecord(
-            parts=(encoded.part,),
-            slots=len(rest),
-            codec=self.namespace.codec,
-            created_s=created,
-            depth=depth + claim.present,
-            raw_bytes=sum(slot.data.nbytes for slot in rest),
-        )
-        new = digests[16 * claim.present :]
-        try:
-            state = self._known(
-                lambda: store.index.commit(self.id, segment, new, record, rank=rank, ranks=ranks)
-            )
-        except KVStoreError:
-            # Whether the index has it is unknown: a timeout may come after the deed. The payload
-            # stays; unreferenced, gc finds it, and referenced, it must be there.
-            raise
-        if state is CommitState.REFUSED:
-            store.payloads.delete([name])
-            return Saved("refused", claim.present, 0, 0)
-        store.committed(self.id, encoded.part.nbytes)
-        outcome: SaveOutcome = "stored" if state is CommitState.VISIBLE else "waiting"
-        return Saved(outcome, claim.present, len(rest), encoded.part.nbytes)
-
-    def _known(self, call: Callable[[], _T]) -> _T:
-        """Run an index call; if the index has lost the namespace, register it and run it again."""
-        try:
-            return call()
-        except NamespaceUnknown:
-            self.register()
-            return call()
-
-
-def miss_reason(error: BaseException) -> str:
-    """The counters' label of an error."""
-    reason = getattr(error, "reason", "error")
-    return reason if reason in MISS_REASONS else "error"
+                # Stays in the trash for the next time; the others need not wait for it.
+                log.warning("evicted segment %s could not be deleted: %s", segment.hex(), exc)
+                continue
+            self.catalogue.bury(namespace, [segment])
+        return evicted

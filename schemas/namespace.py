@@ -81,6 +81,8 @@ class Namespace(Closed):
     #: kv only: the KV cache's dtype as vLLM names it, and the order of a slot's dimensions.
     kv_dtype: str = ""
     page_order: str = ""
+    #: kv only: what fills a page: device type, attention backends, and on the CPU the instruction set.
+    page_format: str = ""
     groups: tuple[GroupSpec, ...] = ()
     parallel: Parallel = Parallel()
     codec: Literal["none", "lz4"] = "none"

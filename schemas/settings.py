@@ -71,6 +71,13 @@ class IdentitySettings(Closed):
     model: str | None = None
     #: A label for the weights, for engines that load them from where no file can be sampled.
     weights: str | None = None
+    #: `trust`: a client's `uuid` names its item, as in vLLM itself. `refuse`: requests are cached only if
+    #: their items' identifiers look like vLLM's own content hashes. (A uuid reused for another image
+    #: returns the first image's output, in vLLM's own caches as well; refuse where clients aren't trusted.)
+    client_uuids: Literal["trust", "refuse"] = "trust"
+    #: `skip`: requests with a LoRA adapter are not cached, because vLLM's block hash names an adapter and
+    #: its path, not its weights. `trust`: an adapter's name and path never get other weights.
+    lora: Literal["skip", "trust"] = "skip"
 
 
 class SegmentSettings(Closed):
@@ -130,10 +137,6 @@ class ECSettings(Closed):
     staging_dir: str | None = None
     #: Bound of that folder.
     staging_bytes: Bytes = Field(default=256 << 20, ge=1)
-    #: `trust`: a client's `uuid` names its item, as in vLLM itself. `refuse`: only identifiers that
-    #: look like vLLM's own content hashes are cached. (A uuid reused for another image returns the
-    #: first image's output, in vLLM's own caches as well; refuse where clients aren't trusted.)
-    client_uuids: Literal["trust", "refuse"] = "trust"
 
 
 class Settings(Closed):

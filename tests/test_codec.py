@@ -116,8 +116,8 @@ def with_document(value: Any, rest: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("how", "sha256"),
     [
-        ("none", "7d530fb8780f046ac3f315d1660258c3c33e219376c395cfd6988fb875ea4d5e"),
-        ("lz4", "aa0766dfcbaf9c5de2acf7fb3b9455a07aff829c5318303bcced4d4c61442327"),
+        ("none", "04e83bd2a751ca5288b78ee7cb0ae0e0651e5968b069f20b49db2e684c5538f5"),
+        ("lz4", "16c99b62c1439280f3cf754a3d0817b9a4e17c5793a1054d4cfd7a6953239f4e"),
     ],
 )
 def test_golden_segment(how: Literal["none", "lz4"], sha256: str) -> None:

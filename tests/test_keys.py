@@ -34,6 +34,7 @@ KV = Namespace(
     hash_root="fcde2b2edba56bf4",
     kv_dtype="auto",
     page_order="LHNC",
+    page_format="cuda/FLASH_ATTN",
     groups=(FULL, WINDOW),
     parallel=Parallel(tp=4, pp=2, dcp=1),
     codec="lz4",
@@ -49,14 +50,14 @@ def test_golden_canonical_json() -> None:
     assert keys.canonical_json(EC) == (
         '{"block_tokens":0,"codec":"none","config":"","dtype":"bfloat16","epoch":0,"format":1,"groups":[],'
         '"hash_algo":"","hash_root":"","kind":"ec","kv_dtype":"","model":"Qwen/Qwen2.5-VL-7B",'
-        '"page_order":"","parallel":{"dcp":1,"pp":1,"tp":1},"quantization":"","revision":"",'
+        '"page_format":"","page_order":"","parallel":{"dcp":1,"pp":1,"tp":1},"quantization":"","revision":"",'
         '"tenant":"default","weights":"9f86d081884c7d65"}'
     )
 
 
 def test_golden_namespace_ids() -> None:
-    assert keys.namespace_id(KV) == "3ec8ba4f842c6cc5"
-    assert keys.namespace_id(EC) == "3d435fb388a5e482"
+    assert keys.namespace_id(KV) == "823ad753d26728ca"
+    assert keys.namespace_id(EC) == "a94f41953238bd11"
 
 
 def test_golden_content_keys() -> None:
@@ -110,6 +111,7 @@ OTHERS: dict[str, Any] = {
     "hash_root": "",
     "kv_dtype": "fp8",
     "page_order": "NHLC",
+    "page_format": "cpu/CPU_ATTN/amx",
     "groups": (FULL,),
     "parallel": Parallel(tp=2, pp=4, dcp=1),
     "codec": "none",

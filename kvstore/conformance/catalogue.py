@@ -30,7 +30,7 @@ from kvstore.conformance.chains import (
     served,
 )
 from kvstore.keys import NamespaceId, SegmentId, canonical_json, new_segment_id
-from kvstore.ports import Catalogue, Index, Usage
+from kvstore.ports import Catalogue, CommitState, Index, Usage
 
 MINUTE = 60
 #: A whole minute after the suites' segments were made.
@@ -299,6 +299,18 @@ class CatalogueConformance:
         assert catalogue.due(name, DELETE_AFTER_S, 10) == []
         assert served(index.match(name, part_of(chain(4), 3))) == 1
 
+    def test_an_incomplete_commit_that_was_buried_begins_anew(
+        self, index: Index, catalogue: Catalogue, name: NamespaceId
+    ) -> None:
+        """The payload of the first rank is deleted by then: it must be written and committed again."""
+        segment = new_segment_id()
+        index.commit(name, segment, chain(2), record(2), rank=0, ranks=2)
+        index.evict(name, [segment], delete_after_s=DELETE_AFTER_S)
+        catalogue.bury(name, [segment])
+        state = index.commit(name, segment, chain(2), record(2), rank=1, ranks=2)
+        assert state is CommitState.WAITING
+        assert index.match(name, chain(2)) == []
+
     def test_evicting_again_does_not_put_off_the_deletion(
         self, index: Index, catalogue: Catalogue, name: NamespaceId
     ) -> None:
@@ -348,6 +360,16 @@ class CatalogueConformance:
         first = catalogue.sweep(name, 100)
         assert 100 <= first < 1000
         assert first + self.sweep(catalogue, name, 100) == 2000
+
+    def test_sweep_goes_on_where_it_stopped(
+        self, index: Index, catalogue: Catalogue, name: NamespaceId
+    ) -> None:
+        # Many more living entries than one call looks at, so that starting anew would find nothing.
+        digests = chain(10_000)
+        segments = put_all(index, name, digests, [1000] * 10)
+        index.evict(name, [segments[3]], delete_after_s=DELETE_AFTER_S)
+        assert self.sweep(catalogue, name, 50, calls=60) == 1000
+        assert served(index.match(name, digests)) == 3000
 
     def test_sweep_of_nothing(self, catalogue: Catalogue, name: NamespaceId) -> None:
         assert catalogue.sweep(name, 100) == catalogue.sweep(UNKNOWN, 100) == 0

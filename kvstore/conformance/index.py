@@ -224,6 +224,18 @@ class IndexConformance:
         index.evict(name, [old], delete_after_s=LATER_S)
         assert index.match(name, digests) == []
 
+    def test_match_never_takes_a_new_segment_for_an_evicted_one(
+        self, index: Index, name: NamespaceId
+    ) -> None:
+        """An index that numbers its segments may not use a number again while entries hold it."""
+        old = chain(10, seed="old")
+        segment = put(index, name, old)
+        for i in range(5):
+            index.evict(name, [segment], delete_after_s=LATER_S)
+            segment = put(index, name, chain(10, seed=f"new {i}"))
+            assert index.match(name, old) == []
+            assert index.find(name, old) == [None] * 10
+
     def test_match_of_a_long_chain(self, index: Index, name: NamespaceId) -> None:
         digests = chain(8192)
         segments = put_all(index, name, digests, [64] * 128)
@@ -363,6 +375,15 @@ class IndexConformance:
         for handle in (index, other, index):
             put(handle, name, digests, segment=segment)
             assert places(other.match(name, digests)) == [(segment, slot) for slot in range(5)]
+
+    def test_commit_again_repairs_what_a_dead_copy_took_over(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(10)
+        kept = put(index, name, digests)
+        copy = put(index, name, digests)
+        index.evict(name, [copy], delete_after_s=LATER_S)
+        put(index, name, digests, segment=kept)
+        assert places(index.match(name, digests)) == [(kept, slot) for slot in range(10)]
+        assert None not in index.find(name, digests)
 
     def test_commit_of_something_else_under_a_visible_id_is_refused(
         self, index: Index, name: NamespaceId

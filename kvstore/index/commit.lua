@@ -14,7 +14,7 @@ local bits = redis.call('HGET', meta, 'bits')
 if not bits then return false end
 
 local segment, digests, agreement, part = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local nbytes, rank, ranks, ttl = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8]
+local nbytes, rank, ranks, ttl, first_use = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8], ARGV[9]
 local slots = #digests / 16
 local incomplete = prefix .. 'part:' .. hex(segment)
 local WAITING, VISIBLE, REFUSED = 0, 1, 2
@@ -68,7 +68,7 @@ end
 
 enter()
 redis.call('HSET', segs, segment, nbytes .. ':' .. slots .. ':' .. agreement .. part)
-redis.call('ZADD', lru, ARGV[9], segment)
+redis.call('ZADD', lru, first_use, segment)
 redis.call('HINCRBY', meta, 'bytes', nbytes)
 redis.call('HINCRBY', meta, 'segments', 1)
 redis.call('HINCRBY', meta, 'blocks', slots)

@@ -7,8 +7,8 @@
 -- The first write is one that Redis also accepts when it is full (HDEL, DEL): evicting is how room
 -- is made. After a first write a script always runs to its end.
 
--- bury_after(delete_after, ranks): a score of the trash; whole seconds plus ranks / 256.
-local function bury_after(delete_after, ranks)
+-- trash_score(delete_after, ranks): a score of the trash; whole seconds plus ranks / 256.
+local function trash_score(delete_after, ranks)
   return string.format('%.17g', delete_after + ranks / 256)
 end
 
@@ -22,7 +22,7 @@ local function drop(segment, delete_after)
   redis.call('HDEL', segs, segment)
   redis.call('ZREM', lru, segment)
   -- An agreement is 8 bytes of checksum and the record's head, whose fifth byte is the ranks.
-  redis.call('ZADD', trash, bury_after(delete_after, string.byte(value, rest + 12)), segment)
+  redis.call('ZADD', trash, trash_score(delete_after, string.byte(value, rest + 12)), segment)
   freed, dropped, blocks = freed + nbytes, dropped + 1, blocks + slots
   return true
 end

@@ -10,7 +10,7 @@ for _, segment in ipairs(items(ARGV[1], 8)) do
     local agreement = redis.call('HGET', incomplete, 'agreement')
     if agreement then
       redis.call('DEL', incomplete)
-      redis.call('ZADD', trash, bury_after(delete_after, string.byte(agreement, 13)), segment)
+      redis.call('ZADD', trash, trash_score(delete_after, string.byte(agreement, 13)), segment)
     end
   end
 end

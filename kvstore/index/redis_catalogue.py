@@ -16,8 +16,8 @@ from schemas.records import SegmentRecord, unpack_record
 NAMESPACES = "kvs:ns"
 #: HSCAN's page, a compromise between round trips and how long one call holds Redis.
 _PAGE = 500
-#: What one sweep script looks at: about 1 ms of Redis' time at 50 entries per bucket.
-_SWEEP_BUCKETS = 32
+#: Entries and buckets that one sweep script looks at: 1 to 2 ms of Redis' time.
+_SWEEP_SLICE = 2048
 
 _CULL = Script.load("cull", "drop")
 _SWEEP = Script.load("sweep")
@@ -36,7 +36,8 @@ def record_of(value: bytes) -> SegmentRecord | None:
     Cached because the same prefixes are matched again and again, and unpacking 128 records takes
     longer than Redis takes to find them.
     """
-    return unpack_record(value.split(b":", 2)[2][8:])
+    fields = value.split(b":", 2)
+    return unpack_record(fields[2][8:]) if len(fields) == 3 else None
 
 
 class RedisCatalogue(Catalogue):
@@ -113,7 +114,7 @@ class RedisCatalogue(Catalogue):
         dropped, looked, rounds = 0, 0, 0
         budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
         while dropped < limit and looked < budget and rounds < 2:
-            slice_ = self._client.run(_SWEEP, key(namespace, "meta"), limit - dropped, _SWEEP_BUCKETS)
+            slice_ = self._client.run(_SWEEP, key(namespace, "meta"), limit - dropped, _SWEEP_SLICE)
             dropped += slice_[0]
             looked += slice_[1]
             rounds += slice_[2]
@@ -128,9 +129,10 @@ class RedisCatalogue(Catalogue):
         found = []
         policy = self._config("maxmemory-policy")
         if policy not in (None, "noeviction"):
+            victims = "claims and incomplete saves" if policy.startswith("volatile") else "parts of the index"
             found.append(
-                f"maxmemory-policy is {policy}: Redis may drop parts of the index at random, which turns "
-                "into misses and unaccounted bytes; set it to noeviction, kvstore evicts by itself"
+                f"maxmemory-policy is {policy}: when full, Redis drops {victims} behind kvstore's back; "
+                "set it to noeviction, kvstore evicts by itself"
             )
         entries = self._config("hash-max-listpack-entries") or self._config("hash-max-ziplist-entries")
         if entries is not None and int(entries) < 128:

@@ -170,8 +170,7 @@ class RedisClient:
 
     def _was_stale(self, exc: Exception, took_s: float) -> bool:
         """Whether a failure may mean no more than that the server had closed an idle connection."""
-        timed_out = isinstance(exc, (redis.TimeoutError, TimeoutError))
-        return not timed_out and not _denied(exc) and took_s < self._timeout_s * _STALE_SHARE
+        return took_s < self._timeout_s * _STALE_SHARE and not _denied(exc)
 
     def _execute(self, *words: bytes | str | int | float) -> Any:
         return self._client.execute_command(*words)  # type: ignore[no-untyped-call]

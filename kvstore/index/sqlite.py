@@ -113,6 +113,10 @@ class SqliteIndex(SqliteCatalogue, Index):
     def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:
         blocks = count_digests(digests)
         check_segments([segment])
+        with self._database.reading("claim") as db:
+            key = self._known(db, "claim", namespace)
+            if sum(run.count for run in _servable(db, key, digests)) == blocks:
+                return Claim(blocks, granted=False)  # the usual case, without waiting for a writer
         now = self._clock()
         with self._database.writing("claim") as db:
             key = self._known(db, "claim", namespace)

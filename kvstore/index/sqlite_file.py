@@ -80,8 +80,14 @@ _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 #: Connections made before a fork. SQLite forbids their use in the child, and even closing them there
 #: would drop the locks that the child's own connections hold on the file; so they are kept for good.
-_INHERITED: list[sqlite3.Connection] = []
+_INHERITED: list[_Connection] = []
 _FILES: weakref.WeakSet[SqliteFile] = weakref.WeakSet()
+
+
+class _Connection(sqlite3.Connection):
+    """Knows which file it has open, by device and inode."""
+
+    file: tuple[int, int] | None = None
 
 
 class SqliteDatabase(ABC):
@@ -97,10 +103,10 @@ class SqliteDatabase(ABC):
         """Close every connection; one that is in use closes when its transaction ends. Idempotent."""
 
     @abstractmethod
-    def _borrow(self) -> sqlite3.Connection: ...
+    def _borrow(self) -> _Connection: ...
 
     @abstractmethod
-    def _give_back(self, connection: sqlite3.Connection, *, sound: bool) -> None: ...
+    def _give_back(self, connection: _Connection, *, sound: bool) -> None: ...
 
     @contextmanager
     def reading(self, verb: str) -> Iterator[sqlite3.Connection]:
@@ -145,8 +151,7 @@ class SqliteFile(SqliteDatabase):
         self._timeout_s = busy_timeout_s
         # The lock guards the fields below it.
         self._lock = threading.Lock()
-        self._idle: list[sqlite3.Connection] = []
-        self._file: tuple[int, int] | None = None
+        self._idle: list[_Connection] = []
         self._closed = False
         _FILES.add(self)
 
@@ -154,21 +159,19 @@ class SqliteFile(SqliteDatabase):
     def where(self) -> str:
         return str(self._path)
 
-    def _borrow(self) -> sqlite3.Connection:
+    def _borrow(self) -> _Connection:
         file = self._file_now()
         with self._lock:
             if self._closed:
                 raise Closed(f"sqlite {self._path}: closed")
-            if file != self._file:
-                self._drop_idle()
-            if self._idle:
-                return self._idle.pop()
-        connection = self._open()
-        with self._lock:
-            self._file = self._file_now()
-        return connection
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.file == file:
+                    return connection
+                connection.close()
+        return self._open()
 
-    def _give_back(self, connection: sqlite3.Connection, *, sound: bool) -> None:
+    def _give_back(self, connection: _Connection, *, sound: bool) -> None:
         with self._lock:
             if sound and not self._closed:
                 self._idle.append(connection)
@@ -178,11 +181,8 @@ class SqliteFile(SqliteDatabase):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._drop_idle()
-
-    def _drop_idle(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+            while self._idle:
+                self._idle.pop().close()
 
     def _forked(self) -> None:
         """In the child of a fork: nothing of the parent's is used, not even its lock."""
@@ -197,20 +197,24 @@ class SqliteFile(SqliteDatabase):
             return None
         return stat.st_dev, stat.st_ino
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self) -> _Connection:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise PermissionDenied(f"sqlite {self._path}: can't make its folder: {exc.strerror}") from exc
         connection = _connect(self.where, self._timeout_s)
         try:
-            _set_wal(connection, self._timeout_s)
+            with _begun(connection, "BEGIN"):
+                version = _version(connection, self.where)
+            if version != SCHEMA_VERSION:
+                _set_wal(connection, self._timeout_s)
+                _make_schema(connection, self.where)
             # Safe against a killed process; after a power cut the newest commits may be gone.
             connection.execute("PRAGMA synchronous = NORMAL")
-            _make_schema(connection, self.where)
         except BaseException:
             connection.close()
             raise
+        connection.file = self._file_now()
         return connection
 
 
@@ -252,12 +256,12 @@ class SqliteMemory(SqliteDatabase):
     def close(self) -> None:
         """Does nothing: others may hold the same database."""
 
-    def _borrow(self) -> sqlite3.Connection:
+    def _borrow(self) -> _Connection:
         if not self._turn.acquire(timeout=self._turn_timeout_s):
             raise DeadlineExceeded(f"sqlite {self.where}: busy")
         return self._connection
 
-    def _give_back(self, connection: sqlite3.Connection, *, sound: bool) -> None:
+    def _give_back(self, connection: _Connection, *, sound: bool) -> None:
         self._turn.release()
 
 
@@ -293,9 +297,11 @@ def _rolled_back(connection: sqlite3.Connection) -> bool:
     return True
 
 
-def _connect(path: str, timeout_s: float) -> sqlite3.Connection:
+def _connect(path: str, timeout_s: float) -> _Connection:
     # Autocommit: transactions are begun and ended by the statements above and by nothing else.
-    return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    return sqlite3.connect(
+        path, timeout=timeout_s, isolation_level=None, check_same_thread=False, factory=_Connection
+    )
 
 
 def _set_wal(connection: sqlite3.Connection, timeout_s: float) -> None:
@@ -313,10 +319,6 @@ def _set_wal(connection: sqlite3.Connection, timeout_s: float) -> None:
 
 
 def _make_schema(connection: sqlite3.Connection, where: str) -> None:
-    with _begun(connection, "BEGIN"):
-        version = _version(connection, where)
-    if version == SCHEMA_VERSION:
-        return
     with _begun(connection, "BEGIN IMMEDIATE"):
         if _version(connection, where) == SCHEMA_VERSION:
             return  # another process was faster

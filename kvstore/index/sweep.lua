@@ -1,4 +1,4 @@
--- sweep: KEYS[1] meta, ARGV most entries to drop, most buckets to look at.
+-- sweep: KEYS[1] meta, ARGV about how many entries to drop, about how many entries and buckets to look at.
 -- Answers {entries dropped, entries and buckets looked at, 1 if the last bucket was among them}.
 --
 -- Race closed: whether an entry's segment is visible and the entry's removal are one step, so an entry
@@ -7,19 +7,18 @@
 local bits = redis.call('HGET', meta, 'bits')
 if not bits then return {0, 0, 1} end
 
-local most, buckets = tonumber(ARGV[1]), 2 ^ tonumber(bits)
+local most, patience, buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), 2 ^ tonumber(bits)
 local at = tonumber(redis.call('HGET', meta, 'cursor') or 0)
-local upto = math.min(at + tonumber(ARGV[2]), buckets)
 local dropped, looked = 0, 0
 
 local function sweep(bucket)
-  local pairs_ = redis.call('HGETALL', bucket)
-  looked = looked + 1 + #pairs_ / 2
-  for first = 1, #pairs_, 2 * PIECE do
+  local pairs = redis.call('HGETALL', bucket)
+  looked = looked + 1 + #pairs / 2
+  for first = 1, #pairs, 2 * PIECE do
     local ids, fields, dead = {}, {}, {}
-    for i = first, math.min(first + 2 * PIECE, #pairs_) - 1, 2 do
-      fields[#fields + 1] = pairs_[i]
-      ids[#ids + 1] = string.sub(pairs_[i + 1], 1, 8)
+    for i = first, math.min(first + 2 * PIECE, #pairs) - 1, 2 do
+      fields[#fields + 1] = pairs[i]
+      ids[#ids + 1] = string.sub(pairs[i + 1], 1, 8)
     end
     for i, value in ipairs(redis.call('HMGET', segs, unpack(ids))) do
       if not value then dead[#dead + 1] = fields[i] end
@@ -28,7 +27,7 @@ local function sweep(bucket)
   end
 end
 
-while at < upto and dropped < most do
+while at < buckets and dropped < most and looked < patience do
   sweep(prefix .. 'b:' .. string.format('%x', at))
   at = at + 1
 end

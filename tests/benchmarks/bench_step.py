@@ -58,7 +58,6 @@ class Ours:
         self.scheduler.build_connector_meta(output)
 
     def start(self) -> None:
-        self.worker.protect()
         self.worker.start_loads(())
         self.worker.start_saves(())
 

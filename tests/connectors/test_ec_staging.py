@@ -17,7 +17,7 @@ def view(size: int) -> memoryview:
 
 
 def held(parent: Path) -> int:
-    return sum(path.stat().st_size for path in parent.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in parent.rglob("*") if path.is_file() and path.name != ".lock")
 
 
 @pytest.fixture
@@ -52,12 +52,26 @@ def test_an_item_larger_than_the_folder_is_refused_and_costs_nobody_their_place(
     assert folder.pin("a")
 
 
-def test_a_second_put_of_a_name_replaces_the_first(folder: StagingFolder, tmp_path: Path) -> None:
-    for size in (300, 500, 400):
-        path = folder.put("a", view(size))
+def test_what_has_a_name_is_not_written_again(folder: StagingFolder, tmp_path: Path) -> None:
+    path = folder.put("a", view(300))
+    inode = Path(path).stat().st_ino
+    assert folder.put("a", view(300)) == path
+    assert Path(path).stat().st_ino == inode
+    assert folder.used_bytes == held(tmp_path) == 300
+    for _ in range(2):  # pinned twice
+        with pytest.raises(CapacityExceeded):
+            folder.put("b", view(800))
         folder.unpin("a")
-        assert Path(path).stat().st_size == size
-    assert folder.used_bytes == held(tmp_path) == 400
+    folder.put("b", view(800))
+
+
+def test_an_item_that_somebody_removed_is_not_promised(folder: StagingFolder) -> None:
+    path = Path(folder.put("a", view(300)))
+    folder.unpin("a")
+    path.unlink()
+    assert not folder.pin("a")
+    assert folder.used_bytes == 0
+    assert Path(folder.put("a", view(300))).exists()
 
 
 def test_a_folder_that_vanished_is_an_error_and_is_not_accounted(

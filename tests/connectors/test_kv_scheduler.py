@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 from connectors.kv_scheduler import KVScheduler
 from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata
 from kvstore.store import Match, Space, Store
-from tests.store.world import chain, keys, make_store, open_space, slots
+from tests.store.world import chain, make_store, open_space, slots
 
 pytestmark = pytest.mark.engine
 
@@ -129,7 +129,8 @@ def test_a_stored_prefix_is_promised_and_its_load_planned(make: Any, space: Spac
     assert answer(scheduler, request, computed=16) == (32, True)
     allocate(scheduler, request, 32)
     [load] = step(scheduler).loads
-    assert (load.first, load.block_ids, load.keys) == (2, [52, 53, 54, 55], keys(request.block_hashes)[2:6])
+    assert (load.first, load.block_ids) == (2, [52, 53, 54, 55])
+    assert load.hashes == request.block_hashes[2:6]
     assert [(run.start, run.slot, run.count) for run in load.runs] == [(2, 2, 4)]
     assert step(scheduler).loads == []
     assert step(scheduler).namespace is None
@@ -202,7 +203,7 @@ def test_a_request_whose_load_failed_computes_and_saves_what_was_lost(make: Any,
     assert answer(scheduler, request, computed=16) == (0, False)
     request.num_computed_tokens = 16
     saves = step(scheduler, (request, request.num_prompt_tokens - 16)).saves
-    assert [(save.first, len(save.keys)) for save in saves] == [(2, 4)]
+    assert [(save.first, len(save.hashes)) for save in saves] == [(2, 4)]
     # Others ask the index again before they trust what they were told.
     assert scheduler._requests["o"].match is None
 
@@ -225,7 +226,7 @@ def test_a_chunked_prefill_makes_full_segments(make: Any) -> None:
     while request.num_computed_tokens < request.num_prompt_tokens:
         tokens = min(20, request.num_prompt_tokens - request.num_computed_tokens)
         saves = step(scheduler, (request, tokens)).saves
-        spans += [(save.first, len(save.keys), save.block_ids[0]) for save in saves]
+        spans += [(save.first, len(save.hashes), save.block_ids[0]) for save in saves]
     assert spans == [(0, 4, 100), (4, 4, 104), (8, 2, 108)]
     assert step(scheduler, (request, 1)).saves == []
 
@@ -236,7 +237,7 @@ def test_what_another_request_is_saving_is_not_saved_twice(make: Any) -> None:
     for request in (first, second):
         assert answer(scheduler, request) == (0, False)
     saves = step(scheduler, (first, first.num_prompt_tokens), (second, second.num_prompt_tokens)).saves
-    assert [(save.request_id, save.first, len(save.keys)) for save in saves] == [("a", 0, 7), ("b", 6, 2)]
+    assert [(save.first, len(save.hashes)) for save in saves] == [(0, 7), (6, 2)]
     report(scheduler, ended={save.segment for save in saves})
     assert not scheduler._saving and not scheduler._segments
     third = FakeRequest("c", [*range(6), 1])
@@ -251,7 +252,7 @@ def test_decoded_blocks_are_flushed_at_the_end_if_wanted(make: Any, store: Store
     assert len(step(scheduler, (request, request.num_prompt_tokens)).saves) == 1
     request.block_hashes = chain(0, 1, 2, 50, 51)
     request.num_tokens = 5 * TOKENS + 1
-    request.num_computed_tokens = 5 * TOKENS
+    step(scheduler, (request, 5 * TOKENS - request.num_computed_tokens))
     assert scheduler.request_finished(request, list(range(100, 105))) == (False, None)
     [flush] = step(scheduler).flushes
     assert (flush.first, flush.block_ids) == (3, [103, 104])
@@ -277,6 +278,79 @@ def test_an_abort_leaves_nothing_behind(when: str, make: Any, space: Space) -> N
     assert answer(scheduler, again) == (32, True)
 
 
+def test_what_another_connector_only_promised_is_not_flushed(make: Any, store: Store) -> None:
+    """Under MultiConnector somebody else's load counts as computed before it has arrived."""
+    object.__setattr__(store.settings.kv, "save_decode", True)
+    scheduler, request = make(), FakeRequest("r", list(range(4)))
+    assert answer(scheduler, request) == (0, False)
+    allocate(scheduler, request, 0)
+    request.num_computed_tokens = 4 * TOKENS
+    scheduler.request_finished(request, list(range(100, 104)))
+    assert step(scheduler).flushes == []
+    object.__setattr__(store.settings.kv, "save_decode", False)
+
+
+def test_who_waited_for_a_failed_load_computes(make: Any, space: Space) -> None:
+    space.save(slots(chain(*range(6))))
+    scheduler = make()
+    first, second = FakeRequest("a", list(range(6))), FakeRequest("b", [*range(6), 9])
+    assert answer(scheduler, first) == (48, True)
+    allocate(scheduler, first, 48)
+    for _ in range(50):
+        assert scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+        step(scheduler)
+        time.sleep(0.001)
+    report(scheduler, finished={"a"}, failed={"a": 0})
+    assert answer(scheduler, second) == (0, False)
+
+
+def test_bad_segments_are_not_promised_again(make: Any, space: Space) -> None:
+    space.save(slots(chain(*range(6))))
+    scheduler = make()
+    [run] = space.match(b"".join(one[:16] for one in chain(*range(6)))).runs
+    scheduler.update_connector_output(
+        SimpleNamespace(
+            finished_recving=None,
+            kv_connector_worker_meta=KVStoreWorkerMetadata(bad_segments={run.segment}),
+        )
+    )
+    assert answer(scheduler, FakeRequest("r", list(range(6)))) == (0, False)
+
+
+def test_adapters_and_clients_names_are_cached_only_if_trusted(make: Any, store: Store, space: Space) -> None:
+    space.save(slots(chain(*range(4))))
+    lora, named = FakeRequest("l", list(range(4))), FakeRequest("n", list(range(4)))
+    lora.lora_request = object()  # type: ignore[attr-defined]
+    named.mm_features = [SimpleNamespace(identifier="mine")]  # type: ignore[attr-defined]
+    scheduler = make()
+    assert answer(scheduler, lora) == (0, False)
+    assert step(scheduler, (lora, lora.num_prompt_tokens)).saves == []
+    assert answer(scheduler, named) == (32, True)
+    object.__setattr__(store.settings.identity, "client_uuids", "refuse")
+    object.__setattr__(store.settings.identity, "lora", "trust")
+    other = FakeRequest("o", list(range(4)))
+    other.mm_features = named.mm_features  # type: ignore[attr-defined]
+    assert answer(scheduler, other) == (0, False)
+    again = FakeRequest("again", list(range(4)))
+    again.lora_request = object()  # type: ignore[attr-defined]
+    assert answer(scheduler, again) == (32, True)
+    object.__setattr__(store.settings.identity, "client_uuids", "trust")
+    object.__setattr__(store.settings.identity, "lora", "skip")
+
+
+def test_after_a_reset_nothing_is_loaded_or_saved(make: Any, space: Space) -> None:
+    space.save(slots(chain(*range(4))))
+    scheduler, request = make(), FakeRequest("r", list(range(4)))
+    assert answer(scheduler, request) == (32, True)
+    assert scheduler.reset_cache()
+    assert step(scheduler).abandon_loads
+    assert not step(scheduler).abandon_loads
+    assert answer(scheduler, FakeRequest("s", list(range(4)))) == (0, False)
+    other = FakeRequest("t", [9, 9])
+    assert answer(scheduler, other) == (0, False)
+    assert step(scheduler, (other, other.num_prompt_tokens)).saves == []
+
+
 def test_a_running_batch_costs_no_look_at_each_request(make: Any) -> None:
     scheduler, request = make(), FakeRequest("r", list(range(3)))
     assert answer(scheduler, request) == (0, False)
@@ -295,6 +369,6 @@ def test_a_bug_costs_a_miss_and_not_the_engine(
     scheduler._wants_match = None
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    scheduler._saves_of = None
+    scheduler._cacheable = None
     assert step(scheduler, (request, 16)).saves == []
     assert "the engine goes on without" in caplog.text

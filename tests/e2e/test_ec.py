@@ -78,7 +78,7 @@ def test_producer_and_consumer_are_two_engines(image_model: Path, tmp_path: Path
 
 @pytest.mark.parametrize("trust", ["trust", "refuse"])
 def test_hostile_identifiers(trust: str, image_model: Path, tmp_path: Path, store_config: Any) -> None:
-    config = store_config("sqlite") | {"ec": {"client_uuids": trust, "fetch_deadline_s": 20.0}}
+    config = store_config("sqlite") | {"identity": {"client_uuids": trust}}
     names = ["../../x", "/etc/x", "x" * 10_000, "nul\0byte", "kvs:{x}*", "\u202e💥", "0" * 63 + "Z"]
     prompts = [ask("image", random_image(200 + i), uuids=[name]) for i, name in enumerate(names)]
     before = {path for path in tmp_path.rglob("*") if "payloads" not in path.parts}
@@ -147,12 +147,27 @@ def test_damage_and_outage_only_cost_encoder_calls(
         assert engine.encoder_calls() == 5
 
 
-def test_counted_identifiers_are_refused_at_the_start(
+def test_an_engine_that_prepares_images_otherwise_shares_nothing(
     image_model: Path, tmp_path: Path, store_config: Any
+) -> None:
+    config = store_config("sqlite")
+    other = {"mm_processor_kwargs": {"do_normalize": False}}
+    with Engine(image_model, kv=config, ec=config, log_path=tmp_path / "1.log", **other) as engine:
+        [first] = engine.generate([ask("image", ONE)])
+    with Engine(image_model, kv=config, ec=config, log_path=tmp_path / "2.log") as engine:
+        [second] = engine.generate([ask("image", ONE)])
+        assert (second.external_tokens, engine.encoder_calls()) == (0, 1)
+    assert first.token_ids != second.token_ids
+    assert check_store(config)["namespaces"] == 4
+
+
+@pytest.mark.parametrize("kind", ["kv", "ec"])
+def test_counted_identifiers_are_refused_at_the_start(
+    kind: str, image_model: Path, tmp_path: Path, store_config: Any
 ) -> None:
     engine = Engine(
         image_model,
-        ec=store_config("sqlite"),
+        **{kind: store_config("sqlite")},
         log_path=tmp_path / "engine.log",
         mm_processor_cache_gb=0,
         enable_prefix_caching=False,

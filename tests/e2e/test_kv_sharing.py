@@ -194,6 +194,10 @@ def test_roles(text_model: Path, expected: dict[str, Any], tmp_path: Path, store
         [warm] = engine.generate([LONG])
         assert (warm.token_ids, warm.external_tokens) == (expected["long"], 992)
         assert scheduler_counters(engine)["match_blocks_found"] == 31
+        # Whoever resets the connector may have changed the weights in place: nothing old is served.
+        assert engine.reset_prefix_cache(reset_connector=True)
+        [after] = engine.generate([LONG])
+        assert (after.token_ids, after.external_tokens) == (expected["long"], 0)
 
 
 def test_other_weights_of_the_same_shape_never_match(

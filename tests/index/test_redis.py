@@ -29,10 +29,11 @@ from kvstore.errors import (
     TransientError,
 )
 from kvstore.index.redis import RedisIndex, bucket_bits
-from kvstore.keys import NamespaceId, SegmentId, namespace_id, new_segment_id
+from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, new_segment_id
 from kvstore.ports import CommitState, Index, Usage
 from kvstore.testing import CatalogueConformance, IndexConformance
 from schemas.settings import RedisSettings
+from tests.index.proxy import LossyProxy
 from tests.index.test_walk import Block, World, worlds
 from tests.servers import START_TIMEOUT_S, RedisServer, find_redis_server
 
@@ -89,7 +90,9 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis) -> N
     index.evict(name, [gone], delete_after_s=LATER_S + 0.5)
     index.touch(name, [two], LATER_S)
     assert index.claim(name, chain(1, seed="c"), incomplete, 60.0).granted
-    dump = "".join(f"{line}\n" for line in _dump(raw))
+    # How a namespace spells itself is pinned elsewhere (tests/test_keys.py).
+    text = "".join(f"{line}\n" for line in _dump(raw))
+    dump = text.replace(canonical_json(namespace()), "JSON").replace(name, "NAMESPACE")
     assert dump == GOLDEN.read_text(), f"the schema is now:\n{dump}"
 
 
@@ -218,6 +221,31 @@ def test_lua_keeps_the_promise_of_the_walk(
             ]
 
 
+def test_a_repeated_block_is_no_run(index: RedisIndex, name: NamespaceId) -> None:
+    digests = chain(2)
+    segment = put(index, name, digests)
+    runs = index.match(name, part_of(digests, 0, 1) + digests)
+    # From the far end: slot 1, which proves slot 0 before it, then the stray one.
+    assert [(run.start, run.segment, run.slot, run.count) for run in runs] == [
+        (0, segment, 0, 1),
+        (1, segment, 0, 2),
+    ]
+
+
+def test_more_segments_than_luas_stack_holds(index: RedisIndex, name: NamespaceId) -> None:
+    count = 8500
+    digests = chain(count)
+    segments = put_all(index, name, digests, [1] * count)
+    assert [run.segment for run in index.match(name, digests)] == segments
+    assert [run and run.segment for run in index.find(name, digests)] == segments
+    index.touch(name, segments, LATER_S)
+    assert {one.last_use_s for one in index.segments(name)} == {LATER_S // 60 * 60}
+    assert index.evict(name, segments, delete_after_s=1000.0) == count
+    assert sum(index.sweep(name, count) for _ in range(3)) == count
+    assert len(index.due(name, 1000.0, 10_000)) == count
+    index.bury(name, segments)
+
+
 def test_a_match_costs_a_call_per_segment(index: RedisIndex, raw: redis.Redis) -> None:
     name = index.register(namespace(), expected_blocks=10_000)
     digests = chain(8192)
@@ -266,6 +294,32 @@ def test_a_connection_closed_by_the_server_costs_no_error(
     for _ in range(20):
         raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         assert served(index.match(name, digests)) == 3
+
+
+def test_one_lost_request_costs_no_error_and_two_cost_one(
+    redis_server: RedisServer, index: RedisIndex, name: NamespaceId
+) -> None:
+    """The server may close a connection between our look at it and our request."""
+    digests = chain(3)
+    put(index, name, digests)
+    with LossyProxy(redis_server.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        with RedisIndex.from_settings(url, RedisSettings()) as behind:
+            assert served(behind.match(name, digests)) == 3
+            before = proxy.connections
+            proxy.losses = 1
+            assert served(behind.match(name, digests)) == 3
+            assert proxy.connections == before + 1
+            proxy.losses = 2
+            with pytest.raises(TransientError):
+                behind.match(name, digests)
+            assert proxy.losses == 0
+            assert served(behind.match(name, digests)) == 3
+            # Lost late, when a second try would overrun the deadline.
+            proxy.losses, proxy.delay_s = 1, 0.3
+            with pytest.raises(TransientError):
+                behind.match(name, digests)
+            assert served(behind.match(name, digests)) == 3
 
 
 def test_forgotten_scripts_cost_no_error(index: RedisIndex, raw: redis.Redis, name: NamespaceId) -> None:

@@ -122,6 +122,7 @@ def test_another_programs_file_is_a_config_error_and_is_left_alone(path: str) ->
         SqliteIndex(path)
     raw = sqlite3.connect(path)
     assert raw.execute("SELECT name FROM sqlite_master").fetchall() == [("precious",)]
+    assert raw.execute("PRAGMA journal_mode").fetchone() == ("delete",)
     raw.close()
 
 
@@ -370,6 +371,18 @@ def test_running_handles_follow_when_the_file_is_deleted(path: str) -> None:
         _delete(path)
     for handle in handles:
         handle.close()
+
+
+def test_a_connection_to_a_deleted_file_is_not_used_again(path: str) -> None:
+    with SqliteIndex(path) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        with index._database.reading("test"):
+            _delete(path)
+            index.register(namespace(), expected_blocks=10)
+            put(index, name, chain(3))
+        # The connection just given back still has the deleted file open.
+        for _ in range(3):
+            assert served(index.match(name, chain(3))) == 3
 
 
 def test_a_full_disk_is_capacity(

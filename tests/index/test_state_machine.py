@@ -25,7 +25,7 @@ from kvstore.errors import NamespaceUnknown
 from kvstore.index.redis import RedisIndex
 from kvstore.index.redis_client import RedisClient
 from kvstore.index.sqlite import SqliteIndex
-from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, split_digests
+from kvstore.keys import Digest, NamespaceId, SegmentId, canonical_json, namespace_id, split_digests
 from kvstore.ports import CommitState
 from schemas.settings import RedisSettings
 from tests.index.model import Model, Space
@@ -57,8 +57,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.handles = [self.open(), self.open()]
         self.turn = 0
         self.minute = CREATED_S // 60
+        self.known: list[bytes] = []
 
     def teardown(self) -> None:
+        self.look_everywhere()
         for handle in self.handles:
             handle.close()
 
@@ -71,7 +73,8 @@ class IndexMachine(RuleBasedStateMachine):
     def space(self, name: NamespaceId) -> Space:
         return self.model.spaces.get(name, Space())
 
-    names = st.sampled_from([namespace_id(one) for one in NAMESPACES])
+    # The first one more often, or nothing ever gets crowded.
+    names = st.sampled_from([namespace_id(one) for one in [*NAMESPACES[:1] * 3, *NAMESPACES]])
 
     # chains
 
@@ -79,7 +82,11 @@ class IndexMachine(RuleBasedStateMachine):
     def first_chain(self, blocks: int) -> bytes:
         for one in NAMESPACES[:1]:
             self.register(one, 100)
-        return chain(blocks)
+        return self.remember(chain(blocks))
+
+    def remember(self, digests: bytes) -> bytes:
+        self.known.append(digests)
+        return digests
 
     @rule(
         target=chains,
@@ -89,7 +96,7 @@ class IndexMachine(RuleBasedStateMachine):
         seed=st.sampled_from("ab"),
     )
     def branch(self, parent: bytes, common: int, more: int, seed: str) -> bytes:
-        return chain(more, seed=seed, after=part_of(parent, 0, min(common, blocks_of(parent))))
+        return self.remember(chain(more, seed=seed, after=part_of(parent, 0, common)))
 
     # the request's path
 
@@ -103,10 +110,20 @@ class IndexMachine(RuleBasedStateMachine):
     def match(self, name: NamespaceId, digests: bytes) -> None:
         self.space(name).check_match(digests, self.index.match(name, digests))
 
+    @rule()
+    def look_everywhere(self) -> None:
+        for name in self.model.spaces:
+            for digests in self.known:
+                self.match(name, digests)
+                self.find_all(name, split_digests(digests))
+
     @rule(name=names, digests=chains, order=st.randoms(use_true_random=False))
     def find(self, name: NamespaceId, digests: bytes, order: Any) -> None:
         asked = split_digests(digests)
         order.shuffle(asked)
+        self.find_all(name, asked)
+
+    def find_all(self, name: NamespaceId, asked: list[Digest]) -> None:
         space = self.space(name)
         found = self.index.find(name, b"".join(asked))
         assert [run and (run.segment, run.slot) for run in found] == [space.at(digest) for digest in asked]
@@ -189,6 +206,11 @@ class IndexMachine(RuleBasedStateMachine):
         for segment in some:
             if segment in space.records:
                 space.used[segment] = max(space.used[segment], now)
+
+    @rule(name=names, which=st.lists(st.integers(0, 3), min_size=1, max_size=3), due=st.integers(1000, 1010))
+    def evict_recent(self, name: NamespaceId, which: list[int], due: int) -> None:
+        visible = list(self.space(name).records)[::-1]
+        self.evict(name, [visible[i] for i in which if i < len(visible)], due)
 
     @rule(name=names, some=st.lists(segments, max_size=3), due=st.integers(1000, 1010))
     def evict(self, name: NamespaceId, some: list[SegmentId], due: int) -> None:

@@ -166,6 +166,13 @@ def test_a_living_copy_serves_blocks_whose_own_entries_are_dead() -> None:
     assert looked == 1
 
 
+def test_a_repeated_block_is_no_run() -> None:
+    """Digests that are no chain get slots that their entries name, at least."""
+    place = (SegmentId(bytes(8)), 0)
+    runs = walk(3, lambda position: place, lambda segment: record(4), expected=1)
+    assert [(run.start, run.slot, run.count) for run in runs] == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
+
+
 def test_digests_that_are_no_chain_end_the_walk_all_the_same() -> None:
     lie = random.Random(5)
     entries = {i: (SegmentId(bytes(8)), lie.randrange(1000)) for i in range(500)}
