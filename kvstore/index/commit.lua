@@ -45,13 +45,11 @@ if value then
   release()
   return same and VISIBLE or REFUSED
 end
-if redis.call('ZSCORE', trash, segment) then
+local agreed = redis.call('HGET', incomplete, 'agreement')
+if redis.call('ZSCORE', trash, segment) or agreed and agreed ~= agreement then
   release()
   return REFUSED
 end
-
-local agreed = redis.call('HGET', incomplete, 'agreement')
-if agreed and agreed ~= agreement then return REFUSED end
 if ranks > 1 then
   redis.call('HSET', incomplete, 'agreement', agreement, rank, nbytes .. ':' .. part)
   redis.call('EXPIRE', incomplete, ttl)

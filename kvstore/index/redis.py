@@ -109,11 +109,10 @@ class RedisIndex(RedisCatalogue, Index):
         runs: list[Run] = []
         start = 0
         for segment, place, value in zip(segments, places, values, strict=True):
-            record = record_of(value)
-            if record is None:
+            record, slot, count = record_of(value), place >> 16, place & 0xFFFF
+            if record is None or slot + count > record.slots:
                 break
-            count = place & 0xFFFF
-            runs.append(Run(start, segment, place >> 16, count, record))
+            runs.append(Run(start, segment, slot, count, record))
             start += count
         return runs
 
@@ -124,8 +123,8 @@ class RedisIndex(RedisCatalogue, Index):
         runs: list[Run | None] = [None] * count
         for start, entry in enumerate(entries):
             record = known.get(entry[:8]) if entry else None
-            if record is not None:
-                slot = int.from_bytes(entry[8:], "big")
+            slot = int.from_bytes(entry[8:], "big") if entry else 0
+            if record is not None and slot < record.slots:
                 runs[start] = Run(start, SegmentId(entry[:8]), slot, 1, record)
         return runs
 

@@ -23,7 +23,8 @@ class Space:
     #: By segment: its ranks and the time of its deletion.
     trash: dict[SegmentId, tuple[int, int]] = field(default_factory=dict)
     incomplete: dict[SegmentId, dict[int, SegmentRecord]] = field(default_factory=dict)
-    ranks: dict[SegmentId, int] = field(default_factory=dict)
+    #: By segment: what all of its commits must share, that is blocks, ranks, and all but the parts.
+    agreed: dict[SegmentId, tuple[bytes, int, SegmentRecord]] = field(default_factory=dict)
     claims: dict[bytes, SegmentId] = field(default_factory=dict)
 
     def usage(self) -> Usage:
@@ -63,20 +64,18 @@ class Space:
     def commit(
         self, segment: SegmentId, digests: bytes, one: SegmentRecord, rank: int, ranks: int
     ) -> CommitState:
-        """What becomes of a commit; ranks of one segment always agree here, or `digests` differ."""
+        """What becomes of a commit."""
+        this = (digests, ranks, replace(one, parts=()))
         if segment in self.records:
-            right = (self.contents[segment], self.ranks[segment]) == (digests, ranks)
-            right = right and self.records[segment].parts[rank] == one.parts[0]
+            right = self.agreed[segment] == this and self.records[segment].parts[rank] == one.parts[0]
             if right:
                 self._enter(segment, digests)
             return self._released(segment, digests, CommitState.VISIBLE if right else CommitState.REFUSED)
-        if segment in self.trash:
-            return self._released(segment, digests, CommitState.REFUSED)
         parts = self.incomplete.get(segment, {})
-        if parts and (self.contents[segment], self.ranks[segment]) != (digests, ranks):
-            return CommitState.REFUSED
+        if segment in self.trash or (parts and self.agreed[segment] != this):
+            return self._released(segment, digests, CommitState.REFUSED)
         parts[rank] = one
-        self.contents[segment], self.ranks[segment] = digests, ranks
+        self.agreed[segment], self.contents[segment] = this, digests
         if len(parts) < ranks:
             self.incomplete[segment] = parts
             return CommitState.WAITING
@@ -86,6 +85,11 @@ class Space:
         self.used[segment] = one.created_s // 60
         self._enter(segment, digests)
         return self._released(segment, digests, CommitState.VISIBLE)
+
+    def is_forgotten(self, segment: SegmentId) -> bool:
+        """Committed at some time, at least in part, and buried since."""
+        known = segment in self.records or segment in self.trash or segment in self.incomplete
+        return segment in self.contents and not known
 
     def _enter(self, segment: SegmentId, digests: bytes) -> None:
         self.entries |= {digest: (segment, slot) for slot, digest in enumerate(split_digests(digests))}
@@ -103,7 +107,7 @@ class Space:
                 gone += 1
             elif self.incomplete.pop(segment, None) is None:
                 continue
-            self.trash[segment] = (self.ranks[segment], due)
+            self.trash[segment] = (self.agreed[segment][1], due)
         return gone
 
     def oldest_first(self) -> list[SegmentId]:
