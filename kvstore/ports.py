@@ -162,6 +162,9 @@ class Index(ABC):
     ) -> CommitState:
         """Rank `rank` of `ranks` has stored its payload durably; `record.parts` is that one part.
 
+        The digests are consecutive blocks of one hash chain (or one item): `match` relies on it. A
+        segment id belongs to one save for ever and is never used for other blocks.
+
         When the last rank's commit arrives the record and the entries of all digests (slot i =
         digest i) become visible at once. Ranks that disagree on anything but their part are
         REFUSED. An incomplete commit is forgotten after an hour. Committing again is harmless.

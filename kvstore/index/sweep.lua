@@ -12,13 +12,13 @@ local at = tonumber(redis.call('HGET', meta, 'cursor') or 0)
 local dropped, looked = 0, 0
 
 local function sweep(bucket)
-  local pairs = redis.call('HGETALL', bucket)
-  looked = looked + 1 + #pairs / 2
-  for first = 1, #pairs, 2 * PIECE do
+  local flat = redis.call('HGETALL', bucket)
+  looked = looked + 1 + #flat / 2
+  for first = 1, #flat, 2 * PIECE do
     local ids, fields, dead = {}, {}, {}
-    for i = first, math.min(first + 2 * PIECE, #pairs) - 1, 2 do
-      fields[#fields + 1] = pairs[i]
-      ids[#ids + 1] = string.sub(pairs[i + 1], 1, 8)
+    for i = first, math.min(first + 2 * PIECE, #flat) - 1, 2 do
+      fields[#fields + 1] = flat[i]
+      ids[#ids + 1] = string.sub(flat[i + 1], 1, 8)
     end
     for i, value in ipairs(redis.call('HMGET', segs, unpack(ids))) do
       if not value then dead[#dead + 1] = fields[i] end

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -163,7 +162,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=100_000, help="blocks stored in each index")
     parser.add_argument("--repeat", type=int, default=500, help="matches of each size")
     args = parser.parse_args(argv)
-    random.seed(1)
     with tempfile.TemporaryDirectory() as folder:
         redis_rows, redis_memory = bench_redis(Path(folder) / "redis", args.blocks, args.repeat)
         sqlite_rows, sqlite_memory = bench_sqlite(Path(folder), args.blocks, args.repeat)
