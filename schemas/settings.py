@@ -182,12 +182,6 @@ class Settings(Closed):
         if value is None:
             return None
         url = _split(value)
-        if url.scheme in ("redis", "rediss") and (url.query or url.fragment):
-            raise ValueError(
-                "a redis URL takes no options after ?; they are settings: redis.timeout_s and so on"
-            )
-        if url.scheme == "unix" and url.query and not re.fullmatch(r"db=\d+", url.query):
-            raise ValueError("a unix URL takes one option, ?db=NUMBER")
         if url.scheme in ("redis", "rediss"):
             if not url.hostname:
                 raise ValueError("redis URL without a host; write redis://HOST:6379/0")

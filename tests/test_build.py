@@ -66,8 +66,6 @@ def test_a_mapping_given_is_not_changed() -> None:
         ({"payloads": "/var/x"}, {}, "not a URL"),
         ({"payloads": "file://var/x"}, {}, "three slashes"),
         (PAYLOADS | {"index": "redis://"}, {}, "without a host"),
-        (PAYLOADS | {"index": "redis://h/0?foo=1"}, {}, "takes no options"),
-        (PAYLOADS | {"index": "unix:///run/r.sock?db=x"}, {}, "?db=NUMBER"),
         (PAYLOADS | {"index": "sqlite://x/y"}, {}, "three slashes"),
         (PAYLOADS | {"grace_s": 10}, {}, "must not add up to more than grace_s"),
         (PAYLOADS | {"segment": {"codec": "zstd"}}, {}, "segment.codec = 'zstd'"),

@@ -154,6 +154,7 @@ def test_bad_index_urls(url: str, words: str) -> None:
         "redis://[::1]:6379/15",
         f"rediss://user:{SECRET}@host:6379/0",
         f"redis://:{SECRET}@host",
+        "redis://host/0?protocol=2",
         "unix:///run/redis.sock",
         f"unix://user:{SECRET}@/run/redis.sock?db=1",
         "sqlite:///var/lib/index.db",
