@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvstore.blobs.breaking import BreakingPayloads
 from kvstore.blobs.local import LocalPayloads
@@ -30,8 +30,9 @@ from kvstore.metrics import Counters
 from kvstore.ports import PayloadStore
 from kvstore.store import Store
 from kvstore.transfers import Transfers
-from schemas.base import Closed, explain, redact
+from schemas.base import explain, model_of, redact
 from schemas.settings import Settings
+from schemas.urls import local_path
 
 PREFIX = "KVSTORE_"
 #: Kubernetes puts these into every pod when a Service is called "kvstore"; they are not settings.
@@ -101,13 +102,13 @@ def settings_keys() -> set[str]:
     return set(_leaves(Settings, ""))
 
 
-def _leaves(model: type[Closed], prefix: str) -> list[str]:
+def _leaves(model: type[BaseModel], prefix: str) -> list[str]:
     names: list[str] = []
     for name, info in model.model_fields.items():
-        inner = info.annotation
-        if isinstance(inner, type) and issubclass(inner, Closed):
+        inner = model_of(info.annotation)
+        if inner is not None:
             names += _leaves(inner, f"{prefix}{name.upper()}__")
-        else:
+        if inner is None or inner is not info.annotation:
             names.append(prefix + name.upper())
     return names
 
@@ -124,9 +125,10 @@ def open_index(settings: Settings) -> RedisIndex | SqliteIndex:
 
 def open_payloads(settings: Settings) -> PayloadStore:
     """The payload leaf of these settings."""
-    if settings.payloads.startswith("memory://"):
-        return MemoryPayloads(settings.payload_path)
-    return LocalPayloads(settings.payload_path, fsync=settings.local.fsync)
+    url = settings.origin
+    if url.startswith("memory://"):
+        return MemoryPayloads(local_path(url))
+    return LocalPayloads(local_path(url), fsync=settings.local.fsync)
 
 
 def open_store(settings: Settings | Mapping[str, Any]) -> Store:
@@ -146,4 +148,4 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
 
 def describe(settings: Settings) -> str:
     """One line for a log: what these settings open, without secrets."""
-    return f"index {redact(settings.index_url)}, payloads {redact(settings.payloads)}"
+    return f"index {redact(settings.index_url)}, payloads {redact(settings.origin)}"

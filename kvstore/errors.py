@@ -4,6 +4,7 @@
       ConfigError          fix the settings; raised while opening only
       TransientError       try again later; the wrappers count and break on these
         DeadlineExceeded   the call's time ran out
+        Throttled          the backend asks for fewer calls: try again later than that
         BreakerOpen        not even tried: too many failures just now
         Closed             the store is shutting down
       NamespaceUnknown     the index lost the namespace: register it again, then try once more
@@ -42,6 +43,12 @@ class DeadlineExceeded(TransientError):
     """The call took longer than its deadline."""
 
     reason = "deadline"
+
+
+class Throttled(TransientError):
+    """The backend has had too many calls."""
+
+    reason = "throttled"
 
 
 class BreakerOpen(TransientError):

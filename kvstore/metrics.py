@@ -15,6 +15,7 @@ MISS_REASONS: Final = (
     "deadline",  # the index or a read took too long
     "breaker_open",  # the backend failed repeatedly a moment ago
     "unavailable",  # the backend failed
+    "throttled",  # the backend asked for fewer calls
     "closed",  # the store is shutting down
     "corrupt",  # the payload failed verification
     "namespace_mismatch",  # the payload belongs to another namespace

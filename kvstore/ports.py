@@ -43,6 +43,11 @@ class Listed:
 class PayloadStore(ABC):
     """Immutable bytes under a name such as `0123456789abcdef/ab/ab....0` (kvstore.keys)."""
 
+    @property
+    @abstractmethod
+    def gap_bytes(self) -> int:
+        """Reading so many bytes more costs no more than another read: how large a gap to read through."""
+
     @abstractmethod
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         """Store the concatenation of `buffers` (each contiguous bytes) under `name`.
@@ -54,11 +59,23 @@ class PayloadStore(ABC):
         """
 
     @abstractmethod
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int | None:
+    def read(
+        self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
+    ) -> int | None:
         """Fill the writable byte buffers `into` in turn with the bytes from `offset` on.
 
         Returns how many bytes were read: fewer than asked only if the payload ends there. None if
-        there is no such payload. On an exception the buffers may hold anything.
+        there is no such payload. On an exception the buffers may hold anything, and are not written
+        to any more. `size` is how large the whole payload is, from a caller that knows: a cache may
+        then fetch all of it. It changes nothing about the answer.
+        """
+
+    @abstractmethod
+    def distrust(self, name: str) -> bool:
+        """The bytes of `name` failed verification: drop any copy of them that is not the original.
+
+        Returns True if reading again may give other bytes, because there was such a copy. No I/O on a
+        network. The original stays: evicting it is the store's business.
         """
 
     @abstractmethod

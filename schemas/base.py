@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -30,7 +30,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One sentence per problem: the key, the value (never a secret's), and what is allowed."""
     lines = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"])
+        # Which member of a union was tried is not a key that anyone has written.
+        path = ".".join(str(part) for part in item["loc"] if not str(part).startswith("<"))
         if item["type"] == "extra_forbidden":
             known = _keys_at(model, item["loc"][:-1])
             lines.append(f"unknown key {path!r}; allowed here: {', '.join(known) or 'nothing'}")
@@ -47,13 +48,19 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
 
 
 def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    current: Any = model
+    current: type[BaseModel] | None = model
     for part in path:
-        field = current.model_fields.get(part) if hasattr(current, "model_fields") else None
-        if field is None:
-            return []
-        current = field.annotation
-    return sorted(getattr(current, "model_fields", {}))
+        if current is not None and not str(part).startswith("<"):
+            field = current.model_fields.get(str(part))
+            current = None if field is None else model_of(field.annotation)
+    return [] if current is None else sorted(current.model_fields)
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field's type is, or that is one of its alternatives."""
+    if isinstance(annotation, type):
+        return annotation if issubclass(annotation, BaseModel) else None
+    return next((found for arg in get_args(annotation) if (found := model_of(arg))), None)
 
 
 def _is_secret(path: str) -> bool:
@@ -63,6 +70,8 @@ def _is_secret(path: str) -> bool:
 #: What may stand before "://"; anything else could be part of a password.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,15}://")
 _QUERY = re.compile(r"[?#]")
+#: The query of an s3 URL that says where, and nothing else.
+_PLAIN = re.compile(r"(?:(?:^|&)(?:endpoint=https?(?::|%3[Aa])//[\w.:-]+/?|region=[\w-]+))+")
 
 
 def redact(value: Any) -> Any:
@@ -86,6 +95,8 @@ def redact(value: Any) -> Any:
     _, user, place = head.rpartition("@")
     host, slash, path = place.partition("/")
     name, colon, port = host.rpartition(":")
+    if mark and scheme == "s3://" and not user and _PLAIN.fullmatch(tail):
+        return value
     if colon and port and not port.isdecimal() and not port.endswith("]"):
         host = f"{name}:***"
     return f"{scheme}{'***@' if user else ''}{host}{slash}{path}{mark[0] + '***' if mark else ''}"

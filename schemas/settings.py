@@ -11,11 +11,21 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import SplitResult, urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, field_serializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SecretStr,
+    Tag,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from schemas.base import Closed, redact
+from schemas.urls import check_folder, check_index, check_payloads, local_path
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -61,6 +71,80 @@ class LocalSettings(Closed):
     fsync: Literal["none", "data", "full"] = "none"
 
 
+class S3Settings(Closed):
+    """How to talk to the bucket of an s3:// URL. AWS, or whatever speaks its protocol.
+
+    Credentials: the two keys here, or else boto3's chain (environment, profile, web identity, instance).
+    """
+
+    #: What moves the bytes. `obstore` (Rust, outside the GIL) or `boto3`; listing, deleting and cleaning up
+    #: are boto3's in any case.
+    client: Literal["obstore", "boto3"] = "obstore"
+    profile: str | None = None
+    access_key_id: SecretStr | None = None
+    secret_access_key: SecretStr | None = None
+    session_token: SecretStr | None = None
+    #: `auto`: path style with an endpoint, virtual-hosted style with AWS.
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    #: File with the CA certificates to trust, in PEM.
+    tls_ca: str | None = None
+    tls_verify: bool = True
+    connect_timeout_s: Seconds = 1.0
+    #: One attempt at one ranged GET of up to `range_bytes`, body included.
+    read_timeout_s: Seconds = 5.0
+    #: One attempt at one PUT of up to `multipart_bytes`.
+    write_timeout_s: Seconds = 30.0
+    #: Attempts at one request, and the pause before the second; the pauses double, with full jitter.
+    attempts: int = Field(default=3, ge=1, le=10)
+    backoff_s: Seconds = 0.1
+    max_backoff_s: Seconds = 2.0
+    #: A longer read is split into ranged GETs of this size, `concurrency` of them at a time.
+    range_bytes: Bytes = Field(default=8 << 20, ge=64 << 10)
+    concurrency: int = Field(default=16, ge=1, le=256)
+    #: Two parts of a segment that are closer than this are fetched with one GET.
+    gap_bytes: Bytes = 1 << 20
+    #: An upload larger than this is multipart, in parts of `part_bytes`.
+    multipart_bytes: Bytes = Field(default=64 << 20, ge=5 << 20, le=5 << 30)
+    part_bytes: Bytes = Field(default=16 << 20, ge=5 << 20, le=1 << 30)
+
+
+class Tiers(Closed):
+    """A bounded folder on this node's disk in front of a shared payload store."""
+
+    #: `file:///DIR`, for any number of processes of this node, and for nothing else.
+    fast: Annotated[str, AfterValidator(check_folder)]
+    #: `s3://BUCKET/PREFIX`, or the file:// URL of a folder that all nodes mount.
+    slow: Annotated[str, AfterValidator(check_payloads)]
+    #: Bytes of payload in the folder, of all processes together.
+    fast_capacity: Bytes = Field(default=50 << 30, ge=1 << 20)
+    #: `through`: a save is over when the shared store has it. `back`: when the folder has it; it is uploaded
+    #: afterwards, and until then other nodes miss it, and if this node's disk is lost it is lost.
+    write: Literal["through", "back"] = "through"
+
+    @field_serializer("fast", "slow", when_used="json")
+    def _shown(self, value: str) -> str:
+        return str(redact(value))
+
+    @model_validator(mode="after")
+    def _different(self) -> Self:
+        if self.fast.rstrip("/") == self.slow.rstrip("/"):
+            raise ValueError("fast and slow are the same folder")
+        return self
+
+
+class AdmissionSettings(Closed):
+    """Which prompts are worth saving."""
+
+    #: Prompts with fewer full blocks are not saved.
+    min_blocks: int = Field(default=1, ge=1)
+    #: Save only blocks that a request has asked for before, on any engine, within `window_s`: one-off
+    #: prompts then cost nothing but a few bits in the index. Encoder items likewise.
+    second_use: bool = False
+    window_s: Seconds = 86400.0
+    #: Of the bits, per namespace and window; too few, and some first uses pass for second ones.
+    sketch_bytes: Bytes = Field(default=1 << 20, ge=1 << 10, le=64 << 20)
+
+
 class IdentitySettings(Closed):
     """Overrides of what the connectors find out by themselves."""
 
@@ -85,7 +169,8 @@ class SegmentSettings(Closed):
 
     target_bytes: Bytes = Field(default=32 << 20, ge=4096, le=1 << 30)
     max_blocks: int = Field(default=64, ge=1, le=1024)
-    codec: Literal["none", "lz4"] = "none"
+    #: `planes-lz4` splits 16-bit floats into byte planes first. Off by default: measured in docs/adr.
+    codec: Literal["none", "lz4", "planes-lz4"] = "none"
 
 
 class TransferSettings(Closed):
@@ -139,11 +224,22 @@ class ECSettings(Closed):
     staging_bytes: Bytes = Field(default=256 << 20, ge=1)
 
 
+def _shape(value: Any) -> str:
+    return "<tiers>" if isinstance(value, dict | Tiers) else "<url>"
+
+
+Payloads = Annotated[
+    Annotated[str, AfterValidator(check_payloads), Tag("<url>")] | Annotated[Tiers, Tag("<tiers>")],
+    Discriminator(_shape),
+]
+
+
 class Settings(Closed):
     """The whole tree, and what a connector's extra config holds. Only `payloads` has no default."""
 
-    #: `file:///DIR`; `memory://NAME` for tests.
-    payloads: str
+    #: `file:///DIR`; `s3://BUCKET/PREFIX?endpoint=URL&region=NAME` (neither is needed for AWS);
+    #: `{fast: file:///DIR, slow: s3://..., fast_capacity: 50GiB}`; `memory://NAME` for tests.
+    payloads: Payloads
     #: `redis://[user:password@]host:port/db`, `rediss://`, `unix://`, `sqlite:///PATH`,
     #: `memory://NAME`; left out: SQLite inside the payload directory.
     index: str | None = None
@@ -151,6 +247,8 @@ class Settings(Closed):
     redis: RedisSettings = RedisSettings()
     sqlite: SqliteSettings = SqliteSettings()
     local: LocalSettings = LocalSettings()
+    s3: S3Settings = S3Settings()
+    admission: AdmissionSettings = AdmissionSettings()
     segment: SegmentSettings = SegmentSettings()
     transfers: TransferSettings = TransferSettings()
     breaker: BreakerSettings = BreakerSettings()
@@ -163,58 +261,31 @@ class Settings(Closed):
     #: An evicted segment's payload stays readable this long; longer than any load may take.
     grace_s: Seconds = 120.0
 
-    @field_validator("payloads")
-    @classmethod
-    def _payloads_url(cls, value: str) -> str:
-        url = _split(value)
-        if url.scheme == "file":
-            if url.netloc not in ("", "localhost"):
-                raise ValueError("file URLs have three slashes: file:///var/lib/kvstore")
-            if url.path in ("", "/"):
-                raise ValueError("file URL without a folder; write file:///var/lib/kvstore")
-        elif url.scheme not in ("memory",):
-            raise ValueError("unsupported URL; allowed: file:///DIR, memory://NAME")
-        return value
-
     @field_validator("index")
     @classmethod
     def _index_url(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        url = _split(value)
-        if url.scheme in ("redis", "rediss"):
-            if not url.hostname:
-                raise ValueError("redis URL without a host; write redis://HOST:6379/0")
-            _check_port(url)
-            if url.path not in ("", "/") and not url.path[1:].isdigit():
-                raise ValueError("the path of a redis URL is a database number, as in redis://HOST:6379/0")
-        elif url.scheme == "sqlite":
-            if url.netloc or url.path in ("", "/"):
-                raise ValueError(
-                    "sqlite URLs have three slashes and a file: sqlite:///var/lib/kvstore/index.db"
-                )
-        elif url.scheme == "unix":
-            if url.path in ("", "/"):
-                raise ValueError("unix URL without a socket; write unix:///run/redis.sock")
-        elif url.scheme != "memory":
-            raise ValueError(
-                "unsupported URL; allowed: redis://HOST:PORT/DB, rediss://, unix://PATH, sqlite:///PATH, memory://NAME"
-            )
-        return value
+        return None if value is None else check_index(value)
 
     @field_serializer("payloads", "index", when_used="json")
-    def _shown(self, value: str | None) -> str | None:
+    def _shown(self, value: str | Tiers | None) -> Any:
         # JSON is for people and logs, as SecretStr sees it too.
-        return None if value is None else str(redact(value))
+        return value.model_dump(mode="json") if isinstance(value, Tiers) else redact(value)
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
-        if self.index is None and not self.payloads.startswith("file:"):
+        if self.index is None and not (isinstance(self.payloads, str) and self.payloads.startswith("file:")):
             raise ValueError(
                 "index may only be left out with file:// payloads (it is SQLite inside their folder)"
             )
-        if (self.index or "").startswith("memory:") != self.payloads.startswith("memory:"):
+        if (self.index or "").startswith("memory:") != self.origin.startswith("memory:"):
             raise ValueError("memory:// is for tests and must be used for both index and payloads")
+        if (self.s3.access_key_id is None) != (self.s3.secret_access_key is None):
+            raise ValueError("s3.access_key_id and s3.secret_access_key are given both or neither")
+        if isinstance(self.payloads, Tiers) and self.payloads.fast_capacity < self.segment.target_bytes:
+            raise ValueError(
+                f"payloads.fast_capacity = {self.payloads.fast_capacity} is smaller than one segment "
+                f"(segment.target_bytes = {self.segment.target_bytes})"
+            )
         if self.breaker.backoff_s > self.breaker.max_backoff_s:
             raise ValueError(
                 f"breaker.backoff_s = {self.breaker.backoff_s:g} is larger than "
@@ -229,37 +300,16 @@ class Settings(Closed):
         return self
 
     @property
-    def payload_path(self) -> str:
-        """Folder or name behind the payload URL."""
-        url = _split(self.payloads)
-        return url.path if url.scheme == "file" else url.netloc + url.path
+    def origin(self) -> str:
+        """URL of the payload store that all nodes share: the slow tier, or the only one."""
+        return self.payloads.slow if isinstance(self.payloads, Tiers) else self.payloads
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """The two tiers, if there are two."""
+        return self.payloads if isinstance(self.payloads, Tiers) else None
 
     @property
     def index_url(self) -> str:
         """The index URL with the default filled in."""
-        return self.index or f"sqlite://{self.payload_path}/index.sqlite"
-
-
-def _split(value: str) -> SplitResult:
-    try:
-        url = urlsplit(value)
-    except ValueError:
-        # Its message may quote the user information.
-        raise ValueError("not a valid URL") from None
-    if not url.scheme or "://" not in value:
-        raise ValueError("not a URL (scheme://...)")
-    if url.scheme in ("file", "sqlite") and (url.query or url.fragment):
-        raise ValueError(f"a {url.scheme} URL takes no '?' or '#'; use a path without them")
-    return url
-
-
-def _check_port(url: SplitResult) -> None:
-    try:
-        number = url.port
-    except ValueError:
-        number = 0
-    if number == 0:
-        raise ValueError(
-            "the port of a redis URL is a number up to 65535, as in redis://HOST:6379/0; special characters "
-            "of a password must be percent-encoded"
-        )
+        return self.index or f"sqlite://{local_path(self.origin)}/index.sqlite"

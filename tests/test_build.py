@@ -59,9 +59,9 @@ def test_a_mapping_given_is_not_changed() -> None:
         (PAYLOADS, {"KVSTORE_INDX": "x"}, "KVSTORE_INDX is not a setting; did you mean KVSTORE_INDEX?"),
         (PAYLOADS, {"KVSTORE_KV__SAVE_DECODE": "maybe"}, "kv.save_decode = 'maybe'"),
         (
-            {"payloads": "s3://bucket/x"},
+            {"payloads": "s4://bucket/x"},
             {},
-            "payloads = 's3://bucket/x': unsupported URL; allowed: file:///DIR",
+            "payloads = 's4://bucket/x': unsupported URL; allowed: file:///DIR",
         ),
         ({"payloads": "/var/x"}, {}, "not a URL"),
         ({"payloads": "file://var/x"}, {}, "three slashes"),

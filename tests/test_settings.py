@@ -14,6 +14,7 @@ from pydantic import SecretStr, ValidationError
 
 from schemas.base import explain, redact
 from schemas.settings import Settings, parse_bytes
+from schemas.urls import S3Location, local_path, s3_location
 
 SECRET = "hunter2"
 
@@ -30,7 +31,7 @@ def problems(**given: Any) -> list[str]:
 
 def test_a_folder_is_enough() -> None:
     settings = Settings(payloads="file:///var/lib/kvstore")
-    assert settings.payload_path == "/var/lib/kvstore"
+    assert local_path(settings.origin) == "/var/lib/kvstore"
     assert settings.index_url == "sqlite:///var/lib/kvstore/index.sqlite"
 
 
@@ -55,7 +56,7 @@ def test_every_default_is_valid_alone() -> None:
 
 def test_an_unknown_key_is_named_with_what_is_allowed() -> None:
     (line,) = problems(capacity="50GiB")
-    assert line.startswith("unknown key 'capacity'; allowed here: breaker, capacity_bytes, claim_ttl_s, ")
+    assert line.startswith("unknown key 'capacity'; allowed here: admission, breaker, capacity_bytes, ")
 
 
 def test_an_unknown_key_of_a_section() -> None:
@@ -79,7 +80,7 @@ def test_every_problem_is_told_at_once() -> None:
         ({"local": {"fsync": "always"}}, ["local.fsync = 'always'", "'none', 'data' or 'full'"]),
         ({"segment": {"max_blocks": 0}}, ["segment.max_blocks = 0", "greater than or equal to 1"]),
         ({"segment": {"target_bytes": "1KiB"}}, ["segment.target_bytes = 1024", "4096"]),
-        ({"segment": {"codec": "zstd"}}, ["segment.codec = 'zstd'", "'none' or 'lz4'"]),
+        ({"segment": {"codec": "zstd"}}, ["segment.codec = 'zstd'", "'none', 'lz4' or 'planes-lz4'"]),
         ({"grace_s": "soon"}, ["grace_s = 'soon'", "valid number"]),
         ({"claim_ttl_s": 0}, ["claim_ttl_s = 0", "greater than 0"]),
         ({"claim_ttl_s": float("inf")}, ["claim_ttl_s = inf", "finite"]),
@@ -380,3 +381,89 @@ def test_redact_hides_whatever_stands_before_the_host(
 @given(unescaped, unescaped)
 def test_redact_hides_whatever_stands_in_a_query(before: str, after: str) -> None:
     assert SECRET not in redact(f"redis://host:6379/0?{before}{SECRET}{after}")
+
+
+# S3 and tiers
+
+
+def test_an_s3_url_says_where() -> None:
+    url = "s3://bucket/some/prefix/?endpoint=http://127.0.0.1:9000&region=eu-west-1"
+    location = s3_location(url)
+    assert location == S3Location("bucket", "some/prefix", "http://127.0.0.1:9000", "eu-west-1")
+    assert location.root == "some/prefix/"
+    assert s3_location("s3://bucket") == S3Location("bucket", "", None, None)
+    assert s3_location("s3://bucket/").root == ""
+    # Nothing in it is secret, and whoever reads a log wants to know which server it was.
+    assert redact(url) == url
+    assert redact("s3://bucket/x?endpoint=http://h&token=abc") == "s3://bucket/x?***"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://", "without a valid bucket"),
+        ("s3://b", "without a valid bucket"),
+        (f"s3://key:{SECRET}@bucket/x", "takes no credentials"),
+        ("s3://bucket/a//b", "prefix of an s3 URL"),
+        ("s3://bucket/../b", "prefix of an s3 URL"),
+        ("s3://bucket/a b", "prefix of an s3 URL"),
+        ("s3://bucket/a#b", "prefix of an s3 URL"),
+        (f"s3://bucket/a?secret={SECRET}", "takes endpoint= and region="),
+        ("s3://bucket/a?region=a&region=b", "each once"),
+        ("s3://bucket/a?region=", "region of an s3 URL"),
+        ("s3://bucket/a?endpoint=host:9000", "endpoint of an s3 URL"),
+        ("s3://bucket/a?endpoint=http://", "endpoint of an s3 URL"),
+        ("s3://bucket/a?endpoint=http://h/path", "endpoint of an s3 URL"),
+        (f"s3://bucket/a?endpoint=http://u:{SECRET}@h", "endpoint of an s3 URL"),
+        ("s3://bucket/a?endpoint=http://h:99999", "endpoint of an s3 URL"),
+    ],
+)
+def test_bad_s3_urls(url: str, words: str) -> None:
+    (line,) = problems(payloads=url, index="redis://h")
+    assert line.startswith("payloads = ")
+    assert words in line
+
+
+def test_two_tiers() -> None:
+    given = {"fast": "file:///cache", "slow": "s3://bucket/x", "fast_capacity": "50GiB"}
+    settings = Settings.model_validate({"payloads": given, "index": "redis://h"})
+    assert settings.tiers is not None
+    assert settings.origin == "s3://bucket/x"
+    assert (settings.tiers.fast_capacity, settings.tiers.write) == (50 << 30, "through")
+    assert Settings.model_validate(settings.model_dump()) == settings
+    assert json.loads(settings.model_dump_json())["payloads"]["slow"] == "s3://bucket/x"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"slow": "s3://bucket"}, "payloads.fast: Field required"),
+        ({"fast": "file:///x"}, "payloads.slow: Field required"),
+        ({"fast": "s3://bucket", "slow": "s3://bucket"}, "payloads.fast = 's3://bucket': not a folder"),
+        ({"fast": "file:///x", "slow": "file:///x/"}, "same folder"),
+        ({"fast": "file:///x", "slow": "ftp://x"}, "payloads.slow = 'ftp://x': unsupported URL"),
+        (
+            {"fast": "file:///x", "slow": "s3://bucket", "capacity": 1},
+            "unknown key 'payloads.capacity'; allowed here: fast, fast_capacity, slow, write",
+        ),
+        ({"fast": "file:///x", "slow": "s3://bucket", "fast_capacity": "2MiB"}, "smaller than one segment"),
+        ({"fast": "file:///x", "slow": "s3://bucket", "write": "around"}, "payloads.write = 'around'"),
+    ],
+)
+def test_bad_tiers(given: dict[str, Any], words: str) -> None:
+    (line,) = problems(payloads=given, index="redis://h")
+    assert words in line
+
+
+def test_tiers_need_an_index_of_their_own() -> None:
+    (line,) = problems(payloads={"fast": "file:///x", "slow": "file:///nfs"})
+    assert "index may only be left out with file:// payloads" in line
+
+
+def test_s3_keys_come_in_pairs_and_stay_secret() -> None:
+    (line,) = problems(payloads="s3://bucket", index="redis://h", s3={"access_key_id": SECRET})
+    assert "both or neither" in line
+    keys = {"access_key_id": SECRET, "secret_access_key": SECRET, "session_token": SECRET}
+    settings = Settings.model_validate({"payloads": "s3://bucket", "index": "redis://h", "s3": keys})
+    for text in (repr(settings), str(settings), settings.model_dump_json()):
+        assert SECRET not in text

@@ -27,6 +27,7 @@ from kvstore.ports import PayloadStore
 from schemas.base import redact
 from schemas.reports import Backend
 from schemas.settings import Settings
+from schemas.urls import local_path
 
 if TYPE_CHECKING:
     from typing import Self
@@ -85,8 +86,8 @@ class Cache:
     @property
     def folder(self) -> Path | None:
         """The payloads' folder, if they are files."""
-        is_file = self.settings.payloads.startswith("file:")
-        return Path(self.settings.payload_path) if is_file else None
+        url = self.settings.origin
+        return Path(local_path(url)) if url.startswith("file:") else None
 
     @property
     def index_file(self) -> Path | None:
@@ -135,7 +136,7 @@ class Cache:
 
     def payloads_state(self) -> Backend:
         """Whether the payload store answers a read."""
-        url = redact(self.settings.payloads)
+        url = redact(self.settings.origin)
         try:
             self.payloads.read(_NO_PAYLOAD, 0, [])
         except KVStoreError as exc:

@@ -82,7 +82,7 @@ def doctor(
     return DoctorReport(
         version=__version__,
         index=redact(cache.settings.index_url),
-        payloads=redact(cache.settings.payloads),
+        payloads=redact(cache.settings.origin),
         state=max((check.state for check in checks), key=lambda state: _RANKING[state]),
         checks=checks,
     )

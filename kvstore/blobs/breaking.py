@@ -18,13 +18,22 @@ class BreakingPayloads(PayloadStore):
     def __repr__(self) -> str:
         return f"BreakingPayloads({self._inner!r})"
 
+    @property
+    def gap_bytes(self) -> int:
+        return self._inner.gap_bytes
+
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         with self._breaker.guard():
             self._inner.put(name, buffers)
 
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int | None:
+    def read(
+        self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
+    ) -> int | None:
         with self._breaker.guard():
-            return self._inner.read(name, offset, into)
+            return self._inner.read(name, offset, into, size=size)
+
+    def distrust(self, name: str) -> bool:
+        return self._inner.distrust(name)
 
     def delete(self, names: Sequence[str]) -> int:
         with self._breaker.guard():

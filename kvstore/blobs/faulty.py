@@ -128,6 +128,10 @@ class FaultyPayloads(PayloadStore):
     def __repr__(self) -> str:
         return f"FaultyPayloads({self._inner!r})"
 
+    @property
+    def gap_bytes(self) -> int:
+        return self._inner.gap_bytes
+
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         rules = self._before("put", [name])
         if any(rule.fault in ("truncate", "flip") for rule in rules):
@@ -138,11 +142,13 @@ class FaultyPayloads(PayloadStore):
         self._inner.put(name, buffers)
         _after("put", rules)
 
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int | None:
+    def read(
+        self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
+    ) -> int | None:
         rules = self._before("read", [name])
         if any(rule.fault == "missing" for rule in rules):
             return None
-        count = self._inner.read(name, offset, into)
+        count = self._inner.read(name, offset, into, size=size)
         _after("read", rules)
         if count and any(rule.fault in ("truncate", "flip") for rule in rules):
             data = bytearray().join(into)[:count]
@@ -151,6 +157,9 @@ class FaultyPayloads(PayloadStore):
             _spread(data, into)
             count = len(data)
         return count
+
+    def distrust(self, name: str) -> bool:
+        return self._inner.distrust(name)
 
     def delete(self, names: Sequence[str]) -> int:
         rules = self._before("delete", names)

@@ -91,6 +91,10 @@ class LocalPayloads(PayloadStore):
     def __repr__(self) -> str:
         return f"LocalPayloads({self._root!r}, fsync={self._fsync!r})"
 
+    @property
+    def gap_bytes(self) -> int:
+        return 0
+
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         namespace, fan, leaf = _split(name)
         try:
@@ -113,7 +117,9 @@ class LocalPayloads(PayloadStore):
         except OSError as exc:
             raise self._error(f"put {name}", exc) from exc
 
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int | None:
+    def read(
+        self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
+    ) -> int | None:
         namespace, fan, leaf = _split(name)
         if offset < 0:
             raise ValueError(f"negative offset {offset}")
@@ -131,6 +137,9 @@ class LocalPayloads(PayloadStore):
             if exc.errno in _ABSENT:
                 return None
             raise self._error(f"read {name}", exc) from exc
+
+    def distrust(self, name: str) -> bool:
+        return False
 
     def delete(self, names: Sequence[str]) -> int:
         removed = 0

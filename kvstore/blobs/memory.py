@@ -29,13 +29,19 @@ class MemoryPayloads(PayloadStore):
     def __repr__(self) -> str:
         return f"MemoryPayloads({self._name!r})"
 
+    @property
+    def gap_bytes(self) -> int:
+        return 0
+
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
         _check(name)
         data = b"".join(buffers)
         with _LOCK:
             self._contents[name] = (data, self._clock())
 
-    def read(self, name: str, offset: int, into: Sequence[memoryview]) -> int | None:
+    def read(
+        self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
+    ) -> int | None:
         _check(name)
         if offset < 0:
             raise ValueError(f"negative offset {offset}")
@@ -50,6 +56,9 @@ class MemoryPayloads(PayloadStore):
             if part:
                 view.cast("B")[: part.nbytes] = part
         return min(rest.nbytes, sum(view.nbytes for view in into))
+
+    def distrust(self, name: str) -> bool:
+        return False
 
     def delete(self, names: Sequence[str]) -> int:
         for name in names:
