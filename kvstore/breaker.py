@@ -37,6 +37,12 @@ class Breaker:
         with self._lock:
             return self._failures >= self._settings.failures and self._clock() < self._retry_at
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether calls pass, other than a probe."""
+        with self._lock:
+            return self._failures < self._settings.failures
+
     @contextmanager
     def guard(self, *, may_probe: bool = True) -> Iterator[None]:
         """Run one call. Only TransientError counts as a failure; what else is raised is an answer.

@@ -1,7 +1,8 @@
 """The composition root: settings from their sources, and the stack that they describe.
 
     index     BreakingIndex(RedisIndex | SqliteIndex)
-    payloads  BreakingPayloads(LocalPayloads | MemoryPayloads)
+    payloads  BreakingPayloads(LocalPayloads | MemoryPayloads), or
+              RangedPayloads(RetryingPayloads(BreakingPayloads(S3Payloads)))
 
 Nothing else constructs backends.
 """
@@ -21,6 +22,8 @@ from pydantic import BaseModel, ValidationError
 from kvstore.blobs.breaking import BreakingPayloads
 from kvstore.blobs.local import LocalPayloads
 from kvstore.blobs.memory import MemoryPayloads
+from kvstore.blobs.ranged import RangedPayloads
+from kvstore.blobs.retrying import RetryingPayloads
 from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
 from kvstore.index.breaking import BreakingIndex
@@ -29,10 +32,10 @@ from kvstore.index.sqlite import SqliteIndex
 from kvstore.metrics import Counters
 from kvstore.ports import PayloadStore
 from kvstore.store import Store
-from kvstore.transfers import Transfers
+from kvstore.transfers import Crew, Transfers
 from schemas.base import explain, model_of, redact
 from schemas.settings import Settings
-from schemas.urls import local_path
+from schemas.urls import local_path, s3_location
 
 PREFIX = "KVSTORE_"
 #: Kubernetes puts these into every pod when a Service is called "kvstore"; they are not settings.
@@ -124,11 +127,40 @@ def open_index(settings: Settings) -> RedisIndex | SqliteIndex:
 
 
 def open_payloads(settings: Settings) -> PayloadStore:
-    """The payload leaf of these settings."""
+    """The payload store that all nodes share, for tools: no breaker, no local tier. No I/O for S3."""
+    return _retrying(_leaf(settings), settings)
+
+
+def _leaf(settings: Settings) -> PayloadStore:
     url = settings.origin
     if url.startswith("memory://"):
         return MemoryPayloads(local_path(url))
+    if url.startswith("s3://"):
+        # Its libraries take a third of a second to import.
+        from kvstore.blobs.s3 import S3Payloads
+
+        return S3Payloads(s3_location(url), settings.s3)
     return LocalPayloads(local_path(url), fsync=settings.local.fsync)
+
+
+def _retrying(inner: PayloadStore, settings: Settings) -> PayloadStore:
+    s3 = settings.s3
+    if not settings.origin.startswith("s3://"):
+        return inner  # a disk that fails once fails again
+    return RetryingPayloads(
+        inner, attempts=s3.attempts, backoff_s=s3.backoff_s, max_backoff_s=s3.max_backoff_s
+    )
+
+
+def _origin(settings: Settings, breaker: Breaker, crew: Crew) -> PayloadStore:
+    """The shared payload store as engines use it."""
+    s3 = settings.s3
+    stack = _retrying(BreakingPayloads(_leaf(settings), breaker, reads_probe=False), settings)
+    if not settings.origin.startswith("s3://"):
+        return stack
+    return RangedPayloads(
+        stack, range_bytes=s3.range_bytes, concurrency=s3.concurrency, together=crew.together
+    )
 
 
 def open_store(settings: Settings | Mapping[str, Any]) -> Store:
@@ -136,13 +168,16 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     if not isinstance(settings, Settings):
         settings = load_settings(settings)
     index = open_index(settings)
+    breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     return Store(
         settings=settings,
-        payloads=BreakingPayloads(open_payloads(settings), Breaker("payloads", settings.breaker)),
+        payloads=_origin(settings, breaker, crew),
         index=BreakingIndex(index, Breaker("index", settings.breaker)),
         catalogue=index,
         transfers=Transfers(settings.transfers),
         counters=Counters(),
+        crew=crew,
+        breaker=breaker,
     )
 
 

@@ -49,6 +49,7 @@ _PLAIN: Final = (
     "evicted_segments",
     "deleted_payloads",
     "quarantined_segments",
+    "dropped_copies",
 )
 
 

@@ -1,9 +1,12 @@
 """Read one run of slots out of one segment, verified before it is handed over.
 
-The bytes go straight into the caller's buffers where the codec allows it, in one read, or two if the run
-does not start right behind the header. Reading in pieces with a checksum after each made no clear
-difference from the page cache or from a cold disk (tests/benchmarks/bench_disk.py), and would cost an
-object store a request per piece.
+The bytes go straight into the caller's buffers where the codec allows it, header and slots with one read;
+with two if so much lies between them that reading through it would cost more than another request (what
+the payload store says: nothing for a disk, about a MiB for a bucket). Where the slots lie is known from the
+index, and the header must agree with it.
+
+Reading in pieces with a checksum after each made no clear difference from the page cache or from a cold
+disk (tests/benchmarks/bench_disk.py), and would cost an object store a request per piece.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvstore import codec
-from kvstore.errors import CorruptPayload, DeadlineExceeded
+from kvstore.errors import CorruptPayload, DeadlineExceeded, TransientError
 from kvstore.keys import ContentKey, NamespaceId, payload_name
 from kvstore.ports import PayloadStore, Run
 from schemas.segment import SlotMeta
@@ -20,6 +23,12 @@ from schemas.segment import SlotMeta
 
 class PayloadMissing(CorruptPayload):
     """The index names a payload that isn't there."""
+
+    reason = "missing"
+
+
+class PayloadLate(TransientError):
+    """The index names a payload that another node has not uploaded yet."""
 
     reason = "missing"
 
@@ -48,21 +57,23 @@ def read_run(
         raise ValueError(f"run of {run.count} slots, {len(keys)} keys, {len(into)} buffers")
     part = run.record.parts[rank]
     name = payload_name(namespace, run.segment, rank)
-    head = memoryview(bytearray(part.data_start))
+    sizes = part.slot_sizes[run.slot : run.slot + run.count]
+    if part.data_start > codec.MAX_HEADER or any(
+        size > view.nbytes for size, view in zip(sizes, into, strict=True)
+    ):
+        raise CorruptPayload(f"segment {run.segment.hex()}: the index's record of it makes no sense")
     start, _ = part.slot_range(run.slot, run.count)
-    if run.record.codec == "none" and run.slot == 0:
-        _read(payloads, name, 0, [head, *into], end, clock)
+    gap = start - part.data_start
+    head = _scratch(part.data_start)
+    # Only what a codec has shrunk is stored in fewer bytes.
+    stored = [view if size == view.nbytes else _scratch(size) for size, view in zip(sizes, into, strict=True)]
+    if gap <= payloads.gap_bytes:
+        _read(payloads, name, 0, [head, _scratch(gap), *stored], part.nbytes, end, clock)
         slots = _check_header(head, namespace, run, keys, into, rank)
-        stored = list(into)
     else:
-        _read(payloads, name, 0, [head], end, clock)
+        _read(payloads, name, 0, [head], part.nbytes, end, clock)
         slots = _check_header(head, namespace, run, keys, into, rank)
-        sizes = part.slot_sizes[run.slot : run.slot + run.count]
-        stored = [
-            view if slot.codec == "none" else _scratch(size)
-            for view, slot, size in zip(into, slots, sizes, strict=True)
-        ]
-        _read(payloads, name, start, stored, end, clock)
+        _read(payloads, name, start, stored, part.nbytes, end, clock)
     for data, slot, view in zip(stored, slots, into, strict=True):
         codec.decode_slot(data, slot, None if slot.codec == "none" else view)
     return slots
@@ -77,13 +88,14 @@ def _read(
     name: str,
     offset: int,
     into: Sequence[memoryview],
+    size: int,
     end: float,
     clock: Callable[[], float],
 ) -> None:
     if clock() >= end:
         raise DeadlineExceeded(f"load of {name}: deadline passed")
     want = sum(view.nbytes for view in into)
-    got = payloads.read(name, offset, into)
+    got = payloads.read(name, offset, into, size=size)
     if got is None:
         raise PayloadMissing(f"payload {name} is missing")
     if got != want:

@@ -40,7 +40,7 @@ from kvstore.keys import (
 )
 from kvstore.metrics import MISS_REASONS
 from kvstore.ports import CommitState, Run
-from kvstore.reader import read_run
+from kvstore.reader import PayloadLate, PayloadMissing, read_run
 from schemas.namespace import Namespace
 from schemas.records import SegmentRecord
 from schemas.segment import SlotMeta
@@ -114,6 +114,10 @@ class Space:
         asked = len(digests) // 16
         counters.add("match_calls")
         counters.add("match_blocks_asked", asked)
+        if not self.store.payloads_answer():
+            # Don't promise what can't be read.
+            counters.miss("breaker_open", asked)
+            return Match([], 0, "breaker_open")
         try:
             runs = self.store.index.match(self.id, digests)
             reason = "absent"
@@ -152,7 +156,7 @@ class Space:
         counters = self.store.counters
         end = time.monotonic() + (deadline_s or self.store.settings.kv.load_deadline_s)
         try:
-            slots = read_run(self.store.payloads, self.id, run, keys, into, rank=rank, end=end)
+            slots = self._read(run, keys, into, rank, end)
         except CorruptPayload as exc:
             log.warning("segment %s is unusable and is evicted: %s", run.segment.hex(), exc)
             self.store.quarantine(self.id, run.segment)
@@ -160,6 +164,8 @@ class Space:
             raise
         except KVStoreError as exc:
             counters.miss(miss_reason(exc), run.count)
+            if isinstance(exc, BreakerOpen):
+                self.store.probe_payloads()
             raise
         except Exception as exc:
             log.exception("load failed unexpectedly")
@@ -169,6 +175,24 @@ class Space:
         counters.add("load_blocks", run.count)
         counters.add("load_bytes", sum(view.nbytes for view in into))
         return slots
+
+    def _read(
+        self, run: Run, keys: Sequence[ContentKey], into: Sequence[memoryview], rank: int, end: float
+    ) -> tuple[SlotMeta, ...]:
+        """Read a run; once more if it was a copy of the payload that failed verification."""
+        payloads = self.store.payloads
+        try:
+            return read_run(payloads, self.id, run, keys, into, rank=rank, end=end)
+        except PayloadMissing as exc:
+            if self.store.may_be_late(run.record):
+                raise PayloadLate(f"{exc}; it may still be on its way") from exc
+            raise
+        except CorruptPayload as exc:
+            if not payloads.distrust(payload_name(self.id, run.segment, rank)):
+                raise
+            log.warning("a copy of segment %s is unusable and is dropped: %s", run.segment.hex(), exc)
+            self.store.counters.add("dropped_copies")
+        return read_run(payloads, self.id, run, keys, into, rank=rank, end=end)
 
     def load_all(
         self,

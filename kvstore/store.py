@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
+from kvstore.breaker import Breaker
 from kvstore.errors import KVStoreError
 from kvstore.keys import NamespaceId, SegmentId, payload_name
 from kvstore.metrics import Counters
 from kvstore.ports import Catalogue, Index, PayloadStore
 from kvstore.space import Match, Saved, Space, miss_reason
-from kvstore.transfers import Transfers
+from kvstore.transfers import Crew, Transfers
 from schemas.namespace import Namespace
+from schemas.records import SegmentRecord
 from schemas.settings import Settings
 
 __all__ = ["Match", "Saved", "Space", "Store", "miss_reason"]
@@ -32,6 +34,8 @@ _QUARANTINE = 4096
 #: Share of the capacity that culling leaves, so that not every save culls again.
 _CULL_TO = 0.95
 _CULL_STEP = 256
+#: With write-back, what is missing for longer than this after its save is lost.
+_LATE_S = 600.0
 
 
 @dataclass
@@ -45,12 +49,17 @@ class Store:
     catalogue: Catalogue
     transfers: Transfers
     counters: Counters
+    #: Parts of long reads; None if the payload store has none.
+    crew: Crew | None = None
+    #: In front of the payloads, if nothing can be read without what is behind it.
+    breaker: Breaker | None = None
     clock: Callable[[], float] = time.time
     _quarantined: OrderedDict[SegmentId, None] = field(default_factory=OrderedDict, repr=False)
     _untold: dict[NamespaceId, set[SegmentId]] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _unaccounted: dict[NamespaceId, int] = field(default_factory=dict, repr=False)
     _tend_at: float = field(default=0.0, repr=False)
+    _probing: bool = field(default=False, repr=False)
 
     def open(self, namespace: Namespace, *, block_bytes: int) -> Space:
         """Open one namespace. No I/O: the index learns of it when it can be reached.
@@ -64,6 +73,8 @@ class Store:
         """Let queued saves finish for `transfers.drain_s`, then release everything. Idempotent."""
         if not self.transfers.close():
             log.warning("closed with saves still queued; they are lost from the cache")
+        if self.crew is not None:
+            self.crew.close()
         self.index.close()
         self.payloads.close()
 
@@ -72,6 +83,35 @@ class Store:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def payloads_answer(self) -> bool:
+        """Whether a payload could be read just now; if not, a transfer thread finds out. No I/O here."""
+        if self.breaker is None or self.breaker.is_closed:
+            return True
+        self.probe_payloads()
+        return False
+
+    def probe_payloads(self) -> None:
+        """Find out whether the payload store is back, on a thread that nobody waits for."""
+        with self._lock:
+            if self._probing:
+                return
+            self._probing = True
+        if not self.transfers.write(0, self._probe):
+            self._probing = False
+
+    def _probe(self) -> None:
+        try:
+            self.payloads.ping()
+        except KVStoreError as exc:
+            log.debug("payloads: %s", exc)
+        finally:
+            self._probing = False
+
+    def may_be_late(self, record: SegmentRecord) -> bool:
+        """Whether a payload that isn't there may be on a node that has not uploaded it yet."""
+        tiers = self.settings.tiers
+        return tiers is not None and tiers.write == "back" and self.clock() - record.created_s < _LATE_S
 
     def is_quarantined(self, segment: SegmentId) -> bool:
         """Whether this process knows the segment to be bad."""

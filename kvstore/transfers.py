@@ -1,8 +1,9 @@
-"""The only threads of the store: bounded queues of calls, reads and writes.
+"""The only threads of the store: bounded queues of calls, reads and writes, and a crew for parts of a read.
 
     calls   index round trips, milliseconds each; their own threads, so no transfer delays them
     reads   go before writes: a thread that could do either takes the read
     writes  fewer threads than there are, so that reads always find one; dropped when full
+    crew    lends a hand to a thread whose job falls into parts; whoever calls it works along
 
 Nothing waits to be queued: a full queue answers False, and the caller turns that into a miss or a
 dropped save. Jobs handle their own errors; one that lets an exception escape is logged here and the
@@ -17,14 +18,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from schemas.settings import TransferSettings
 
 log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
+_T = TypeVar("_T")
 _CALL_THREADS = 2
 
 
@@ -153,3 +156,99 @@ class Transfers:
                     self._write_bytes -= item.nbytes
                     if not self._active:
                         self._ready.notify_all()
+
+
+@dataclass(slots=True)
+class _Parts(Generic[_T]):
+    """The parts of one call. The condition guards everything; it is notified when the last one ends."""
+
+    todo: deque[tuple[int, Callable[[], _T]]]
+    results: list[_T | None]
+    running: int = 0
+    failure: BaseException | None = None
+    ended: threading.Condition = field(default_factory=threading.Condition)
+
+    def work(self) -> None:
+        """Do parts until none is left or one has failed."""
+        while True:
+            with self.ended:
+                if not self.todo or self.failure is not None:
+                    return
+                number, part = self.todo.popleft()
+                self.running += 1
+            try:
+                self.results[number] = part()
+            except BaseException as exc:  # noqa: BLE001 - handed to the caller
+                with self.ended:
+                    self.failure = self.failure or exc
+            finally:
+                with self.ended:
+                    self.running -= 1
+                    if not self.running:
+                        self.ended.notify_all()
+
+
+class Crew:
+    """Threads that help their callers. They start with the first call that has more than one part.
+
+    The caller does parts too, so a call proceeds even if every helper is busy or the crew is closed, and
+    nothing here can be full: a helper that comes too late finds nothing to do.
+    """
+
+    def __init__(self, helpers: int, name: str = "kvstore") -> None:
+        self._helpers = helpers
+        self._name = name
+        self._ready = threading.Condition()
+        self._calls: deque[_Parts[object]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+
+    def together(self, parts: Sequence[Callable[[], _T]]) -> list[_T]:
+        """Run all parts, side by side as far as there are helpers; returns their results in order.
+
+        If one fails, those that have not begun are left out, and its error is raised when those under way
+        have ended: after this returns or raises, no part runs.
+        """
+        call: _Parts[_T] = _Parts(deque(enumerate(parts)), [None] * len(parts))
+        if len(parts) > 1:
+            self._ask_for_help(call, len(parts) - 1)
+        call.work()
+        with call.ended:
+            while call.running:
+                call.ended.wait()
+        if call.failure is not None:
+            raise call.failure
+        return call.results  # type: ignore[return-value]  # every part has put its result there
+
+    def close(self) -> None:
+        """End the helpers. Idempotent; later calls run on their caller's thread alone."""
+        with self._ready:
+            self._closing = True
+            self._ready.notify_all()
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=1.0)
+
+    def _ask_for_help(self, call: _Parts[_T], helpers: int) -> None:
+        with self._ready:
+            if self._closing:
+                return
+            while len(self._threads) < self._helpers:
+                name = f"{self._name}-part-{len(self._threads)}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            for _ in range(min(helpers, self._helpers)):
+                self._calls.append(call)  # type: ignore[arg-type]
+                self._ready.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                while not self._calls:
+                    if self._closing:
+                        return
+                    self._ready.wait()
+                call = self._calls.popleft()
+            call.work()

@@ -9,11 +9,16 @@ from kvstore.ports import Listed, PayloadStore
 
 
 class BreakingPayloads(PayloadStore):
-    """Passes every call on, or raises BreakerOpen at once while the breaker is open."""
+    """Passes every call on, or raises BreakerOpen at once while the breaker is open.
 
-    def __init__(self, inner: PayloadStore, breaker: Breaker) -> None:
+    With `reads_probe` false a read is never the call that finds out whether the store is back, because a
+    request waits for it: a put or a ping does.
+    """
+
+    def __init__(self, inner: PayloadStore, breaker: Breaker, *, reads_probe: bool = True) -> None:
         self._inner = inner
         self._breaker = breaker
+        self._reads_probe = reads_probe
 
     def __repr__(self) -> str:
         return f"BreakingPayloads({self._inner!r})"
@@ -29,7 +34,7 @@ class BreakingPayloads(PayloadStore):
     def read(
         self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
     ) -> int | None:
-        with self._breaker.guard():
+        with self._breaker.guard(may_probe=self._reads_probe):
             return self._inner.read(name, offset, into, size=size)
 
     def distrust(self, name: str) -> bool:
@@ -44,7 +49,8 @@ class BreakingPayloads(PayloadStore):
         return self._inner.list(prefix)
 
     def ping(self) -> None:
-        self._inner.ping()
+        with self._breaker.guard():
+            self._inner.ping()
 
     def close(self) -> None:
         self._inner.close()

@@ -359,7 +359,7 @@ def test_nothing_but_the_error_tree_comes_out(tmp_path: Path, caplog: pytest.Log
     found = match(space, A[:4])
 
     class Buggy(LocalPayloads):
-        def read(self, *args: object) -> int:
+        def read(self, *args: object, **kw: object) -> int:
             raise ZeroDivisionError("a bug")
 
         def put(self, *args: object) -> None:

@@ -1,0 +1,93 @@
+"""RangedPayloads: long reads as ranges, side by side.
+
+One connection to an object store is slow (tens of MB/s from S3), many together are not; and a range that
+fails or hangs is asked for again alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from kvstore.blobs.buffers import flat, total, window
+from kvstore.ports import Listed, PayloadStore
+
+#: Runs calls side by side and returns when all have ended; raises what the first failure raised.
+Together = Callable[[Sequence[Callable[[], int | None]]], list[int | None]]
+
+
+class RangedPayloads(PayloadStore):
+    """Splits a read into ranges of at most `range_bytes` that `together` runs.
+
+    At most `concurrency` reads are under way in this store at once, however many threads call, so at most
+    `concurrency * range_bytes` of memory is held by the client below.
+    """
+
+    def __init__(
+        self, inner: PayloadStore, *, range_bytes: int, concurrency: int, together: Together
+    ) -> None:
+        self._inner = inner
+        self._range_bytes = range_bytes
+        self._together = together
+        self._slots = threading.BoundedSemaphore(concurrency)
+        self._concurrency = concurrency
+
+    def __repr__(self) -> str:
+        return (
+            f"RangedPayloads({self._inner!r}, range_bytes={self._range_bytes}, "
+            f"concurrency={self._concurrency})"
+        )
+
+    @property
+    def gap_bytes(self) -> int:
+        return self._inner.gap_bytes
+
+    def put(self, name: str, buffers: Sequence[memoryview]) -> None:
+        self._inner.put(name, buffers)
+
+    def read(
+        self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
+    ) -> int | None:
+        views = flat(into)
+        want = total(views)
+        if want <= self._range_bytes:
+            return self._one(name, offset, views, size)
+        count = -(-want // self._range_bytes)
+        step = -(-want // count)
+        ranges = [(at, min(step, want - at)) for at in range(0, want, step)]
+        got = self._together(
+            [partial(self._one, name, offset + at, window(views, at, length), size) for at, length in ranges]
+        )
+        return _joined(got, [length for _, length in ranges])
+
+    def _one(self, name: str, offset: int, into: Sequence[memoryview], size: int | None) -> int | None:
+        with self._slots:
+            return self._inner.read(name, offset, into, size=size)
+
+    def distrust(self, name: str) -> bool:
+        return self._inner.distrust(name)
+
+    def delete(self, names: Sequence[str]) -> int:
+        return self._inner.delete(names)
+
+    def list(self, prefix: str = "") -> Iterator[Listed]:
+        return self._inner.list(prefix)
+
+    def ping(self) -> None:
+        self._inner.ping()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _joined(got: Sequence[int | None], lengths: Sequence[int]) -> int | None:
+    """Bytes from the start on without a hole; None if the payload was missing at any moment."""
+    done = 0
+    for count, length in zip(got, lengths, strict=True):
+        if count is None:
+            return None
+        done += count
+        if count < length:
+            break
+    return done
