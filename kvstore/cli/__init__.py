@@ -1,9 +1,11 @@
 """cache-admin: the command line over kvstore.admin.
 
-app      the commands: they parse, call, print
-render   a report as text
-exits    exit codes
-docs     docs/cache-admin.md, generated from the commands
+app        the command line as a whole
+commands   the commands: they parse, call, print
+call       what they have in common: options, errors, printing
+render     reports as text, made of tables
+exits      exit codes
+docs       docs/cache-admin.md, generated from the commands
 """
 
 from __future__ import annotations

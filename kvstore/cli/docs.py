@@ -14,7 +14,8 @@ from typing import Any
 import typer.main
 
 from kvstore.cli import exits
-from kvstore.cli.app import PRECEDENCE, app
+from kvstore.cli.app import app
+from kvstore.cli.call import PRECEDENCE
 
 _INTRO = """\
 # cache-admin

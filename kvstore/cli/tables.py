@@ -1,0 +1,135 @@
+"""What text reports are made of: tables that are never cut, pairs of name and value, sizes and ages.
+
+Whatever came from the store or from a URL goes through `plain`, so that a model's name can't carry an
+escape sequence to a terminal; markup is off throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.admin.machine import size
+from schemas.reports import Amount, Backend
+
+Renderables = Iterator[RenderableType]
+
+STYLES = {
+    "ok": "green",
+    "absent": "yellow",
+    "warning": "yellow",
+    "unreachable": "bold red",
+    "problem": "bold red",
+    "missing": "bold red",
+    "damaged": "bold red",
+    "bad": "bold red",
+}
+#: Spaces between columns, and the width to which a column that wraps may shrink.
+_GAP = 2
+_FOLDED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table. One that is `plain` in every row is left out of the text."""
+
+    title: str
+    values: Sequence[object]
+    right: bool = False
+    wraps: bool = False
+    plain: object = None
+
+    @property
+    def least(self) -> int:
+        """Characters without which it can't be read."""
+        longest = max(len(plain(value)) for value in (self.title, *self.values))
+        return min(longest, _FOLDED) if self.wraps else longest
+
+
+class Rows:
+    """A table; where it does not fit, a paragraph per row instead, so that nothing is ever cut."""
+
+    def __init__(self, *columns: Column) -> None:
+        self._columns = [c for c in columns if any(value != c.plain for value in c.values)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        gaps = _GAP * (len(self._columns) - 1)
+        fits = sum(column.least for column in self._columns) + gaps <= options.max_width
+        yield from [self._table()] if fits else self._paragraphs()
+
+    def _table(self) -> Table:
+        table = empty_table()
+        for column in self._columns:
+            table.add_column(
+                column.title,
+                justify="right" if column.right else "left",
+                no_wrap=not column.wraps,
+                min_width=column.least,
+                overflow="fold",
+            )
+        for row in zip(*(column.values for column in self._columns), strict=True):
+            table.add_row(*(cell(value) for value in row))
+        return table
+
+    def _paragraphs(self) -> Renderables:
+        for number, row in enumerate(zip(*(column.values for column in self._columns), strict=True)):
+            if number:
+                yield ""
+            for i, (column, value) in enumerate(zip(self._columns, row, strict=True)):
+                yield pair(f"{'  ' if i else ''}{column.title}", cell(value), width=14)
+
+
+def plain(text: object) -> str:
+    """`text` without anything that a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text))
+
+
+def age(now_s: float, then_s: float) -> str:
+    """How long ago, in one unit: 45s, 12m, 3h, 5d."""
+    seconds = max(0, round(now_s - then_s))
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds // length}{unit}"
+    return f"{seconds}s"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 block`, `2,000 blocks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def amount(amount: Amount) -> str:
+    """`1.0 GiB in 3 segments, 12 blocks`."""
+    blocks = count(amount.blocks, "block")
+    return f"{size(amount.stored_bytes)} in {count(amount.segments, 'segment')}, {blocks}"
+
+
+def backend(name: str, backend: Backend) -> Renderables:
+    """Where it is and whether it answers."""
+    state = Text(backend.state, style=STYLES[backend.state])
+    yield pair(name, Text.assemble(plain(backend.url), "  ", state))
+    if backend.problem:
+        yield pair("", backend.problem)
+
+
+def cell(value: object) -> Text:
+    """A value; a state in its colour."""
+    return Text(plain(value), style=STYLES.get(str(value), ""))
+
+
+def pair(name: str, value: str | Text, *, width: int = 11) -> RenderableType:
+    """A name and its value, which wraps beside it."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_column(min_width=width - 1, no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    grid.add_row(name, value if isinstance(value, Text) else plain(value))
+    return grid
+
+
+def empty_table() -> Table:
+    """A table without lines."""
+    return Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
