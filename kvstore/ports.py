@@ -80,7 +80,10 @@ class PayloadStore(ABC):
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> int:
-        """Remove payloads; names that don't exist are fine. Returns how many did exist."""
+        """Remove payloads; names that don't exist are fine.
+
+        Returns how many did exist; a store that can't tell, as S3, counts them all.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[Listed]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.transfers import Transfers
+from kvstore.transfers import Crew, Transfers
 from schemas.settings import TransferSettings
 
 
@@ -133,3 +133,66 @@ def test_close_abandons_what_hangs() -> None:
     assert blocker.started.wait(5)
     assert not transfers.close(0.05)
     blocker.go.set()
+
+
+# The crew
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    crew = Crew(3)
+    yield crew
+    crew.close()
+
+
+def test_a_crew_returns_results_in_order(crew: Crew) -> None:
+    assert crew.together([lambda n=n: n * n for n in range(50)]) == [n * n for n in range(50)]  # type: ignore[misc]
+    assert crew.together([]) == []
+
+
+def test_a_crew_works_side_by_side_with_its_caller(crew: Crew) -> None:
+    meet = threading.Barrier(4)  # three helpers and the caller
+    crew.together([lambda: meet.wait(5)] * 4)
+
+
+def test_one_part_needs_no_thread(crew: Crew) -> None:
+    before = threading.active_count()
+    assert crew.together([threading.current_thread]) == [threading.current_thread()]
+    assert threading.active_count() == before
+
+
+def test_the_first_error_ends_a_call_when_all_have_stopped(crew: Crew) -> None:
+    running = []
+    begun = threading.Barrier(2)
+
+    def fails() -> None:
+        begun.wait(5)
+        raise OSError("broken")
+
+    def lasts() -> None:
+        running.append(1)
+        begun.wait(5)
+        time.sleep(0.05)
+        running.pop()
+
+    with pytest.raises(OSError, match="broken"):
+        crew.together([fails, lasts])
+    assert not running
+
+
+def test_a_busy_crew_leaves_the_work_to_the_caller(crew: Crew) -> None:
+    hold = threading.Event()
+    busy = threading.Thread(target=lambda: crew.together([lambda: hold.wait(10)] * 4))
+    busy.start()
+    time.sleep(0.05)
+    try:
+        assert crew.together([lambda: 1] * 5) == [1] * 5
+    finally:
+        hold.set()
+        busy.join()
+
+
+def test_a_closed_crew_leaves_the_work_to_the_caller(crew: Crew) -> None:
+    crew.close()
+    crew.close()
+    assert crew.together([lambda: 1] * 5) == [1] * 5

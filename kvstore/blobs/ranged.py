@@ -21,7 +21,8 @@ class RangedPayloads(PayloadStore):
     """Splits a read into ranges of at most `range_bytes` that `together` runs.
 
     At most `concurrency` reads are under way in this store at once, however many threads call, so at most
-    `concurrency * range_bytes` of memory is held by the client below.
+    `concurrency * range_bytes` of memory is held by the client below. A payload that is replaced meanwhile
+    may be read in parts of both; the store never replaces one, and a checksum would tell.
     """
 
     def __init__(

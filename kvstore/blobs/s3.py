@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import re
 import secrets
 import threading
 import time
@@ -41,6 +42,8 @@ from schemas.urls import S3Location
 
 log = logging.getLogger(__name__)
 
+#: What the start of a payload's name may look like.
+_WITHIN = re.compile(r"[0-9a-f/.]*")
 #: Most keys that S3 takes in one batch delete.
 _BATCH = 1000
 #: An unfinished upload older than this belongs to nobody: no PUT may take so long.
@@ -114,6 +117,8 @@ class S3Payloads(PayloadStore):
         return len(keys)
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
+        if not _WITHIN.fullmatch(prefix):
+            return  # no payload's name starts so, and not every client and server can spell it
         # One page at a time, so that a failure or a slow consumer costs one page.
         token: dict[str, str] = {}
         while True:

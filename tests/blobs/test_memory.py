@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvstore.blobs import memory
@@ -32,42 +30,36 @@ class Dictionary(RawPayloads):
         return set(self._contents)
 
 
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.node.nodeid
-    memory._STORES.pop(request.node.nodeid, None)
-
-
 class TestMemoryPayloads(PayloadConformance):
     @pytest.fixture
-    def payloads(self, name: str) -> MemoryPayloads:
-        return MemoryPayloads(name)
+    def payloads(self, store_name: str) -> MemoryPayloads:
+        return MemoryPayloads(store_name)
 
     @pytest.fixture
-    def raw(self, name: str, payloads: MemoryPayloads) -> Dictionary:
-        return Dictionary(name)
+    def raw(self, store_name: str, payloads: MemoryPayloads) -> Dictionary:
+        return Dictionary(store_name)
 
 
-def test_one_name_is_one_store(name: str) -> None:
-    one, two = MemoryPayloads(name), MemoryPayloads(name)
+def test_one_name_is_one_store(store_name: str) -> None:
+    one, two = MemoryPayloads(store_name), MemoryPayloads(store_name)
     payload = fresh_name()
     one.put(payload, views(b"abc"))
     one.close()
     del one
     assert fetch(two, payload) == b"abc"
-    assert fetch(MemoryPayloads(name), payload) == b"abc"
+    assert fetch(MemoryPayloads(store_name), payload) == b"abc"
 
 
-def test_another_name_is_another_store(name: str) -> None:
-    one, two = MemoryPayloads(name), MemoryPayloads(name + "/two")
+def test_another_name_is_another_store(store_name: str) -> None:
+    one, two = MemoryPayloads(store_name), MemoryPayloads(store_name + "/two")
     payload = fresh_name()
     one.put(payload, views(b"abc"))
     assert fetch(two, payload) is None
-    del memory._STORES[name + "/two"]
+    del memory._STORES[store_name + "/two"]
 
 
-def test_the_clock_is_the_callers(name: str) -> None:
-    payloads = MemoryPayloads(name, clock=lambda: 1234.5)
+def test_the_clock_is_the_callers(store_name: str) -> None:
+    payloads = MemoryPayloads(store_name, clock=lambda: 1234.5)
     payloads.put(fresh_name(), views(b"abc"))
     assert [item.modified_s for item in payloads.list()] == [1234.5]
 
