@@ -1,0 +1,264 @@
+"""Reads that are planned, and payloads that can't be read: gaps, bad copies, breakers, late uploads."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.blobs.breaking import BreakingPayloads
+from kvstore.blobs.buffers import total
+from kvstore.blobs.faulty import FaultyPayloads, Plan, Rule
+from kvstore.blobs.local import LocalPayloads
+from kvstore.breaker import Breaker
+from kvstore.errors import BreakerOpen, CorruptPayload, TransientError
+from kvstore.keys import payload_name
+from kvstore.ports import Run
+from kvstore.reader import PayloadLate, PayloadMissing
+from kvstore.store import Space, Store
+from schemas.records import PartRecord
+from schemas.settings import BreakerSettings, Settings
+from tests.store.world import (
+    SLOT_BYTES,
+    buffers,
+    chain,
+    content,
+    fetch,
+    keys,
+    make_store,
+    match,
+    open_space,
+    slots,
+)
+
+A = chain(*range(40))
+
+
+class Remote(LocalPayloads):
+    """Notes its reads, and reads through gaps; `distrusted` answers for a copy that somebody keeps."""
+
+    def __init__(self, root: Path, gap: int = 0, copies: Callable[[str], bool] | None = None) -> None:
+        super().__init__(root)
+        self.gap = gap
+        self.copies = copies
+        self.reads: list[tuple[int, int, int | None]] = []
+
+    @property
+    def gap_bytes(self) -> int:
+        return self.gap
+
+    def read(
+        self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
+    ) -> int | None:
+        self.reads.append((offset, total(into), size))
+        return super().read(name, offset, into, size=size)
+
+    def distrust(self, name: str) -> bool:
+        return self.copies is not None and self.copies(name)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = make_store(tmp_path)
+    made.payloads = Remote(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def space(store: Store) -> Space:
+    return open_space(store)
+
+
+def part_of(space: Space, hashes: Sequence[bytes], first: int, count: int) -> Run:
+    [run] = match(space, hashes).runs
+    return Run(first, run.segment, first, count, run.record)
+
+
+def load(space: Space, run: Run) -> None:
+    into = buffers(run.count)
+    space.load(run, keys(A[run.start : run.start + run.count]), into)
+    assert [bytes(view) for view in into] == [content(one) for one in A[run.start : run.start + run.count]]
+
+
+# One read or two
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4", "planes-lz4"])
+def test_header_and_slots_are_one_read_if_they_are_neighbours(store: Store, codec: str) -> None:
+    space = open_space(store, codec=codec)
+    space.save(slots(A))
+    run = part_of(space, A, 0, 10)
+    [part] = run.record.parts
+    load(space, run)
+    assert store.payloads.reads == [(0, part.data_start + part.slot_range(0, 10)[1], part.nbytes)]
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4", "planes-lz4"])
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_gap_is_read_through_if_that_is_cheaper_than_a_request(
+    store: Store, codec: str, spare: int
+) -> None:
+    space = open_space(store, codec=codec)
+    space.save(slots(A))
+    run = part_of(space, A, 7, 5)
+    [part] = run.record.parts
+    start, length = part.slot_range(7, 5)
+    store.payloads.gap = start - part.data_start + spare
+    load(space, run)
+    if spare == 0:
+        assert store.payloads.reads == [(0, start + length, part.nbytes)]
+    else:
+        assert store.payloads.reads == [(0, part.data_start, part.nbytes), (start, length, part.nbytes)]
+
+
+def test_a_record_that_makes_no_sense_is_not_believed(space: Space) -> None:
+    space.save(slots(A))
+    run = part_of(space, A, 0, 2)
+    for part in (PartRecord(1 << 31, (SLOT_BYTES,) * 40), PartRecord(4096, (1 << 40,) * 40)):
+        hostile = dataclasses.replace(run, record=dataclasses.replace(run.record, parts=(part,)))
+        with pytest.raises(CorruptPayload, match="makes no sense"):
+            space.load(hostile, keys(A[:2]), buffers(2))
+
+
+# Copies
+
+
+def test_a_bad_copy_is_dropped_and_the_original_read(tmp_path: Path, store: Store, space: Space) -> None:
+    space.save(slots(A[:3]))
+    [run] = match(space, A[:3]).runs
+    path = tmp_path / payload_name(space.id, run.segment, 0)
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+
+    def restore(name: str) -> bool:
+        path.write_bytes(good)
+        return True
+
+    store.payloads.copies = restore
+    load(space, run)
+    counted = store.counters.snapshot()
+    assert (counted["dropped_copies"], counted["quarantined_segments"]) == (1, 0)
+    assert match(space, A[:3]).blocks == 3
+
+
+def test_a_bad_original_behind_a_bad_copy_is_quarantined(tmp_path: Path, store: Store, space: Space) -> None:
+    space.save(slots(A[:3]))
+    [run] = match(space, A[:3]).runs
+    path = tmp_path / payload_name(space.id, run.segment, 0)
+    path.write_bytes(path.read_bytes()[:-1])
+    asked: list[str] = []
+    store.payloads.copies = lambda name: not asked.append(name)
+    with pytest.raises(CorruptPayload):
+        fetch(space, A[:3], match(space, A[:3]))
+    assert len(asked) == 1
+    assert store.counters.snapshot()["quarantined_segments"] == 1
+    assert match(space, A[:3]).blocks == 0
+
+
+# A breaker in front of everything
+
+
+class Down:
+    """A store whose payloads can be switched off."""
+
+    def __init__(self, root: Path) -> None:
+        self.plan = Plan()
+        self.store = make_store(root)
+        self.breaker = Breaker("payloads", BreakerSettings(failures=2, backoff_s=0.05, max_backoff_s=0.05))
+        inner = FaultyPayloads(self.store.payloads, self.plan)
+        self.store.payloads = BreakingPayloads(inner, self.breaker, reads_probe=False)
+        self.store.breaker = self.breaker
+        self.space = open_space(self.store)
+
+
+def test_what_cannot_be_read_is_not_promised_and_comes_back_by_itself(tmp_path: Path) -> None:
+    down = Down(tmp_path)
+    down.space.save(slots(A))
+    found = match(down.space, A)
+    down.plan.replace(Rule("transient"))
+    for _ in range(2):
+        with pytest.raises(TransientError):
+            fetch(down.space, A, found)
+    reads = down.plan.injected[("read", "transient")]
+    refused = match(down.space, A)
+    assert (refused.blocks, refused.reason) == (0, "breaker_open")
+    with pytest.raises(BreakerOpen):
+        fetch(down.space, A, found)
+    # However long it lasts, no read is the probe: a request waits for it. Pings are.
+    end = time.monotonic() + 5
+    while down.plan.injected[("ping", "transient")] < 3 and time.monotonic() < end:
+        match(down.space, A)
+        time.sleep(0.01)
+    assert down.plan.injected[("ping", "transient")] >= 3
+    assert down.plan.injected[("read", "transient")] == reads
+    down.plan.replace()
+    while match(down.space, A).blocks == 0 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert fetch(down.space, A, match(down.space, A)) == [content(one) for one in A]
+    assert down.store.counters.snapshot()["miss_blocks{breaker_open}"] >= 80
+    down.store.close()
+
+
+def test_one_probe_at_a_time(tmp_path: Path) -> None:
+    down = Down(tmp_path)
+    down.plan.replace(Rule("transient", verbs=("read",)), Rule("delay", verbs=("ping",), delay_s=0.2))
+    down.space.save(slots(A))
+    found = match(down.space, A)
+    for _ in range(2):
+        with pytest.raises(TransientError):
+            fetch(down.space, A, found)
+    time.sleep(0.06)
+    for _ in range(50):
+        match(down.space, A)
+    assert down.plan.injected[("ping", "delay")] <= 1
+    down.store.close()
+
+
+# Write-back: what another node has not uploaded yet
+
+
+def tiers(settings: Settings, tmp_path: Path, write: str) -> Settings:
+    given: dict[str, Any] = {
+        "fast": f"file://{tmp_path}/fast",
+        "slow": f"file://{tmp_path}/slow",
+        "write": write,
+    }
+    return Settings.model_validate({"payloads": given, "index": settings.index_url})
+
+
+def test_what_is_not_uploaded_yet_is_a_miss_and_stays(tmp_path: Path) -> None:
+    now = [1_700_000_000.0]
+    store = make_store(tmp_path, clock=lambda: now[0])
+    store.settings = tiers(store.settings, tmp_path, "back")
+    space = open_space(store)
+    space.save(slots(A))
+    found = match(space, A)
+    (tmp_path / payload_name(space.id, found.runs[0].segment, 0)).unlink()
+    now[0] += 599
+    with pytest.raises(PayloadLate):
+        fetch(space, A, found)
+    assert match(space, A).blocks == 40
+    assert store.counters.snapshot()["miss_blocks{missing}"] == 40
+    now[0] += 2
+    with pytest.raises(PayloadMissing):
+        fetch(space, A, found)
+    assert match(space, A).blocks == 0
+    store.close()
+
+
+def test_with_write_through_what_is_missing_is_lost(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.settings = tiers(store.settings, tmp_path, "through")
+    space = open_space(store)
+    space.save(slots(A))
+    found = match(space, A)
+    (tmp_path / payload_name(space.id, found.runs[0].segment, 0)).unlink()
+    with pytest.raises(PayloadMissing):
+        fetch(space, A, found)
+    assert match(space, A).blocks == 0
+    store.close()
