@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,3 +157,31 @@ def test_what_is_poured_fills_in_turn(data: bytes, sizes: list[int]) -> None:
     count = pour(data, into)
     assert count == min(len(data), sum(sizes))
     assert b"".join(into) == data[:count].ljust(sum(sizes), b"\x00")
+
+
+def test_neighbours_in_memory_are_joined_and_nothing_else() -> None:
+    pool = memoryview(bytearray(range(100)))
+    other = memoryview(bytearray(b"other"))
+    rows = [pool[i * 10 : (i + 1) * 10] for i in range(10)]
+    assert [view.nbytes for view in flat(rows)] == [100]
+    assert [bytes(view) for view in flat([*rows[:3], other, *rows[3:5], rows[7]])] == [
+        bytes(range(30)),
+        b"other",
+        bytes(range(30, 50)),
+        bytes(range(70, 80)),
+    ]
+    [joined] = flat([rows[4], pool[50:50], rows[5]])
+    joined[:] = b"x" * 20
+    assert bytes(pool[40:60]) == b"x" * 20
+    # Touching, but not to be written alike; backwards; twice the same.
+    assert len(flat([rows[0], rows[1].toreadonly()])) == 2
+    assert len(flat([rows[1], rows[0]])) == 2
+    assert len(flat([rows[0], rows[0]])) == 2
+
+
+def test_views_of_numbers_are_joined_as_bytes() -> None:
+    numbers = np.arange(12, dtype=np.float32)
+    view = memoryview(numbers)
+    [joined] = flat([view[:4], view[4:]])
+    assert bytes(joined) == numbers.tobytes()
+    assert len(flat([view[:4], view[8:]])) == 2
