@@ -16,6 +16,13 @@ Two kinds of checksum, so that no byte of a payload can change unnoticed:
              dtype, shape), so a slot is good under its own description only. Of the stored bytes, so
              that damage is found before a decompressor sees it.
 
+Codecs of a slot, chosen when it is written:
+    none        the tensor's bytes as they are
+    lz4         one lz4 block, without a size of its own
+    planes-lz4  exponents and mantissas apart, then lz4: layout in kvstore/planes.py
+A namespace's codec says what is tried: under `lz4` a slot that doesn't shrink by a 32nd is `none`; under
+`planes-lz4` a slot takes the smallest of the three, and the dtypes without a split as under `lz4`.
+
 `encode` does not copy slots of codec `none`: their buffers are handed to the payload store as they
 are and must not change until it returns.
 """
@@ -28,15 +35,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-import lz4.block
 import numpy as np
 import xxhash
 from pydantic import ValidationError
 
+from kvstore import planes
 from kvstore.errors import CorruptPayload, NamespaceMismatch
 from kvstore.keys import ContentKey, NamespaceId, SegmentId, namespace_id_of_json
 from schemas.namespace import DTYPE_BYTES
-from schemas.records import PartRecord
+from schemas.records import Codec, PartRecord
 from schemas.segment import SegmentMeta, SlotMeta
 
 ALIGN = 4096
@@ -44,8 +51,6 @@ ALIGN = 4096
 MAX_HEADER = 4 << 20
 #: Bytes a reader fetches when it doesn't know the header's length: 64 slots need about 24 KiB.
 HEADER_GUESS = 32768
-
-Codec = Literal["none", "lz4"]
 
 #: How every header begins, and where in it the 16 digits of its checksum stand.
 _OPENING = b'{"__metadata__":{"xxh3":"'
@@ -110,7 +115,7 @@ def encode(
         raw = slot.data.cast("B") if slot.data.format != "B" or slot.data.ndim != 1 else slot.data
         if raw.nbytes != prod(slot.shape) * DTYPE_BYTES[slot.dtype]:
             raise ValueError(f"slot of {raw.nbytes} bytes does not fit {slot.dtype}{list(slot.shape)}")
-        data, used = _compress(raw, codec)
+        data, used = _compress(raw, codec, slot.dtype)
         key = slot.key.hex()
         if key in tensors:
             raise ValueError(f"content key {key[:16]}... twice in one segment")
@@ -144,13 +149,17 @@ def encode(
     return Encoded([memoryview(head), *stored], part)
 
 
-def _compress(raw: memoryview, codec: Codec) -> tuple[memoryview, Codec]:
-    if codec == "lz4":
-        packed = lz4.block.compress(raw, store_size=False)
-        # A slot that saves under 1/32 costs more to decompress than it saves to read.
-        if len(packed) <= raw.nbytes - raw.nbytes // 32 and len(packed) < raw.nbytes:
-            return memoryview(packed), "lz4"
-    return raw, "none"
+def _compress(raw: memoryview, codec: Codec, dtype: str) -> tuple[memoryview, Codec]:
+    if codec == "none" or not raw.nbytes:
+        return raw, "none"
+    packed = planes.shrink(raw)
+    best: tuple[memoryview, Codec] = (raw, "none") if packed is None else (memoryview(packed), "lz4")
+    if codec == "planes-lz4" and dtype in planes.DTYPES:
+        # Plain lz4 stays the better one where whole elements repeat.
+        split = planes.split(raw, dtype)
+        if split.nbytes < best[0].nbytes and planes.saves(split.nbytes, raw.nbytes):
+            return split, "planes-lz4"
+    return best
 
 
 def _header_bytes(meta: SegmentMeta, tensors: dict[str, dict[str, Any]]) -> bytes:
@@ -254,6 +263,8 @@ def _plausible(slot: SlotMeta, stored: int) -> bool:
     width = DTYPE_BYTES.get(slot.dtype)
     if width is None or prod(slot.shape) * width != slot.raw_bytes:
         return False
+    if slot.codec == "planes-lz4" and slot.dtype not in planes.DTYPES:
+        return False
     return stored == slot.raw_bytes if slot.codec == "none" else 0 < stored < slot.raw_bytes
 
 
@@ -273,12 +284,12 @@ def decode_slot(stored: memoryview, slot: SlotMeta, into: memoryview | None) -> 
         _copy(stored, into)
         return
     try:
-        raw = lz4.block.decompress(stored, uncompressed_size=slot.raw_bytes)
-    except lz4.block.LZ4BlockError as exc:
-        raise CorruptPayload(f"slot {slot.key[:16]}... does not decompress") from exc
-    if len(raw) != slot.raw_bytes:
-        raise CorruptPayload(f"slot {slot.key[:16]}... decompresses to {len(raw)} bytes")
-    _copy(raw, into)
+        if slot.codec == "lz4":
+            _copy(planes.expand(stored, slot.raw_bytes), into)
+        else:
+            planes.join(stored, slot.dtype, into)
+    except CorruptPayload as exc:
+        raise CorruptPayload(f"slot {slot.key[:16]}...: {exc}") from exc
 
 
 def _copy(source: memoryview | bytes, into: memoryview) -> None:

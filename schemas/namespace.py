@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from schemas.base import Closed
+from schemas.records import Codec
 
 #: Bytes per element of the safetensors dtypes that slots may have.
 DTYPE_BYTES = {
@@ -85,7 +86,7 @@ class Namespace(Closed):
     page_format: str = ""
     groups: tuple[GroupSpec, ...] = ()
     parallel: Parallel = Parallel()
-    codec: Literal["none", "lz4"] = "none"
+    codec: Codec = "none"
     epoch: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

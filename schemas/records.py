@@ -4,9 +4,9 @@ Slotted dataclasses rather than pydantic models: a match unpacks a record per se
 of a request. The packed layout is part of the Redis schema and of the SQLite file (golden test:
 tests/test_records.py):
 
-    u8  version (1)          u8  flags (1: slots of equal size)     u16 slots
-    u8  ranks                u8  codec (0 none, 1 lz4)              u16 reserved (0)
-    u32 created, unix seconds                                       u32 depth: blocks before slot 0
+    u8  version (1)          u8  flags (1: slots of equal size)       u16 slots
+    u8  ranks                u8  codec (0 none, 1 lz4, 2 planes-lz4)  u16 reserved (0)
+    u32 created, unix seconds                                         u32 depth: blocks before slot 0
     u64 raw bytes per rank   (before the codec)
     per rank: u32 data start; then u32 slot size once (flag 1) or u32 slot size x slots
 """
@@ -17,7 +17,10 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
-CODECS: tuple[Literal["none"], Literal["lz4"]] = ("none", "lz4")
+#: How a segment's slots are stored, see kvstore/codec.py.
+Codec = Literal["none", "lz4", "planes-lz4"]
+#: A codec's number is its place here.
+CODECS: tuple[Codec, ...] = ("none", "lz4", "planes-lz4")
 
 _HEAD = struct.Struct("<BBHBBHIIQ")
 _VERSION = 1
@@ -48,7 +51,7 @@ class SegmentRecord:
 
     parts: tuple[PartRecord, ...]
     slots: int
-    codec: Literal["none", "lz4"]
+    codec: Codec
     created_s: int
     #: Index in its chain of the segment's first block: orders eviction (tails before heads).
     depth: int = 0

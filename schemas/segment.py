@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from schemas.base import Closed
+from schemas.records import Codec
 
 
 class SlotMeta(Closed):
@@ -18,7 +19,7 @@ class SlotMeta(Closed):
     #: Content key in hex; also the tensor's name.
     key: str = Field(pattern=r"^([0-9a-f]{2}){18,66}$")
     #: How this slot is stored: a slot that the namespace's codec doesn't shrink stays `none`.
-    codec: Literal["none", "lz4"]
+    codec: Codec
     #: dtype and shape before the codec (safetensors' names), and their size in bytes.
     dtype: str
     shape: tuple[Annotated[int, Field(ge=0)], ...]
@@ -38,7 +39,7 @@ class SegmentMeta(Closed):
     kind: Literal["kv", "ec"]
     rank: int = Field(ge=0)
     ranks: int = Field(ge=1)
-    codec: Literal["none", "lz4"]
+    codec: Codec
     #: Index in its chain of slot 0.
     depth: int = Field(ge=0)
     created_s: int = Field(ge=0)

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from kvstore.codec import ALIGN, Encoded, Header, Slot
 from kvstore.errors import CorruptPayload, NamespaceMismatch
 from kvstore.keys import NamespaceId, SegmentId
 from schemas.namespace import DTYPE_BYTES, GroupSpec, Namespace
+from schemas.records import CODECS, Codec
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMESPACE = Namespace(
@@ -35,7 +36,6 @@ NAMESPACE = Namespace(
     groups=(GroupSpec(kind="full", block_tokens=4, dtype="BF16", shape=(2, 1, 4, 8)),),
 )
 JSON = keys.canonical_json(NAMESPACE)
-CODECS: tuple[Literal["none"], Literal["lz4"]] = ("none", "lz4")
 
 #: What a slot decodes to: content key, dtype, shape, bytes.
 Decoded = tuple[str, str, tuple[int, ...], bytes]
@@ -59,7 +59,22 @@ def small_slots() -> list[Slot]:
     ]
 
 
-def encode(slots: Sequence[Slot], how: Literal["none", "lz4"] = "none", **changes: Any) -> Encoded:
+def float_slots() -> list[Slot]:
+    """One slot for each form that `planes-lz4` writes, with 999 elements of every dtype that it splits."""
+    rng = random.Random(3)
+    values = [rng.gauss(0.0, 2.0) for _ in range(999)]
+    halves = b"".join(struct.pack("<f", value)[2:] for value in values)
+    return [
+        slot(0, halves, "BF16", (27, 37)),
+        slot(1, struct.pack("<999e", *values), "F16", (27, 37)),
+        slot(2, struct.pack("<999f", *values), "F32", (27, 37)),
+        slot(3, halves[:62] * 9, "BF16", (9, 31)),
+        slot(4, random.Random(4).randbytes(62), "BF16", (31,)),
+        slot(5, bytes(62), "F8_E4M3", (62,)),
+    ]
+
+
+def encode(slots: Sequence[Slot], how: Codec = "none", **changes: Any) -> Encoded:
     given: dict[str, Any] = {
         "namespace_json": JSON,
         "kind": "kv",
@@ -114,22 +129,24 @@ def with_document(value: Any, rest: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("how", "sha256"),
+    ("how", "slots", "sha256"),
     [
-        ("none", "04e83bd2a751ca5288b78ee7cb0ae0e0651e5968b069f20b49db2e684c5538f5"),
-        ("lz4", "16c99b62c1439280f3cf754a3d0817b9a4e17c5793a1054d4cfd7a6953239f4e"),
+        ("none", small_slots(), "04e83bd2a751ca5288b78ee7cb0ae0e0651e5968b069f20b49db2e684c5538f5"),
+        ("lz4", small_slots(), "16c99b62c1439280f3cf754a3d0817b9a4e17c5793a1054d4cfd7a6953239f4e"),
+        ("planes-lz4", float_slots(), "42d469409b19ff723775d9eda418cf0728236c62f0f333f95e8cae7ee9dd9883"),
     ],
+    ids=CODECS,
 )
-def test_golden_segment(how: Literal["none", "lz4"], sha256: str) -> None:
+def test_golden_segment(how: Codec, slots: list[Slot], sha256: str) -> None:
     """Old segments stay readable, and today's writer makes the same bytes. Else: a new format."""
     stored = (GOLDEN / f"segment-1-{how}.safetensors").read_bytes()
     assert hashlib.sha256(stored).hexdigest() == sha256
-    assert decode(stored) == plainly(small_slots())
-    assert joined(encode(small_slots(), how)) == stored
+    assert decode(stored) == plainly(slots)
+    assert joined(encode(slots, how)) == stored
 
 
-@pytest.mark.parametrize("how", CODECS)
-def test_golden_header(how: Literal["none", "lz4"]) -> None:
+@pytest.mark.parametrize("how", ["none", "lz4"])
+def test_golden_header(how: Codec) -> None:
     data = (GOLDEN / f"segment-1-{how}.safetensors").read_bytes()
     header = codec.parse_header(data, namespace=keys.namespace_id(NAMESPACE))
     meta = header.meta
@@ -147,7 +164,7 @@ def test_golden_header(how: Literal["none", "lz4"]) -> None:
 
 
 @pytest.mark.parametrize("how", CODECS)
-def test_round_trip(how: Literal["none", "lz4"]) -> None:
+def test_round_trip(how: Codec) -> None:
     encoded = encode(small_slots(), how)
     data = joined(encoded)
     assert decode(data) == plainly(small_slots())
@@ -163,9 +180,7 @@ def test_round_trip(how: Literal["none", "lz4"]) -> None:
     st.sampled_from(CODECS),
     st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_any_slots_round_trip(
-    kinds: list[tuple[str, list[int]]], how: Literal["none", "lz4"], rng: random.Random
-) -> None:
+def test_any_slots_round_trip(kinds: list[tuple[str, list[int]]], how: Codec, rng: random.Random) -> None:
     slots = []
     for i, (dtype, shape) in enumerate(kinds):
         size = prod(shape) * DTYPE_BYTES[dtype]
@@ -219,6 +234,16 @@ def test_lz4_is_used_where_it_saves_a_32nd(zeros: int, used: str) -> None:
     assert decode(joined(encoded)) == plainly([slot(0, data)])
 
 
+def test_planes_are_used_where_they_are_the_smallest() -> None:
+    encoded = encode(float_slots(), "planes-lz4")
+    used = [each.codec for each in codec.parse_header(joined(encoded)).meta.slots]
+    assert used == ["planes-lz4", "planes-lz4", "planes-lz4", "lz4", "none", "lz4"]
+    for plain, smaller in zip(encode(float_slots(), "lz4").part.slot_sizes, encoded.part.slot_sizes):
+        assert smaller <= plain
+    ratios = [each.data.nbytes / view.nbytes for each, view in zip(float_slots(), encoded.buffers[1:])]
+    assert ratios[0] > 1.3 and ratios[1] > 1.08 and ratios[2] > 1.12
+
+
 def test_incompressible_slots_are_stored_raw_under_lz4() -> None:
     slots = small_slots()
     encoded = encode(slots, "lz4")
@@ -246,7 +271,7 @@ def test_what_makes_no_segment_is_refused(wrong: Callable[[], Any], message: str
 
 
 @pytest.mark.parametrize("how", CODECS)
-def test_safetensors_opens_it_with_numpy(how: Literal["none", "lz4"], tmp_path: Path) -> None:
+def test_safetensors_opens_it_with_numpy(how: Codec, tmp_path: Path) -> None:
     numpy_reader = pytest.importorskip("safetensors.numpy")
     safetensors = pytest.importorskip("safetensors")
     arrays = [
@@ -278,6 +303,16 @@ def test_safetensors_opens_it_with_numpy(how: Literal["none", "lz4"], tmp_path: 
     assert metadata["namespace"] == JSON
     assert metadata["segment"] == "abcdef0123456789"
     assert [each["key"] for each in json.loads(metadata["slots"])] == [each.key.hex() for each in slots]
+
+
+def test_safetensors_opens_planes_as_bytes() -> None:
+    safetensors = pytest.importorskip("safetensors")
+    encoded = encode(float_slots()[:3], "planes-lz4")
+    with safetensors.safe_open(GOLDEN / "segment-1-planes-lz4.safetensors", framework="np") as file:
+        for each, view in zip(float_slots(), encoded.buffers[1:]):
+            got = file.get_tensor(each.key.hex())
+            assert (got.dtype, got.shape) == (np.uint8, (view.nbytes,))
+            assert got.tobytes() == view
 
 
 def test_safetensors_opens_it_with_torch(tmp_path: Path) -> None:
@@ -313,7 +348,7 @@ def is_detected(damaged: bytes) -> bool:
 
 
 @pytest.mark.parametrize("how", CODECS)
-def test_every_flipped_byte_is_detected(how: Literal["none", "lz4"]) -> None:
+def test_every_flipped_byte_is_detected(how: Codec) -> None:
     data = joined(encode(small_slots(), how))
     start = codec.header_length(data)
     specials = {ord(c) for c in '"\\,:[]{} 0123456789abcdefeE+-.\n'}
@@ -349,7 +384,7 @@ def test_what_describes_the_segment_is_checked_too(field: str) -> None:
 
 
 @pytest.mark.parametrize("how", CODECS)
-def test_a_truncated_segment_is_detected_at_every_length(how: Literal["none", "lz4"]) -> None:
+def test_a_truncated_segment_is_detected_at_every_length(how: Codec) -> None:
     data = joined(encode(small_slots(), how))
     for length in range(len(data)):
         with pytest.raises(CorruptPayload):
@@ -452,6 +487,15 @@ def test_a_slot_that_makes_no_sense_is_damage(field: str, value: Any) -> None:
         codec.parse_header(with_document(loaded))
 
 
+def test_planes_of_a_dtype_that_has_none_are_damage() -> None:
+    loaded = document(joined(encode(float_slots(), "planes-lz4")))
+    slots = json.loads(loaded["__metadata__"]["slots"])
+    assert (slots[0]["codec"], slots[0]["dtype"]) == ("planes-lz4", "BF16")
+    loaded["__metadata__"]["slots"] = json.dumps([slots[0] | {"dtype": "I16"}, *slots[1:]])
+    with pytest.raises(CorruptPayload, match="tensor"):
+        codec.parse_header(with_document(loaded))
+
+
 def test_tensors_are_the_slots_in_their_order() -> None:
     loaded = document(joined(encode(small_slots())))
     metadata, *tensors = loaded.items()
@@ -483,7 +527,7 @@ def test_lz4_that_does_not_decompress_is_damage() -> None:
 
 
 @pytest.mark.parametrize("how", CODECS)
-def test_a_buffer_of_the_wrong_size_is_refused(how: Literal["none", "lz4"]) -> None:
+def test_a_buffer_of_the_wrong_size_is_refused(how: Codec) -> None:
     encoded = encode(small_slots(), how)
     described = codec.parse_header(joined(encoded)).meta.slots[0]
     for size in (0, 127, 129):

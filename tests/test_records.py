@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.records import (
+    CODECS,
     PartRecord,
     SegmentRecord,
     pack_head,
@@ -31,6 +32,11 @@ GOLDEN = [
         "01 01 0100 02 01 0000 01000000 00000000 0900000000000000  00100000 05000000  00300000 06000000",
         id="two ranks, one slot",
     ),
+    pytest.param(
+        SegmentRecord((PartRecord(4096, (300, 301)),), 2, "planes-lz4", 1_700_000_000, 64, 1024),
+        "01 00 0200 01 02 0000 00f15365 40000000 0004000000000000  00100000 2c010000 2d010000",
+        id="planes-lz4",
+    ),
 ]
 
 
@@ -46,7 +52,7 @@ sizes = st.integers(0, 2**32 - 1)
 
 @st.composite
 def records(draw: st.DrawFn) -> SegmentRecord:
-    slots, codec = draw(st.integers(1, 40)), draw(st.sampled_from(["none", "lz4"]))
+    slots, codec = draw(st.integers(1, 40)), draw(st.sampled_from(CODECS))
     slot_sizes = st.lists(sizes, min_size=slots, max_size=slots).map(tuple)
     # Without a codec all slots of a part have one size.
     uniform = sizes.map(lambda size: (size,) * slots)
@@ -89,7 +95,7 @@ def test_a_damaged_length_is_a_miss(record: SegmentRecord, data: st.DataObject) 
 
 @pytest.mark.parametrize(
     ("at", "value"),
-    [(0, 0), (0, 2), (2, 0), (4, 0), (5, 2), (6, 1)],
+    [(0, 0), (0, 2), (2, 0), (4, 0), (5, 3), (6, 1)],
     ids=["version 0", "version 2", "no slots", "no ranks", "unknown codec", "reserved bits"],
 )
 def test_what_this_version_does_not_know_is_a_miss(at: int, value: int) -> None:

@@ -1,0 +1,218 @@
+"""Byte planes: the transformation under the codec `planes-lz4`, for floats of 16 and 32 bits.
+
+In a cache of keys, values or embeddings the mantissas are noise and the exponents are not: nearly all of them
+lie within sixteen powers of two. lz4 finds neither, because it codes repeated bytes, not frequent ones. So
+the bytes of a slot are split into parts of their own:
+
+    bytes     for each byte of an element but the top one, lowest first: that byte of all n elements
+    rest      n bytes, see below
+    fields    for each field width w of the dtype (table `_LAYOUTS`): w bits of all n elements, packed
+
+The top byte of an element, rotated left by one bit so that the sign is its lowest bit, is
+
+    (rest + field 0 + (field 1 << width 0) + (field 2 << width 0 + width 1)) mod 256
+
+Any rest and fields with that sum are valid. The writer chooses a window of exponents, subtracts its lowest,
+puts the low bits of the difference into the fields and what remains into the rest: one and the same byte
+wherever the exponent is within the window, so lz4 leaves nothing of it. The fields' bits are a fixed-width
+code, which numpy packs at memory speed.
+
+Stored form, all numbers little endian:
+
+    u32 x parts    stored size of each part: bytes, rest, fields
+    parts          back to back. One of its full size is raw; a smaller one is an lz4 block, without a size
+                   of its own. Full sizes are n for bytes and rest, ceil(n / k) with k = 8 / w for a field
+
+Byte j of a field of h = ceil(n / k) bytes holds element j in its lowest w bits, element j + h in the next,
+and so on; bits of elements beyond n are written as zeros and ignored. Halves side by side, not
+neighbours, so that packing and unpacking are shifts of whole arrays.
+
+Every step is one numpy or lz4 call over a whole slot, which releases the GIL. Not smaller pieces that stay in
+a nearer cache: a thread that gave up the GIL waits up to `sys.getswitchinterval()` for it if another thread
+computes, and that is longer than all steps together.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import lz4.block
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import CorruptPayload
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the elements of a dtype are split. Part of the format."""
+
+    #: Bytes of an element.
+    width: int
+    #: Where the exponent begins in the rotated top byte, in bits.
+    exponent: int
+    #: Widths of the fields in bits, each a divisor of 8.
+    fields: tuple[int, ...]
+
+    @property
+    def parts(self) -> int:
+        return self.width + len(self.fields)
+
+    def full_sizes(self, n: int) -> list[int]:
+        return [n] * self.width + [-(-n // (8 // width)) for width in self.fields]
+
+
+#: BF16 and F32: four bits of sign and seven bits of exponent; 16 powers of two, as the exponent's eighth
+#: bit is in the next byte. F16: seven bits of sign, two bits of mantissa and all of the exponent; as many
+#: powers, and the third field says which half of them, so lz4 shrinks it.
+_LAYOUTS = {
+    "BF16": _Layout(2, 1, (4,)),
+    "F32": _Layout(4, 1, (4,)),
+    "F16": _Layout(2, 3, (4, 2, 1)),
+}
+#: The dtypes that can be split.
+DTYPES = frozenset(_LAYOUTS)
+
+#: lz4's own limit for one block.
+_MAX_BLOCK = 0x7E000000
+_SAMPLE = 4096
+
+
+def shrink(data: memoryview | Bytes) -> bytes | None:
+    """The lz4 block of these bytes, or None if that saves less than a 32nd."""
+    if data.nbytes > _MAX_BLOCK:
+        return None
+    packed: bytes = lz4.block.compress(data, store_size=False)
+    return packed if saves(len(packed), data.nbytes) else None
+
+
+def saves(packed: int, raw: int) -> bool:
+    """Whether a compressed form is worth its decompression: less would cost more than it spares to read."""
+    return packed < raw and packed <= raw - raw // 32
+
+
+def expand(stored: memoryview | Bytes, nbytes: int) -> bytes:
+    """The `nbytes` bytes of an lz4 block. Raises CorruptPayload if it holds anything else."""
+    # The binding has no way to decompress into a given buffer, so its result is copied once more.
+    if nbytes > _MAX_BLOCK:
+        raise CorruptPayload(f"an lz4 block can't hold {nbytes} bytes")
+    try:
+        raw: bytes = lz4.block.decompress(stored, uncompressed_size=nbytes)
+    except lz4.block.LZ4BlockError as exc:
+        raise CorruptPayload("an lz4 block does not decompress") from exc
+    if len(raw) != nbytes:
+        raise CorruptPayload(f"an lz4 block decompresses to {len(raw)} bytes, expected {nbytes}")
+    return raw
+
+
+def split(raw: memoryview, dtype: str) -> memoryview:
+    """The stored form of a slot of one of DTYPES, at least one element; may be larger than `raw`."""
+    layout = _LAYOUTS[dtype]
+    elements = np.frombuffer(raw, f"<u{layout.width}")
+    top = _rotated(_byte(elements, layout.width - 1), 1)
+    bits = sum(layout.fields)
+    code = top - np.uint8(_window(top, layout.exponent, bits))
+    code &= np.uint8((1 << bits) - 1)
+    parts = [_byte(elements, k) for k in range(layout.width - 1)] + [top - code]
+    for i, width in enumerate(layout.fields):
+        parts.append(_packed(code, sum(layout.fields[:i]), width))
+    parts = [_shrunk(part) for part in parts]
+    sizes = struct.pack(f"<{layout.parts}I", *(part.nbytes for part in parts))
+    return memoryview(np.concatenate([np.frombuffer(sizes, np.uint8), *parts]))
+
+
+def join(stored: memoryview, dtype: str, into: memoryview) -> None:
+    """Undo `split`. Raises CorruptPayload; `into` may then hold anything.
+
+    Whatever the bytes say, nothing larger than `into` is allocated.
+    """
+    layout = _LAYOUTS.get(dtype)
+    if layout is None or not into.nbytes or into.nbytes % layout.width:
+        raise CorruptPayload(f"{into.nbytes} bytes of {dtype} are not stored as planes")
+    elements = np.frombuffer(into, f"<u{layout.width}")
+    parts = _parts(stored, layout, elements.size)
+    top = _unpacked(parts[layout.width], layout.fields[0], elements.size)
+    for i, width in enumerate(layout.fields[1:], 1):
+        field = _unpacked(parts[layout.width + i], width, elements.size)
+        field *= np.uint8(1 << sum(layout.fields[:i]))
+        top += field
+    top += parts[layout.width - 1]
+    top = _rotated(top, 7)
+    np.multiply(top, 1 << 8 * (layout.width - 1), out=elements, dtype=elements.dtype)
+    for k, plane in enumerate(parts[: layout.width - 1]):
+        elements |= plane if k == 0 else np.multiply(plane, 1 << 8 * k, dtype=elements.dtype)
+
+
+def _parts(stored: memoryview, layout: _Layout, n: int) -> list[Bytes]:
+    """The parts of a stored slot of n elements, decompressed. All sizes are checked before that begins."""
+    start = 4 * layout.parts
+    if stored.nbytes < start:
+        raise CorruptPayload(f"planes of {stored.nbytes} bytes have no room for their sizes")
+    sizes = struct.unpack_from(f"<{layout.parts}I", stored)
+    full = layout.full_sizes(n)
+    if start + sum(sizes) != stored.nbytes or any(a > b for a, b in zip(sizes, full, strict=True)):
+        raise CorruptPayload(f"planes of sizes {sizes} in {stored.nbytes} bytes, for {n} elements")
+    parts = []
+    for size, nbytes in zip(sizes, full, strict=True):
+        part = np.frombuffer(stored, np.uint8, size, start)
+        parts.append(part if size == nbytes else np.frombuffer(expand(part, nbytes), np.uint8))
+        start += size
+    return parts
+
+
+def _byte(elements: NDArray[np.unsignedinteger], k: int) -> Bytes:
+    """Byte k of every element, 0 the lowest."""
+    plane = np.empty(elements.size, np.uint8)
+    if k == 0:
+        np.copyto(plane, elements, casting="unsafe")
+    else:
+        np.right_shift(elements, 8 * k, out=plane, casting="unsafe")
+    return plane
+
+
+def _rotated(plane: Bytes, left: int) -> Bytes:
+    """Every byte rotated left by that many bits."""
+    # Multiplied, not shifted: numpy's left shift of bytes is ten times slower than either other operation.
+    rotated = plane * np.uint8(1 << left)
+    rotated |= plane >> np.uint8(8 - left)
+    return rotated
+
+
+def _window(top: Bytes, exponent: int, bits: int) -> int:
+    """What to subtract from the rotated top bytes, so that of as many as possible only `bits` bits remain."""
+    # An odd step: in steps of a power of two it would be one column of the tensor.
+    sample = top[:: top.size // _SAMPLE | 1] >> np.uint8(exponent)
+    seen = np.cumsum(np.bincount(sample, minlength=256 >> exponent))
+    seen = np.concatenate([np.zeros(1, seen.dtype), seen])
+    length = 1 << (bits - exponent)
+    # The lowest of equals: then the largest exponent is at the top of the window.
+    return int(np.argmax(seen[length:] - seen[:-length])) << exponent
+
+
+def _packed(code: Bytes, shift: int, width: int) -> Bytes:
+    """The `width` bits at `shift` of every byte, as a field."""
+    slices = 8 // width
+    nbytes = -(-code.size // slices)
+    codes = np.zeros(slices * nbytes, np.uint8)
+    np.right_shift(code, np.uint8(shift), out=codes[: code.size])
+    codes &= np.uint8((1 << width) - 1)
+    field = codes[:nbytes]
+    for i in range(1, slices):
+        field |= codes[i * nbytes : (i + 1) * nbytes] * np.uint8(1 << i * width)
+    return field
+
+
+def _unpacked(field: Bytes, width: int, n: int) -> Bytes:
+    """The n numbers of a field, in the lowest bits of a byte each."""
+    shifts = np.arange(0, 8, width, dtype=np.uint8)
+    codes = np.right_shift(field, shifts[:, None])
+    codes &= np.uint8((1 << width) - 1)
+    return codes.reshape(-1)[:n]
+
+
+def _shrunk(part: Bytes) -> Bytes:
+    packed = shrink(part)
+    return part if packed is None else np.frombuffer(packed, np.uint8)
