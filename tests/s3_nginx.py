@@ -1,0 +1,132 @@
+"""nginx as the far end of a benchmark: it reads and writes whole objects faster than any S3 server, so
+what is measured is the client.
+
+Not an S3 server: it checks no signature, has no listing, no conditions and no multipart uploads, and a
+bucket is a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.s3_servers import clean_environment, find_binary, wait_for
+from tests.servers import ServerError, _free_port, end_process, spawn_tied
+
+# One process: with a master, its workers would outlive a kill of it. One core feeds more than the rest of
+# a small machine can take.
+_CONFIG = """
+daemon off;
+master_process off;
+pid {folder}/nginx.pid;
+error_log {folder}/error.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off;
+  server_tokens off;
+  default_type application/octet-stream;
+  sendfile on;
+  sendfile_max_chunk 2m;
+  tcp_nodelay on;
+  keepalive_requests 1000000000;
+  client_max_body_size 0;
+  client_body_buffer_size 128k;
+  # A PUT is renamed into place, which takes a file system in common.
+  client_body_temp_path {folder}/body;
+  proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/fastcgi;
+  uwsgi_temp_path {folder}/uwsgi;
+  scgi_temp_path {folder}/scgi;
+  # Clients want one in the answer to a PUT, too, where nginx gives none.
+  map $request_method $etag {{ PUT '"put"'; default $sent_http_etag; }}
+  add_header ETag $etag;
+  server {{
+    listen 127.0.0.1:{port};
+    root {root};
+    etag on;
+    location / {{ dav_methods PUT DELETE; create_full_put_path on; }}
+  }}
+}}
+"""
+
+
+class NginxServer:
+    """GET (ranges too), HEAD, PUT and DELETE of the files below `root`, which is in memory where /dev/shm is.
+
+    It ends with the thread that started it, however that one ends.
+    """
+
+    def __init__(self) -> None:
+        binary = find_binary("nginx")
+        if binary is None:
+            raise ServerError("nginx not found: run `make setup`, which reports why")
+        self._binary = binary
+        self._process: subprocess.Popen[bytes] | None = None
+        memory = Path("/dev/shm")
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="kvs-", dir=memory if os.access(memory, os.W_OK) else None, ignore_cleanup_errors=True
+        )
+        self.port = _free_port()
+        self.root.mkdir()
+
+    @property
+    def root(self) -> Path:
+        return Path(self._folder.name) / "root"
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> Self:
+        """Returns once it answers; does nothing if it runs."""
+        if not self.running:
+            folder = Path(self._folder.name)
+            config = folder / "nginx.conf"
+            config.write_text(_CONFIG.format(folder=folder, root=self.root, port=self.port))
+            # As root it would give its workers to a user who may not read the folder.
+            user = ["-g", "user root;"] if os.geteuid() == 0 else []
+            command = [self._binary, "-p", str(folder), "-c", str(config), "-e", f"{folder}/error.log", *user]
+            self._process = spawn_tied(command, folder / "out.log", clean_environment())
+            if not wait_for(self._answers, lambda: self.running):
+                self.close()
+                raise ServerError("nginx did not start")
+        return self
+
+    def close(self) -> None:
+        """Ends it, with all it held."""
+        if self._process is not None:
+            end_process(self._process, signal.SIGKILL)
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answers(self) -> bool:
+        # Nobody else on this port would have this file.
+        token = self.root / f"started-{self.pid}"
+        token.touch()
+        try:
+            with urllib.request.urlopen(f"{self.endpoint}/{token.name}", timeout=5) as answer:
+                return bool(answer.status == 200)
+        finally:
+            token.unlink()
