@@ -44,17 +44,28 @@ def deepstack_model(model: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def store_config(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """`store_config("sqlite" | "redis")`: an extra config for a store of this test's own."""
+    """`store_config(kind)`: an extra config for a store of this test's own.
 
-    def config(index: str) -> dict[str, Any]:
+    sqlite   a folder and the index inside it     s3       a bucket and Redis
+    redis    a folder and Redis                   tiered   a folder in front of the bucket, and Redis
+    """
+
+    def config(kind: str) -> dict[str, Any]:
         # A busy machine is no reason to miss: what a deadline does has tests of its own.
         made: dict[str, Any] = {
             "payloads": f"file://{tmp_path}/payloads",
             "kv": {"match_deadline_s": 20.0, "match_ttl_s": 30.0},
             "ec": {"fetch_deadline_s": 20.0},
         }
-        if index == "redis":
+        if kind != "sqlite":
             made["index"] = request.getfixturevalue("redis_server").url
+        if kind in ("s3", "tiered"):
+            bucket = request.getfixturevalue("s3_bucket")
+            made["payloads"] = bucket.url
+            made["s3"] = bucket.settings["s3"] | {"read_timeout_s": 20.0}
+        if kind == "tiered":
+            fast = f"file://{tmp_path}/fast"
+            made["payloads"] = {"fast": fast, "slow": bucket.url, "fast_capacity": "256MiB"}
         return made
 
     return config

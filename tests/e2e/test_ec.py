@@ -22,11 +22,14 @@ def ask(kind: str, *images: Any, **more: Any) -> dict[str, Any]:
     return {"prompt": f"w20 w30 {' '.join([token] * len(images))} w40 w50", "images": list(images), **more}
 
 
-@pytest.mark.parametrize(("kind", "index"), [("image", "sqlite"), ("deepstack", "redis")])
+@pytest.mark.parametrize(
+    ("kind", "store"),
+    [("image", "sqlite"), ("deepstack", "redis"), ("image", "s3"), ("deepstack", "tiered")],
+)
 def test_a_second_engine_encodes_nothing(
-    kind: str, index: str, model: Any, tmp_path: Path, store_config: Any
+    kind: str, store: str, model: Any, tmp_path: Path, store_config: Any
 ) -> None:
-    config = store_config(index)
+    config = store_config(store)
     prompts = [ask(kind, ONE), ask(kind, TWO, THREE)]
     with Engine(model(kind), log_path=tmp_path / "0.log", **IMAGES) as engine:
         expected = [engine.generate([one])[0].token_ids for one in prompts]

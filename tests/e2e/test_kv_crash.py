@@ -18,18 +18,18 @@ from tests.e2e.sharing import check_store, full_blocks, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-KILLS = 20
+KILLS = 21
 
 
-@pytest.mark.parametrize("index", ["sqlite", "redis"])
+@pytest.mark.parametrize("kind", ["sqlite", "redis", "tiered"])
 def test_no_false_hit_after_an_engine_was_killed_while_saving(
-    index: str, text_model: Path, tmp_path: Path, store_config: Any
+    kind: str, text_model: Path, tmp_path: Path, store_config: Any
 ) -> None:
-    # SQLite and Redis share the twenty; what differs is only where the commit goes.
-    kills = KILLS // 2
-    config = store_config(index) | {"segment": {"max_blocks": 1}}
+    # They share the twenty; what differs is only where the payload and the commit go.
+    kills = KILLS // 3
+    config = store_config(kind) | {"segment": {"max_blocks": 1}}
     prompts = [prompt(640, 1000 + i) for i in range(3 * kills)]
-    draw = random.Random(index)
+    draw = random.Random(kind)
     stored = 0
     pending = Engine(text_model, kv=config, log_path=tmp_path / "0.log")
     for number in range(kills):
@@ -57,7 +57,7 @@ def test_no_false_hit_after_an_engine_was_killed_while_saving(
     status = subprocess.run(
         [sys.executable, "-m", "kvstore.cli", "status", "--json"],
         cwd=ROOT,
-        env={**os.environ, "KVSTORE_PAYLOADS": config["payloads"], **_index_variable(config)},
+        env={**os.environ, "KVSTORE_SETTINGS": str(_settings_file(config, tmp_path))},
         capture_output=True,
         text=True,
         check=True,
@@ -67,5 +67,7 @@ def test_no_false_hit_after_an_engine_was_killed_while_saving(
     assert (total["segments"], total["blocks"]) == (seen["segments"], seen["blocks"])
 
 
-def _index_variable(config: dict[str, Any]) -> dict[str, str]:
-    return {"KVSTORE_INDEX": config["index"]} if "index" in config else {}
+def _settings_file(config: dict[str, Any], folder: Path) -> Path:
+    path = folder / "settings.yaml"
+    path.write_text(json.dumps(config))  # JSON is YAML
+    return path

@@ -52,11 +52,11 @@ def expected(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return answers
 
 
-@pytest.mark.parametrize("index", ["sqlite", "redis"])
+@pytest.mark.parametrize("kind", ["sqlite", "redis", "s3", "tiered"])
 def test_a_second_engine_finds_everything(
-    index: str, text_model: Path, expected: dict[str, Any], tmp_path: Path, store_config: Any
+    kind: str, text_model: Path, expected: dict[str, Any], tmp_path: Path, store_config: Any
 ) -> None:
-    config = store_config(index)
+    config = store_config(kind)
     with Engine(text_model, kv=config, log_path=tmp_path / "1.log") as engine:
         [cold] = engine.generate([LONG])
         assert cold.token_ids == expected["long"]
@@ -93,10 +93,11 @@ def test_a_second_engine_finds_everything(
     assert check_store(config)["segments"] > 0
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "tiered"])
 def test_without_prefix_caching_and_in_several_chunks(
-    text_model: Path, expected: dict[str, Any], tmp_path: Path, store_config: Any
+    kind: str, text_model: Path, expected: dict[str, Any], tmp_path: Path, store_config: Any
 ) -> None:
-    config = store_config("sqlite")
+    config = store_config(kind)
     options = {"enable_prefix_caching": False, "max_num_batched_tokens": 128, "max_num_seqs": 16}
     with Engine(text_model, kv=config, log_path=tmp_path / "1.log", **options) as engine:
         assert tokens(engine.generate([LONG])) == [expected["long"]]
@@ -142,9 +143,12 @@ def test_mla(mla_model: Path, tmp_path: Path, store_config: Any) -> None:
         assert [r.external_tokens for r in warm] == [992, 320]
 
 
-def test_preemption_abort_and_decode_saves(text_model: Path, tmp_path: Path, store_config: Any) -> None:
+@pytest.mark.parametrize("kind", ["sqlite", "s3"])
+def test_preemption_abort_and_decode_saves(
+    kind: str, text_model: Path, tmp_path: Path, store_config: Any
+) -> None:
     """A pool too small for the batch, requests aborted in every state, decoded blocks saved too."""
-    config = store_config("sqlite") | {"kv": {"save_decode": True}}
+    config = store_config(kind) | {"kv": {"save_decode": True}}
     batch = [prompt(256 + 32 * i, 60 + i) for i in range(8)]
     small = {"num_gpu_blocks_override": 40, "max_model_len": 1024}
     with Engine(text_model, log_path=tmp_path / "0.log") as engine:

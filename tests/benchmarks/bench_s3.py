@@ -1,0 +1,347 @@
+"""S3: what S3Payloads, ranges and verification cost beside the same client's bare requests.
+
+    python -m tests.benchmarks.bench_s3 [--server nginx|ceph] [--tls] [--busy] [--concurrency 1 8 32]
+
+The far end is nginx serving files from memory, which is faster than any S3 server, so that the client is
+what is measured; `--server ceph` takes a real S3 server. `--busy` runs a Python thread beside it that never
+waits, as an engine's scheduler does. `--tls` goes over https. Concurrency is the number of requests under
+way. All cases of one kind take turns within a round, and a ratio is the median over the rounds of case /
+bare in the same round. MB are 10^6 bytes of slots. CPU is this process's alone, less the busy thread's.
+
+    get   bare      obstore's ranged GETs of 8 MiB, the answers thrown away
+          copied    and copied into the buffers they are wanted in, which nobody can do without
+          boto3     its ranged GETs, into the same buffers
+          read      S3Payloads behind retries, breaker and ranges
+          load      kvstore.reader.read_run over that: verified
+          load, boto3   the same with s3.client = boto3
+    put   bare      obstore's PUTs of one buffer
+          put       S3Payloads.put of header and slots
+          put, boto3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import obstore
+
+from kvstore import codec, keys, reader
+from kvstore.blobs.buffers import pour
+from kvstore.blobs.s3_clients import Session
+from kvstore.blobs.s3_data import BotoData
+from kvstore.build import open_store
+from kvstore.keys import SegmentId
+from kvstore.ports import PayloadStore, Run
+from schemas.records import SegmentRecord
+from schemas.settings import S3Settings
+from schemas.urls import s3_location
+from tests.benchmarks.bench_disk import NAMESPACE, SHAPE, SLOT_BYTES, Arena, machine
+from tests.s3_bucket import S3Bucket
+
+RANGE = 8 << 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case at one concurrency; medians over the rounds."""
+
+    kind: str
+    case: str
+    concurrency: int
+    mb_s: float
+    ratio: float
+    cpu_s_per_gb: float
+
+
+class Bench:
+    """Segments in a bucket and the ways to reach them, at one concurrency."""
+
+    def __init__(self, url: str, s3: dict[str, Any], concurrency: int, slots: int, segments: int) -> None:
+        self.slots, self.concurrency = slots, concurrency
+        self.namespace = keys.namespace_id(NAMESPACE)
+        self.keys = [keys.block_key(i.to_bytes(32, "big")) for i in range(slots)]
+        self.segments = [SegmentId(i.to_bytes(8, "big")) for i in range(segments)]
+        s3 = s3 | {"concurrency": concurrency, "range_bytes": RANGE, "read_timeout_s": 60}
+        self.location = s3_location(url)
+        self.stores = {
+            client: open_store(
+                {"payloads": url, "index": "redis://127.0.0.1:1", "s3": s3 | {"client": client}}
+            )
+            for client in ("obstore", "boto3")
+        }
+        settings = S3Settings.model_validate(s3)
+        session = Session(self.location, settings)
+        self.bare = session.obstore(60)
+        self.boto = BotoData(session.boto(), self.location.bucket, multipart_bytes=1 << 30, part_bytes=RANGE)
+        #: Threads that load whole segments, as many as `transfers.read_threads` or as it takes to keep
+        #: `concurrency` ranges of a quarter of a segment under way.
+        self.threads = max(4, concurrency // 4)
+        self.arenas = [Arena(slots, seed) for seed in range(self.threads)]
+        self.runs: list[Run] = []
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
+
+    def name(self, i: int) -> str:
+        return keys.payload_name(self.namespace, self.segments[i], 0)
+
+    def fill(self) -> None:
+        for i, segment in enumerate(self.segments):
+            encoded = self.encode(segment)
+            self.stores["obstore"].payloads.put(self.name(i), encoded.buffers)
+            record = SegmentRecord((encoded.part,), self.slots, "none", 0, raw_bytes=self.slots * SLOT_BYTES)
+            self.runs.append(Run(0, segment, 0, self.slots, record))
+
+    def encode(self, segment: SegmentId) -> codec.Encoded:
+        views = self.arenas[0].views
+        return codec.encode(
+            [codec.Slot(key, view, "BF16", SHAPE) for key, view in zip(self.keys, views, strict=True)],
+            namespace_json=keys.canonical_json(NAMESPACE),
+            kind="kv",
+            segment=segment,
+            rank=0,
+            ranks=1,
+            codec="none",
+            depth=0,
+            created_s=0,
+            writer="bench",
+        )
+
+    # Every case: a list of tasks, each to be given the number of the thread that runs it, and how many
+    # threads run them.
+
+    def ranges(
+        self, get: Callable[[str, int, int, int], object]
+    ) -> tuple[list[Callable[[int], object]], int]:
+        size = self.runs[0].record.parts[0].nbytes
+        tasks = [
+            lambda thread, i=i, at=at: get(
+                self.location.root + self.name(i), at, min(RANGE, size - at), thread
+            )
+            for i in range(len(self.segments))
+            for at in range(0, size, RANGE)
+        ]
+        return tasks, self.concurrency
+
+    def bare_get(self, copied: bool) -> tuple[list[Callable[[int], object]], int]:
+        buffers = [memoryview(bytearray(RANGE)) for _ in range(self.concurrency)]
+
+        def get(key: str, at: int, length: int, thread: int) -> object:
+            result = obstore.get(self.bare, key, options={"range": (at, at + length)})
+            data = memoryview(result.bytes())
+            assert data.nbytes == length
+            return pour(data, [buffers[thread]]) if copied else None
+
+        return self.ranges(get)
+
+    def boto_get(self) -> tuple[list[Callable[[int], object]], int]:
+        buffers = [memoryview(bytearray(RANGE)) for _ in range(self.concurrency)]
+        return self.ranges(
+            lambda key, at, length, thread: self.boto.get(key, at, [buffers[thread][:length]], key)
+        )
+
+    def read(self) -> tuple[list[Callable[[int], object]], int]:
+        payloads = self.stores["obstore"].payloads
+        return [
+            lambda thread, i=i: payloads.read(self.name(i), self._start(i), self.arenas[thread].views)
+            for i in range(len(self.segments))
+        ], self.threads
+
+    def load(self, client: str) -> tuple[list[Callable[[int], object]], int]:
+        payloads = self.stores[client].payloads
+        end = float("inf")
+        return [
+            lambda thread, i=i: reader.read_run(
+                payloads, self.namespace, self.runs[i], self.keys, self.arenas[thread].views, rank=0, end=end
+            )
+            for i in range(len(self.segments))
+        ], self.threads
+
+    def _start(self, i: int) -> int:
+        return self.runs[i].record.parts[0].data_start
+
+    def bare_put(self) -> tuple[list[Callable[[int], object]], int]:
+        data = b"".join(self.encode(self.segments[0]).buffers)
+        return [
+            lambda thread, i=i: obstore.put(
+                self.bare, f"{self.location.root}{self.name(i)}", data, use_multipart=False
+            )
+            for i in range(len(self.segments))
+        ], self.concurrency
+
+    def put(self, client: str) -> tuple[list[Callable[[int], object]], int]:
+        payloads: PayloadStore = self.stores[client].payloads
+        encoded = [self.encode(segment).buffers for segment in self.segments]
+        return [
+            lambda thread, i=i: payloads.put(self.name(i), encoded[i]) for i in range(len(self.segments))
+        ], self.concurrency
+
+
+def cases(bench: Bench) -> dict[str, dict[str, tuple[list[Callable[[int], object]], int]]]:
+    return {
+        "put": {"bare": bench.bare_put(), "put": bench.put("obstore"), "put, boto3": bench.put("boto3")},
+        "get": {
+            "bare": bench.bare_get(copied=False),
+            "copied": bench.bare_get(copied=True),
+            "boto3": bench.boto_get(),
+            "read": bench.read(),
+            "load": bench.load("obstore"),
+            "load, boto3": bench.load("boto3"),
+        },
+    }
+
+
+def measure(bench: Bench, rounds: int, busy: bool) -> list[Result]:
+    """All cases, those of one kind taking turns."""
+    results = []
+    nbytes = len(bench.segments) * bench.slots * SLOT_BYTES
+    for kind, made in cases(bench).items():
+        rates: dict[str, list[float]] = {case: [] for case in made}
+        cpu: dict[str, list[float]] = {case: [] for case in made}
+        for number in range(-1, rounds):
+            for case, (tasks, threads) in made.items():
+                used = time.process_time()
+                with _Busy(busy) as other:
+                    wall = _round(tasks, threads)
+                used = time.process_time() - used - other.cpu_s
+                if number >= 0:  # the first round warms up
+                    rates[case].append(nbytes / wall / 1e6)
+                    cpu[case].append(used / nbytes * 1e9)
+        for case in made:
+            ratio = statistics.median(a / b for a, b in zip(rates[case], rates["bare"], strict=True))
+            mb_s, spent = statistics.median(rates[case]), statistics.median(cpu[case])
+            results.append(Result(kind, case, bench.concurrency, mb_s, ratio, spent))
+    return results
+
+
+def _round(tasks: Sequence[Callable[[int], object]], threads: int) -> float:
+    """Seconds in which the threads do the tasks, each taking the next."""
+    start = threading.Barrier(threads + 1)
+    left: Iterator[Callable[[int], object]] = iter(tasks)
+    lock = threading.Lock()
+
+    def work(thread: int) -> None:
+        start.wait()
+        while True:
+            with lock:
+                task = next(left, None)
+            if task is None:
+                return
+            task(thread)
+
+    workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
+    for worker in workers:
+        worker.start()
+    start.wait()
+    began = time.perf_counter()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - began
+
+
+class _Busy:
+    """A thread that holds the interpreter as much as it is let; `cpu_s` is what it used."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.cpu_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._spin) if wanted else None
+
+    def _spin(self) -> None:
+        while not self._stop.is_set():
+            sum(range(1000))
+        self.cpu_s = time.thread_time()
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+@contextmanager
+def server(kind: str, tls: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(payloads URL, s3 settings) of a place to put segments."""
+    if kind == "nginx":
+        from tests.s3_nginx import NginxServer
+
+        with NginxServer() as nginx:
+            (nginx.root / "bucket").mkdir()
+            yield (
+                f"s3://bucket/bench?endpoint={nginx.endpoint}&region=us-east-1",
+                {"access_key_id": "nobody", "secret_access_key": "asks", "write_timeout_s": 60},
+            )
+        return
+    from tests.s3_ceph import CephServer
+
+    with CephServer() as ceph:
+        bucket: S3Bucket = ceph.bucket()
+        yield bucket.url, bucket.settings["s3"] | {"write_timeout_s": 60}
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = [f"{'':5}{'requests':>9}  {'case':<14}{'MB/s':>8}{'of bare':>9}{'CPU s/GB':>10}"]
+    for each in results:
+        lines.append(
+            f"{each.kind:5}{each.concurrency:>9}  {each.case:<14}{each.mb_s:>8.0f}{each.ratio:>9.2f}"
+            f"{each.cpu_s_per_gb:>10.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--server", choices=["nginx", "ceph"], default="nginx")
+    parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--segments", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=64, help="of 512 KiB each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="also write the results there; - for stdout")
+    given = parser.parse_args()
+
+    results: list[Result] = []
+    facts = machine(Path("/tmp"))
+    with server(given.server, given.tls) as (url, s3):
+        for concurrency in given.concurrency:
+            print(f"{concurrency} requests at a time", file=sys.stderr)
+            bench = Bench(url, s3, concurrency, given.slots, given.segments)
+            bench.fill()
+            results += measure(bench, given.rounds, given.busy)
+            bench.close()
+    document = {
+        "machine": facts,
+        "server": given.server,
+        "tls": given.tls,
+        "busy": given.busy,
+        "segment_bytes": given.slots * SLOT_BYTES,
+        "results": [asdict(each) for each in results],
+    }
+    if given.json == "-":
+        print(json.dumps(document, indent=1))
+        return
+    print(", ".join(f"{key}: {value}" for key, value in facts.items()))
+    print(f"{given.segments} segments of {given.slots * SLOT_BYTES >> 20} MiB, {given.rounds} rounds")
+    print(table(results))
+    if given.json:
+        Path(given.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
