@@ -4,12 +4,14 @@
     RawPayloads          what that class reaches the storage through
     FaultyPayloads       a payload store with injected faults; Plan and Rule say which
     IndexConformance     the contract of kvstore.ports.Index, as a test class to subclass
+    NoteConformance      the part of it that is about `note`, for wrappers that change nothing else
     CatalogueConformance the contract of kvstore.ports.Catalogue; a leaf's test subclasses both
 
 Needs pytest, which kvstore itself does not.
 """
 
 from kvstore.blobs.faulty import FaultyPayloads, Plan, Rule
+from kvstore.conformance.admission import NoteConformance
 from kvstore.conformance.arrange import RawPayloads
 from kvstore.conformance.catalogue import CatalogueConformance
 from kvstore.conformance.index import IndexConformance
@@ -22,5 +24,6 @@ __all__ = [
     "Plan",
     "Rule",
     "IndexConformance",
+    "NoteConformance",
     "CatalogueConformance",
 ]

@@ -24,6 +24,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.conformance.admission import NoteConformance
 from kvstore.conformance.chains import (
     CREATED_S,
     EXPECTED_BLOCKS,
@@ -56,7 +57,7 @@ HOSTILE = [
 ]
 
 
-class IndexConformance:
+class IndexConformance(NoteConformance):
     """Subclass it, name the subclass Test..., and give the fixture and the method."""
 
     @pytest.fixture

@@ -62,5 +62,13 @@ class BreakingIndex(Index):
         with self._breaker.guard():
             return self._inner.evict(namespace, segments, delete_after_s=delete_after_s)
 
+    def note(
+        self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int
+    ) -> int:
+        with self._breaker.guard():
+            return self._inner.note(
+                namespace, digests, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes
+            )
+
     def close(self) -> None:
         self._inner.close()

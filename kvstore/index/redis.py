@@ -16,6 +16,8 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     kvs:{ns}:part:<segment>  hash     incomplete commit: agreement; <rank> -> "<bytes>:", packed part;
                                       expires after an hour
     kvs:{ns}:claim:<digest>  string   segment id of who may write this block; expires
+    kvs:{ns}:use:<window>    string   sketch of the blocks asked for in one window of time; expires. <window>
+                                      is "<bytes>:<seconds>:<number since 1970>"; the bits: sketch.py
     kvs:ping                 string   written by ping
 
 A bucket's number is the digest's first `bits` bits, in hex; bits is chosen at the first registration
@@ -48,6 +50,7 @@ from kvstore.index.contract import (
 )
 from kvstore.index.redis_catalogue import NAMESPACES, RedisCatalogue, key, record_of
 from kvstore.index.redis_client import RedisClient, Script
+from kvstore.index.sketch import Marks, Window
 from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id
 from kvstore.ports import Claim, CommitState, Index, Run
 from schemas.namespace import Namespace
@@ -67,6 +70,7 @@ _CLAIM = Script.load("claim", "walk")
 _COMMIT = Script.load("commit")
 _TOUCH = Script.load("touch")
 _EVICT = Script.load("evict", "drop")
+_NOTE = Script.load("note")
 
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
@@ -176,6 +180,27 @@ class RedisIndex(RedisCatalogue, Index):
             return 0
         after = whole_seconds(delete_after_s)
         return int(self._client.run(_EVICT, key(namespace, "meta"), b"".join(segments), after))
+
+    def note(
+        self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int
+    ) -> int:
+        window = Window.at(now_s, window_s, sketch_bytes)
+        if not count_digests(digests):
+            return 0
+        marks = Marks.of(digests)
+        noted = self._client.run(
+            _NOTE,
+            key(namespace, "meta"),
+            marks.blocks,
+            marks.masks,
+            f"use:{window.now}",
+            f"use:{window.before}",
+            window.lines,
+            window.keep_s,
+        )
+        if noted is None:
+            raise self._unknown("note", namespace)
+        return int(noted)
 
     def _unknown(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
         return NamespaceUnknown(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvstore.errors import CapacityExceeded, NamespaceUnknown, PermissionDenied, TransientError
+from kvstore.index import sqlite_uses
 from kvstore.index.contract import (
     INCOMPLETE_TTL_S,
     agreement,
@@ -24,6 +25,7 @@ from kvstore.index.contract import (
     count_digests,
     minute,
 )
+from kvstore.index.sketch import Marks, Window
 from kvstore.index.sqlite_catalogue import (
     SqliteCatalogue,
     account,
@@ -184,6 +186,23 @@ class SqliteIndex(SqliteCatalogue, Index):
                     discard(db, key, segment, row[0], delete_after_s)
                     db.execute("DELETE FROM parts WHERE namespace = ? AND id = ?", (key, segment))
         return len(gone)
+
+    def note(
+        self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int
+    ) -> int:
+        window = Window.at(now_s, window_s, sketch_bytes)
+        if not count_digests(digests):
+            return 0
+        marks = Marks.of(digests)
+        with self._database.reading("note") as db:
+            noted, lines = sqlite_uses.look(db, self._known(db, "note", namespace), marks, window)
+        # A prompt that is asked for all day is noted once, and then nobody waits for a writer.
+        if lines:
+            with self._database.writing("note") as db:
+                key = self._known(db, "note", namespace)
+                noted, lines = sqlite_uses.look(db, key, marks, window)
+                sqlite_uses.write(db, key, window, lines)
+        return noted
 
     def _known(self, db: sqlite3.Connection, verb: str, namespace: NamespaceId) -> int:
         key = namespace_key(db, namespace)

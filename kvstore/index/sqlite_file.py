@@ -40,14 +40,12 @@ from kvstore.errors import (
     TransientError,
 )
 
-#: Raised with every change of the schema (golden test: tests/index/test_sqlite.py).
-SCHEMA_VERSION = 1
 #: "kvsi": tells an index from any other SQLite file, and `file` from both.
 APPLICATION_ID = 0x6B767369
 
 # Entries name segments by a number that is never used again (AUTOINCREMENT), so that a dangling entry
 # can't come to name a later segment. `segments_by_use` is the order of eviction.
-SCHEMA = """
+_SCHEMA_1 = """
 CREATE TABLE namespaces (
     key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, json TEXT NOT NULL, nbytes INTEGER NOT NULL DEFAULT 0,
     segments INTEGER NOT NULL DEFAULT 0, blocks INTEGER NOT NULL DEFAULT 0, swept BLOB NOT NULL DEFAULT x'');
@@ -73,6 +71,20 @@ CREATE TABLE claims (
     PRIMARY KEY (namespace, digest)) WITHOUT ROWID;
 CREATE INDEX claims_by_time ON claims (expires);
 """
+
+# The sketch of uses (kvstore.index.sketch), a row per line that has bits. Two windows take turns in the
+# same rows: a line whose `sketch` is not the one asked for is empty, and is overwritten.
+_SCHEMA_2 = """
+CREATE TABLE uses (
+    namespace INTEGER NOT NULL, parity INTEGER NOT NULL, line INTEGER NOT NULL, sketch TEXT NOT NULL,
+    bits BLOB NOT NULL, PRIMARY KEY (namespace, parity, line)) WITHOUT ROWID;
+"""
+
+#: What each version added to the one before. A file of an older release is brought up to date by the
+#: first that opens it; releases older than a file refuse it.
+SCHEMAS = (_SCHEMA_1, _SCHEMA_2)
+#: Raised with every change of the schema (golden test: tests/index/test_sqlite.py).
+SCHEMA_VERSION = len(SCHEMAS)
 
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT}
 _DENIED = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_CANTOPEN}
@@ -320,10 +332,10 @@ def _set_wal(connection: sqlite3.Connection, timeout_s: float) -> None:
 
 def _make_schema(connection: sqlite3.Connection, where: str) -> None:
     with _begun(connection, "BEGIN IMMEDIATE"):
-        if _version(connection, where) == SCHEMA_VERSION:
-            return  # another process was faster
-        for statement in SCHEMA.strip().split(";\n"):
-            connection.execute(statement)
+        # None are missing if another process was faster.
+        for schema in SCHEMAS[_version(connection, where) :]:
+            for statement in schema.strip().split(";\n"):
+                connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 

@@ -26,6 +26,8 @@ class Space:
     #: By segment: what all of its commits must share, that is blocks, ranks, and all but the parts.
     agreed: dict[SegmentId, tuple[bytes, int, SegmentRecord]] = field(default_factory=dict)
     claims: dict[bytes, SegmentId] = field(default_factory=dict)
+    #: By window: the blocks asked for in it.
+    uses: dict[int, set[bytes]] = field(default_factory=dict)
 
     def usage(self) -> Usage:
         records = self.records.values()
@@ -60,6 +62,14 @@ class Space:
         if present == blocks_of(digests):
             return Claim(present, granted=False)
         return Claim(present, self.claims.setdefault(part_of(digests, present, 1), segment) == segment)
+
+    def note(self, digests: bytes, window: int) -> int:
+        """How many leading blocks were asked for in this window or the one before, until now."""
+        asked = split_digests(digests)
+        known = self.uses.get(window, set()) | self.uses.get(window - 1, set())
+        noted = next((i for i, one in enumerate(asked) if one not in known), len(asked))
+        self.uses.setdefault(window, set()).update(asked)
+        return noted
 
     def commit(
         self, segment: SegmentId, digests: bytes, one: SegmentRecord, rank: int, ranks: int

@@ -38,6 +38,9 @@ VERBS: dict[str, Callable[[BreakingIndex], object]] = {
     "evict": lambda index: index.evict(
         namespace_id(namespace()), [new_segment_id()], delete_after_s=CREATED_S
     ),
+    "note": lambda index: index.note(
+        namespace_id(namespace()), chain(1), now_s=CREATED_S, window_s=60.0, sketch_bytes=1024
+    ),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvstore.index.redis import RedisIndex
 from kvstore.index.redis_client import RedisClient
 from kvstore.testing import CatalogueConformance, IndexConformance
+from tests.index.fakes import fake_client
 
 
 class TestFakeRedisIndex(IndexConformance, CatalogueConformance):
@@ -20,4 +21,4 @@ class TestFakeRedisIndex(IndexConformance, CatalogueConformance):
             yield index
 
     def reopen(self) -> RedisIndex:
-        return RedisIndex(RedisClient(fakeredis.FakeRedis(server=self.server, protocol=2), where="fake"))
+        return RedisIndex(RedisClient(fake_client(self.server), where="fake"))

@@ -11,6 +11,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 
+from kvstore.conformance.admission import DAY_S, NOON_S, use
 from kvstore.conformance.chains import CREATED_S, chain, namespace, part_of, put, put_all, record
 from kvstore.errors import (
     NamespaceUnknown,
@@ -75,6 +76,8 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis) -> N
     index.evict(name, [gone], delete_after_s=LATER_S + 0.5)
     index.touch(name, [two], LATER_S)
     assert index.claim(name, chain(1, seed="c"), incomplete, 60.0).granted
+    use(index, name, chain(5), at_s=CREATED_S, sketch_bytes=1024)
+    use(index, name, chain(4, seed="n", after=chain(2)), at_s=CREATED_S, sketch_bytes=1024)
     # How a namespace spells itself is pinned elsewhere (tests/test_keys.py).
     text = "".join(f"{line}\n" for line in _dump(raw))
     dump = text.replace(canonical_json(namespace()), "JSON").replace(name, "NAMESPACE")
@@ -97,7 +100,9 @@ def _dump(raw: redis.Redis) -> Iterator[str]:
         elif kind == "set":
             contents = [(member, "") for member in sorted(raw.smembers(key))]
         else:
-            contents = [("", raw.get(key))]
+            value = raw.get(key)
+            lines = {at: value[at : at + 64] for at in range(0, len(value), 64)}
+            contents = [(at or "", line) for at, line in lines.items() if any(line)]
         for field, value in contents:
             yield f"    {field!r}: {value!r}"
 
@@ -242,6 +247,52 @@ def test_a_match_costs_a_call_per_segment(index: RedisIndex, raw: redis.Redis) -
     calls = {key: stats[key]["calls"] for key in stats if not key.startswith("cmdstat_config")}
     # One for the bucket bits; INFO counts itself only afterwards.
     assert calls == {"cmdstat_evalsha": 1, "cmdstat_hget": 128 + 1, "cmdstat_hmget": 1}
+
+
+# The sketch of uses
+
+
+def test_a_note_of_a_long_chain_costs_two_calls_per_group(
+    index: RedisIndex, raw: redis.Redis, name: NamespaceId
+) -> None:
+    digests = chain(8192)
+
+    def calls(at_s: float) -> dict[str, int]:
+        raw.config_resetstat()
+        use(index, name, digests, at_s=at_s, sketch_bytes=1 << 20)
+        stats = raw.info("commandstats")
+        return {key: one["calls"] for key, one in stats.items() if not key.startswith("cmdstat_config")}
+
+    use(index, name, chain(1))  # the script is known from now on
+    groups, looks = 8192 // 32, {"cmdstat_evalsha": 1, "cmdstat_exists": 3}
+    first = calls(NOON_S)
+    assert first.pop("cmdstat_getrange") < groups  # the sketch didn't exist when it was begun
+    assert first == looks | {"cmdstat_setrange": groups + 1, "cmdstat_expire": 1}
+    assert calls(NOON_S) == looks | {"cmdstat_getrange": groups}
+    again = calls(NOON_S + DAY_S)
+    assert again.pop("cmdstat_getrange") < 2 * groups
+    assert again == looks | {"cmdstat_setrange": groups + 1, "cmdstat_expire": 1}
+
+
+@pytest.mark.parametrize("size", [1024, 1 << 20, 3_000_000])
+def test_a_sketch_takes_its_size_and_expires(
+    index: RedisIndex, raw: redis.Redis, name: NamespaceId, size: int
+) -> None:
+    for i in range(100):
+        use(index, name, chain(40, seed=f"{i}"), sketch_bytes=size)
+    (key,) = raw.keys(f"kvs:{{{name}}}:use:*")
+    assert key == f"kvs:{{{name}}}:use:{size}:86400:{NOON_S // DAY_S:.0f}".encode()
+    assert raw.strlen(key) == size // 64 * 64
+    assert raw.memory_usage(key) < 1.27 * size + 200  # the allocator's size classes
+    # Until the next window is over: here a day and a half from now.
+    assert 1.5 * DAY_S - 60 < raw.ttl(key) <= 1.5 * DAY_S
+
+
+def test_a_lost_sketch_is_begun_anew(index: RedisIndex, raw: redis.Redis, name: NamespaceId) -> None:
+    use(index, name, chain(40))
+    raw.delete(*raw.keys(f"kvs:{{{name}}}:use:*"))
+    assert use(index, name, chain(40)) == 0
+    assert use(index, name, chain(40)) == 40
 
 
 # Warnings

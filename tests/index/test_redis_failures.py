@@ -13,6 +13,7 @@ import pytest
 import redis
 from pydantic import SecretStr
 
+from kvstore.conformance.admission import use
 from kvstore.conformance.chains import CREATED_S, chain, namespace, put, put_all, record, served
 from kvstore.errors import (
     CapacityExceeded,
@@ -188,6 +189,7 @@ def test_a_full_redis_refuses_saves_whole_and_goes_on_serving(
             lambda: index.commit(name, new_segment_id(), chain(1), record(1), rank=0, ranks=2),
             lambda: index.claim(name, digests, new_segment_id(), 60.0),
             lambda: index.register(namespace("new"), expected_blocks=10),
+            lambda: use(index, name, digests),
             index.ping,
         ):
             with pytest.raises(CapacityExceeded):

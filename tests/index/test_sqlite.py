@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.conformance.admission import DAY_S, NOON_S, use
 from kvstore.conformance.chains import CREATED_S, chain, namespace, put, put_all, record, served
 from kvstore.errors import (
     CapacityExceeded,
@@ -110,8 +111,25 @@ def test_a_file_of_a_newer_release_is_a_config_error(index: SqliteIndex, path: s
     raw = sqlite3.connect(path)
     raw.execute("PRAGMA user_version = 7")
     raw.close()
-    with pytest.raises(ConfigError, match=r"schema 7.*knows 1.*delete"):
+    with pytest.raises(ConfigError, match=r"schema 7.*knows 2.*delete"):
         SqliteIndex(path)
+
+
+def test_a_file_of_an_older_release_is_brought_up_to_date(path: str) -> None:
+    raw = sqlite3.connect(path)
+    raw.executescript(sqlite_file.SCHEMAS[0])
+    raw.execute(f"PRAGMA application_id = {sqlite_file.APPLICATION_ID}")
+    raw.execute("PRAGMA user_version = 1")
+    raw.execute("INSERT INTO namespaces (id, json) VALUES ('0123456789abcdef', '{}')")
+    raw.commit()
+    raw.close()
+    for _ in range(2):
+        with SqliteIndex(path) as index:
+            assert index.namespaces()[NamespaceId("0123456789abcdef")] == "{}"
+            name = index.register(namespace(), expected_blocks=10)
+            put(index, name, chain(3))
+            use(index, name, chain(3))
+            assert (served(index.match(name, chain(3))), use(index, name, chain(3))) == (3, 3)
 
 
 def test_another_programs_file_is_a_config_error_and_is_left_alone(path: str) -> None:
@@ -280,6 +298,31 @@ def test_reading_does_not_wait_for_a_writer(index: SqliteIndex, path: str, name:
     raw.execute("ROLLBACK")
     raw.close()
     index.ping()
+
+
+def test_a_use_that_is_noted_already_does_not_wait_for_a_writer(
+    index: SqliteIndex, path: str, name: NamespaceId
+) -> None:
+    use(index, name, chain(50))
+    raw = sqlite3.connect(path, isolation_level=None)
+    raw.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    assert use(index, name, chain(50)) == 50
+    assert use(index, name, chain(50)[:160]) == 10
+    assert time.monotonic() - began < 0.1
+    with pytest.raises(DeadlineExceeded):
+        use(index, name, chain(51))
+    raw.execute("ROLLBACK")
+    raw.close()
+
+
+def test_uses_take_no_more_rows_than_two_sketches(index: SqliteIndex, path: str, name: NamespaceId) -> None:
+    for day in range(5):
+        for i in range(100):
+            use(index, name, chain(40, seed=f"{day} {i}"), sketch_bytes=2048, at_s=NOON_S + day * DAY_S)
+    raw = sqlite3.connect(path)
+    assert raw.execute("SELECT count(*), sum(length(bits)) FROM uses").fetchone() == (64, 4096)
+    raw.close()
 
 
 # Time

@@ -29,12 +29,15 @@ from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import Digest, NamespaceId, SegmentId, canonical_json, namespace_id, split_digests
 from kvstore.ports import CommitState
 from schemas.settings import RedisSettings
+from tests.index.fakes import fake_client
 from tests.index.model import Model, Space
 from tests.servers import RedisServer
 
 AnyIndex = RedisIndex | SqliteIndex
 #: Claims and incomplete commits outlive an example: expiry has tests of its own.
 LONG_S = 3600.0
+#: A window of uses, in seconds.
+WINDOW_S = 600.0
 NAMESPACES = [namespace("one"), namespace("two")]
 
 
@@ -60,6 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.handles = [self.open(), self.open()]
         self.turn = 0
         self.minute = CREATED_S // 60
+        self.window = 1000
         self.known: list[bytes] = []
 
     def teardown(self) -> None:
@@ -151,6 +155,24 @@ class IndexMachine(RuleBasedStateMachine):
         for position, run in enumerate(found):
             assert run is None or (run.start, run.count) == (position, 1)
             assert run is None or run.record == space.records[run.segment]
+
+    @rule(name=names, digests=chains, blocks=st.integers(0, 150), later=st.sampled_from([0, 0, 0, 1, 2, 9]))
+    def note(self, name: NamespaceId, digests: bytes, blocks: int, later: int) -> None:
+        asked = part_of(digests, 0, blocks)
+        self.window += later
+        space = self.model.spaces.get(name)
+
+        def noted() -> int:
+            at_s = self.window * WINDOW_S + 1.0
+            return self.index.note(name, asked, now_s=at_s, window_s=WINDOW_S, sketch_bytes=1 << 16)
+
+        if space is None and asked:
+            with pytest.raises(NamespaceUnknown):
+                noted()
+            return
+        # Too many is an accident of the sketch, which has tests of its own.
+        right = space.note(asked, self.window) if space else 0
+        assert right <= noted() <= blocks_of(asked)
 
     @rule(target=segments, name=names, digests=chains, segment=segments | fresh)
     def claim(self, name: NamespaceId, digests: bytes, segment: SegmentId) -> SegmentId:
@@ -347,10 +369,10 @@ def test_fakeredis() -> None:
         server = fakeredis.FakeServer()
 
         def open(self) -> RedisIndex:
-            return RedisIndex(RedisClient(fakeredis.FakeRedis(server=self.server, protocol=2), where="fake"))
+            return RedisIndex(RedisClient(fake_client(self.server), where="fake"))
 
         def empty(self) -> None:
-            with fakeredis.FakeRedis(server=self.server, protocol=2) as client:
+            with fake_client(self.server) as client:
                 client.flushall()
 
     run(Machine, 40)

@@ -1,4 +1,4 @@
--- application_id 0x6b767369, user_version 1, journal_mode wal
+-- application_id 0x6b767369, user_version 2, journal_mode wal
 CREATE TABLE claims (
     namespace INTEGER NOT NULL, digest BLOB NOT NULL, segment BLOB NOT NULL, expires REAL NOT NULL,
     PRIMARY KEY (namespace, digest)) WITHOUT ROWID;
@@ -24,3 +24,6 @@ CREATE TABLE trash (
     namespace INTEGER NOT NULL, id BLOB NOT NULL, ranks INTEGER NOT NULL, due INTEGER NOT NULL,
     PRIMARY KEY (namespace, id)) WITHOUT ROWID;
 CREATE INDEX trash_by_time ON trash (namespace, due);
+CREATE TABLE uses (
+    namespace INTEGER NOT NULL, parity INTEGER NOT NULL, line INTEGER NOT NULL, sketch TEXT NOT NULL,
+    bits BLOB NOT NULL, PRIMARY KEY (namespace, parity, line)) WITHOUT ROWID;

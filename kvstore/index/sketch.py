@@ -1,0 +1,172 @@
+"""The sketch of uses: which blocks somebody has asked for before, in a few bits each.
+
+A Bloom filter in lines of 64 bytes, one filter per window of time; digests are uniform hashes already,
+so the filter hashes nothing itself. Of a digest it uses the first eight bytes:
+
+    bytes 0-3   the block's own line: big-endian, modulo the lines
+    bytes 4-7   its mark: three positions of 9 bits each, lowest bits first, in whatever line it is put
+
+A filter that puts every block into a line of its own needs 8192 random accesses for a long prompt,
+5 ms inside Redis. So the blocks of a chain go in groups of 32 (blocks 0-31, 32-63, ...), and a group
+whose first block is new puts all marks into that block's line, its home: one access. A block is noted
+
+    if its mark is in its group's home line, or in its own line.
+
+Both only ever gain bits, so what was noted stays noted, whatever else is. Where a group's first block
+is there already, because another prompt shares it and then goes on differently, the new blocks' marks
+go into their own lines. In the home line they would pile up: a system prompt of three blocks would
+collect there whatever anybody ever said after it, until all bits are set and everything looks known.
+
+Chains are noted from their first block on, so what follows a missing block is missing, and what
+precedes a noted one is noted. So a group is settled by its first block, if that is missing, or by its
+last ones, if they are noted (one would do, but for accidents; four accidents don't happen at once).
+Only a group where the chain ends, or leaves what is known, is looked at block by block.
+
+False positives: with two bytes of sketch per block noted in a window, one block in about a hundred.
+They don't add up along a chain, they multiply: a prompt that is new throughout passes its first block
+with that chance, its first two with the square of it.
+
+kvstore/index/note.lua is the same algorithm inside Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Self
+
+import numpy as np
+
+from kvstore.keys import DIGEST_BYTES
+
+LINE_BYTES = 64
+GROUP_BLOCKS = 32
+MARK_BYTES = 8
+_LINE_BITS = 8 * LINE_BYTES
+_MARK_BITS = 3
+#: So many blocks at a group's end speak for all of it.
+_WITNESSES = 4
+#: Redis refuses to count seconds much longer than this.
+_LONGEST_KEEP_S = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The two sketches that a note looks at: this window's, which it adds to, and the one before."""
+
+    now: str
+    before: str
+    #: Alternates from window to window.
+    parity: int
+    lines: int
+    #: For how long this window's sketch is of use.
+    keep_s: int
+
+    @classmethod
+    def at(cls, now_s: float, window_s: float, sketch_bytes: int) -> Self:
+        """Windows are numbered from 1970 on, so that all engines agree on them.
+
+        The size and the length are in a sketch's name: with others, its bits mean something else.
+        """
+        if not window_s > 0 or sketch_bytes < LINE_BYTES:
+            raise ValueError(
+                f"a sketch of {sketch_bytes} bytes for {window_s} s; at least one line, above 0 s"
+            )
+        number = int(now_s // window_s)
+        name = f"{sketch_bytes}:{window_s:.12g}"
+        keep_s = min(ceil((number + 2) * window_s - now_s), _LONGEST_KEEP_S)
+        return cls(f"{name}:{number}", f"{name}:{number - 1}", number % 2, sketch_bytes // LINE_BYTES, keep_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """A chain as the sketch sees it."""
+
+    #: 8 bytes per block.
+    blocks: bytes
+    #: A line per group, with the marks of its blocks.
+    masks: bytes
+
+    @classmethod
+    def of(cls, digests: bytes) -> Self:
+        """The marks of packed digests."""
+        words = np.frombuffer(digests, dtype=">u4").reshape(-1, DIGEST_BYTES // 4)[:, :2]
+        groups = -(-len(words) // GROUP_BLOCKS)
+        bits = np.zeros(groups * _LINE_BITS, dtype=bool)
+        start = np.arange(len(words)) // GROUP_BLOCKS * _LINE_BITS
+        left = words[:, 1].astype(np.int64)
+        for _ in range(_MARK_BITS):
+            bits[start + left % _LINE_BITS] = True
+            left //= _LINE_BITS
+        return cls(words.tobytes(), np.packbits(bits).tobytes())
+
+    def __len__(self) -> int:
+        return len(self.blocks) // MARK_BYTES
+
+    def line(self, block: int, lines: int) -> int:
+        """The block's own line."""
+        at = block * MARK_BYTES
+        return int.from_bytes(self.blocks[at : at + 4]) % lines
+
+    def mark(self, block: int) -> int:
+        """The block's bits in any line, a line being a number whose highest bit is position 0."""
+        at = block * MARK_BYTES + 4
+        left, mark = int.from_bytes(self.blocks[at : at + 4]), 0
+        for _ in range(_MARK_BITS):
+            left, position = divmod(left, _LINE_BITS)
+            mark |= 1 << (_LINE_BITS - 1 - position)
+        return mark
+
+    def mask(self, group: int) -> int:
+        """The bits of all blocks of a group."""
+        return int.from_bytes(self.masks[group * LINE_BYTES : (group + 1) * LINE_BYTES])
+
+
+Read = Callable[[int], int]
+
+
+def note(marks: Marks, lines: int, now: Read, before: Read) -> tuple[int, dict[int, int]]:
+    """How many leading blocks one of two sketches has, and the lines of `now` that note all of them.
+
+    `now(line)` and `before(line)` read a line of a sketch, as a number; 0 where there is none.
+    """
+    changed: dict[int, int] = {}
+
+    def current(line: int) -> int:
+        return changed[line] if line in changed else now(line)
+
+    noted, leading = 0, True
+    for group, first in enumerate(range(0, len(marks), GROUP_BLOCKS)):
+        upto = min(first + GROUP_BLOCKS, len(marks))
+        have = _reach(marks, lines, current, group, first, upto)
+        if leading:
+            noted = have
+            if noted < upto:
+                noted = max(noted, _reach(marks, lines, before, group, first, upto))
+            leading = noted == upto
+        if have == first:
+            home = marks.line(first, lines)
+            changed[home] = current(home) | marks.mask(group)
+        else:
+            for block in range(have, upto):
+                own = marks.line(block, lines)
+                changed[own] = current(own) | marks.mark(block)
+    return noted, changed
+
+
+def _reach(marks: Marks, lines: int, read: Read, group: int, first: int, upto: int) -> int:
+    """Up to which block a sketch has the group of blocks `first` to `upto` - 1."""
+    home, mask = read(marks.line(first, lines)), marks.mask(group)
+    if home & mask == mask:
+        return upto
+
+    def missing(block: int) -> bool:
+        mark = marks.mark(block)
+        return home & mark != mark and read(marks.line(block, lines)) & mark != mark
+
+    if missing(first):
+        return first
+    if not any(missing(block) for block in range(max(first, upto - _WITNESSES), upto)):
+        return upto
+    return next((block for block in range(first, upto) if missing(block)), upto)
