@@ -18,12 +18,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvstore.admin.tier import FastTier, open_tier
 from kvstore.build import PREFIX, load_settings, open_index, open_payloads, settings_keys
 from kvstore.errors import KVStoreError
 from kvstore.index.redis import RedisIndex
 from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import NamespaceId
+from kvstore.metrics import Counters
 from kvstore.ports import PayloadStore
+from kvstore.store import Store
+from kvstore.transfers import Transfers
 from schemas.base import redact
 from schemas.reports import Backend
 from schemas.settings import Settings
@@ -32,6 +36,7 @@ from schemas.urls import local_path
 if TYPE_CHECKING:
     from typing import Self
 
+_TIERS = f"{PREFIX}PAYLOADS__"
 #: A name that no payload has: asking for it shows whether the store answers.
 _NO_PAYLOAD = f"{'0' * 16}/00/{'0' * 16}.0"
 
@@ -57,6 +62,8 @@ class Sources:
         if self.index is not None:
             merged[f"{PREFIX}INDEX"] = self.index
         if self.payloads is not None:
+            # Instead of tiers as well, which have variables of their own.
+            merged = {name: text for name, text in merged.items() if not name.startswith(_TIERS)}
             merged[f"{PREFIX}PAYLOADS"] = self.payloads
         return load_settings({"settings": self.file} if self.file is not None else None, merged)
 
@@ -79,7 +86,7 @@ class Cache:
 
     def __exit__(self, *exc: object) -> None:
         # Only what was opened: a cached property that was never read is not in __dict__.
-        for name in ("index", "payloads"):
+        for name in ("index", "payloads", "fast"):
             if (backend := self.__dict__.get(name)) is not None:
                 backend.close()
 
@@ -109,6 +116,26 @@ class Cache:
     def payloads(self) -> PayloadStore:
         """The payload store."""
         return open_payloads(self.settings)
+
+    @cached_property
+    def fast(self) -> FastTier:
+        """This node's fast tier. Raises ConfigError if the settings have none."""
+        return open_tier(self.settings)
+
+    def saving(self) -> Store:
+        """A store over the same backends, for a verb that saves: this makes the index if it is absent.
+
+        Closed with this cache.
+        """
+        self.__dict__["index"] = index = self.index or open_index(self.settings)
+        return Store(
+            settings=self.settings,
+            payloads=self.payloads,
+            index=index,
+            catalogue=index,
+            transfers=Transfers(self.settings.transfers),
+            counters=Counters(),
+        )
 
     def namespaces(self) -> dict[NamespaceId, str]:
         """Every registered namespace: id -> canonical JSON."""

@@ -27,6 +27,7 @@ from kvstore.admin.machine import (
     nearest_folder,
     size,
 )
+from kvstore.admin.payloads import are_there
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -37,8 +38,7 @@ from kvstore.errors import (
 )
 from kvstore.index.redis import RedisIndex
 from kvstore.index.sqlite import SqliteIndex
-from kvstore.keys import DIGEST_BYTES, NamespaceId, payload_name
-from kvstore.ports import Listing
+from kvstore.keys import DIGEST_BYTES, NamespaceId
 from schemas.base import redact
 from schemas.reports import Check, CheckState, DoctorReport
 
@@ -282,8 +282,9 @@ def check_agreement(cache: Cache) -> Iterator[Check]:
     for name in cache.namespaces():
         for listing in islice(cache.index.segments(name), _SAMPLE):
             looked += 1
+            there = are_there(cache.payloads, name, listing.segment, listing.record.parts)
             # Whatever was evicted meanwhile may be gone.
-            if not _is_there(cache, name, listing) and cache.index.get(name, [listing.segment])[0]:
+            if not there and cache.index.get(name, [listing.segment])[0]:
                 lost.append(listing.segment.hex())
     if lost:
         yield Check(
@@ -296,15 +297,6 @@ def check_agreement(cache: Cache) -> Iterator[Check]:
         )
     elif looked:
         yield Check(name="agreement", state="ok", found=f"{looked} sampled segments have their payloads")
-
-
-def _is_there(cache: Cache, name: NamespaceId, listing: Listing) -> bool:
-    for rank, part in enumerate(listing.record.parts):
-        # Of two bytes from the last one on there is one.
-        last = memoryview(bytearray(2))
-        if cache.payloads.read(payload_name(name, listing.segment, rank), part.nbytes - 1, [last]) != 1:
-            return False
-    return True
 
 
 def _advice(exc: KVStoreError, what: Literal["redis", "sqlite", "payloads"]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Literal
 from kvstore import codec
 from kvstore.admin.cache import Cache, UnknownName
 from kvstore.admin.inventory import summary_of_segment, usage_of
+from kvstore.admin.payloads import check_slot, read_bytes, read_header
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.keys import NamespaceId, SegmentId, parse_payload_name, payload_name
 from kvstore.ports import Listed, Listing
@@ -74,6 +75,20 @@ def show(cache: Cache, name: str, *, verify: bool, now_s: float) -> NamespaceRep
     )
 
 
+def find_segment(cache: Cache, prefix: str, namespaces: Sequence[NamespaceId]) -> tuple[NamespaceId, Listing]:
+    """The one visible segment of these namespaces whose id starts so. Raises UnknownName."""
+    prefix = prefix.lower()
+    known = _segments(cache, prefix, namespaces) if _HEX.fullmatch(prefix) else []
+    found = [each for each in known if each.listing]
+    if not found:
+        raise UnknownName(f"no segment starts with {prefix!r}; `cache-admin ls` lists them")
+    if len(found) > 1:
+        names = ", ".join(each.segment.hex() for each in found[:_CANDIDATES])
+        raise UnknownName(f"{prefix!r} is ambiguous: {names}; give more digits")
+    assert found[0].listing is not None
+    return found[0].namespace, found[0].listing
+
+
 def _payload(cache: Cache, name: str) -> tuple[NamespaceId, SegmentId, int] | None:
     """The parts of a payload's name or path, or None if `name` is neither."""
     if parsed := parse_payload_name(name):
@@ -98,7 +113,7 @@ def _look_up(cache: Cache, namespace: NamespaceId, segment: SegmentId, rank: int
     return _Found(namespace, segment, listing, rank)
 
 
-def _segments(cache: Cache, prefix: str, known: list[NamespaceId]) -> list[_Found]:
+def _segments(cache: Cache, prefix: str, known: Sequence[NamespaceId]) -> list[_Found]:
     """Segments whose id starts so, a few at most. A whole id costs one call per namespace."""
     found = []
     for space in known:
@@ -177,7 +192,7 @@ def _read_part(
         problems = ["the payload is missing"]
     else:
         try:
-            header = _read_header(cache, found, listed)
+            header = read_header(cache.payloads, name, listed.nbytes, found.namespace)
             problems = _disagreements(found, rank, header, listed)
             slots = tuple(_slots(cache, name, header, listed.nbytes, verify=verify))
             problems += [
@@ -204,23 +219,6 @@ def _read_part(
         slots=slots,
     )
     return report, header
-
-
-def _read_header(cache: Cache, found: _Found, listed: Listed) -> codec.Header:
-    start = _read(cache, listed.name, 0, min(codec.HEADER_GUESS, listed.nbytes))
-    length = codec.header_length(start)
-    if length > len(start):
-        # Longer than the payload: parse_header says that it is truncated.
-        start = _read(cache, listed.name, 0, min(length, listed.nbytes))
-    return codec.parse_header(start, namespace=found.namespace)
-
-
-def _read(cache: Cache, name: str, offset: int, nbytes: int) -> memoryview:
-    data = memoryview(bytearray(nbytes))
-    count = cache.payloads.read(name, offset, [data])
-    if count is None:
-        raise CorruptPayload("the payload has just been deleted")
-    return data[:count]
 
 
 def _disagreements(found: _Found, rank: int, header: codec.Header, listed: Listed) -> list[str]:
@@ -277,14 +275,11 @@ def _slots(
 
 
 def _check(cache: Cache, name: str, offset: int, size: int, slot: SlotMeta) -> str:
-    stored = _read(cache, name, offset, size)
+    stored = read_bytes(cache.payloads, name, offset, size)
     if len(stored) < size:
         return "missing"
     try:
-        # Memory for the decompressed bytes only after the checksum has vouched for their number.
-        codec.decode_slot(stored, slot, None)
-        if slot.codec != "none":
-            codec.decode_slot(stored, slot, memoryview(bytearray(slot.raw_bytes)))
+        check_slot(stored, slot, decompress=True)
     except CorruptPayload:
         return "bad"
     return "ok"

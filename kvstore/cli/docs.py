@@ -27,8 +27,9 @@ Looks after a kvstore cache. It reads the same settings as the connectors, so wh
 
 It comes with the extra `cli`: `pip install 'kvstore[cli]'`.
 
-Data goes to stdout, everything else to stderr. The commands here only read; `doctor` also writes one
-probe to the index and one to the payloads, and deletes them. No command prints a password.
+Data goes to stdout, everything else to stderr. Most commands only read; `doctor` also writes one probe to
+the index and one to the payloads, and deletes them. `import` saves, `warm` fills this node's fast tier, and
+`bench` works in a namespace of its own that it empties again. No command prints a password.
 """
 
 _SETTINGS = """\
@@ -39,7 +40,7 @@ Each source overrides the ones before it:
 
 _JSON = """\
 `--json` prints what the text shows, in raw numbers: sizes in bytes (`_bytes`), times in unix seconds
-(`_s`). The shapes are the models of `schemas/reports.py`.
+(`_s`). The shapes are the models of `schemas/reports.py`, `schemas/transfers.py` and `schemas/bench.py`.
 """
 
 _EXAMPLES = {
@@ -48,6 +49,13 @@ _EXAMPLES = {
     "show": ["cache-admin show 8a74e0fa", "cache-admin show cdf5c6c46cc04768 --verify"],
     "namespaces": ["cache-admin namespaces"],
     "namespaces diff": ["cache-admin namespaces diff 8a74e0fa 340661d9"],
+    "export": [
+        "cache-admin export --to hot.tar --max-bytes 50GiB",
+        "cache-admin export 8a74e0fa --depth 64 --to prompts.tar",
+        "cache-admin export --to - | ssh other-site cache-admin import -",
+    ],
+    "import": ["cache-admin import hot.tar --dry-run", "cache-admin import hot.tar"],
+    "warm": ["cache-admin warm --dry-run", "cache-admin warm 8a74e0fa --jobs 8"],
     "doctor": ["cache-admin doctor", "cache-admin doctor --json | jq '.checks[] | select(.state != \"ok\")'"],
     "vllm-config": [
         "cache-admin vllm-config --index redis://redis:6379/0 --payloads file:///mnt/kvstore",

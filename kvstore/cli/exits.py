@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from kvstore.admin.exports import Refused
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, PermissionDenied, TransientError
 from schemas.reports import DoctorReport, SegmentReport, StatusReport
+from schemas.transfers import Ended, ExportReport, ImportReport, WarmReport
 
 
 class ExitCode(IntEnum):
-    """4 is left for verbs that change something and find that they may not."""
+    """What a command ended with."""
 
     OK = 0
     ERROR = 1
     USAGE = 2
     PROBLEMS = 3
+    REFUSED = 4
     UNREACHABLE = 5
     CANCELLED = 130
 
@@ -24,8 +27,16 @@ MEANINGS = {
     ExitCode.ERROR: "error, such as an unknown id",
     ExitCode.USAGE: "wrong usage or wrong settings",
     ExitCode.PROBLEMS: "the command ran and found problems",
-    ExitCode.UNREACHABLE: "index or payloads unreachable",
+    ExitCode.REFUSED: "refused, because something is in the way; the message says what",
+    ExitCode.UNREACHABLE: "index or payloads unreachable, or the disk failed",
     ExitCode.CANCELLED: "cancelled (Ctrl-C)",
+}
+
+_ENDS: dict[Ended, ExitCode] = {
+    "complete": ExitCode.OK,
+    "cancelled": ExitCode.CANCELLED,
+    "broken": ExitCode.PROBLEMS,
+    "failed": ExitCode.UNREACHABLE,
 }
 
 
@@ -35,6 +46,8 @@ def of_error(exc: KVStoreError) -> ExitCode:
         return ExitCode.USAGE
     if isinstance(exc, CorruptPayload):
         return ExitCode.PROBLEMS
+    if isinstance(exc, Refused):
+        return ExitCode.REFUSED
     if isinstance(exc, (TransientError, PermissionDenied)):
         return ExitCode.UNREACHABLE
     return ExitCode.ERROR
@@ -51,6 +64,8 @@ def of_report(report: object) -> ExitCode:
         if report.damaged:
             return ExitCode.PROBLEMS
         return ExitCode.UNREACHABLE if report.index.state == "unreachable" else ExitCode.OK
+    if isinstance(report, (ExportReport, ImportReport, WarmReport)):
+        return _ENDS[report.ended] or (ExitCode.PROBLEMS if report.left_out else ExitCode.OK)
     return ExitCode.OK
 
 

@@ -1,0 +1,76 @@
+"""What the index knows of a segment, from the headers of its payloads alone.
+
+Every field of a record, and every digest, stands in the headers, so that what was saved once can be
+committed again: from an archive, or from a payload store whose index is lost.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from kvstore.codec import Header
+from kvstore.errors import CorruptPayload
+from kvstore.index.contract import MAX_RANKS, MAX_SLOTS
+from kvstore.keys import ContentKey, canonical_json, digest
+from schemas.namespace import Namespace
+from schemas.records import SegmentRecord, pack_record
+
+
+def digests_of(header: Header) -> bytes:
+    """The packed digests of its slots, in order."""
+    return b"".join(digest(ContentKey(bytes.fromhex(slot.key))) for slot in header.meta.slots)
+
+
+def record_of(headers: Sequence[Header]) -> SegmentRecord:
+    """The record with these ranks' parts: one for a rank's commit, all of them for the whole segment.
+
+    Raises CorruptPayload if they disagree, or say what no writer of ours has written.
+    """
+    first = headers[0].meta
+    for header in headers[1:]:
+        check_same_segment(headers[0], header)
+    record = SegmentRecord(
+        parts=tuple(header.part for header in headers),
+        slots=len(first.slots),
+        codec=first.codec,
+        created_s=first.created_s,
+        depth=first.depth,
+        raw_bytes=sum(slot.raw_bytes for slot in first.slots),
+    )
+    try:
+        pack_record(record)
+    except (struct.error, ValueError, OverflowError) as exc:
+        raise CorruptPayload("the header's numbers don't fit into an index record") from exc
+    if first.ranks > MAX_RANKS or len(first.slots) > MAX_SLOTS:
+        raise CorruptPayload(f"a segment of {first.ranks} ranks and {len(first.slots)} slots is not ours")
+    return record
+
+
+def check_same_segment(one: Header, other: Header) -> None:
+    """Whether two headers are ranks of one segment that can be committed together. Raises CorruptPayload."""
+    for name in ("namespace_id", "segment", "kind", "ranks", "codec", "depth", "created_s"):
+        if getattr(one.meta, name) != getattr(other.meta, name):
+            raise CorruptPayload(f"ranks {one.meta.rank} and {other.meta.rank} differ in {name}")
+    if digests_of(one) != digests_of(other):
+        raise CorruptPayload(f"ranks {one.meta.rank} and {other.meta.rank} hold different blocks")
+    raw = [sum(slot.raw_bytes for slot in header.meta.slots) for header in (one, other)]
+    if raw[0] != raw[1]:
+        raise CorruptPayload(f"ranks {one.meta.rank} and {other.meta.rank} differ in size")
+
+
+def namespace_of(header: Header) -> Namespace:
+    """The namespace that the header holds, fit to be registered under the id it says.
+
+    Raises CorruptPayload for one that this version can't spell, such as a newer version's.
+    """
+    text = header.meta.namespace
+    try:
+        namespace = Namespace.model_validate_json(text)
+    except ValidationError as exc:
+        raise CorruptPayload("its namespace has fields that this version doesn't know") from exc
+    if canonical_json(namespace) != text or namespace.kind != header.meta.kind:
+        raise CorruptPayload("its namespace is not one of this version's")
+    return namespace

@@ -1,0 +1,36 @@
+"""The archive that `cache-admin export` writes and `cache-admin import` reads.
+
+    kvstore-export.json     the manifest below, the first member
+    <payload name>          each payload as it is stored, a safetensors file; the parts of one segment
+                            (its ranks) stand next to each other, rank 0 first
+    ...
+    the two zero blocks that end every tar: without them the archive is truncated
+
+A plain tar of regular files and nothing else. The counts are what was planned, for a progress bar; a
+payload that turned out damaged is not in the archive.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from schemas.base import Closed
+
+#: Name of the first member.
+MANIFEST = "kvstore-export.json"
+
+
+class Manifest(Closed):
+    """What an archive says of itself."""
+
+    format: Literal[1] = 1
+    #: Product version that wrote it.
+    version: str
+    created_s: int = Field(ge=0)
+    #: Namespace id -> its canonical JSON, as a string because the id is its hash.
+    namespaces: dict[str, str]
+    segments: int = Field(ge=0)
+    payloads: int = Field(ge=0)
+    payload_bytes: int = Field(ge=0)
