@@ -422,11 +422,12 @@ class Connection:
         healing = self._proxy.healing()
         step = max(1, int(bytes_per_s / 50))
         for piece in body:
-            for start in range(0, len(piece), step):
-                part = piece[start : start + step]
+            while piece:
                 if not healing.is_set():
-                    self._wait(len(part) / bytes_per_s)
+                    self._wait(min(step, len(piece)) / bytes_per_s)
+                part = piece if healing.is_set() else piece[:step]
                 yield part
+                piece = piece[len(part) :]
 
     def _wait(self, seconds: float | None) -> None:
         """For that long (None: for ever), or until all is healed, or until the client goes away."""

@@ -181,8 +181,7 @@ class S3Server(ABC):
 class MotoServer(S3Server):
     """moto's imitation, in a process of its own: for the quick tier. What it held is gone when it stops.
 
-    Not for what it does not imitate: it checks no signature and no permission, and does not promise that of
-    racing conditional writes one wins.
+    Not for what it does not imitate: it checks no signature and no permission.
     """
 
     kind = "moto"
@@ -213,7 +212,9 @@ class MotoServer(S3Server):
     def _spawn(self) -> None:
         log = self.folder / "moto.log"
         log.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        # -P: the names of this folder's modules are not to stand in for those of installed ones.
+        child = Path(__file__).with_name("s3_moto_child.py")
+        command = [sys.executable, "-P", str(child), str(self.port)]
         self._process = spawn_tied(command, log, clean_environment())
 
     def _answers(self) -> bool:
