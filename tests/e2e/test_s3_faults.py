@@ -99,7 +99,7 @@ def test_one_engine_lives_through_everything_a_bucket_can_do(
             if fault == "refuse":
                 proxy.refuse()
             else:
-                proxy.rule(fault)
+                proxy.inject(fault)
             began = time.monotonic()
             assert answers(engine) == expected, fault
             # Two attempts of half a second each for what is under way at once, then the breaker.
