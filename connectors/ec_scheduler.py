@@ -12,6 +12,9 @@ An item, as this module sees it:
     stored     (producer only) in the store; nothing to encode and nothing to load
     absent     not to be had now, for a reason; the engine encodes it, and saves it if it was absent
 
+With `admission.second_use` an absent item is saved only if an earlier request has asked for it. Its use is
+noted together with its look-up, once per request, however often that one looks it up while it waits.
+
 All state belongs to the scheduler's thread, except that a fetch finishes on a transfer thread by
 setting its `outcome` once.
 """
@@ -60,6 +63,9 @@ class Item:
     staged: StagedItem | None = None
     #: In the staging folder.
     name: str = ""
+    #: Who had it looked up, and whether others asked for it before; the latter is known with the outcome.
+    asked_by: str = ""
+    asked_before: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     abandoned: bool = False
 
@@ -82,6 +88,7 @@ class ECScheduler:
         self._store = store
         self._space = space
         self._settings = store.settings.ec
+        self._second_use = store.settings.admission.second_use
         self._dtype = SAFETENSORS_DTYPES[dtype]
         self._hidden = hidden
         self._widths = widths
@@ -118,7 +125,7 @@ class ECScheduler:
             if self._expected.setdefault(identifier, expected) != expected:
                 # One name for two things within a step: whichever is staged, one of them it is not.
                 self._expected[identifier] = (-1, None)
-            if identifier not in self._resident and not self._settled(identifier):
+            if identifier not in self._resident and not self._settled(identifier, request.request_id):
                 ready = False
         return ready
 
@@ -166,7 +173,10 @@ class ECScheduler:
             and (item is None or item.outcome not in ("ready", "stored"))
             and self._cacheable(request, feature)
         ):
-            self._saves.add(identifier)
+            if self._second_use and not (item is not None and item.asked_before):
+                self._store.counters.saved("not_admitted", 1)
+            else:
+                self._saves.add(identifier)
 
     def build_connector_meta(self, output: SchedulerOutput) -> ECStoreMetadata:
         """This step's work for the workers."""
@@ -205,15 +215,12 @@ class ECScheduler:
         trusted = self._store.settings.identity.client_uuids == "trust"
         return trusted or bool(CONTENT_HASH.fullmatch(feature.identifier))
 
-    def _settled(self, identifier: str) -> bool:
+    def _settled(self, identifier: str, request_id: str) -> bool:
         """Whether it is known if the item can be had; starts finding out if it isn't."""
         now = time.monotonic()
         item = self._items.get(identifier)
-        if item is not None and item.outcome is not None and self._outdated(item, now):
-            del self._items[identifier]
-            item = None
-        if item is None:
-            item = self._fetch(identifier, now)
+        if item is None or (item.outcome is not None and self._outdated(item, now)):
+            item = self._fetch(identifier, now, request_id)
         if item.outcome is not None:
             return True
         if now - item.asked_at < self._settings.fetch_deadline_s:
@@ -235,26 +242,39 @@ class ECScheduler:
         # "stored" may have been evicted since, "absent" may have been stored since.
         return now - item.asked_at > self._settings.absent_ttl_s
 
-    def _fetch(self, identifier: str, now: float) -> Item:
-        item = self._items[identifier] = Item(now)
+    def _fetch(self, identifier: str, now: float, request_id: str) -> Item:
+        last = self._items.pop(identifier, None)
+        item = self._items[identifier] = Item(now, asked_by=request_id)
+        noted = last is not None and last.asked_by == request_id
+        if last is not None and noted:
+            # The same request, still waiting: noted again it would be its own first use.
+            item.asked_before = last.asked_before
         while len(self._items) > _REMEMBERED:
             self._items.popitem(last=False)
-        if not self._store.transfers.call(lambda: self._look_up(identifier, item)):
+        note = self._second_use and not noted
+        if not self._store.transfers.call(lambda: self._look_up(identifier, item, note=note)):
             item.outcome = "capacity"
             self._store.counters.miss("capacity", 1)
         return item
 
-    def _look_up(self, identifier: str, item: Item) -> None:
+    def _look_up(self, identifier: str, item: Item, *, note: bool) -> None:
         """Call thread: ask the index; if it has the item, queue the read."""
         key = item_key(identifier)
         match = self._space.match(digest(key))
         if not match.runs:
+            # Before the outcome, which lets the engine encode it: whether to save it is asked then.
+            if note:
+                item.asked_before = self._space.note(digest(key)) > 0
             item.outcome = match.reason
-        elif not self._consumer:
+            return
+        item.asked_before = True  # or it wouldn't be stored; should it turn out damaged, it is saved anew
+        if not self._consumer:
             item.outcome = "stored"
         elif not self._store.transfers.read(lambda: self._read(identifier, item, match.runs[0])):
             self._store.counters.miss("capacity", 1)
             item.outcome = "capacity"
+        if note:
+            self._space.note(digest(key))
 
     def _read(self, identifier: str, item: Item, run: Run) -> None:
         """Transfer thread: read, verify, check, stage."""

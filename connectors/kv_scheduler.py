@@ -13,6 +13,10 @@ A request, as this module sees it:
     loading    blocks are allocated and the workers are loading
     computing  prefill; full blocks from the match's end on are saved, a segment's worth at a time
 
+With `admission.second_use` a prompt is noted once, on the same call thread and after the match, so that
+no match waits for it. Until the answer is there the request saves nothing; what it owes is saved at a
+later step, or at its end, and if the answer never comes, not at all.
+
 A request whose load failed once computes the rest itself: asking again could promise the same
 unreadable bytes for ever.
 """
@@ -28,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
+from connectors.kv_admission import Admission, Note
 from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
 from connectors.planning import external_tokens, savable_blocks, saves_due, slice_runs
 from kvstore.keys import SegmentId, canonical_json, digests, new_segment_id
@@ -74,8 +79,15 @@ class Tracked:
 
     request: Request
     match: PendingMatch | None = None
+    note: Note | None = None
     #: Leading blocks that are in the store or on their way: saving starts here.
     saved: int = 0
+    #: Leading blocks that are counted, if they weren't saved, as not worth it.
+    passed_over: int = 0
+    #: The prompt is computed, and what its last segment lacks isn't saved yet.
+    prompt_ended: bool = False
+    #: When it was last looked at, it wasn't known what is worth saving.
+    undecided: bool = False
     #: Block-aligned local hit of the last promise, in tokens.
     local_tokens: int = 0
     #: Tokens that were scheduled since blocks were allocated last: what is surely computed.
@@ -103,6 +115,7 @@ class KVScheduler:
         self._store = store
         self._space = space
         self._settings = store.settings.kv
+        self._admission = Admission(store, space, block_tokens)
         self._block_tokens = block_tokens
         self._segment_blocks = segment_blocks
         self._prefix_caching = prefix_caching
@@ -132,14 +145,18 @@ class KVScheduler:
     def on_new_request(self, request: Request) -> None:
         """Ask the index right away: the answer is usually there when the scheduler asks for it."""
         tracked = self._track(request)
+        note = self._begin_note(tracked) if self._cacheable(request) and not self._retired else None
         if self._wants_match(tracked):
-            self._ask(tracked)
+            self._ask(tracked, note)
+        elif note is not None:
+            self._admission.send(note)
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """(tokens to load beyond `computed`, True), (0, False), or (None, False) for "ask later"."""
         tracked = self._track(request)
         self._unsaved[request.request_id] = tracked  # starts, or starts over after a preemption
+        tracked.prompt_ended = tracked.undecided = False
         if not self._wants_match(tracked):
             return 0, False
         match = self._matched(tracked)
@@ -205,14 +222,22 @@ class KVScheduler:
             return _NO_MATCH
         return match
 
-    def _ask(self, tracked: Tracked) -> PendingMatch:
+    def _ask(self, tracked: Tracked, note: Note | None = None) -> PendingMatch:
         hashes = list(tracked.request.block_hashes)
         pending = PendingMatch(len(hashes), time.monotonic() + self._settings.match_deadline_s)
         tracked.match = pending
         packed = digests(hashes)
-        if not self._store.transfers.call(lambda: pending.finish(self._space.match(packed))):
+
+        def job() -> None:
+            pending.finish(self._space.match(packed))
+            if note is not None:
+                note.run(self._space)
+
+        if not self._store.transfers.call(job):
             self._store.counters.miss("capacity", len(hashes))
             pending.finish(Match([], 0, "capacity"))
+            if note is not None:
+                note.noted = 0
         return pending
 
     # ---- loading --------------------------------------------------------------------------------
@@ -288,28 +313,63 @@ class KVScheduler:
     @guarded(())
     def _saves_of(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> Sequence[Save]:
         request = tracked.request
+        if not self._cacheable(request):
+            del self._unsaved[request.request_id]
+            return ()
         # The scheduler advances num_computed_tokens after this call.
         done_tokens = tracked.seen_tokens = request.num_computed_tokens + scheduled
+        if done_tokens - scheduled < request.num_prompt_tokens <= done_tokens:
+            tracked.prompt_ended = True
+        if (note := self._begin_note(tracked)) is not None:
+            self._admission.send(note)
+        admitted = self._admission.admitted(request, tracked.note)
+        tracked.undecided = admitted is None
+        if admitted is None:
+            return ()
         finished = done_tokens >= request.num_prompt_tokens and not self._settings.save_decode
         if finished and not getattr(request, "resumable", False):
             # All of the prompt is computed with this step; a running batch costs no more looks at it.
             del self._unsaved[request.request_id]
-        done = savable_blocks(
-            done_tokens,
-            request.num_prompt_tokens,
-            len(request.block_hashes),
-            self._block_tokens,
-            save_decode=self._settings.save_decode,
-        )
-        if done <= tracked.saved or not self._cacheable(request):
+        final, tracked.prompt_ended = tracked.prompt_ended, False
+        done = self._done(tracked)
+        if done <= tracked.saved:
             return ()
-        prefill_ends = done_tokens - scheduled < request.num_prompt_tokens <= done_tokens
-        due, tracked.saved = saves_due(tracked.saved, done, self._segment_blocks, final=prefill_ends)
+        due = self._worth_saving(tracked, done, admitted, final=final)
         if not due:
             return ()
         state = output.kv_connector_block_state
         table = state.get_block_ids(request.request_id) if state is not None else None
         return self._plan(tracked, due, table[0]) if table is not None else ()
+
+    def _done(self, tracked: Tracked) -> int:
+        """Leading blocks that are full, final and wanted, as of what was scheduled."""
+        request = tracked.request
+        return savable_blocks(
+            tracked.seen_tokens,
+            request.num_prompt_tokens,
+            len(request.block_hashes),
+            self._block_tokens,
+            save_decode=self._settings.save_decode,
+        )
+
+    def _begin_note(self, tracked: Tracked) -> Note | None:
+        """The note to be sent, if any: a use of what the prompt has and that wasn't noted yet."""
+        note = self._admission.begin(tracked.request, tracked.note)
+        tracked.note = note or tracked.note
+        return note
+
+    def _worth_saving(self, tracked: Tracked, done: int, admitted: int, *, final: bool) -> list[range]:
+        """Segments to save of `done` blocks, of which the first `admitted` are worth it.
+
+        The last of those ends a segment: nothing comes after it that could fill one up.
+        """
+        final = final or admitted < done
+        due, tracked.saved = saves_due(tracked.saved, min(done, admitted), self._segment_blocks, final=final)
+        if admitted < done:
+            over = done - max(tracked.saved, tracked.passed_over)
+            self._store.counters.saved("not_admitted", max(0, over))
+            tracked.passed_over = max(done, tracked.passed_over)
+        return due
 
     def _plan(self, tracked: Tracked, due: list[range], block_ids: list[int]) -> list[Save]:
         saves = []
@@ -330,7 +390,7 @@ class KVScheduler:
 
     @guarded((False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; with `save_decode`, save what its last segment lacks.
+        """Forget the request; save what its last segment lacks, if decoded or undecided until now.
 
         Blocks are never held back: those to be saved are read at the start of the next step, before
         anything can overwrite them.
@@ -339,9 +399,10 @@ class KVScheduler:
         self._unsaved.pop(request.request_id, None)
         if tracked is not None and self._flushable(tracked):
             # Not num_computed_tokens: it counts tokens that a load only promised.
-            done = tracked.seen_tokens // self._block_tokens
-            done = min(done, len(request.block_hashes), len(block_ids))
-            due, _ = saves_due(tracked.saved, done, self._segment_blocks, final=True)
+            done = min(self._done(tracked), len(block_ids))
+            # An answer that comes too late for the last step is too late: nothing of it is saved.
+            admitted = self._admission.admitted(request, tracked.note) or 0
+            due = self._worth_saving(tracked, done, admitted, final=True)
             self._flushes += self._plan(tracked, due, block_ids)
         return False, None
 
@@ -364,7 +425,7 @@ class KVScheduler:
     def _flushable(self, tracked: Tracked) -> bool:
         return (
             self._can_save
-            and self._settings.save_decode
+            and (self._settings.save_decode or tracked.undecided)
             and not (tracked.loading or self._retired)
             and self._cacheable(tracked.request)
         )

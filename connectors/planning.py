@@ -5,9 +5,13 @@ Blocks are counted from the start of a request's chain; `range(a, b)` is blocks 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from kvstore.ports import Run
+
+#: More blocks than any chain has.
+EVERY_BLOCK = sys.maxsize
 
 
 def slice_runs(runs: Iterable[Run], blocks: range) -> list[Run]:
@@ -55,6 +59,20 @@ def saves_due(saved: int, done: int, segment_blocks: int, *, final: bool) -> tup
         out.append(range(saved, done))
         saved = done
     return out, saved
+
+
+def admitted_blocks(prompt_blocks: int, min_blocks: int, noted: int | None) -> int:
+    """How many leading blocks of a request are worth saving; EVERY_BLOCK for all there will ever be.
+
+    `noted` is how many leading blocks of the prompt an earlier request has asked for, None if that
+    doesn't matter. Blocks that decoding fills follow the prompt: they are worth saving if all of it is.
+    """
+    # Of a prompt that is shorter than a block, `min_blocks` at its default of 1 refuses nothing.
+    if max(prompt_blocks, 1) < min_blocks:
+        return 0
+    if noted is None or 0 < prompt_blocks <= noted:
+        return EVERY_BLOCK
+    return noted
 
 
 def savable_blocks(

@@ -35,6 +35,7 @@ SAVE_OUTCOMES: Final = (
     "dropped",  # queue or staging full
     "failed",  # a backend failed; the reason is counted in save_failures
     "refused",  # commit refused: the ranks disagree, or the segment was evicted meanwhile
+    "not_admitted",  # seen for the first time, or of a prompt with fewer blocks than admission.min_blocks
 )
 
 _PLAIN: Final = (
@@ -46,6 +47,7 @@ _PLAIN: Final = (
     "load_bytes",
     "save_segments",
     "save_bytes",
+    "note_failures",
     "evicted_segments",
     "deleted_payloads",
     "quarantined_segments",

@@ -241,6 +241,29 @@ class Space:
         except KVStoreError as exc:
             log.debug("touch failed: %s", exc)
 
+    def note(self, digests: bytes) -> int:
+        """Count one use of a chain; how many leading blocks an earlier request has asked for. Never raises.
+
+        Once per request, which would otherwise count itself. 0, and counted, if the index can't say.
+        """
+        store, admission = self.store, self.store.settings.admission
+        try:
+            return self._known(
+                lambda: store.index.note(
+                    self.id,
+                    digests,
+                    now_s=store.clock(),
+                    window_s=admission.window_s,
+                    sketch_bytes=admission.sketch_bytes,
+                )
+            )
+        except KVStoreError as exc:
+            log.debug("note failed: %s", exc)
+        except Exception:
+            log.exception("note failed unexpectedly")
+        store.counters.add("note_failures")
+        return 0
+
     def save(
         self,
         slots: Sequence[codec.Slot],

@@ -9,8 +9,9 @@ What a failure becomes:
 
 Nothing is repeated in here but what costs no time and can't do harm: a call on a pooled connection
 that the server closed meanwhile (it was restarted, or closes idle clients) is sent once more on a
-fresh one, since every script and command of the index is idempotent; a script that Redis doesn't
-know is sent as text; and a server that turns out to be part of a Cluster is asked as one from then on.
+fresh one, since every script and command of the index is idempotent (but note, which would then count
+itself: a first use passes for a second); a script that Redis doesn't know is sent as text; and a server
+that turns out to be part of a Cluster is asked as one from then on.
 """
 
 from __future__ import annotations
