@@ -11,7 +11,7 @@ from tests.e2e.engine import Engine, EngineError, random_image
 from tests.e2e.sharing import check_store, scheduler_counters, segment_files, worker_counters
 from tools.models import IMAGE_TOKEN
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.servers]
 
 ONE, TWO, THREE = (random_image(seed) for seed in (1, 2, 3))
 IMAGES = {"limit_mm_per_prompt": {"image": 2}}

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.engine import ROOT, Engine
 from tests.e2e.sharing import check_store, full_blocks, prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.servers, pytest.mark.timeout(900)]
 
 KILLS = 21
 

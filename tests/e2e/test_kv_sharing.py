@@ -17,7 +17,7 @@ from tests.e2e.sharing import (
     worker_counters,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.servers]
 
 LONG = prompt(1000, 1)
 WHOLE = prompt(1024, 2)  # ends with a block
