@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import tempfile
 import urllib.request
@@ -47,7 +48,7 @@ http {{
   map $request_method $etag {{ PUT '"put"'; default $sent_http_etag; }}
   add_header ETag $etag;
   server {{
-    listen 127.0.0.1:{port};
+    listen 127.0.0.1:{port}{tls};
     root {root};
     etag on;
     location / {{ dav_methods PUT DELETE; create_full_put_path on; }}
@@ -62,7 +63,7 @@ class NginxServer:
     It ends with the thread that started it, however that one ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tls: bool = False) -> None:
         binary = find_binary("nginx")
         if binary is None:
             raise ServerError("nginx not found: run `make setup`, which reports why")
@@ -73,7 +74,10 @@ class NginxServer:
             prefix="kvs-", dir=memory if os.access(memory, os.W_OK) else None, ignore_cleanup_errors=True
         )
         self.port = _free_port()
+        self._tls = tls
         self.root.mkdir()
+        if tls:
+            self._make_certificate()
 
     @property
     def root(self) -> Path:
@@ -81,7 +85,12 @@ class NginxServer:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
+
+    @property
+    def ca(self) -> Path:
+        """With TLS, the certificate to trust, in PEM."""
+        return Path(self._folder.name) / "ca.pem"
 
     @property
     def pid(self) -> int:
@@ -97,7 +106,12 @@ class NginxServer:
         if not self.running:
             folder = Path(self._folder.name)
             config = folder / "nginx.conf"
-            config.write_text(_CONFIG.format(folder=folder, root=self.root, port=self.port))
+            tls = (
+                f" ssl; ssl_certificate {folder}/cert.pem; ssl_certificate_key {folder}/key.pem"
+                if self._tls
+                else ""
+            )
+            config.write_text(_CONFIG.format(folder=folder, root=self.root, port=self.port, tls=tls))
             # As root it would give its workers to a user who may not read the folder.
             user = ["-g", "user root;"] if os.geteuid() == 0 else []
             command = [self._binary, "-p", str(folder), "-c", str(config), "-e", f"{folder}/error.log", *user]
@@ -121,12 +135,24 @@ class NginxServer:
     ) -> None:
         self.close()
 
+    def _make_certificate(self) -> None:
+        """An authority and a certificate of it: not every client takes an authority's own for a server's."""
+        folder = self._folder.name
+        key = ["-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        ca = ["-subj", "/CN=kvstore test", "-keyout", f"{folder}/ca-key.pem", "-out", str(self.ca)]
+        leaf = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+        leaf += ["-addext", "basicConstraints=CA:FALSE", "-keyout", f"{folder}/key.pem"]
+        leaf += ["-out", f"{folder}/cert.pem", "-CA", str(self.ca), "-CAkey", f"{folder}/ca-key.pem"]
+        for command in (["-x509", *key, *ca], ["-x509", *key, *leaf]):
+            subprocess.run(["openssl", "req", *command], check=True, capture_output=True, timeout=30)
+
     def _answers(self) -> bool:
         # Nobody else on this port would have this file.
         token = self.root / f"started-{self.pid}"
         token.touch()
         try:
-            with urllib.request.urlopen(f"{self.endpoint}/{token.name}", timeout=5) as answer:
+            trust = ssl.create_default_context(cafile=str(self.ca)) if self._tls else None
+            with urllib.request.urlopen(f"{self.endpoint}/{token.name}", timeout=5, context=trust) as answer:
                 return bool(answer.status == 200)
         finally:
             token.unlink()

@@ -4,7 +4,8 @@
     SlowDown, Throttling..., 429                   Throttled
     5xx, no connection, broken off, NoSuchBucket   TransientError
     time ran out                                   DeadlineExceeded
-    AccessDenied, bad keys, bad region, other 4xx  PermissionDenied: an operator must act
+    AccessDenied, bad keys, bad region, other 4xx,
+    a certificate that isn't trusted               PermissionDenied: an operator must act
     QuotaExceeded, EntityTooLarge, 507             CapacityExceeded
 
 A bucket that isn't there is not a payload that isn't there: the index must not be emptied for it, and
@@ -23,6 +24,7 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
     ReadTimeoutError,
+    SSLError,
 )
 from urllib3.exceptions import ReadTimeoutError as BodyTimeout
 
@@ -56,6 +58,8 @@ _ADVICE = {
     "AuthorizationHeaderMalformed": "the bucket is in another region: name it with ?region=",
     "IllegalLocationConstraintException": "the bucket is in another region: name it with ?region=",
 }
+
+_UNTRUSTED = "the server's certificate is not trusted; name its authority's in s3.tls_ca"
 
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
@@ -94,6 +98,8 @@ def of_boto(what: str, error: Exception) -> KVStoreError:
         return classify(what, status, code_of(error), sentence)
     if isinstance(error, (ConnectTimeoutError, ReadTimeoutError, BodyTimeout)):
         return DeadlineExceeded(f"{what}: the server did not answer in time")
+    if isinstance(error, SSLError):
+        return PermissionDenied(f"{what}: {_UNTRUSTED}")
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return PermissionDenied(f"{what}: {no_credentials()}")
     kind = type(error).__name__
@@ -109,6 +115,8 @@ def of_obstore(what: str, error: Exception) -> KVStoreError:
         return classify(what, int(status[1]), code_of(error), sentence[1] if sentence else "")
     if re.search(r"timed out|TimedOut", text):
         return DeadlineExceeded(f"{what}: the server did not answer in time")
+    if "InvalidCertificate" in text:
+        return PermissionDenied(f"{what}: {_UNTRUSTED}")
     # The first line quotes the URL and the kind of failure; what follows repeats the request.
     return TransientError(f"{what}: no connection, or it broke ({text.splitlines()[0][:200]})")
 

@@ -280,17 +280,17 @@ def server(kind: str, tls: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     if kind == "nginx":
         from tests.s3_nginx import NginxServer
 
-        with NginxServer() as nginx:
+        with NginxServer(tls=tls) as nginx:
             (nginx.root / "bucket").mkdir()
-            yield (
-                f"s3://bucket/bench?endpoint={nginx.endpoint}&region=us-east-1",
-                {"access_key_id": "nobody", "secret_access_key": "asks", "write_timeout_s": 60},
-            )
+            settings = {"access_key_id": "nobody", "secret_access_key": "asks", "write_timeout_s": 60}
+            if tls:
+                settings["tls_ca"] = str(nginx.ca)
+            yield f"s3://bucket/bench?endpoint={nginx.endpoint}&region=us-east-1", settings
         return
     from tests.s3_ceph import CephServer
 
     with CephServer() as ceph:
-        bucket: S3Bucket = ceph.bucket()
+        bucket: S3Bucket = ceph.new_bucket()
         yield bucket.url, bucket.settings["s3"] | {"write_timeout_s": 60}
 
 

@@ -27,6 +27,7 @@ from kvstore.testing import PayloadConformance, RawPayloads
 from schemas.settings import S3Settings, Settings
 from schemas.urls import s3_location
 from tests.s3_bucket import S3Bucket
+from tests.s3_nginx import NginxServer
 
 Client = Any
 CLIENTS = ("obstore", "boto3")
@@ -263,6 +264,25 @@ def test_credentials_of_the_environment(s3_bucket: S3Bucket, client: Client, mon
         payloads.put(name, views(b"abc"))
         assert fetch(payloads, name) == b"abc"
     assert s3_bucket.keys() == [name]
+
+
+@pytest.mark.servers
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+@pytest.mark.parametrize("client", CLIENTS)
+def test_tls_with_an_authority_of_ones_own(client: Client) -> None:
+    with NginxServer(tls=True) as nginx:
+        (nginx.root / "bucket").mkdir()
+        location = s3_location(f"s3://bucket/x?endpoint={nginx.endpoint}")
+        given = {"client": client, "access_key_id": "any", "secret_access_key": "body"}
+        with S3Payloads(location, S3Settings.model_validate(given | {"tls_ca": str(nginx.ca)})) as payloads:
+            name = fresh_name()
+            payloads.put(name, views(b"abc"))
+            assert fetch(payloads, name) == b"abc"
+        with S3Payloads(location, S3Settings.model_validate(given)) as payloads:
+            with pytest.raises(PermissionDenied, match=r"s3\.tls_ca"):
+                fetch(payloads, name)
+        with S3Payloads(location, S3Settings.model_validate(given | {"tls_verify": False})) as payloads:
+            assert fetch(payloads, name) == b"abc"
 
 
 def test_a_profile_or_a_ca_that_is_not_there(moto_bucket: S3Bucket, monkeypatch: Any) -> None:
