@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.planning import external_tokens, savable_blocks, saves_due, slice_runs, split_run
+from connectors.planning import (
+    EVERY_BLOCK,
+    admitted_blocks,
+    external_tokens,
+    savable_blocks,
+    saves_due,
+    slice_runs,
+    split_run,
+)
 from kvstore.keys import SegmentId
 from kvstore.ports import Run
 from schemas.records import PartRecord, SegmentRecord
@@ -78,6 +86,23 @@ def test_decoded_blocks_wait_for_a_full_segment_and_for_their_hash() -> None:
     assert savable_blocks(100, 64, 5, 16, save_decode=True) == 5
     assert saves_due(4, 6, 4, final=False) == ([], 4)
     assert saves_due(4, 8, 4, final=False) == ([range(4, 8)], 8)
+
+
+def test_what_is_worth_saving() -> None:
+    # (full blocks of the prompt, admission.min_blocks, noted) -> blocks.
+    cases = {
+        (0, 1, None): EVERY_BLOCK,
+        (5, 1, None): EVERY_BLOCK,
+        (5, 5, None): EVERY_BLOCK,
+        (5, 6, None): 0,
+        (0, 2, None): 0,
+        (5, 1, 0): 0,
+        (5, 1, 4): 4,
+        (5, 1, 5): EVERY_BLOCK,
+        (5, 6, 5): 0,
+        (0, 1, 0): 0,
+    }
+    assert {case: admitted_blocks(*case) for case in cases} == cases
 
 
 def test_a_whole_prompt_may_be_external_and_small_gains_are_not_worth_a_detour() -> None:
