@@ -90,8 +90,10 @@ class S3Settings(Closed):
     tls_ca: str | None = None
     tls_verify: bool = True
     connect_timeout_s: Seconds = 1.0
-    #: One attempt at one ranged GET of up to `range_bytes`, body included.
-    read_timeout_s: Seconds = 5.0
+    #: A GET that brings no byte for this long is given up, and tried again on another connection.
+    stall_timeout_s: Seconds = 2.0
+    #: One attempt at one ranged GET of up to `range_bytes`, body included; or at a listing or a delete.
+    read_timeout_s: Seconds = 10.0
     #: One attempt at one PUT of up to `multipart_bytes`.
     write_timeout_s: Seconds = 30.0
     #: Attempts at one request, and the pause before the second; the pauses double, with full jitter.

@@ -67,7 +67,6 @@ class S3Payloads(PayloadStore):
         self._session = Session(location, settings)
         self._lock = threading.Lock()
         self._tidy_at = clock()
-        self._closed = False
 
     def __repr__(self) -> str:
         place = f"{self._location.bucket}/{self._location.prefix}".rstrip("/")
@@ -165,26 +164,28 @@ class S3Payloads(PayloadStore):
         return removed
 
     def close(self) -> None:
-        # obstore's connections go with the object; boto3's are closed so that nothing warns of them.
-        if not self._closed and "_client" in self.__dict__:
-            self._client.close()
-        self._closed = True
+        for made in ("_client", "_data"):
+            if (client := self.__dict__.get(made)) is not None:
+                client.close()
 
     @cached_property
     def _client(self) -> Any:
         with self._lock:
-            return self._session.boto()
+            return self._session.boto(self._settings.read_timeout_s)
 
     @cached_property
     def _data(self) -> S3Data:
         settings = self._settings
         limits = {"multipart_bytes": settings.multipart_bytes, "part_bytes": settings.part_bytes}
         if settings.client == "boto3":
-            return BotoData(self._client, self._location.bucket, **limits)
+            with self._lock:
+                reads = self._session.boto(settings.stall_timeout_s)
+                writes = self._session.boto(settings.write_timeout_s)
+            return BotoData(reads, writes, self._location.bucket, **limits)
         # For an error in words: from inside obstore it would come as a failed request.
         self._session.credentials()
         return ObstoreData(
-            self._session.obstore(settings.read_timeout_s),
+            self._session.obstore(settings.read_timeout_s, settings.stall_timeout_s),
             self._session.obstore(settings.write_timeout_s),
             **limits,
         )

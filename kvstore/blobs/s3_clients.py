@@ -78,8 +78,8 @@ class Session:
             "expires_at": dt.datetime.now(dt.UTC) + dt.timedelta(seconds=_CREDENTIALS_S),
         }
 
-    def boto(self) -> Any:
-        """A boto3 S3 client; for any number of threads."""
+    def boto(self, timeout_s: float) -> Any:
+        """A boto3 S3 client that waits so long for each piece of an answer; for any number of threads."""
         settings = self._settings
         return self._boto.client(
             "s3",
@@ -88,7 +88,7 @@ class Session:
             verify=settings.tls_ca or settings.tls_verify,
             config=Config(
                 connect_timeout=settings.connect_timeout_s,
-                read_timeout=settings.read_timeout_s,
+                read_timeout=timeout_s,
                 retries={"total_max_attempts": 1, "mode": "standard"},
                 max_pool_connections=settings.concurrency + 8,
                 s3={"addressing_style": "path" if self._path_style else "virtual"},
@@ -98,8 +98,11 @@ class Session:
             ),
         )
 
-    def obstore(self, timeout_s: float) -> S3Store:
-        """An obstore client whose requests end within `timeout_s`; for any number of threads."""
+    def obstore(self, timeout_s: float, stall_timeout_s: float | None = None) -> S3Store:
+        """An obstore client whose requests end within `timeout_s`; for any number of threads.
+
+        They end earlier if nothing comes from the server for `stall_timeout_s`.
+        """
         settings, location = self._settings, self._location
         options: ClientConfig = {
             "allow_http": True,
@@ -107,6 +110,8 @@ class Session:
             "connect_timeout": dt.timedelta(seconds=settings.connect_timeout_s),
             "user_agent": f"kvstore/{__version__}",
         }
+        if stall_timeout_s is not None:
+            options["read_timeout"] = dt.timedelta(seconds=stall_timeout_s)
         if not settings.tls_verify:
             options["allow_invalid_certificates"] = True
         if self._pem is not None:

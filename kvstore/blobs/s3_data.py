@@ -43,6 +43,10 @@ class S3Data(ABC):
     def put(self, key: str, buffers: Sequence[memoryview], what: str) -> None:
         """Store flat `buffers` under `key`, whole or not at all."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Close connections that would otherwise be missed. Idempotent."""
+
 
 class ObstoreData(S3Data):
     """obstore (the Rust crate object_store): network, TLS and HTTP happen outside the GIL."""
@@ -84,12 +88,18 @@ class ObstoreData(S3Data):
         except (BaseError, OSError, ValueError) as exc:
             raise of_obstore(what, exc) from exc
 
+    def close(self) -> None:
+        pass  # its connections go with the object
+
 
 class BotoData(S3Data):
     """boto3 for everything: where obstore can't be had, or something is to be compared with it."""
 
-    def __init__(self, client: Any, bucket: str, *, multipart_bytes: int, part_bytes: int) -> None:
-        self._client = client
+    def __init__(
+        self, reads: Any, writes: Any, bucket: str, *, multipart_bytes: int, part_bytes: int
+    ) -> None:
+        self._reads = reads
+        self._writes = writes
         self._bucket = bucket
         self._multipart_bytes = multipart_bytes
         self._part_bytes = part_bytes
@@ -98,7 +108,7 @@ class BotoData(S3Data):
         want = total(into)
         wanted = f"bytes={offset}-{offset + want - 1}"
         try:
-            answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=wanted)
+            answer = self._reads.get_object(Bucket=self._bucket, Key=key, Range=wanted)
             extent = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
             with contextlib.closing(answer["Body"]) as body:
                 got = sum(_fill(body, view) for view in into) if extent else 0
@@ -113,7 +123,7 @@ class BotoData(S3Data):
     def put(self, key: str, buffers: Sequence[memoryview], what: str) -> None:
         try:
             if total(buffers) <= self._multipart_bytes:
-                self._client.put_object(Bucket=self._bucket, Key=key, Body=b"".join(buffers))
+                self._writes.put_object(Bucket=self._bucket, Key=key, Body=b"".join(buffers))
             else:
                 self._put_parts(key, buffers)
         except _BOTO_ERRORS as exc:
@@ -121,21 +131,25 @@ class BotoData(S3Data):
 
     def _put_parts(self, key: str, buffers: Sequence[memoryview]) -> None:
         names = {"Bucket": self._bucket, "Key": key}
-        names["UploadId"] = self._client.create_multipart_upload(**names)["UploadId"]
+        names["UploadId"] = self._writes.create_multipart_upload(**names)["UploadId"]
         try:
             parts = [
                 {
                     "PartNumber": number,
-                    "ETag": self._client.upload_part(**names, PartNumber=number, Body=part)["ETag"],
+                    "ETag": self._writes.upload_part(**names, PartNumber=number, Body=part)["ETag"],
                 }
                 for number, part in enumerate(_parts(buffers, self._part_bytes), 1)
             ]
-            self._client.complete_multipart_upload(**names, MultipartUpload={"Parts": parts})
+            self._writes.complete_multipart_upload(**names, MultipartUpload={"Parts": parts})
         except BaseException:
             # What can't be aborted now is removed with the leftovers.
             with contextlib.suppress(BotoCoreError, ClientError):
-                self._client.abort_multipart_upload(**names)
+                self._writes.abort_multipart_upload(**names)
             raise
+
+    def close(self) -> None:
+        self._reads.close()
+        self._writes.close()
 
 
 def _check_extent(what: str, offset: int, want: int, start: int, stop: int, size: int, got: int) -> None:

@@ -71,7 +71,12 @@ class Bench:
         self.namespace = keys.namespace_id(NAMESPACE)
         self.keys = [keys.block_key(i.to_bytes(32, "big")) for i in range(slots)]
         self.segments = [SegmentId(i.to_bytes(8, "big")) for i in range(segments)]
-        s3 = s3 | {"concurrency": concurrency, "range_bytes": RANGE, "read_timeout_s": 60}
+        s3 = s3 | {
+            "concurrency": concurrency,
+            "range_bytes": RANGE,
+            "read_timeout_s": 60,
+            "stall_timeout_s": 60,
+        }
         self.location = s3_location(url)
         self.stores = {
             client: open_store(
@@ -82,7 +87,8 @@ class Bench:
         settings = S3Settings.model_validate(s3)
         session = Session(self.location, settings)
         self.bare = session.obstore(60)
-        self.boto = BotoData(session.boto(), self.location.bucket, multipart_bytes=1 << 30, part_bytes=RANGE)
+        client = session.boto(60)
+        self.boto = BotoData(client, client, self.location.bucket, multipart_bytes=1 << 30, part_bytes=RANGE)
         #: Threads that load whole segments, as many as `transfers.read_threads` or as it takes to keep
         #: `concurrency` ranges of a quarter of a segment under way.
         self.threads = max(4, concurrency // 4)

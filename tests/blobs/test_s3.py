@@ -172,7 +172,8 @@ def test_what_a_server_does_wrong_has_one_name(
     s3_proxy: Any, fault: str, error: type[Exception], verb: str, client: Client
 ) -> None:
     bucket, proxy = s3_proxy
-    with open_s3(bucket, client=client, read_timeout_s=0.3, write_timeout_s=0.3) as payloads:
+    short = {"read_timeout_s": 0.3, "write_timeout_s": 0.3, "stall_timeout_s": 0.3}
+    with open_s3(bucket, client=client, **short) as payloads:
         attempts(payloads, verb)()
         proxy.inject(fault)
         with pytest.raises(error) as caught:
@@ -191,7 +192,7 @@ def test_a_body_that_breaks_off_is_an_error(s3_proxy: Any, fault: str, client: C
     bucket, proxy = s3_proxy
     name, data = fresh_name(), bytes(range(256)) * 4000
     bucket.put(name, data)
-    with open_s3(bucket, client=client, read_timeout_s=0.5) as payloads:
+    with open_s3(bucket, client=client, stall_timeout_s=0.5) as payloads:
         assert fetch(payloads, name) == data
         proxy.inject(fault, methods=("GET",))
         with pytest.raises(TransientError):
@@ -358,7 +359,7 @@ def test_a_range_that_fails_is_asked_for_again_alone(s3_proxy: Any, fault: str) 
     bucket, proxy = s3_proxy
     name, data = fresh_name(), bytes(range(256)) * 4096
     bucket.put(name, data)
-    with open_store(tree(bucket, range_bytes=256 << 10, read_timeout_s=0.5, backoff_s=0.01)) as store:
+    with open_store(tree(bucket, range_bytes=256 << 10, stall_timeout_s=0.5, backoff_s=0.01)) as store:
         proxy.inject(fault, methods=("GET",), times=1)
         assert fetch(store.payloads, name) == data
     assert proxy.injected[fault] == 1

@@ -62,7 +62,7 @@ def store_config(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[st
         if kind in ("s3", "tiered"):
             bucket = request.getfixturevalue("s3_bucket")
             made["payloads"] = bucket.url
-            made["s3"] = bucket.settings["s3"] | {"read_timeout_s": 20.0}
+            made["s3"] = bucket.settings["s3"] | {"stall_timeout_s": 20.0, "read_timeout_s": 20.0}
         if kind == "tiered":
             fast = f"file://{tmp_path}/fast"
             made["payloads"] = {"fast": fast, "slow": bucket.url, "fast_capacity": "256MiB"}
