@@ -100,7 +100,7 @@ class S3Settings(Closed):
     attempts: int = Field(default=3, ge=1, le=10)
     backoff_s: Seconds = 0.1
     max_backoff_s: Seconds = 2.0
-    #: A longer read is split into ranged GETs of this size, `concurrency` of them at a time.
+    #: A longer read is split into ranged GETs of about this size, `concurrency` of them at a time.
     range_bytes: Bytes = Field(default=8 << 20, ge=64 << 10)
     concurrency: int = Field(default=16, ge=1, le=256)
     #: Two parts of a segment that are closer than this are fetched with one GET.

@@ -18,11 +18,11 @@ Together = Callable[[Sequence[Callable[[], int | None]]], list[int | None]]
 
 
 class RangedPayloads(PayloadStore):
-    """Splits a read into ranges of at most `range_bytes` that `together` runs.
+    """Splits a read into equal ranges of about `range_bytes`, at most half as much again, for `together`.
 
     At most `concurrency` reads are under way in this store at once, however many threads call, so at most
-    `concurrency * range_bytes` of memory is held by the client below. A payload that is replaced meanwhile
-    may be read in parts of both; the store never replaces one, and a checksum would tell.
+    `1.5 * concurrency * range_bytes` of memory is held by the client below. A payload that is replaced
+    meanwhile may be read in parts of both; the store never replaces one, and a checksum would tell.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class RangedPayloads(PayloadStore):
     ) -> int | None:
         views = flat(into)
         want = total(views)
-        if want <= self._range_bytes:
+        # A segment is a header more than its slots, which is not worth a request of its own.
+        count = max(1, round(want / self._range_bytes))
+        if count == 1:
             return self._one(name, offset, views, size)
-        count = -(-want // self._range_bytes)
         step = -(-want // count)
         ranges = [(at, min(step, want - at)) for at in range(0, want, step)]
         got = self._together(

@@ -22,14 +22,17 @@ bare in the same round. MB are 10^6 bytes of slots. CPU is this process's alone,
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,6 +45,7 @@ from kvstore.blobs.s3_data import BotoData
 from kvstore.build import open_store
 from kvstore.keys import SegmentId
 from kvstore.ports import PayloadStore, Run
+from schemas.namespace import GroupSpec
 from schemas.records import SegmentRecord
 from schemas.settings import S3Settings
 from schemas.urls import s3_location
@@ -300,6 +304,49 @@ def server(kind: str, tls: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         yield bucket.url, bucket.settings["s3"] | {"write_timeout_s": 60}
 
 
+@dataclass(frozen=True)
+class Requests:
+    """What the server sees of a prefill of 1,000 blocks that is saved, and loaded by another engine."""
+
+    block_bytes: int
+    segments: int
+    puts: int
+    gets: int
+    others: int
+
+
+def count_requests(block_bytes: int, blocks: int = 1000) -> Requests:
+    """Through a proxy that counts, with the segments that the connector's planning makes."""
+    from connectors.planning import saves_due
+    from tests.s3_proxy import S3Proxy
+    from tests.s3_servers import MotoServer
+
+    shape = (1, 1, 16, block_bytes // 32)
+    group = GroupSpec(kind="full", block_tokens=16, dtype="BF16", shape=shape)
+    namespace = NAMESPACE.model_copy(update={"groups": (group,), "block_tokens": 16})
+    hashes = [hashlib.sha256(i.to_bytes(8, "big")).digest() for i in range(blocks)]
+    with MotoServer() as moto, S3Proxy(moto.endpoint) as proxy:
+        bucket = replace(moto.new_bucket(), endpoint=proxy.endpoint)
+        tree = {"payloads": bucket.url, "s3": bucket.settings["s3"] | {"read_timeout_s": 60}}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            open_store(tree | {"index": f"sqlite://{folder}/i"}) as store,
+        ):
+            space = store.open(namespace, block_bytes=block_bytes)
+            data = memoryview(os.urandom(block_bytes))
+            per_segment = max(1, min(store.settings.segment.max_blocks, (32 << 20) // block_bytes))
+            for run in saves_due(0, blocks, per_segment, final=True)[0]:
+                slots = [codec.Slot(keys.block_key(hashes[i]), data, "BF16", shape) for i in run]
+                space.save(slots, depth=run.start)
+            puts = proxy.counts["PUT"]
+            found = space.match(keys.digests(hashes))
+            pool = memoryview(bytearray(blocks * block_bytes))
+            into = [pool[i * block_bytes : (i + 1) * block_bytes] for i in range(blocks)]
+            assert space.load_all(found, [keys.block_key(one) for one in hashes], into) == blocks
+        others = sum(n for verb, n in proxy.counts.items() if verb not in ("PUT", "GET"))
+        return Requests(block_bytes, len(found.runs), puts, proxy.counts["GET"], others)
+
+
 def table(results: Sequence[Result]) -> str:
     lines = [f"{'':5}{'requests':>9}  {'case':<14}{'MB/s':>8}{'of bare':>9}{'CPU s/GB':>10}"]
     for each in results:
@@ -319,13 +366,17 @@ def main() -> None:
     parser.add_argument("--segments", type=int, default=8)
     parser.add_argument("--slots", type=int, default=64, help="of 512 KiB each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only-requests", action="store_true", help="count requests, measure nothing")
     parser.add_argument("--json", metavar="FILE", help="also write the results there; - for stdout")
     given = parser.parse_args()
 
     results: list[Result] = []
     facts = machine(Path("/tmp"))
-    with server(given.server, given.tls) as (url, s3):
-        for concurrency in given.concurrency:
+    requests = [count_requests(size) for size in (64 << 10, 512 << 10)]
+    with ExitStack() as stack:
+        if not given.only_requests:
+            url, s3 = stack.enter_context(server(given.server, given.tls))
+        for concurrency in () if given.only_requests else given.concurrency:
             print(f"{concurrency} requests at a time", file=sys.stderr)
             bench = Bench(url, s3, concurrency, given.slots, given.segments)
             bench.fill()
@@ -338,6 +389,7 @@ def main() -> None:
         "busy": given.busy,
         "segment_bytes": given.slots * SLOT_BYTES,
         "results": [asdict(each) for each in results],
+        "requests_per_1000_blocks": [asdict(each) for each in requests],
     }
     if given.json == "-":
         print(json.dumps(document, indent=1))
@@ -345,6 +397,11 @@ def main() -> None:
     print(", ".join(f"{key}: {value}" for key, value in facts.items()))
     print(f"{given.segments} segments of {given.slots * SLOT_BYTES >> 20} MiB, {given.rounds} rounds")
     print(table(results))
+    for each in requests:
+        print(
+            f"1,000 blocks of {each.block_bytes >> 10} KiB: {each.puts} PUTs, {each.gets} GETs, "
+            f"{each.others} others"
+        )
     if given.json:
         Path(given.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

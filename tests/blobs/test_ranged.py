@@ -96,8 +96,8 @@ def test_a_short_read_is_one_read(store_name: str, crew: Crew) -> None:
 
 def test_ranges_are_of_one_size(store_name: str, crew: Crew) -> None:
     inner = Watched(store_name)
-    ranged(inner, crew).read(fresh_name(), 0, [memoryview(bytearray(101))])
-    assert sorted(inner.reads) == [(0, 51), (51, 50)]
+    ranged(inner, crew).read(fresh_name(), 0, [memoryview(bytearray(151))])
+    assert sorted(inner.reads) == [(0, 76), (76, 75)]
 
 
 def test_an_error_is_raised_when_nothing_writes_any_more(store_name: str, crew: Crew) -> None:
