@@ -226,7 +226,7 @@ class KVScheduler:
         hashes = list(tracked.request.block_hashes)
         pending = PendingMatch(len(hashes), time.monotonic() + self._settings.match_deadline_s)
         tracked.match = pending
-        packed = digests(hashes)
+        packed = note.digests if note is not None and note.blocks == len(hashes) else digests(hashes)
 
         def job() -> None:
             pending.finish(self._space.match(packed))

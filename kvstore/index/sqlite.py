@@ -1,7 +1,8 @@
 """SqliteIndex: the index in one SQLite file, shared by the processes and threads of one machine.
 
 The default where there is no Redis. Same contract, same walk (kvstore.index.walk). Reading never
-waits for a writer (WAL); writers take turns, each for well under a millisecond.
+waits for a writer (WAL); writers take turns, each for well under a millisecond (a note of a long
+prompt that is new: up to some twenty, which only admission.second_use asks for).
 
 A crash at any instruction loses at most the transaction that it was in: each verb below is one.
 """
