@@ -9,14 +9,16 @@
     exports      export
     imports      import
     warming      warm
+    benchmark    bench
     tier         this node's fast tier
     payloads, records     payloads verified, and what the index knows of them restored
     tarball, parallel, progress    what these are made of
 
-Read-only, except that the doctor's `ping` writes and deletes a probe, that an import saves, and that
-warming fills this node's fast tier.
+Read-only, except that the doctor's `ping` and the bench write and delete what they have written, that an
+import saves, and that warming fills this node's fast tier.
 """
 
+from kvstore.admin.benchmark import bench, shape_of
 from kvstore.admin.cache import Cache, Sources, UnknownName
 from kvstore.admin.doctor import doctor
 from kvstore.admin.engine import vllm_config
@@ -44,4 +46,6 @@ __all__ = [
     "import_archive",
     "warm",
     "warming_bytes",
+    "bench",
+    "shape_of",
 ]

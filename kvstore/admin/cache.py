@@ -122,12 +122,17 @@ class Cache:
         """This node's fast tier. Raises ConfigError if the settings have none."""
         return open_tier(self.settings)
 
+    def made_index(self) -> RedisIndex | SqliteIndex:
+        """The index, which this makes if it is absent."""
+        self.__dict__["index"] = index = self.index or open_index(self.settings)
+        return index
+
     def saving(self) -> Store:
         """A store over the same backends, for a verb that saves: this makes the index if it is absent.
 
         Closed with this cache.
         """
-        self.__dict__["index"] = index = self.index or open_index(self.settings)
+        index = self.made_index()
         return Store(
             settings=self.settings,
             payloads=self.payloads,

@@ -56,6 +56,7 @@ _EXAMPLES = {
     ],
     "import": ["cache-admin import hot.tar --dry-run", "cache-admin import hot.tar"],
     "warm": ["cache-admin warm --dry-run", "cache-admin warm 8a74e0fa --jobs 8"],
+    "bench": ["cache-admin bench", "cache-admin bench --seconds 20 --namespace 8a74e0fa --tokens 4096,65536"],
     "doctor": ["cache-admin doctor", "cache-admin doctor --json | jq '.checks[] | select(.state != \"ok\")'"],
     "vllm-config": [
         "cache-admin vllm-config --index redis://redis:6379/0 --payloads file:///mnt/kvstore",

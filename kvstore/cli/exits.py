@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from kvstore.admin.exports import Refused
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, PermissionDenied, TransientError
+from schemas.bench import BenchReport
 from schemas.reports import DoctorReport, SegmentReport, StatusReport
 from schemas.transfers import Ended, ExportReport, ImportReport, WarmReport
 
@@ -64,6 +65,8 @@ def of_report(report: object) -> ExitCode:
         if report.damaged:
             return ExitCode.PROBLEMS
         return ExitCode.UNREACHABLE if report.index.state == "unreachable" else ExitCode.OK
+    if isinstance(report, BenchReport):
+        return _ENDS[report.ended]
     if isinstance(report, (ExportReport, ImportReport, WarmReport)):
         return _ENDS[report.ended] or (ExitCode.PROBLEMS if report.left_out else ExitCode.OK)
     return ExitCode.OK

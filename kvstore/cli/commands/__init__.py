@@ -2,6 +2,7 @@
 
 inventory   status, ls, show, namespaces
 transfer    export, import, warm
+measure     bench
 service     doctor, vllm-config
 
 `add_to` of each module registers its commands, in the order in which the reference lists them.
