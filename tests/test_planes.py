@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import struct
+import threading
 import tracemalloc
-from typing import Any
 
 import lz4.block
 import numpy as np
@@ -102,6 +102,28 @@ def test_any_rest_and_fields_are_read(n: int, dtype: str, rng: random.Random) ->
     full = [n] * WIDTHS[dtype] + [-(-n // (8 // bits)) for bits in FIELDS[dtype]]
     stored = struct.pack(f"<{len(full)}I", *full) + rng.randbytes(sum(full))
     assert join(stored, dtype, n * WIDTHS[dtype]) == by_the_book(stored, dtype, n)
+
+
+def test_slots_leave_no_trace_in_the_next() -> None:
+    """Of any size, in a thread that has its memory dirty already and one that has none yet."""
+    slots = [(dtype, floats(dtype, n)) for n in (999, 5, 20_000, 17) for dtype in sorted(planes.DTYPES)]
+    alone: list[bytes] = []
+    for dtype, raw in slots:
+        fresh = threading.Thread(target=lambda: alone.append(bytes(planes.split(memoryview(raw), dtype))))
+        fresh.start()
+        fresh.join()
+    together = [bytes(planes.split(memoryview(raw), dtype)) for dtype, raw in slots]
+    assert together == alone
+    for stored, (dtype, raw) in zip(together, slots):
+        assert join(stored, dtype, len(raw)) == raw
+
+
+def test_slots_beyond_the_memory_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = floats("BF16", 1000)
+    stored = bytes(planes.split(memoryview(raw), "BF16"))
+    monkeypatch.setattr(planes, "_KEPT", 100)
+    assert planes.split(memoryview(raw), "BF16") == stored
+    assert join(stored, "BF16", len(raw)) == raw
 
 
 def test_buffers_need_no_alignment() -> None:
@@ -252,7 +274,7 @@ def test_a_block_beyond_lz4s_own_limit_is_damage(nbytes: int) -> None:
         planes.expand(memoryview(b"x"), nbytes)
 
 
-def test_more_than_a_block_holds_is_not_compressed(monkeypatch: Any) -> None:
+def test_more_than_a_block_holds_is_not_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planes, "_MAX_BLOCK", 999)
     assert planes.shrink(memoryview(bytes(999))) is not None
     assert planes.shrink(memoryview(bytes(1000))) is None
