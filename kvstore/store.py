@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -34,6 +34,8 @@ _QUARANTINE = 4096
 #: Share of the capacity that culling leaves, so that not every save culls again.
 _CULL_TO = 0.95
 _CULL_STEP = 256
+#: Segments deleted with one call, so that a bucket is asked once for hundreds.
+_DELETE_STEP = 256
 #: With write-back, what is missing for longer than this after its save is lost.
 _LATE_S = 600.0
 
@@ -192,13 +194,22 @@ class Store:
                     break
             self.counters.add("evicted_segments", evicted)
             self.catalogue.sweep(namespace, 4096)
-        for segment, ranks in self.catalogue.due(namespace, self.clock(), 1024):
-            try:
-                names = [payload_name(namespace, segment, rank) for rank in range(ranks)]
-                self.counters.add("deleted_payloads", self.payloads.delete(names))
-            except KVStoreError as exc:
-                # Stays in the trash for the next time; the others need not wait for it.
-                log.warning("evicted segment %s could not be deleted: %s", segment.hex(), exc)
-                continue
-            self.catalogue.bury(namespace, [segment])
+        due = self.catalogue.due(namespace, self.clock(), 1024)
+        for at in range(0, len(due), _DELETE_STEP):
+            self._bury(namespace, due[at : at + _DELETE_STEP])
         return evicted
+
+    def _bury(self, namespace: NamespaceId, due: Sequence[tuple[SegmentId, int]]) -> None:
+        """Delete payloads of evicted segments in one call; if that fails, those that can be, one by one."""
+        names = [payload_name(namespace, segment, rank) for segment, ranks in due for rank in range(ranks)]
+        try:
+            self.counters.add("deleted_payloads", self.payloads.delete(names))
+        except KVStoreError as exc:
+            if len(due) > 1:
+                for one in due:
+                    self._bury(namespace, [one])
+                return
+            # Stays in the trash for the next time; the others need not wait for it.
+            log.warning("evicted segment %s could not be deleted: %s", due[0][0].hex(), exc)
+            return
+        self.catalogue.bury(namespace, [segment for segment, _ in due])

@@ -262,3 +262,29 @@ def test_with_write_through_what_is_missing_is_lost(tmp_path: Path) -> None:
         fetch(space, A, found)
     assert match(space, A).blocks == 0
     store.close()
+
+
+# Deleting what was evicted
+
+
+def test_evicted_payloads_are_deleted_with_one_call_and_a_bad_one_keeps_no_other(tmp_path: Path) -> None:
+    plan = Plan(Rule("delay", verbs=("delete",)))
+    now = [1_700_000_000.0]
+    store = make_store(tmp_path, plan=plan, clock=lambda: now[0])
+    space = open_space(store)
+    for start in range(0, 40, 4):
+        space.save(slots(A[: start + 4]))
+    runs = match(space, A).runs
+    assert len(runs) == 10
+    store.index.evict(space.id, [run.segment for run in runs], delete_after_s=now[0] - 1)
+    stubborn = payload_name(space.id, runs[3].segment, 0)
+    plan.replace(Rule("delay", verbs=("delete",)), Rule("permission", verbs=("delete",), name=stubborn))
+    store.tend(space.id)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/??/*")] == [stubborn]
+    plan.replace(Rule("delay", verbs=("delete",)))
+    before = plan.injected[("delete", "delay")]
+    store.tend(space.id)
+    assert plan.injected[("delete", "delay")] == before + 1
+    assert list(tmp_path.glob("*/??/*")) == []
+    assert store.counters.snapshot()["deleted_payloads"] == 10
+    store.close()
