@@ -22,6 +22,16 @@ class Backend(Closed):
     problem: str = ""
 
 
+class FastBackend(Backend):
+    """The fast tier on this node. What it holds is None where that is unknown."""
+
+    capacity_bytes: int
+    used_bytes: int | None = None
+    payloads: int | None = None
+    #: Of them, not in the shared store yet.
+    dirty_bytes: int | None = None
+
+
 class Amount(Closed):
     """How much is stored and visible. A block is a slot: an encoder item counts as one."""
 
@@ -60,7 +70,10 @@ class StatusReport(Closed):
 
     at_s: float
     index: Backend
+    #: The store that all nodes share.
     payloads: Backend
+    #: None: there is one tier.
+    fast: FastBackend | None = None
     #: Per namespace.
     capacity_bytes: int
     total: Amount | None
@@ -211,6 +224,7 @@ class DoctorReport(Closed):
     version: str
     index: str
     payloads: str
+    fast: str | None = None
     state: CheckState
     checks: tuple[Check, ...]
 

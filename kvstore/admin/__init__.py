@@ -3,7 +3,7 @@
     cache        where settings come from, and the backends of one settings tree opened for people
     inventory    status, ls, namespaces, namespaces diff
     segments     show
-    doctor       doctor, with the checks of the machine in machine
+    doctor       doctor, with the checks of the machine in machine, of payloads in storage_checks
     engine       vllm-config
     plans        which segments export and warm move
     exports      export

@@ -29,9 +29,9 @@ from kvstore.ports import PayloadStore
 from kvstore.store import Store
 from kvstore.transfers import Transfers
 from schemas.base import redact
-from schemas.reports import Backend
+from schemas.reports import Backend, FastBackend
 from schemas.settings import Settings
-from schemas.urls import local_path
+from schemas.urls import local_path, s3_location
 
 if TYPE_CHECKING:
     from typing import Self
@@ -95,6 +95,22 @@ class Cache:
         """The payloads' folder, if they are files."""
         url = self.settings.origin
         return Path(local_path(url)) if url.startswith("file:") else None
+
+    def location(self, name: str) -> str:
+        """Where to open a payload with another tool."""
+        if self.folder is not None:
+            return str(self.folder / name)
+        url = self.settings.origin
+        if url.startswith("s3://"):
+            place = s3_location(url)
+            return f"s3://{place.bucket}/{place.root}{name}"
+        return name
+
+    @property
+    def fast_folder(self) -> Path | None:
+        """The fast tier's folder, if there are two tiers."""
+        tiers = self.settings.tiers
+        return Path(local_path(tiers.fast)) if tiers is not None else None
 
     @property
     def index_file(self) -> Path | None:
@@ -176,6 +192,21 @@ class Cache:
         if self.folder is not None and not exists(self.folder):
             return Backend(url=url, state="absent", problem="the first engine that saves will make it")
         return Backend(url=url, state="ok")
+
+    def fast_state(self) -> FastBackend | None:
+        """The fast tier and how full it is; None if there is none."""
+        tiers, folder = self.settings.tiers, self.fast_folder
+        if tiers is None or folder is None:
+            return None
+        state = FastBackend(url=redact(tiers.fast), state="absent", capacity_bytes=tiers.fast_capacity)
+        if not exists(folder):
+            return state
+        try:
+            usage = self.fast.usage()
+        except KVStoreError as exc:
+            return state.model_copy(update={"state": "unreachable", "problem": str(exc)})
+        found = {"used_bytes": usage.nbytes, "payloads": usage.payloads, "dirty_bytes": usage.dirty_bytes}
+        return state.model_copy(update={"state": "ok", **found})
 
 
 def exists(path: Path) -> bool:

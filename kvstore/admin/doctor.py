@@ -7,7 +7,6 @@ already says nothing: one broken thing is one problem, not ten.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -17,17 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvstore import __version__
-from kvstore.admin.cache import Cache, Sources, exists
+from kvstore.admin.cache import Cache, Sources
 from kvstore.admin.machine import (
     check_disk,
-    check_file_clock,
     check_file_systems,
     check_redis,
     check_versions,
-    nearest_folder,
     size,
 )
 from kvstore.admin.payloads import are_there
+from kvstore.admin.storage_checks import check_fast_tier, check_payloads, to_be_made
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -63,11 +61,6 @@ _ADVICE: dict[str, dict[type[KVStoreError], str]] = {
         DeadlineExceeded: "another process keeps the file locked; who has it open? (fuser FILE)",
         TransientError: "check the disk and its mount; the file may be deleted, the cache then refills",
     },
-    "payloads": {
-        PermissionDenied: "give the engines' user the right to write there, or run as that user",
-        CapacityExceeded: "the disk is full: make room, or lower capacity_bytes",
-        TransientError: "check the disk and its mount",
-    },
 }
 _RANKING: dict[CheckState, int] = {"ok": 0, "warning": 1, "problem": 2}
 
@@ -83,6 +76,7 @@ def doctor(
         version=__version__,
         index=redact(cache.settings.index_url),
         payloads=redact(cache.settings.origin),
+        fast=redact(cache.settings.tiers.fast) if cache.settings.tiers else None,
         state=max((check.state for check in checks), key=lambda state: _RANKING[state]),
         checks=checks,
     )
@@ -95,6 +89,7 @@ def _checks(cache: Cache, sources: Sources, clock: Callable[[], float], mounts: 
     index_works = all(check.state != "problem" for check in index)
     payloads = list(check_payloads(cache, clock))
     yield from payloads
+    yield from _or_problem("fast tier", check_fast_tier(cache))
     payloads_work = all(check.state != "problem" for check in payloads)
     yield from check_file_systems(cache, mounts)
     yield from check_versions()
@@ -133,6 +128,13 @@ def check_settings(cache: Cache, sources: Sources) -> Iterator[Check]:
             found=f"{found}; memory:// lasts as long as one process",
             advice="it is for tests: give --payloads file:///DIR",
         )
+    elif settings.origin.startswith("s3:") and settings.index_url.startswith("sqlite:"):
+        yield Check(
+            name="settings",
+            state="warning",
+            found=f"{found}; payloads are in a bucket, and the index is a file of this machine",
+            advice="other machines find nothing in the bucket: give all of them one redis:// index",
+        )
     else:
         yield Check(name="settings", state="ok", found=found)
 
@@ -140,7 +142,7 @@ def check_settings(cache: Cache, sources: Sources) -> Iterator[Check]:
 def check_index(cache: Cache) -> Iterator[Check]:
     """Whether the index can be read and written, how fast it answers, and what it says of itself."""
     if cache.index_file is not None and cache.index_absent:
-        yield _to_be_made("index", cache.index_file.parent, "the index")
+        yield to_be_made("index", cache.index_file.parent, "the index")
         return
     try:
         index = cache.index
@@ -181,51 +183,6 @@ def _warnings(index: RedisIndex) -> Iterator[Check]:
     for text in index.warnings():
         found, _, advice = text.partition("; ")
         yield Check(name="index configuration", state="warning", found=found, advice=advice)
-
-
-def check_payloads(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
-    """Whether payloads can be written and read, by a probe that is deleted again."""
-    folder = cache.folder
-    if folder is not None and not exists(folder):
-        yield _to_be_made("payloads", folder, "the payload folder")
-        return
-    if folder is not None and os.geteuid() == 0 and (owner := folder.stat().st_uid) != 0:
-        # Root may write anywhere, which proves nothing, and what it makes engines could not write.
-        yield Check(
-            name="payloads",
-            state="warning",
-            found=f"not probed: this is root, and {folder} belongs to user {owner}",
-            advice="run cache-admin as the user that the engines run as",
-        )
-        return
-    began = time.perf_counter()
-    try:
-        cache.payloads.ping()
-    except KVStoreError as exc:
-        yield Check(name="payloads", state="problem", found=str(exc), advice=_advice(exc, "payloads"))
-        return
-    took = time.perf_counter() - began
-    yield Check(
-        name="payloads", state="ok", found=f"a probe was written, read and deleted in {took * 1e3:.2f} ms"
-    )
-    try:
-        yield from check_file_clock(cache, clock)
-    except OSError as exc:
-        yield Check(name="file clock", state="warning", found=f"can't look at {folder}: {exc.strerror}")
-
-
-def _to_be_made(name: str, path: Path, what: str) -> Check:
-    """A folder or file that isn't there is fine if it can be made."""
-    existing = nearest_folder(path)
-    able = os.access(existing, os.W_OK | os.X_OK)
-    return Check(
-        name=name,
-        state="ok" if able else "problem",
-        found=f"{what} is not there yet; the first save makes it in {path}",
-        advice=""
-        if able
-        else f"user {os.geteuid()} can't write to {existing}: make the folder, or run as the engines' user",
-    )
 
 
 def check_hashing(cache: Cache, environ: Mapping[str, str]) -> Iterator[Check]:
@@ -287,19 +244,21 @@ def check_agreement(cache: Cache) -> Iterator[Check]:
             if not there and cache.index.get(name, [listing.segment])[0]:
                 lost.append(listing.segment.hex())
     if lost:
+        back = cache.settings.tiers is not None and cache.settings.tiers.write == "back"
+        waiting = "with write: back another node may still have to upload them; if they stay missing: "
         yield Check(
             name="agreement",
-            state="problem",
+            state="warning" if back else "problem",
             found=f"{len(lost)} of {looked} sampled segments have no payload, or one of another size, such "
             f"as {lost[0]}",
-            advice="do this index and these payloads belong together? `cache-admin show "
-            f"{lost[0]}` says what is wrong with it",
+            advice=f"{waiting if back else ''}do this index and these payloads belong together? `cache-admin "
+            f"show {lost[0]}` says what is wrong with it",
         )
     elif looked:
         yield Check(name="agreement", state="ok", found=f"{looked} sampled segments have their payloads")
 
 
-def _advice(exc: KVStoreError, what: Literal["redis", "sqlite", "payloads"]) -> str:
+def _advice(exc: KVStoreError, what: Literal["redis", "sqlite"]) -> str:
     for kind, advice in _ADVICE[what].items():
         if isinstance(exc, kind):
             return advice

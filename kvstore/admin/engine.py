@@ -16,6 +16,12 @@ from schemas.settings import Settings
 Role = Literal["both", "producer", "consumer"]
 
 _SECRET_KEYS = re.compile(r"user|pass|secret|token|credential", re.IGNORECASE)
+#: What boto3 itself reads.
+_AWS = {
+    "s3__access_key_id": "AWS_ACCESS_KEY_ID",
+    "s3__secret_access_key": "AWS_SECRET_ACCESS_KEY",
+    "s3__session_token": "AWS_SESSION_TOKEN",
+}
 
 
 def vllm_config(settings: Settings, *, kv: bool, ec: bool, role: Role) -> VllmConfigReport:
@@ -25,7 +31,7 @@ def vllm_config(settings: Settings, *, kv: bool, ec: bool, role: Role) -> VllmCo
     # The URLs first: they are what a reader looks for.
     tree = {key: tree[key] for key in ("index", "payloads") if key in tree} | tree
     for key in ("index", "payloads"):
-        if key in tree:
+        if isinstance(tree.get(key), str):
             tree[key], had_credentials = without_credentials(tree[key])
             if had_credentials:
                 notes.append(
@@ -33,8 +39,15 @@ def vllm_config(settings: Settings, *, kv: bool, ec: bool, role: Role) -> VllmCo
                     f"{PREFIX}REDIS__PASSWORD, or {PREFIX}{key.upper()} with the whole URL, in the engines' "
                     "environment"
                 )
-    if redis_is_remote(settings) and "payloads" in tree and tree["payloads"].startswith("file:"):
+    if redis_is_remote(settings) and settings.origin.startswith("file:"):
         notes.append("every machine must see the same folder under the payloads URL (a shared mount)")
+    if settings.origin.startswith("s3:") and not redis_is_remote(settings):
+        notes.append("engines on other machines share the bucket only through one index: redis://HOST:PORT/0")
+    if settings.tiers is not None:
+        notes.append(
+            "every machine needs a disk of its own under payloads.fast (in Kubernetes a hostPath or emptyDir "
+            "volume)"
+        )
     return VllmConfigReport(
         kv_transfer_config={
             "kv_connector": "KVStoreConnector",
@@ -65,7 +78,9 @@ def _public(value: Any, path: str, notes: list[str]) -> Any:
     for key, inner in value.items():
         name = f"{path}__{key}" if path else key
         if isinstance(inner, SecretStr):
-            notes.append(f"{name.replace('__', '.')} is left out: set {PREFIX}{name.upper()} for the engines")
+            variable = _AWS.get(name)
+            either = f"{PREFIX}{name.upper()}" + (f" or {variable}" if variable else "")
+            notes.append(f"{name.replace('__', '.')} is left out: set {either} for the engines")
         elif (kept := _public(inner, name, notes)) not in ({}, None):
             public[key] = kept
     return public

@@ -73,6 +73,7 @@ def status(cache: Cache, now_s: float) -> StatusReport:
         at_s=now_s,
         index=index,
         payloads=cache.payloads_state(),
+        fast=cache.fast_state(),
         capacity_bytes=cache.settings.capacity_bytes,
         total=None if index.state == "unreachable" else _sum(lines),
         namespaces=lines,

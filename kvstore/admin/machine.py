@@ -109,6 +109,9 @@ def check_file_systems(cache: Cache, mounts: str) -> Iterator[Check]:
     if cache.folder is not None and (mount := mount_of(cache.folder.resolve(), mounts)):
         state, advice = _payload_mount(mount.kind, redis_is_remote(cache.settings))
         yield Check(name="file system", state=state, found=f"payloads on {_on(mount)}", advice=advice)
+    if cache.fast_folder is not None and (mount := mount_of(cache.fast_folder.resolve(), mounts)):
+        state, advice = _fast_mount(mount.kind)
+        yield Check(name="fast tier's file system", state=state, found=_on(mount), advice=advice)
     if cache.index_file is not None and (mount := mount_of(cache.index_file.resolve(), mounts)):
         shared = mount.kind in _SHARED | _BUCKETS
         yield Check(
@@ -141,6 +144,19 @@ def _payload_mount(kind: str, remote_index: bool) -> tuple[CheckState, str]:
             "other machines can use this index but not this folder: to them its segments look lost, and "
             "they evict them. Mount one shared folder on all, or give each machine an index of its own"
         )
+    return "ok", ""
+
+
+def _fast_mount(kind: str) -> tuple[CheckState, str]:
+    if kind in _SHARED | _BUCKETS:
+        return "problem", (
+            "a fast tier belongs to one node, and its ledger needs memory shared by its users: put it on a "
+            "disk of this node"
+        )
+    if kind == "overlay":
+        return "warning", "the container's own layer is gone with the container: mount a volume there"
+    if kind in ("tmpfs", "ramfs"):
+        return "warning", "this is memory: all of payloads.fast_capacity counts as the pod's"
     return "ok", ""
 
 
@@ -235,7 +251,7 @@ def check_versions() -> Iterator[Check]:
     """What runs here."""
     parts = [f"kvstore {__version__}", f"Python {platform.python_version()}"]
     parts.append(f"SQLite {sqlite3.sqlite_version}")
-    for package in ("redis", "vllm"):
+    for package in ("redis", "obstore", "boto3", "vllm"):
         try:
             parts.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:

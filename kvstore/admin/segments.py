@@ -21,6 +21,7 @@ from kvstore.admin.payloads import check_slot, read_bytes, read_header
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.keys import NamespaceId, SegmentId, parse_payload_name, payload_name
 from kvstore.ports import Listed, Listing
+from schemas.base import redact
 from schemas.reports import NamespaceReport, PartReport, SegmentReport, SlotReport
 from schemas.segment import SlotMeta
 
@@ -92,6 +93,11 @@ def find_segment(cache: Cache, prefix: str, namespaces: Sequence[NamespaceId]) -
 def _payload(cache: Cache, name: str) -> tuple[NamespaceId, SegmentId, int] | None:
     """The parts of a payload's name or path, or None if `name` is neither."""
     if parsed := parse_payload_name(name):
+        return parsed
+    if name.startswith("s3://"):
+        parsed = parse_payload_name("/".join(name.split("/")[-3:]))
+        if parsed is None or cache.location(payload_name(*parsed)) != name:
+            raise UnknownName(f"{name!r} is not a payload of {redact(cache.settings.origin)}")
         return parsed
     if cache.folder is None or "/" not in name:
         return None
@@ -209,7 +215,7 @@ def _read_part(
     report = PartReport(
         rank=rank,
         payload=name,
-        location=name if cache.folder is None else str(cache.folder / name),
+        location=cache.location(name),
         state=state,
         problems=tuple(problems),
         stored_bytes=listed.nbytes if listed else None,

@@ -81,6 +81,8 @@ class _Warm:
     left: LeftOut = field(default_factory=LeftOut)
     ended: Ended = "complete"
     problem: str = ""
+    #: Those that the tier did not take.
+    _again: list[tuple[Planned, Listing]] = field(default_factory=list)
     _failures: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -89,6 +91,11 @@ class _Warm:
         self.progress.begin("warm", self.plan.amount.stored_bytes)
         try:
             for_each(self._segment, self._there(), jobs)
+            # A tier that was busy, or had no memory for so many at once, may have room for them now.
+            again, self._again = self._again, []
+            for_each(self._segment, again, 1)
+            for entry, _ in self._again:
+                self._leave(entry, "its payload is gone, or the fast tier has no room for it")
         except KeyboardInterrupt:
             self.ended, self.problem = "cancelled", "cancelled"
         except KVStoreError as exc:
@@ -118,10 +125,10 @@ class _Warm:
         except KVStoreError as exc:
             self._leave(entry, str(exc))
             raise
-        if not there:
-            self._leave(entry, "its payload is gone, or the fast tier has no room for it")
-            return
         with self._lock:
+            if not there:
+                self._again.append(work)
+                return
             self._failures = 0
             self.done.add(listing.record.slots, listing.record.nbytes)
             self.progress.advance(listing.record.nbytes)

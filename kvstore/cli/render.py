@@ -47,6 +47,13 @@ def status(report: StatusReport) -> Renderables:
     """What is opened, totals, then a line per namespace."""
     yield from backend("index", report.index)
     yield from backend("payloads", report.payloads)
+    if report.fast is not None:
+        yield from backend("fast tier", report.fast)
+        if report.fast.used_bytes is not None:
+            waiting = f", {size(report.fast.dirty_bytes)} not uploaded yet" if report.fast.dirty_bytes else ""
+            held = count(report.fast.payloads or 0, "payload")
+            used = f"{size(report.fast.used_bytes)} of {size(report.fast.capacity_bytes)} in {held}{waiting}"
+            yield pair("", used)
     yield pair("capacity", f"{size(report.capacity_bytes)} per namespace")
     if report.total is None:
         yield pair("stored", "unknown: the index can't be asked")
