@@ -45,6 +45,8 @@ _T = TypeVar("_T")
 _MAX_MANIFEST = 64 << 20
 #: Settings allow segments of 1 GiB; one block may be on top of that.
 _MAX_PAYLOAD = 4 << 30
+#: Items differ in size; this is what the EC connector registers its namespaces with.
+_ITEM_BYTES = 1 << 20
 #: Of a namespace's capacity: importing more would evict what has just been imported.
 _FILL_TO = 0.9
 
@@ -296,7 +298,9 @@ class _Import:
         if name not in self._spaces:
             slots = header.meta.slots
             block = sum(slot.raw_bytes for slot in slots) * header.meta.ranks // len(slots)
-            space = store.open(namespace_of(header), block_bytes=block)
+            space = store.open(
+                namespace_of(header), block_bytes=block if header.meta.kind == "kv" else _ITEM_BYTES
+            )
             space.register()
             self._spaces[name] = space
         return self._spaces[name]

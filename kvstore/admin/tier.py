@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore import build
@@ -33,6 +34,9 @@ class FastTier(Protocol):
 
     def usage(self) -> TierUsage:
         """How full the fast tier is."""
+
+    def delete(self, names: Sequence[str]) -> int:
+        """As PayloadStore.delete, from both tiers."""
 
     def close(self) -> None:
         """Release what is held. Idempotent."""

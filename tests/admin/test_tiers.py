@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,6 +155,9 @@ class FakeTier:
         if isinstance(answer, BaseException):
             raise answer
         return bool(answer)
+
+    def delete(self, names: Sequence[str]) -> int:
+        return 0
 
     def close(self) -> None:
         pass

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from kvstore.admin.machine import nearest_folder, size
 from kvstore.admin.progress import Progress, Silent
 from kvstore.build import open_store
 from kvstore.errors import KVStoreError
-from kvstore.keys import SegmentId
 from kvstore.store import Store
 from schemas.base import redact
 from schemas.bench import BenchReport, Ended, LoadTime, Tier, TransferSpeed
@@ -154,8 +152,10 @@ class _Bench:
         known = [load for load in self.loads if load.tier == tier and load.measured]
         if known and (tokens > loader.longest or nbytes / known[-1].bytes_s > max(1.0, seconds)):
             return worked_out(known[-1], tokens, nbytes)
-        # The chain may be shorter than the first prompt.
-        shorter = min(tokens, loader.longest)
+        # The chain may be shorter than the first prompt, or the store too slow for it.
+        rate = max((t.bytes_s for t in self.transfers if t.operation == "get"), default=0.0)
+        fits = max(self.shape.segment_bytes, rate * seconds * _OVERRUN) // self.shape.kv_bytes_per_token
+        shorter = min(tokens, loader.longest, int(fits))
         best: Loaded | None = None
         end = time.perf_counter() + seconds
         # The first one warms up connections, so a second counts if there is time for it.
@@ -178,7 +178,7 @@ class _Bench:
         drop(folder, [name for name, _ in names])
 
     def _bytes(self) -> int:
-        """How much may be written. Raises KVStoreError if there is no room for anything."""
+        """How much may be written."""
         settings = self.cache.settings
         most = min(_MOST_BYTES * self.seconds / 60, _MOST_BYTES, settings.capacity_bytes / 2)
         if self.cache.folder is not None:
@@ -206,19 +206,14 @@ class _Bench:
         if keep:
             return
         self.progress.begin("bench: cleaning up")
-        segments: list[SegmentId] = [stored.segment for stored in self.material.stored]
-        stages.forget(self.cache.made_index(), self.material.id, segments)
-        with self._everywhere() as payloads:
-            payloads.delete(names)
+        try:
+            segments = [stored.segment for stored in self.material.stored]
+            stages.forget(self.cache.made_index(), self.material.id, segments)
+        finally:
+            # With the copies in the fast tier, if there is one.
+            everywhere = self.cache.payloads if self.cache.settings.tiers is None else self.cache.fast
+            everywhere.delete(names)
         self.left_behind = ""
-
-    @contextmanager
-    def _everywhere(self) -> Iterator[Any]:
-        """The payload store with all of its tiers."""
-        if self.cache.settings.tiers is None:
-            yield self.cache.payloads
-        else:
-            yield self.cache.fast
 
     def report(self, seconds: float) -> BenchReport:
         """What is known so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -97,7 +98,7 @@ def index(index: RedisIndex | SqliteIndex, space: NamespaceId, seconds: float) -
     """
     digests = os.urandom(DIGEST_BYTES * max(MATCHES))
     part = PartRecord(4096, (1,) * _SEGMENT_BLOCKS)
-    record = SegmentRecord((part,), _SEGMENT_BLOCKS, "none", 0, raw_bytes=_SEGMENT_BLOCKS)
+    record = SegmentRecord((part,), _SEGMENT_BLOCKS, "none", int(time.time()), raw_bytes=_SEGMENT_BLOCKS)
     step = DIGEST_BYTES * _SEGMENT_BLOCKS
     blobs = [digests[at : at + step] for at in range(0, len(digests), step)]
     segments = [new_segment_id() for _ in blobs]
