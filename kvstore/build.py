@@ -1,7 +1,8 @@
 """The composition root: settings from their sources, and the stack that they describe.
 
     index     BreakingIndex(RedisIndex | SqliteIndex)
-    payloads  BreakingPayloads(LocalPayloads | MemoryPayloads), or
+    payloads  origin, or TieredPayloads(BreakingPayloads(LocalPayloads), origin)
+    origin    BreakingPayloads(LocalPayloads | MemoryPayloads), or
               RangedPayloads(RetryingPayloads(BreakingPayloads(S3Payloads)))
 
 Nothing else constructs backends.
@@ -12,7 +13,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvstore.blobs.breaking import BreakingPayloads
+from kvstore.blobs.ledger import Ledger
 from kvstore.blobs.local import LocalPayloads
 from kvstore.blobs.memory import MemoryPayloads
 from kvstore.blobs.ranged import RangedPayloads
 from kvstore.blobs.retrying import RetryingPayloads
+from kvstore.blobs.tiered import TieredPayloads
 from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
 from kvstore.index.breaking import BreakingIndex
@@ -34,7 +39,7 @@ from kvstore.ports import PayloadStore
 from kvstore.store import Store
 from kvstore.transfers import Crew, Transfers
 from schemas.base import explain, model_of, redact
-from schemas.settings import Settings
+from schemas.settings import Settings, Tiers
 from schemas.urls import local_path, s3_location
 
 PREFIX = "KVSTORE_"
@@ -163,24 +168,77 @@ def _origin(settings: Settings, breaker: Breaker, crew: Crew) -> PayloadStore:
     )
 
 
+def open_tier(settings: Settings) -> TieredPayloads:
+    """Both tiers, for tools: no breaker, and nothing in the background. Raises ConfigError without tiers."""
+    if settings.tiers is None:
+        raise ConfigError("payloads is one URL, not {fast: file:///DIR, slow: URL, fast_capacity: SIZE}")
+    fast = LocalPayloads(local_path(settings.tiers.fast), fsync=settings.local.fsync)
+    return TieredPayloads(fast, open_payloads(settings), _ledger(settings, settings.tiers), later=_at_once())
+
+
+def _tiered(
+    settings: Settings, tiers: Tiers, origin: PayloadStore, transfers: Transfers, counters: Counters
+) -> PayloadStore:
+    fast = LocalPayloads(local_path(tiers.fast), fsync=settings.local.fsync)
+    return TieredPayloads(
+        BreakingPayloads(fast, Breaker("fast tier", settings.breaker)),
+        origin,
+        _ledger(settings, tiers),
+        later=transfers.write,
+        write=tiers.write,
+        count=lambda name, amount: counters.add(f"tier_{name}", amount),
+    )
+
+
+def _ledger(settings: Settings, tiers: Tiers) -> Ledger:
+    return Ledger(local_path(tiers.fast), tiers.fast_capacity, breaker=settings.breaker)
+
+
+def _at_once() -> Callable[[int, Callable[[], None]], bool]:
+    """A queue without threads: runs a job at once, one that a job queues after it, and none with bytes."""
+    own = threading.local()
+
+    def later(nbytes: int, job: Callable[[], None]) -> bool:
+        if nbytes:
+            return False
+        jobs = getattr(own, "jobs", None)
+        if jobs is not None:
+            jobs.append(job)
+            return True
+        own.jobs = deque([job])
+        try:
+            while own.jobs:
+                own.jobs.popleft()()
+        finally:
+            own.jobs = None
+        return True
+
+    return later
+
+
 def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     """Build the stack. Raises ConfigError; an unreachable Redis is not an error, only misses."""
     if not isinstance(settings, Settings):
         settings = load_settings(settings)
     index = open_index(settings)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
+    transfers, counters = Transfers(settings.transfers), Counters()
+    origin = _origin(settings, breaker, crew)
+    tiers = settings.tiers
     return Store(
         settings=settings,
-        payloads=_origin(settings, breaker, crew),
+        payloads=_tiered(settings, tiers, origin, transfers, counters) if tiers else origin,
         index=BreakingIndex(index, Breaker("index", settings.breaker)),
         catalogue=index,
-        transfers=Transfers(settings.transfers),
-        counters=Counters(),
+        transfers=transfers,
+        counters=counters,
         crew=crew,
-        breaker=breaker,
+        # With a tier in front, much can be read while the origin is down.
+        breaker=None if tiers else breaker,
     )
 
 
 def describe(settings: Settings) -> str:
     """One line for a log: what these settings open, without secrets."""
-    return f"index {redact(settings.index_url)}, payloads {redact(settings.origin)}"
+    front = f"{settings.tiers.fast} in front of " if settings.tiers else ""
+    return f"index {redact(settings.index_url)}, payloads {front}{redact(settings.origin)}"

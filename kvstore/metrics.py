@@ -52,6 +52,16 @@ _PLAIN: Final = (
     "deleted_payloads",
     "quarantined_segments",
     "dropped_copies",
+    # Of the local tier, if there is one:
+    "tier_hits_fast",  # reads that the folder answered
+    "tier_hits_slow",  # reads of the shared store, whole or in part, that found the payload
+    "tier_fills",  # fetched payloads that were written to the folder
+    "tier_fills_skipped",  # payloads not kept there: queue or memory full, no room, failing disk
+    "tier_waits",  # reads that waited for another thread or process to fetch the same payload
+    "tier_evictions",  # payloads evicted from the folder
+    "tier_fast_errors",  # failures of the folder or its ledger, each a miss or a skipped fill
+    "tier_uploads",  # dirty payloads uploaded
+    "tier_upload_failures",  # uploads that failed and are tried again, and dirty payloads that were lost
 )
 
 
