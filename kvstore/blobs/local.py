@@ -86,7 +86,7 @@ class LocalPayloads(PayloadStore):
         # Absolute once: a later chdir must not move the cache.
         self._root = str(Path(root).absolute())
         self._fsync = fsync
-        _remove_leftovers(self._root, clock())
+        remove_leftovers(self._root, clock())
 
     def __repr__(self) -> str:
         return f"LocalPayloads({self._root!r}, fsync={self._fsync!r})"
@@ -258,27 +258,38 @@ def _temporary(root: str) -> Iterator[tuple[int, str, int]]:
         os.close(folder)
 
 
-def _remove_leftovers(root: str, now: float) -> None:
-    """Remove temporary files that a crash has left. Never fails: what is wrong here shows in a put."""
-    with suppress(OSError):
+def remove_leftovers(root: str, now: float, unlocked_s: float = UNLOCKED_S) -> bool:
+    """Remove temporary files that a crash has left. Never fails: what is wrong here shows in a put.
+
+    `unlocked_s` is how long nobody may have written to one whose lock is free; on a local disk, where
+    locks are reliable, a second will do. Returns whether all files were looked at.
+    """
+    try:
         folder = _open_folder(root, _TMP)
-        try:
-            with os.scandir(folder) as entries:
-                names = [entry.name for entry in islice(entries, MAX_LEFTOVERS)]
-            for name in names:
-                if _TEMPORARY.fullmatch(name):
-                    with suppress(OSError):
-                        _remove_if_abandoned(folder, name, now)
-        finally:
-            os.close(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in islice(entries, MAX_LEFTOVERS)]
+        for name in names:
+            if _TEMPORARY.fullmatch(name):
+                with suppress(OSError):
+                    _remove_if_abandoned(folder, name, now, unlocked_s)
+        return len(names) < MAX_LEFTOVERS
+    except OSError:
+        return False
+    finally:
+        os.close(folder)
 
 
-def _remove_if_abandoned(folder: int, name: str, now: float) -> None:
+def _remove_if_abandoned(folder: int, name: str, now: float, unlocked_s: float) -> None:
     # For writing, because NFS makes of flock a range lock that asks for it.
     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         age = now - os.fstat(fd).st_mtime
-        if age < UNLOCKED_S:
+        if age < unlocked_s:
             return
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
