@@ -327,7 +327,7 @@ def test_what_the_numbers_say() -> None:
     index = list(findings(speed(load={"match_s": 9.0})))
     assert "bounded by the index" in index[0]
     planes = CodecSpeed(codec="planes-lz4", ratio=1.4, encode_bytes_s=3e9, decode_bytes_s=6e9)
-    assert any("planes-lz4: 29% fewer bytes" in line for line in findings(speed(codecs=(planes,))))
+    assert any("planes-lz4 makes 29% fewer bytes" in line for line in findings(speed(codecs=(planes,))))
     assert not any("planes" in line for line in findings(speed(codecs=(planes,), gets={8: 30e9})))
     [broken] = [t.model_copy(update={"errors": {"deadline": 3}}) for t in speed().transfers[:1]]
     assert "GET 1 at a time: errors (3 deadline)" in findings(speed(transfers=(broken,)))

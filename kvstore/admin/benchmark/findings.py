@@ -90,8 +90,11 @@ def _codec(report: BenchReport, gets: list[TransferSpeed]) -> Iterator[str]:
         # A read and what undoes the codec follow each other, on every thread.
         decoding = speed.decode_bytes_s * report.read_threads
         if 1 / (1 / (link * speed.ratio) + 1 / decoding) > _CODEC_GAIN * link:
-            saved = f"{1 - 1 / speed.ratio:.0%} fewer bytes to keep and to read, of data like bf16"
-            yield f"segment.codec {speed.codec}: {saved}, for {_mb(speed.encode_bytes_s)} a core when saving"
+            saved = f"{1 - 1 / speed.ratio:.0%} fewer bytes to keep and to read"
+            yield (
+                f"of bf16, segment.codec = {speed.codec} makes {saved}, for {_mb(speed.encode_bytes_s)} a core "
+                "when saving"
+            )
 
 
 def _mb(bytes_s: float) -> str:
