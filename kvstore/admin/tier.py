@@ -55,5 +55,4 @@ def tiers_of(settings: Settings) -> Tiers:
 def open_tier(settings: Settings) -> FastTier:
     """The fast tier in front of the shared payload store. Raises ConfigError if there is none."""
     tiers_of(settings)
-    opened: FastTier = build.open_tier(settings)  # type: ignore[attr-defined]
-    return opened
+    return build.open_tier(settings)

@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstore import build
 from kvstore.admin import Cache, Sources, doctor, plan, warm, warming_bytes
-from kvstore.blobs.ledger import Ledger
-from kvstore.blobs.local import LocalPayloads
 from kvstore.blobs.tiered import TieredPayloads
-from kvstore.build import load_settings, open_payloads
+from kvstore.build import load_settings
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -32,34 +29,9 @@ from kvstore.errors import (
 from kvstore.index.sqlite import SqliteIndex
 from schemas.bench import BenchReport
 from schemas.reports import Check, DoctorReport, StatusReport
-from schemas.settings import Settings
 from schemas.transfers import WarmReport
-from schemas.urls import local_path
 from tests.admin.conftest import Admin, Filled, fill
 from tests.s3_bucket import Credentials, S3Bucket
-
-
-def _open_tier(settings: Settings) -> TieredPayloads:
-    """What kvstore.build is to open."""
-    assert settings.tiers is not None
-    folder = local_path(settings.tiers.fast)
-
-    def later(_nbytes: int, job: Any) -> bool:
-        threading.Thread(target=job, daemon=True).start()
-        return True
-
-    return TieredPayloads(
-        LocalPayloads(folder),
-        open_payloads(settings),
-        Ledger(folder, settings.tiers.fast_capacity),
-        later=later,
-    )
-
-
-@pytest.fixture(autouse=True)
-def _tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not hasattr(build, "open_tier"):
-        monkeypatch.setattr(build, "open_tier", _open_tier, raising=False)
 
 
 @dataclass

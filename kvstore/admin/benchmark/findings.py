@@ -91,10 +91,8 @@ def _codec(report: BenchReport, gets: list[TransferSpeed]) -> Iterator[str]:
         decoding = speed.decode_bytes_s * report.read_threads
         if 1 / (1 / (link * speed.ratio) + 1 / decoding) > _CODEC_GAIN * link:
             saved = f"{1 - 1 / speed.ratio:.0%} fewer bytes to keep and to read"
-            yield (
-                f"of bf16, segment.codec = {speed.codec} makes {saved}, for {_mb(speed.encode_bytes_s)} a core "
-                "when saving"
-            )
+            cost = f"{_mb(speed.encode_bytes_s)} a core when saving"
+            yield f"of bf16, segment.codec = {speed.codec} makes {saved}, for {cost}"
 
 
 def _mb(bytes_s: float) -> str:
