@@ -1,7 +1,8 @@
 """BoundedFolder: the fast payload store and its ledger as one, for which every failure is only a miss.
 
 Nothing here raises KVStoreError: a damaged or locked ledger, a full disk, a folder that can't be written or
-read cost hits and fills, are counted as `fast_errors`, and stop further attempts to write for a moment.
+read cost hits and fills, are counted as `fast_errors`, and stop further attempts to write for a moment. A
+disk that is full before the capacity is reached gives up one old payload per such attempt.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from kvstore.blobs.ledger import Ledger, Reservation
 from kvstore.blobs.markers import Markers
 from kvstore.blobs.upkeep import Upkeep
-from kvstore.errors import BreakerOpen, KVStoreError
+from kvstore.errors import BreakerOpen, CapacityExceeded, KVStoreError
 from kvstore.ports import PayloadStore
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,10 @@ class BoundedFolder:
                 mark()
             self.fast.put(name, buffers)
             settled = self.ledger.settle(reservation)
+        except CapacityExceeded:
+            # A disk that is smaller than the capacity, or fills up with other things: the cache gives way.
+            self.ledger.yield_room(nbytes, self._evict)
+            raise
         finally:
             if not settled:
                 with self._lock:

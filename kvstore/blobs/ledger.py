@@ -151,6 +151,11 @@ class Ledger:
         with self.file.writing("release") as db:
             db.execute("DELETE FROM reservations WHERE token = ?", (reservation.token,))
 
+    def yield_room(self, nbytes: int, unlink: Unlink) -> None:
+        """The disk is full before the capacity is reached: evict so many bytes, for the next write to fit."""
+        with self.file.writing("evict") as db:
+            make_room(db, nbytes, unlink)
+
     def forget(self, names: Sequence[str]) -> None:
         """These were deleted: no entries any more, and who is writing one must not settle it."""
         if self.file.is_absent():

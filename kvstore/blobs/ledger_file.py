@@ -84,8 +84,6 @@ SCHEMA = (
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT}
 _DENIED = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_CANTOPEN}
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-#: Pages in the -wal file at which it is copied back and synced: 16 MiB.
-_CHECKPOINT_PAGES = 4096
 
 #: Connections made before a fork. SQLite forbids their use in the child, and even closing them there would
 #: drop the locks that the child's own connection holds on the file; so they are kept for good.
@@ -187,6 +185,7 @@ class LedgerFile:
             if code in _BUSY:
                 raise DeadlineExceeded(text) from exc
             if code == sqlite3.SQLITE_FULL:
+                self._reuse_wal()
                 raise CapacityExceeded(text) from exc
             raise (PermissionDenied(text) if code in _DENIED else TransientError(text)) from exc
         except OSError as exc:
@@ -241,6 +240,12 @@ class LedgerFile:
         # The file last: as long as it is there, it is the one to delete.
         for suffix in ("-wal", "-shm", ""):
             Path(self._path + suffix).unlink(missing_ok=True)
+
+    def _reuse_wal(self) -> None:
+        """Let the next transaction write over the -wal file: it takes no space, and may give some back."""
+        with suppress(sqlite3.Error):
+            if self._connection is not None:
+                self._connection.execute("PRAGMA wal_checkpoint(RESTART)")
 
     @contextmanager
     def _opening(self) -> Iterator[None]:
@@ -318,4 +323,3 @@ def _prepare(connection: sqlite3.Connection) -> None:
         connection.execute("COMMIT")
     if connection.execute("SELECT boot FROM totals").fetchone() != (_boot(),):
         raise _Foreign("it is from before the last boot")
-    connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")

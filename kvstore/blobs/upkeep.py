@@ -182,9 +182,13 @@ class Upkeep:
             self._drop_missing(page)
             last = page[-1][0]
             yield
-        with self._ledger.file.writing("finish comparing") as db:
-            self._trim(db)
-            db.execute("UPDATE totals SET scanned_s = ?", (time.time(),))
+        while True:
+            with self._ledger.file.writing("finish comparing") as db:
+                # A transaction evicts a bounded number; what is dirty, or being written, stays.
+                if self._trim(db) or not db.execute("SELECT 1 FROM entries WHERE dirty = 0").fetchone():
+                    db.execute("UPDATE totals SET scanned_s = ?", (time.time(),))
+                    return
+            yield
 
     def _adopt(self, files: Sequence[Listed], dirty: set[str]) -> None:
         with self._ledger.file.writing("adopt files") as db:
@@ -203,9 +207,9 @@ class Upkeep:
                 )
             self._trim(db)
 
-    def _trim(self, db: sqlite3.Connection) -> None:
+    def _trim(self, db: sqlite3.Connection) -> bool:
         (total,) = db.execute("SELECT nbytes FROM totals").fetchone()
-        make_room(db, total - self._ledger.capacity_bytes, self._unlink)
+        return make_room(db, total - self._ledger.capacity_bytes, self._unlink)
 
     def _drop_missing(self, page: Sequence[tuple[str, int]]) -> None:
         missing = [row for row in page if self._fast.read(row[0], 0, []) is None]

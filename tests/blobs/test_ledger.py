@@ -519,6 +519,19 @@ def test_a_folder_over_its_capacity_is_trimmed_before_anything_is_written(tmp_pa
     check_ledger(tended.ledger, tmp_path)
 
 
+def test_a_much_smaller_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tended = Tended(tmp_path)
+    for _ in range(50):
+        tended.keep(10)
+    tended.folder.close()
+    monkeypatch.setattr("kvstore.blobs.ledger.MAX_VICTIMS", 7)
+    tended = Tended(tmp_path, capacity=25)
+    new = tended.keep(5)
+    assert sorted(entries(tended.ledger).values()) == [5, 10, 10]
+    assert new in entries(tended.ledger)
+    check_ledger(tended.ledger, tmp_path)
+
+
 def test_many_files_are_compared_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {put(tmp_path, 1, 100) for _ in range(25)}
     monkeypatch.setattr("kvstore.blobs.upkeep.STEP", 4)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.blobs.faulty import Rule
+from kvstore.blobs.flights import Buffers
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import KVStoreError, PermissionDenied, TransientError
 from kvstore.ports import Listed, PayloadStore
@@ -234,6 +235,29 @@ def test_the_memory_in_flight_is_bounded(tmp_path: Path) -> None:
         assert read(rig, name, 0, len(data), len(data)) == data
     queue.run()
     assert set(rig.fast_files()) == set(names)
+
+
+def test_buffers_are_reused_and_bounded() -> None:
+    mib = 1 << 20
+    buffers = Buffers(8 * mib)
+    first = buffers.take(3 * mib)
+    assert first is not None
+    assert first.nbytes == 3 * mib
+    assert buffers.take(6 * mib) is None
+    buffers.give_back(first)
+    # Not for a much smaller payload, nor for a larger one.
+    second, third = buffers.take(mib // 2), buffers.take(4 * mib)
+    assert second is not None
+    assert third is not None
+    assert buffers.take(3 * mib - 5) is first
+    for each in (first, second, third):
+        buffers.give_back(each)
+    assert sum(each.nbytes for each in buffers._free) <= 4 * mib
+    # What is kept makes room; one alone may exceed the bound.
+    large = buffers.take(20 * mib)
+    assert large is not None
+    assert buffers.take(1) is None
+    assert buffers._free == []
 
 
 def test_what_is_missing_is_missing(rig: Rig) -> None:
@@ -467,6 +491,22 @@ def test_a_folder_that_cannot_be_written_stops_fills(tmp_path: Path, fault: str)
     clock.now += 60
     assert read(rig, names[0]) == DATA
     assert rig.fast_files() == {names[0]: SIZE}
+
+
+def test_a_disk_smaller_than_the_capacity_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    clock = Clock()
+    rig = Rig(tmp_path, clock=clock)
+    names = [stored(rig) for _ in range(5)]
+    for name in names[:3]:
+        read(rig, name)
+    rig.fast_plan.replace(Rule("no_space", times=1))
+    assert read(rig, names[3]) == DATA
+    # The oldest has made room for the next.
+    assert set(rig.fast_files()) == set(names[1:3])
+    clock.now += 10
+    assert read(rig, names[4]) == DATA
+    assert set(rig.fast_files()) == {*names[1:3], names[4]}
+    check_ledger(rig.ledger, rig.folder)
 
 
 def test_a_folder_that_cannot_evict_stops_fills(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kvstore.blobs.faulty import Rule
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import TransientError
+from kvstore.ports import Listed
 from tests.blobs.tier_world import Clock, Queue, Rig, check_ledger
 
 DATA = bytes(range(250)) * 400
@@ -294,13 +295,20 @@ def test_listed_once_wherever_it_is(rig: Rig) -> None:
     assert {one.name for one in rig.tier.list()} == set(names[:3])
 
 
-def test_listing_while_uploads_go_on(rig: Rig) -> None:
-    names = {put(rig) for _ in range(5)}
-    seen = []
-    for one in rig.tier.list():
-        seen.append(one.name)
+def test_listing_while_uploads_go_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [put(rig)]
+    rig.later.run()
+    names += [put(rig) for _ in range(4)]
+    listing = rig.slow.list
+
+    def list_and_upload(prefix: str = "") -> Iterator[Listed]:
+        yield from list(listing(prefix))
+        # Uploaded behind the back of the listing.
         rig.later.run()
-    assert sorted(seen) == sorted(names)
+
+    monkeypatch.setattr(rig.slow, "list", list_and_upload)
+    assert sorted(one.name for one in rig.tier.list()) == sorted(names)
+    settled(rig)
 
 
 def test_close_leaves_what_is_dirty(tmp_path: Path) -> None:
