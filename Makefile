@@ -19,7 +19,7 @@ test: setup ## the whole suite, with real servers and real engines (ARGS=... goe
 	@$(PYTHON) -m pytest $(ARGS)
 
 test-quick: setup-quick ## what needs neither engines nor servers: under two minutes
-	@$(PYTHON) -m pytest -m "not engine and not servers and not gpu" $(ARGS)
+	@$(PYTHON) -m pytest -m "not engine and not servers and not gpu and not slow" $(ARGS)
 
 check: setup-quick ## lint, format, types, layers: reads only
 	@failed=0; for tool in "ruff check ." "ruff format --check ." "mypy --strict" lint-imports; do \

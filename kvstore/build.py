@@ -186,6 +186,7 @@ def _tiered(
         _ledger(settings, tiers),
         later=transfers.write,
         write=tiers.write,
+        memory_bytes=settings.transfers.write_bytes,
         count=lambda name, amount: counters.add(f"tier_{name}", amount),
     )
 

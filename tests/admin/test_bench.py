@@ -38,6 +38,7 @@ def left(filled: Filled) -> tuple[list[Path], int]:
         return filled.payload_files(), count
 
 
+@pytest.mark.slow
 def test_a_quick_run(admin: Admin, either: Filled) -> None:
     before = either.payload_files()
     ran = admin("bench", *QUICK, "--json", *either.options, env=SMALL)
@@ -133,6 +134,7 @@ def test_wrong_usage(admin: Admin, filled: Filled, words: list[str]) -> None:
     assert (ran.code, ran.out) == (2, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["index", "put", "get", "loads"])
 def test_ctrl_c_leaves_nothing(
     admin: Admin, filled: Filled, monkeypatch: pytest.MonkeyPatch, stage: str
@@ -180,6 +182,7 @@ def test_without_its_index(admin: Admin, filled: Filled, private_redis: RedisSer
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_removed_an_hour_later(
     admin: Admin, filled: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +201,7 @@ def test_what_is_kept_is_removed_an_hour_later(
     assert left(filled) == (before, 0)
 
 
+@pytest.mark.slow
 def test_a_real_ctrl_c(filled: Filled) -> None:
     code = """
 import os, signal, sys, threading

@@ -13,6 +13,7 @@ from schemas.records import CODECS
 from tests.benchmarks.bench_codec import main
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--train-s", "0.1", "--slots", "1", "--rounds", "1", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())

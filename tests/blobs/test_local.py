@@ -147,14 +147,14 @@ def test_the_umask_decides_the_modes(payloads: LocalPayloads, root: Path) -> Non
 
 def test_no_descriptor_stays_open(payloads: LocalPayloads, raw: Folder) -> None:
     def use() -> None:
-        name = fresh_name()
+        name = name_in("0a")
         payloads.put(name, views(b"x" * 10))
         fetch(payloads, name)
-        fetch(payloads, fresh_name())
+        fetch(payloads, name_in("0b"))
         next(payloads.list())
         list(payloads.list())
         payloads.ping()
-        payloads.delete([name, fresh_name()])
+        payloads.delete([name, name_in("0c")])
         raw.put(f"{NAMESPACE}/ef", b"a file where a folder should be")
         with pytest.raises(TransientError):
             payloads.put(name_in("ef"), views(b"x"))
@@ -695,6 +695,7 @@ def _crash_put(root: Path, name: str, mode: Any, step: int) -> int:
     return _in_child(work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [None, OLD], ids=["fresh", "replacing"])
 @pytest.mark.parametrize("mode", FSYNC)
 def test_a_writer_killed_at_any_step_leaves_nothing_partial(

@@ -153,6 +153,7 @@ def inspect(root: Path, kind: str) -> None:
     rig.tier.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WORK)
 def test_killed_at_any_step(tmp_path: Path, kind: str) -> None:
     write, work = WORK[kind]

@@ -61,6 +61,7 @@ def used(folder: Path) -> int:
     return sum(files_in(folder).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_three_processes_share_a_folder_and_are_killed(tmp_path: Path, write: str) -> None:
     children = Children("churn", str(tmp_path))
@@ -128,6 +129,7 @@ def _what_is_left(root: Path) -> set[str]:
     return saved
 
 
+@pytest.mark.slow
 def test_a_segment_is_fetched_once_by_all_threads_of_all_processes(tmp_path: Path) -> None:
     rng, rig = random.Random(2), Rig(tmp_path)
     names = [new_name(rng) for _ in range(12)]
