@@ -184,9 +184,9 @@ def _tiered(
         BreakingPayloads(fast, Breaker("fast tier", settings.breaker)),
         origin,
         _ledger(settings, tiers),
-        later=transfers.write,
+        later=transfers.errand,
         write=tiers.write,
-        memory_bytes=settings.transfers.write_bytes,
+        memory_bytes=settings.transfers.errand_bytes,
         count=lambda name, amount: counters.add(f"tier_{name}", amount),
     )
 

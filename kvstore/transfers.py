@@ -3,6 +3,7 @@
     calls   index round trips, milliseconds each; their own threads, so no transfer delays them
     reads   go before writes: a thread that could do either takes the read
     writes  fewer threads than there are, so that reads always find one; dropped when full
+    errands go after writes, on the same threads: what nobody waits for (fills of a local tier, uploads)
     crew    lends a hand to a thread whose job falls into parts; whoever calls it works along
 
 Nothing waits to be queued: a full queue answers False, and the caller turns that into a miss or a
@@ -34,7 +35,9 @@ _CALL_THREADS = 2
 @dataclass(frozen=True, slots=True)
 class _Queued:
     job: Job
-    nbytes: int
+    nbytes: int = 0
+    #: Whose bytes: "writes", "errands", or nobody's.
+    kind: str = ""
 
 
 class Transfers:
@@ -47,45 +50,53 @@ class Transfers:
         self._calls: deque[_Queued] = deque()
         self._reads: deque[_Queued] = deque()
         self._writes: deque[_Queued] = deque()
-        self._write_bytes = 0
+        self._errands: deque[_Queued] = deque()
+        self._held = {"writes": 0, "errands": 0}
         self._active = 0
         self._threads: list[threading.Thread] = []
         self._closing = False
 
     def call(self, job: Job) -> bool:
         """Queue an index call. False: the queue is full or closed, `job` will not run."""
-        return self._put(self._calls, _Queued(job, 0))
+        return self._put(self._calls, _Queued(job))
 
     def read(self, job: Job) -> bool:
         """Queue a load. False: the queue is full or closed, `job` will not run."""
-        return self._put(self._reads, _Queued(job, 0))
+        return self._put(self._reads, _Queued(job))
 
     def write(self, nbytes: int, job: Job) -> bool:
         """Queue a save that holds `nbytes` of memory. False: over the bound, or closed."""
+        return self._hold(self._writes, _Queued(job, nbytes, "writes"), self._settings.write_bytes)
+
+    def errand(self, nbytes: int, job: Job) -> bool:
+        """Queue what nobody waits for and holds `nbytes` of memory. False: over the bound, or closed."""
+        return self._hold(self._errands, _Queued(job, nbytes, "errands"), self._settings.errand_bytes)
+
+    def _hold(self, queue: deque[_Queued], item: _Queued, most: int) -> bool:
         with self._ready:
-            if self._write_bytes + nbytes > self._settings.write_bytes:
+            if self._held[item.kind] + item.nbytes > most or not self._put(queue, item):
                 return False
-            if not self._put(self._writes, _Queued(job, nbytes)):
-                return False
-            self._write_bytes += nbytes
+            self._held[item.kind] += item.nbytes
             return True
 
     @property
     def queued(self) -> dict[str, int]:
-        """Jobs waiting now, by kind, and bytes of saves queued or running."""
+        """Jobs waiting now, by kind, and bytes of saves and errands queued or running."""
         with self._ready:
             return {
                 "calls": len(self._calls),
                 "reads": len(self._reads),
                 "writes": len(self._writes),
-                "write_bytes": self._write_bytes,
+                "errands": len(self._errands),
+                "write_bytes": self._held["writes"],
+                "errand_bytes": self._held["errands"],
             }
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is queued or running; False if that took too long."""
         end = time.monotonic() + timeout_s
         with self._ready:
-            while self._calls or self._reads or self._writes or self._active:
+            while self._calls or self._reads or self._writes or self._errands or self._active:
                 left = end - time.monotonic()
                 if left <= 0:
                     return False
@@ -106,6 +117,7 @@ class Transfers:
             self._calls.clear()
             self._reads.clear()
             self._writes.clear()
+            self._errands.clear()
             self._ready.notify_all()
             threads, self._threads = self._threads, []
         for thread in threads:
@@ -127,7 +139,7 @@ class Transfers:
     def _start(self) -> None:
         kinds: list[tuple[str, tuple[deque[_Queued], ...]]] = [("call", (self._calls,))] * _CALL_THREADS
         kinds += [("read", (self._reads,))] * self._settings.read_threads
-        kinds += [("write", (self._reads, self._writes))] * self._settings.write_threads
+        kinds += [("write", (self._reads, self._writes, self._errands))] * self._settings.write_threads
         for number, (kind, queues) in enumerate(kinds):
             thread = threading.Thread(
                 target=self._run, args=(queues,), name=f"{self._name}-{kind}-{number}", daemon=True
@@ -153,7 +165,8 @@ class Transfers:
             finally:
                 with self._ready:
                     self._active -= 1
-                    self._write_bytes -= item.nbytes
+                    if item.kind:
+                        self._held[item.kind] -= item.nbytes
                     if not self._active:
                         self._ready.notify_all()
 

@@ -182,6 +182,9 @@ class TransferSettings(Closed):
     write_threads: int = Field(default=2, ge=1, le=128)
     #: Bytes of saves queued or running; a save past it is dropped and counted.
     write_bytes: Bytes = Field(default=512 << 20, ge=1)
+    #: Bytes of payloads that a local tier is filled with or uploads; past it fills are skipped, and what is
+    #: saved goes to the shared store at once.
+    errand_bytes: Bytes = Field(default=256 << 20, ge=1)
     #: Jobs of each kind that may be queued; past it a load is a miss and a save is dropped.
     queue_jobs: int = Field(default=4096, ge=1)
     #: How long `close` waits for queued saves.
@@ -287,6 +290,11 @@ class Settings(Closed):
             raise ValueError(
                 f"payloads.fast_capacity = {self.payloads.fast_capacity} is smaller than one segment "
                 f"(segment.target_bytes = {self.segment.target_bytes})"
+            )
+        if self.tiers is not None and self.transfers.errand_bytes < self.segment.target_bytes:
+            raise ValueError(
+                f"transfers.errand_bytes = {self.transfers.errand_bytes} is smaller than one segment "
+                f"(segment.target_bytes = {self.segment.target_bytes}): the fast tier would never be filled"
             )
         if self.breaker.backoff_s > self.breaker.max_backoff_s:
             raise ValueError(

@@ -455,6 +455,12 @@ def test_bad_tiers(given: dict[str, Any], words: str) -> None:
     assert words in line
 
 
+def test_a_tier_that_could_never_be_filled() -> None:
+    tiers = {"fast": "file:///x", "slow": "s3://bucket"}
+    (line,) = problems(payloads=tiers, index="redis://h", transfers={"errand_bytes": "1MiB"})
+    assert "transfers.errand_bytes = 1048576 is smaller than one segment" in line
+
+
 def test_tiers_need_an_index_of_their_own() -> None:
     (line,) = problems(payloads={"fast": "file:///x", "slow": "file:///nfs"})
     assert "index may only be left out with file:// payloads" in line

@@ -135,6 +135,30 @@ def test_close_abandons_what_hangs() -> None:
     blocker.go.set()
 
 
+def test_errands_go_last_and_have_a_bound_of_their_own() -> None:
+    settings = TransferSettings(
+        read_threads=1, write_threads=1, write_bytes=100, errand_bytes=50, queue_jobs=10
+    )
+    transfers = Transfers(settings)
+    hold, order = threading.Event(), list[str]()
+    for _ in range(2):  # the thread for reads, and the one for everything
+        assert transfers.read(lambda: hold.wait(5) and None)
+    while transfers.queued["reads"]:
+        time.sleep(0.001)
+    assert transfers.errand(50, lambda: order.append("errand"))
+    assert not transfers.errand(1, lambda: order.append("too much"))
+    assert transfers.write(100, lambda: order.append("write"))
+    assert not transfers.write(1, lambda: order.append("too much"))
+    assert (transfers.queued["errands"], transfers.queued["errand_bytes"]) == (1, 50)
+    hold.set()
+    assert transfers.drain(5)
+    assert order == ["write", "errand"]
+    assert transfers.queued["errand_bytes"] == 0
+    assert transfers.errand(50, lambda: None)
+    assert transfers.close(1)
+    assert not transfers.errand(1, lambda: None)
+
+
 # The crew
 
 

@@ -63,7 +63,7 @@ class TieredPayloads(PayloadStore):
     """`fast` within the capacity of `ledger`, which is of the same folder, in front of `slow`.
 
     `later(nbytes, job)` runs `job`, which holds `nbytes` of memory, soon and on another thread, or answers
-    False (kvstore.transfers.Transfers.write). `memory_bytes` bounds the payloads in memory, those that wait
+    False (kvstore.transfers.Transfers.errand). `memory_bytes` bounds the payloads in memory, those that wait
     to be written included. Errors are those of `slow`: nothing that happens to the folder is one.
     """
 
@@ -85,6 +85,7 @@ class TieredPayloads(PayloadStore):
         self._ledger = ledger
         self._later = later
         self._write = write
+        self._memory_bytes = memory_bytes
         self._count = count
         self._wait_s = wait_s
         self._clock = clock
@@ -120,7 +121,10 @@ class TieredPayloads(PayloadStore):
             with self._back.held(name, self._wait_s):
                 self._put_through(name, buffers, nbytes)
                 self._back.unmark(name)
-        elif self._write == "through" or not self._back.add(name, buffers, nbytes):
+        elif self._write == "through" or nbytes > self._memory_bytes:
+            # What doesn't fit into the memory for uploads would never be uploaded.
+            self._put_through(name, buffers, nbytes)
+        elif not self._back.add(name, buffers, nbytes):
             self._put_through(name, buffers, nbytes)
 
     def _put_through(self, name: str, buffers: Sequence[memoryview], nbytes: int) -> None:

@@ -386,3 +386,11 @@ def test_the_folders_promise_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(fd), fdatasync(fd)))
     put(rig)
     assert len(synced) == 1
+
+
+def test_what_can_not_be_uploaded_later_is_saved_through(tmp_path: Path) -> None:
+    rig = back(tmp_path, memory_bytes=SIZE - 1)
+    name = put(rig)
+    assert rig.slow_files() == {name: SIZE}
+    settled(rig)
+    rig.tier.close()
