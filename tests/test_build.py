@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstore.build import describe, load_settings, open_store, settings_keys
+from kvstore.build import describe, load_settings, open_payloads, open_store, open_tier, settings_keys
+from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import ConfigError
 
 PAYLOADS = {"payloads": "file:///tmp/x"}
@@ -125,3 +128,55 @@ def test_an_unreachable_redis_is_no_reason_not_to_start(tmp_path: Path) -> None:
 def test_memory_is_for_tests() -> None:
     with open_store({"payloads": "memory://a", "index": "memory://a"}).payloads as payloads:
         assert list(payloads.list()) == []
+
+
+# Tiers
+
+
+def tiered(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    payloads = {"fast": f"file://{tmp_path}/fast", "slow": f"file://{tmp_path}/slow", **more}
+    return {"payloads": payloads, "index": f"sqlite://{tmp_path}/index.sqlite"}
+
+
+def test_tiers_are_stacked_as_described(tmp_path: Path) -> None:
+    with open_store(tiered(tmp_path)) as store:
+        text = repr(store.payloads)
+        assert text.startswith("TieredPayloads(BreakingPayloads(LocalPayloads('")
+        assert "BreakingPayloads(LocalPayloads(" in text.split(", ", 2)[2]
+        # Much can be read from the folder while the origin is down.
+        assert store.breaker is None
+        name = fresh_name()
+        store.payloads.put(name, views(b"abc"))
+        assert (tmp_path / "fast" / name).read_bytes() == (tmp_path / "slow" / name).read_bytes() == b"abc"
+        assert fetch(store.payloads, name) == b"abc"
+        assert store.counters.snapshot()["tier_hits_fast"] == 1
+    settings = load_settings(tiered(tmp_path), environ={})
+    assert f"file://{tmp_path}/fast in front of file://{tmp_path}/slow" in describe(settings)
+    assert repr(open_payloads(settings)).startswith("LocalPayloads(")
+
+
+def test_a_tier_for_tools_does_everything_at_once(tmp_path: Path) -> None:
+    settings = load_settings(tiered(tmp_path), environ={})
+    name = fresh_name()
+    with open_payloads(settings) as slow:
+        slow.put(name, views(b"x" * 1000))
+    with open_tier(settings) as tier:
+        before = threading.active_count()
+        assert tier.fill(name, 1000)
+        assert tier.usage().payloads == 1
+        assert threading.active_count() == before
+    with pytest.raises(ConfigError, match="payloads is one URL"):
+        open_tier(load_settings({"payloads": f"file://{tmp_path}"}, environ={}))
+
+
+def test_tiers_from_the_environment(tmp_path: Path) -> None:
+    environ = {
+        "KVSTORE_PAYLOADS__FAST": f"file://{tmp_path}/fast",
+        "KVSTORE_PAYLOADS__SLOW": "s3://bucket/x",
+        "KVSTORE_PAYLOADS__FAST_CAPACITY": "5GiB",
+        "KVSTORE_INDEX": "redis://h",
+        "KVSTORE_S3__CLIENT": "boto3",
+    }
+    settings = load_settings(environ=environ)
+    assert settings.tiers is not None
+    assert (settings.tiers.fast_capacity, settings.s3.client) == (5 << 30, "boto3")
