@@ -266,6 +266,9 @@ class KVScheduler:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVStoreWorkerMetadata):
             self._store.mark_bad(meta.bad_segments)
+            if meta.payloads_down is not None:
+                # This half reads no payloads, so nothing else tells it what not to promise.
+                self._store.payloads_down = meta.payloads_down
             for request_id, block in meta.failed_loads.items():
                 self._load_failed(request_id, block)
             for segment in meta.ended_saves:

@@ -67,12 +67,18 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     failed_loads: dict[str, int] = field(default_factory=dict)
     #: Segments that failed verification.
     bad_segments: set[SegmentId] = field(default_factory=set)
+    #: Whether payloads can be read, if that has changed.
+    payloads_down: bool | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVStoreWorkerMetadata)
         failed = dict(self.failed_loads)
         for request_id, block in other.failed_loads.items():
             failed[request_id] = min(block, failed.get(request_id, block))
+        said = [each for each in (self.payloads_down, other.payloads_down) if each is not None]
         return KVStoreWorkerMetadata(
-            self.ended_saves | other.ended_saves, failed, self.bad_segments | other.bad_segments
+            self.ended_saves | other.ended_saves,
+            failed,
+            self.bad_segments | other.bad_segments,
+            any(said) if said else None,
         )

@@ -74,6 +74,7 @@ class KVWorker:
         self._failed_loads: dict[str, int] = {}
         self._ended_saves: set[SegmentId] = set()
         self._bad_segments: set[SegmentId] = set()
+        self._said_down = False
 
     def register(self, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         """The layers' paged tensors in slot order. Raises ConfigError if they aren't what the
@@ -219,10 +220,13 @@ class KVWorker:
 
     def take_report(self) -> KVStoreWorkerMetadata | None:
         """What the scheduler's half must know; None if nothing happened."""
+        down = not self._store.payloads_answer()
         with self._lock:
-            if not (self._ended_saves or self._failed_loads or self._bad_segments):
+            changed = None if down == self._said_down else down
+            if changed is None and not (self._ended_saves or self._failed_loads or self._bad_segments):
                 return None
-            report = KVStoreWorkerMetadata(self._ended_saves, self._failed_loads, self._bad_segments)
+            self._said_down = down
+            report = KVStoreWorkerMetadata(self._ended_saves, self._failed_loads, self._bad_segments, changed)
             self._ended_saves, self._failed_loads, self._bad_segments = set(), {}, set()
         return report
 

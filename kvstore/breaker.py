@@ -1,6 +1,7 @@
 """A circuit breaker that closes again.
 
-Closed: calls pass. After `failures` transient failures in a row: open, calls are refused at once.
+Closed: calls pass. After `failures` transient failures in a row: open, calls are refused at once. Failures
+that are all about one subject (one object of a bucket) count once: it may be that one alone.
 After the backoff one call is let through as a probe; its success closes the breaker, its failure
 doubles the backoff, up to a maximum. A probe that never reports (its thread died) frees its place
 after another backoff, so the breaker can't stay open for good.
@@ -28,6 +29,8 @@ class Breaker:
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
+        #: What the last failure was about.
+        self._subject: str | None = None
         self._backoff = settings.backoff_s
         self._retry_at = 0.0
 
@@ -44,7 +47,7 @@ class Breaker:
             return self._failures < self._settings.failures
 
     @contextmanager
-    def guard(self, *, may_probe: bool = True) -> Iterator[None]:
+    def guard(self, *, may_probe: bool = True, subject: str | None = None) -> Iterator[None]:
         """Run one call. Only TransientError counts as a failure; what else is raised is an answer.
 
         With `may_probe` false the call is refused even when a probe is due: for calls that someone
@@ -54,7 +57,7 @@ class Breaker:
         try:
             yield
         except TransientError:
-            self._failed()
+            self._failed(subject)
             raise
         except BaseException:
             self._succeeded()
@@ -71,8 +74,11 @@ class Breaker:
             # This caller is the probe; others are refused until it reports or the backoff passes again.
             self._retry_at = now + self._backoff
 
-    def _failed(self) -> None:
+    def _failed(self, subject: str | None) -> None:
         with self._lock:
+            if subject is not None and subject == self._subject and self._failures < self._settings.failures:
+                return
+            self._subject = subject
             self._failures += 1
             if self._failures > self._settings.failures:
                 self._backoff = min(self._backoff * 2, self._settings.max_backoff_s)
@@ -82,4 +88,5 @@ class Breaker:
     def _succeeded(self) -> None:
         with self._lock:
             self._failures = 0
+            self._subject = None
             self._backoff = self._settings.backoff_s

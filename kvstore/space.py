@@ -179,20 +179,30 @@ class Space:
     def _read(
         self, run: Run, keys: Sequence[ContentKey], into: Sequence[memoryview], rank: int, end: float
     ) -> tuple[SlotMeta, ...]:
-        """Read a run; once more if it was a copy of the payload that failed verification."""
+        """Read a run; once more if it failed verification, before everybody loses it for that.
+
+        It may have been a bad copy, which is dropped, or come badly over the network.
+        """
         payloads = self.store.payloads
         try:
-            return read_run(payloads, self.id, run, keys, into, rank=rank, end=end)
+            return self._read_once(run, keys, into, rank, end)
+        except PayloadMissing:
+            raise
+        except CorruptPayload as exc:
+            log.warning("segment %s is read once more: %s", run.segment.hex(), exc)
+            if payloads.distrust(payload_name(self.id, run.segment, rank)):
+                self.store.counters.add("dropped_copies")
+        return self._read_once(run, keys, into, rank, end)
+
+    def _read_once(
+        self, run: Run, keys: Sequence[ContentKey], into: Sequence[memoryview], rank: int, end: float
+    ) -> tuple[SlotMeta, ...]:
+        try:
+            return read_run(self.store.payloads, self.id, run, keys, into, rank=rank, end=end)
         except PayloadMissing as exc:
             if self.store.may_be_late(run.record):
                 raise PayloadLate(f"{exc}; it may still be on its way") from exc
             raise
-        except CorruptPayload as exc:
-            if not payloads.distrust(payload_name(self.id, run.segment, rank)):
-                raise
-            log.warning("a copy of segment %s is unusable and is dropped: %s", run.segment.hex(), exc)
-            self.store.counters.add("dropped_copies")
-        return read_run(payloads, self.id, run, keys, into, rank=rank, end=end)
 
     def load_all(
         self,

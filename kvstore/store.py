@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvstore.breaker import Breaker
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, TransientError
 from kvstore.keys import NamespaceId, SegmentId, payload_name
 from kvstore.metrics import Counters
 from kvstore.ports import Catalogue, Index, PayloadStore
@@ -36,6 +36,9 @@ _CULL_TO = 0.95
 _CULL_STEP = 256
 #: Segments deleted with one call, so that a bucket is asked once for hundreds.
 _DELETE_STEP = 256
+#: Evictions in the index, within an hour, for segments that this process finds bad.
+_TELL_MOST = 256
+_HOUR_S = 3600.0
 #: With write-back, what is missing for longer than this after its save is lost.
 _LATE_S = 600.0
 
@@ -62,6 +65,10 @@ class Store:
     _unaccounted: dict[NamespaceId, int] = field(default_factory=dict, repr=False)
     _tend_at: float = field(default=0.0, repr=False)
     _probing: bool = field(default=False, repr=False)
+    _telling_since: float = field(default=float("-inf"), repr=False)
+    _told: int = field(default=0, repr=False)
+    #: Said by those who read: the payloads can't be read now. For a half that never reads them itself.
+    payloads_down: bool = field(default=False, repr=False)
 
     def open(self, namespace: Namespace, *, block_bytes: int) -> Space:
         """Open one namespace. No I/O: the index learns of it when it can be reached.
@@ -87,9 +94,9 @@ class Store:
         self.close()
 
     def payloads_answer(self) -> bool:
-        """Whether a payload could be read just now; if not, a transfer thread finds out. No I/O here."""
+        """Whether a payload could be read just now; if not, another thread finds out when it can. No I/O."""
         if self.breaker is None or self.breaker.is_closed:
-            return True
+            return not self.payloads_down
         self.probe_payloads()
         return False
 
@@ -99,7 +106,8 @@ class Store:
             if self._probing:
                 return
             self._probing = True
-        if not self.transfers.write(0, self._probe):
+        # Not where saves and uploads wait: those may be what hangs.
+        if not self.transfers.call(self._probe):
             self._probing = False
 
     def _probe(self) -> None:
@@ -113,7 +121,10 @@ class Store:
     def may_be_late(self, record: SegmentRecord) -> bool:
         """Whether a payload that isn't there may be on a node that has not uploaded it yet."""
         tiers = self.settings.tiers
-        return tiers is not None and tiers.write == "back" and self.clock() - record.created_s < _LATE_S
+        if tiers is None or tiers.write != "back":
+            return False
+        # Of a clock that is ahead, too, but not for as long as it is.
+        return abs(self.clock() - record.created_s) < _LATE_S
 
     def is_quarantined(self, segment: SegmentId) -> bool:
         """Whether this process knows the segment to be bad."""
@@ -132,12 +143,27 @@ class Store:
 
         If the index can't be told now, it is told before the next save, which would otherwise find
         the blocks "present". Never raises.
+
+        The index is told of so many in an hour and no more: who finds everything bad is more likely to have
+        a share that isn't mounted, a wrong prefix or bad memory than to be right, and must not empty the
+        cache for everybody else.
         """
         if not self.is_quarantined(segment):
             self.counters.add("quarantined_segments")
         self.mark_bad([segment])
+        now = self.clock()
         with self._lock:
-            self._untold.setdefault(namespace, set()).add(segment)
+            if not now - _HOUR_S < self._telling_since <= now:
+                self._telling_since, self._told = now, 0
+            self._told += 1
+            if self._told <= _TELL_MOST:
+                self._untold.setdefault(namespace, set()).add(segment)
+            elif self._told == _TELL_MOST + 1:
+                log.error(
+                    "more than %d segments failed verification within an hour: further ones are left "
+                    "alone by this process only; `cache-admin doctor` here may say why",
+                    _TELL_MOST,
+                )
         self.tell_index(namespace)
 
     def tell_index(self, namespace: NamespaceId) -> None:
@@ -200,16 +226,30 @@ class Store:
         return evicted
 
     def _bury(self, namespace: NamespaceId, due: Sequence[tuple[SegmentId, int]]) -> None:
-        """Delete payloads of evicted segments in one call; if that fails, those that can be, one by one."""
-        names = [payload_name(namespace, segment, rank) for segment, ranks in due for rank in range(ranks)]
+        """Delete payloads of evicted segments in one call; if that fails, those that can be, one by one.
+
+        What can't be deleted stays in the trash for the next time; the others need not wait for it. Several
+        failures in a row are one: nothing can be deleted.
+        """
         try:
-            self.counters.add("deleted_payloads", self.payloads.delete(names))
-        except KVStoreError as exc:
-            if len(due) > 1:
-                for one in due:
-                    self._bury(namespace, [one])
-                return
-            # Stays in the trash for the next time; the others need not wait for it.
-            log.warning("evicted segment %s could not be deleted: %s", due[0][0].hex(), exc)
+            self._delete(namespace, due)
             return
+        except TransientError as exc:
+            log.warning("evicted segments could not be deleted: %s", exc)
+            return
+        except KVStoreError as exc:
+            failure, failures = exc, 0
+        for one in due:
+            try:
+                self._delete(namespace, [one])
+                failures = 0
+            except KVStoreError as exc:
+                failure, failures = exc, failures + 1
+                if failures == 3:
+                    break
+        log.warning("evicted segments could not all be deleted: %s", failure)
+
+    def _delete(self, namespace: NamespaceId, due: Sequence[tuple[SegmentId, int]]) -> None:
+        names = [payload_name(namespace, segment, rank) for segment, ranks in due for rank in range(ranks)]
+        self.counters.add("deleted_payloads", self.payloads.delete(names))
         self.catalogue.bury(namespace, [segment for segment, _ in due])

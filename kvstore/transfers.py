@@ -3,7 +3,8 @@
     calls   index round trips, milliseconds each; their own threads, so no transfer delays them
     reads   go before writes: a thread that could do either takes the read
     writes  fewer threads than there are, so that reads always find one; dropped when full
-    errands go after writes, on the same threads: what nobody waits for (fills of a local tier, uploads)
+    errands what nobody waits for (fills of a local tier, uploads from it), on threads of their own: a store
+            that is busy with reads, or hangs with uploads, must not keep the others from ending
     crew    lends a hand to a thread whose job falls into parts; whoever calls it works along
 
 Nothing waits to be queued: a full queue answers False, and the caller turns that into a miss or a
@@ -29,7 +30,9 @@ log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 _T = TypeVar("_T")
-_CALL_THREADS = 2
+#: One of them may be waiting for a sick payload store (kvstore.store.Store.probe_payloads).
+_CALL_THREADS = 3
+_ERRAND_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,10 @@ class Transfers:
     def _start(self) -> None:
         kinds: list[tuple[str, tuple[deque[_Queued], ...]]] = [("call", (self._calls,))] * _CALL_THREADS
         kinds += [("read", (self._reads,))] * self._settings.read_threads
-        kinds += [("write", (self._reads, self._writes, self._errands))] * self._settings.write_threads
+        # One that takes no reads, or a store that always has some would never save.
+        kinds += [("write", (self._writes,))]
+        kinds += [("write", (self._reads, self._writes))] * (self._settings.write_threads - 1)
+        kinds += [("errand", (self._errands,))] * _ERRAND_THREADS
         for number, (kind, queues) in enumerate(kinds):
             thread = threading.Thread(
                 target=self._run, args=(queues,), name=f"{self._name}-{kind}-{number}", daemon=True

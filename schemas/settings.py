@@ -10,6 +10,8 @@ Units are in the names: `_s` seconds, `_bytes` bytes. Byte sizes also accept `"5
 from __future__ import annotations
 
 import re
+from os.path import normpath
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -129,8 +131,10 @@ class Tiers(Closed):
 
     @model_validator(mode="after")
     def _different(self) -> Self:
-        if self.fast.rstrip("/") == self.slow.rstrip("/"):
-            raise ValueError("fast and slow are the same folder")
+        if self.slow.startswith("file:"):
+            fast, slow = (PurePosixPath(normpath(local_path(url))) for url in (self.fast, self.slow))
+            if fast.is_relative_to(slow) or slow.is_relative_to(fast):
+                raise ValueError("fast and slow are the same folder, or one is inside the other")
         return self
 
 

@@ -101,3 +101,28 @@ def test_a_call_that_may_not_probe_is_refused_until_another_has(breaker: Breaker
         pass
     with breaker.guard(may_probe=False):
         pass
+
+
+def test_failures_about_one_subject_count_once(breaker: Breaker) -> None:
+    """One object that can't be read is not a bucket that is down."""
+    for _ in range(10):
+        with pytest.raises(TransientError), breaker.guard(subject="bad"):
+            raise TransientError("500")
+    assert breaker.is_closed
+    for subject in ("another", "bad"):
+        with pytest.raises(TransientError), breaker.guard(subject=subject):
+            raise TransientError("500")
+    assert breaker.is_open
+
+
+def test_a_success_in_between_forgets_the_subject(breaker: Breaker) -> None:
+    for subject in ("one", "two"):
+        with pytest.raises(TransientError), breaker.guard(subject=subject):
+            raise TransientError("500")
+    with breaker.guard(subject="two"):
+        pass
+    for subject in ("two", "one", "two"):
+        assert breaker.is_closed
+        with pytest.raises(TransientError), breaker.guard(subject=subject):
+            raise TransientError("500")
+    assert breaker.is_open

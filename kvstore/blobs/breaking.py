@@ -28,13 +28,13 @@ class BreakingPayloads(PayloadStore):
         return self._inner.gap_bytes
 
     def put(self, name: str, buffers: Sequence[memoryview]) -> None:
-        with self._breaker.guard():
+        with self._breaker.guard(subject=name):
             self._inner.put(name, buffers)
 
     def read(
         self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
     ) -> int | None:
-        with self._breaker.guard(may_probe=self._reads_probe):
+        with self._breaker.guard(may_probe=self._reads_probe, subject=name):
             return self._inner.read(name, offset, into, size=size)
 
     def distrust(self, name: str) -> bool:

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import os
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -65,8 +65,13 @@ class S3Payloads(PayloadStore):
         self._clock = clock
         self._root = location.root
         self._session = Session(location, settings)
+        #: One for good: where deleting is forbidden, one object stays and not one per ping.
+        self._probe = f"{self._root}.probe/{secrets.token_hex(16)}"
         self._lock = threading.Lock()
         self._tidy_at = clock()
+        #: Made with the first call, in each process anew: connections can't be shared with a child.
+        self._made: dict[str, Any] = {}
+        self._pid = os.getpid()
 
     def __repr__(self) -> str:
         place = f"{self._location.bucket}/{self._location.prefix}".rstrip("/")
@@ -136,7 +141,7 @@ class S3Payloads(PayloadStore):
         """Put, read, delete and list, with a key of its own."""
         probe = secrets.token_bytes(64)
         back = bytearray(len(probe))
-        key = f"{self._root}.probe/{secrets.token_hex(16)}"
+        key = self._probe
         self._data.put(key, [memoryview(probe)], self._what("put", "a probe"))
         try:
             got = self._data.get(key, 0, [memoryview(back)], self._what("read", "a probe"))
@@ -164,30 +169,46 @@ class S3Payloads(PayloadStore):
         return removed
 
     def close(self) -> None:
-        for made in ("_client", "_data"):
-            if (client := self.__dict__.get(made)) is not None:
-                client.close()
+        for client in self._made.values():
+            client.close()
 
-    @cached_property
+    @property
     def _client(self) -> Any:
-        with self._lock:
-            return self._session.boto(self._settings.read_timeout_s)
+        """For everything but data."""
+        return self._once("client", lambda: self._session.boto(self._settings.read_timeout_s))
 
-    @cached_property
+    @property
     def _data(self) -> S3Data:
-        settings = self._settings
-        limits = {"multipart_bytes": settings.multipart_bytes, "part_bytes": settings.part_bytes}
-        if settings.client == "boto3":
+        made: S3Data = self._once("data", self._data_clients)
+        return made
+
+    def _once(self, what: str, make: Callable[[], Any]) -> Any:
+        if self._pid != os.getpid():
+            self._pid, self._lock, self._made = os.getpid(), threading.Lock(), {}
+        if what not in self._made:
             with self._lock:
-                reads = self._session.boto(settings.stall_timeout_s)
-                writes = self._session.boto(settings.write_timeout_s)
-            return BotoData(reads, writes, self._location.bucket, **limits)
-        # For an error in words: from inside obstore it would come as a failed request.
-        self._session.credentials()
+                if what not in self._made:
+                    self._made[what] = make()
+        return self._made[what]
+
+    def _data_clients(self) -> S3Data:
+        settings, session = self._settings, self._session
+        # For an error in words: from inside a client it would come as a failed request.
+        session.credentials()
+        if settings.client == "boto3" or _forked_after_obstore():
+            return BotoData(
+                session.boto(settings.stall_timeout_s),
+                session.boto(settings.write_timeout_s),
+                self._location.bucket,
+                multipart_bytes=settings.multipart_bytes,
+                part_bytes=settings.part_bytes,
+                read_timeout_s=settings.read_timeout_s,
+            )
         return ObstoreData(
-            self._session.obstore(settings.read_timeout_s, settings.stall_timeout_s),
-            self._session.obstore(settings.write_timeout_s),
-            **limits,
+            session.obstore(settings.read_timeout_s, settings.stall_timeout_s),
+            session.obstore(settings.write_timeout_s),
+            multipart_bytes=settings.multipart_bytes,
+            part_bytes=settings.part_bytes,
         )
 
     def _key(self, name: str) -> str:
@@ -211,6 +232,21 @@ class S3Payloads(PayloadStore):
             if due:
                 self._tidy_at = self._clock() + _TIDY_S
             return due
+
+
+#: The process that was the first to use obstore.
+_obstore_pid: int | None = None
+
+
+def _forked_after_obstore() -> bool:
+    """Whether obstore would hang for ever: its threads stay behind in the process that was forked."""
+    global _obstore_pid
+    pid = os.getpid()
+    if _obstore_pid is None:
+        _obstore_pid = pid
+    if _obstore_pid != pid:
+        log.warning("this process was forked from one that uses obstore: boto3 moves the bytes here")
+    return _obstore_pid != pid
 
 
 def _batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:

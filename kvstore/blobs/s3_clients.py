@@ -7,22 +7,27 @@ doesn't ask for: every segment carries its own, end to end.
 from __future__ import annotations
 
 import datetime as dt
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import ProfileNotFound
+from botocore.exceptions import BotoCoreError, ClientError, ProfileNotFound
 from obstore.store import S3Store
 
 from kvstore import __version__
 from kvstore.blobs.s3_errors import no_credentials
-from kvstore.errors import ConfigError, PermissionDenied
+from kvstore.errors import ConfigError, PermissionDenied, TransientError
 from schemas.settings import S3Settings
 from schemas.urls import S3Location
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Credential
+
+if logging.getLogger("botocore").level == logging.NOTSET:
+    # At DEBUG it writes requests with their session tokens into whatever the root logger goes to.
+    logging.getLogger("botocore").setLevel(logging.INFO)
 
 #: Credentials of the chain are asked for again after this; botocore refreshes those that expire.
 _CREDENTIALS_S = 300.0
@@ -44,6 +49,14 @@ class Session:
             )
         except ProfileNotFound as exc:
             raise ConfigError(f"s3.profile: {exc}") from None
+        # The services that the chain asks for credentials: by default botocore would wait for minutes.
+        self._boto._session.set_default_client_config(
+            Config(
+                connect_timeout=settings.connect_timeout_s,
+                read_timeout=settings.read_timeout_s,
+                retries={"total_max_attempts": 1, "mode": "standard"},
+            )
+        )
         self._region = location.region or self._boto.region_name or "us-east-1"
         self._pem: str | None = None
         if settings.tls_ca is not None:
@@ -66,11 +79,20 @@ class Session:
         return f"{scheme}://{self._location.bucket}.{host}"
 
     def credentials(self) -> S3Credential:
-        """Valid ones. Raises PermissionDenied if the chain has none. May ask a metadata service."""
-        found = self._boto.get_credentials()
-        if found is None:
+        """Valid ones. May ask a metadata or token service, within `read_timeout_s`.
+
+        Raises PermissionDenied if the chain has none, TransientError if they can't be had now.
+        """
+        try:
+            found = self._boto.get_credentials()
+            frozen = found.get_frozen_credentials() if found is not None else None
+        except (BotoCoreError, ClientError, OSError, ValueError) as exc:
+            # Not its words: they may quote what a credential process has printed.
+            raise TransientError(
+                f"s3://{self._location.bucket}: credentials can't be had ({type(exc).__name__})"
+            ) from None
+        if frozen is None:
             raise PermissionDenied(f"s3://{self._location.bucket}: {no_credentials()}")
-        frozen = found.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import obstore
@@ -20,12 +21,15 @@ from urllib3.exceptions import HTTPError
 
 from kvstore.blobs.buffers import pour, total, window
 from kvstore.blobs.s3_errors import BEYOND, MISSING, code_of, of_boto, of_obstore
-from kvstore.errors import TransientError
+from kvstore.errors import DeadlineExceeded, TransientError
 
 #: The answers that are no failures: there is no such object, or nothing of it from there on.
 _ABSENT: dict[str, int | None] = {MISSING: None, BEYOND: 0}
 #: Reading a body goes past botocore's own translation.
 _BOTO_ERRORS = (BotoCoreError, ClientError, HTTPError, OSError)
+#: What boto3 is asked for at a time, which it waits for however slowly it comes: little at first, then much,
+#: for Python's ssl takes the interpreter's lock each time.
+_FIRST_PIECE, _PIECE = 8 << 10, 512 << 10
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -66,7 +70,8 @@ class ObstoreData(S3Data):
         except (BaseError, OSError, ValueError) as exc:
             if (code := code_of(exc)) in _ABSENT:
                 return _ABSENT[code]
-            raise of_obstore(what, exc) from exc
+            # Without the cause, whose text quotes the server's answer, which may quote the request.
+            raise of_obstore(what, exc) from None
         _check_extent(what, offset, want, start, stop, size, data.nbytes)
         return pour(data, into)
 
@@ -86,7 +91,8 @@ class ObstoreData(S3Data):
             else:
                 obstore.put(self._writes, key, buffers, use_multipart=False)
         except (BaseError, OSError, ValueError) as exc:
-            raise of_obstore(what, exc) from exc
+            # Without the cause, whose text quotes the server's answer, which may quote the request.
+            raise of_obstore(what, exc) from None
 
     def close(self) -> None:
         pass  # its connections go with the object
@@ -96,8 +102,18 @@ class BotoData(S3Data):
     """boto3 for everything: where obstore can't be had, or something is to be compared with it."""
 
     def __init__(
-        self, reads: Any, writes: Any, bucket: str, *, multipart_bytes: int, part_bytes: int
+        self,
+        reads: Any,
+        writes: Any,
+        bucket: str,
+        *,
+        multipart_bytes: int,
+        part_bytes: int,
+        read_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._read_timeout_s = read_timeout_s
+        self._clock = clock
         self._reads = reads
         self._writes = writes
         self._bucket = bucket
@@ -107,11 +123,12 @@ class BotoData(S3Data):
     def get(self, key: str, offset: int, into: Sequence[memoryview], what: str) -> int | None:
         want = total(into)
         wanted = f"bytes={offset}-{offset + want - 1}"
+        end = self._clock() + self._read_timeout_s
         try:
             answer = self._reads.get_object(Bucket=self._bucket, Key=key, Range=wanted)
             extent = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
             with contextlib.closing(answer["Body"]) as body:
-                got = sum(_fill(body, view) for view in into) if extent else 0
+                got = sum(self._fill(body, view, end, what) for view in into) if extent else 0
         except _BOTO_ERRORS as exc:
             if (code := code_of(exc)) in _ABSENT:
                 return _ABSENT[code]
@@ -147,6 +164,19 @@ class BotoData(S3Data):
                 self._writes.abort_multipart_upload(**names)
             raise
 
+    def _fill(self, body: Any, view: memoryview, end: float, what: str) -> int:
+        got, piece = 0, _FIRST_PIECE
+        while got < view.nbytes:
+            # A server that sends a little now and then never meets the socket's timeout.
+            if self._clock() >= end:
+                raise DeadlineExceeded(f"{what}: the body takes too long")
+            count = body.readinto(view[got : got + piece])
+            if not count:
+                break
+            got += count
+            piece = min(2 * piece, _PIECE)
+        return got
+
     def close(self) -> None:
         self._reads.close()
         self._writes.close()
@@ -164,13 +194,3 @@ def _parts(buffers: Sequence[memoryview], part_bytes: int) -> Iterator[bytes]:
     """The run of bytes in pieces of `part_bytes`, each a copy: all parts but the last have one size."""
     for start in range(0, total(buffers), part_bytes):
         yield b"".join(window(buffers, start, part_bytes))
-
-
-def _fill(body: Any, view: memoryview) -> int:
-    got = 0
-    while got < view.nbytes:
-        count = body.readinto(view[got:])
-        if not count:
-            break
-        got += count
-    return got

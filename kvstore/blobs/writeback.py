@@ -234,6 +234,8 @@ class WriteBack:
     def _failed(self, name: str, exc: KVStoreError) -> None:
         self._count("upload_failures", 1)
         with self._lock:
+            if self._clock() < self._retry_at:
+                return  # of those that were under way when the first one failed
             first = not self._failures
             pause = min(BACKOFF_S * 2**self._failures, MAX_BACKOFF_S)
             self._failures = min(self._failures + 1, 16)

@@ -92,7 +92,12 @@ class Bench:
         session = Session(self.location, settings)
         self.bare = session.obstore(60)
         client = session.boto(60)
-        self.boto = BotoData(client, client, self.location.bucket, multipart_bytes=1 << 30, part_bytes=RANGE)
+        self.boto = BotoData(
+            *(client, client, self.location.bucket),
+            multipart_bytes=1 << 30,
+            part_bytes=RANGE,
+            read_timeout_s=60,
+        )
         #: Threads that load whole segments, as many as `transfers.read_threads` or as it takes to keep
         #: `concurrency` ranges of a quarter of a segment under way.
         self.threads = max(4, concurrency // 4)

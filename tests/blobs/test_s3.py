@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import socket
+import subprocess
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,11 +249,7 @@ def test_a_wrong_secret_is_refused_and_never_shown(
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_no_credentials_at_all(moto_bucket: S3Bucket, client: Client, monkeypatch: Any) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    chain_only(monkeypatch)
     settings = S3Settings.model_validate({"client": client})
     with S3Payloads(s3_location(moto_bucket.url), settings) as payloads:
         with pytest.raises(PermissionDenied, match="no credentials found"):
@@ -293,6 +295,105 @@ def test_a_profile_or_a_ca_that_is_not_there(moto_bucket: S3Bucket, monkeypatch:
         open_s3(moto_bucket, profile="nobody")
     with pytest.raises(ConfigError, match=r"s3\.tls_ca /nowhere"):
         open_s3(moto_bucket, tls_ca="/nowhere")
+
+
+class Silent:
+    """A server that accepts connections and says nothing."""
+
+    def __enter__(self) -> str:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+
+
+def chain_only(monkeypatch: Any) -> None:
+    """No credentials but those of the test."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_token_service_that_hangs_has_a_deadline(
+    moto_bucket: S3Bucket, client: Client, monkeypatch: Any, tmp_path: Path
+) -> None:
+    chain_only(monkeypatch)
+    (tmp_path / "token").write_text("token")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/x")
+    settings = S3Settings.model_validate({"client": client, "read_timeout_s": 0.3})
+    with Silent() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", url)
+        with S3Payloads(s3_location(moto_bucket.url), settings) as payloads:
+            began = time.monotonic()
+            for call in (attempts(payloads, "read"), attempts(payloads, "put")):
+                with pytest.raises(TransientError, match="credentials can't be had"):
+                    call()
+            assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_credential_process_that_fails(
+    moto_bucket: S3Bucket, client: Client, monkeypatch: Any, tmp_path: Path
+) -> None:
+    chain_only(monkeypatch)
+    config = tmp_path / "config"
+    config.write_text("[default]\ncredential_process = /bin/sh -c 'echo hunter2 >&2; exit 1'\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    settings = S3Settings.model_validate({"client": client})
+    with S3Payloads(s3_location(moto_bucket.url), settings) as payloads:
+        for call in (payloads.ping, attempts(payloads, "read"), attempts(payloads, "put")):
+            with pytest.raises(TransientError, match="credentials can't be had") as caught:
+                call()
+            assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_body_that_drips_has_a_deadline(s3_proxy: Any, client: Client) -> None:
+    bucket, proxy = s3_proxy
+    name = fresh_name()
+    bucket.put(name, bytes(200_000))
+    with open_s3(bucket, client=client, read_timeout_s=0.5) as payloads:
+        fetch(payloads, name)
+        proxy.inject("slow", methods=("GET",), bytes_per_s=20_000)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            fetch(payloads, name)
+        assert time.monotonic() - began < 5
+
+
+_FORK = """
+import os, sys
+from kvstore.blobs.s3 import S3Payloads
+from kvstore.conformance.arrange import fetch, views
+from schemas.settings import S3Settings
+from schemas.urls import s3_location
+
+url, key, secret, name = sys.argv[1:]
+settings = S3Settings.model_validate({"access_key_id": key, "secret_access_key": secret})
+payloads = S3Payloads(s3_location(url), settings)
+payloads.put(name, views(b"abc"))
+list(payloads.list())
+child = os.fork()
+if not child:
+    fresh = S3Payloads(s3_location(url), settings)
+    right = fetch(payloads, name) == fetch(fresh, name) == b"abc" and len(list(payloads.list())) == 1
+    os._exit(0 if right else 3)
+_, status = os.waitpid(child, 0)
+sys.exit(os.waitstatus_to_exitcode(status) or (fetch(payloads, name) != b"abc"))
+"""
+
+
+def test_a_child_of_a_process_that_uses_a_bucket(moto_bucket: S3Bucket) -> None:
+    keys = moto_bucket.credentials
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, moto_bucket.url]
+    command += [keys.access_key, keys.secret_key, fresh_name()]
+    done = subprocess.run(command, timeout=30, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # Classification, without a server

@@ -160,6 +160,38 @@ def test_a_bad_original_behind_a_bad_copy_is_quarantined(tmp_path: Path, store: 
     assert match(space, A[:3]).blocks == 0
 
 
+def test_who_finds_everything_bad_does_not_empty_the_index(tmp_path: Path, monkeypatch: Any) -> None:
+    """A share that isn't mounted, seen by one of two nodes."""
+    monkeypatch.setattr("kvstore.store._TELL_MOST", 3)
+    now = [1_700_000_000.0]
+    node = make_store(tmp_path, clock=lambda: now[0])
+    space = open_space(node)
+    chains = [chain(1000 + i) for i in range(8)]
+    for one in chains:
+        space.save(slots(one))
+    other = make_store(tmp_path, clock=lambda: now[0])
+    other.payloads = LocalPayloads(tmp_path / "not mounted")
+    blind = open_space(other)
+
+    def look() -> None:
+        for one in chains:
+            if (found := match(blind, one)).blocks:
+                with pytest.raises(PayloadMissing):
+                    fetch(blind, one, found)
+                # It has learnt not to ask for that one again.
+                assert match(blind, one).blocks == 0
+
+    look()
+    assert sum(match(space, one).blocks for one in chains) == 5
+    assert other.counters.snapshot()["quarantined_segments"] == 8
+    now[0] += 3601
+    other._quarantined.clear()
+    look()
+    assert sum(match(space, one).blocks for one in chains) == 2
+    node.close()
+    other.close()
+
+
 # A breaker in front of everything
 
 
@@ -169,7 +201,7 @@ class Down:
     def __init__(self, root: Path) -> None:
         self.plan = Plan()
         self.store = make_store(root)
-        self.breaker = Breaker("payloads", BreakerSettings(failures=2, backoff_s=0.05, max_backoff_s=0.05))
+        self.breaker = Breaker("payloads", BreakerSettings(failures=1, backoff_s=0.05, max_backoff_s=0.05))
         inner = FaultyPayloads(self.store.payloads, self.plan)
         self.store.payloads = BreakingPayloads(inner, self.breaker, reads_probe=False)
         self.store.breaker = self.breaker
@@ -181,9 +213,8 @@ def test_what_cannot_be_read_is_not_promised_and_comes_back_by_itself(tmp_path: 
     down.space.save(slots(A))
     found = match(down.space, A)
     down.plan.replace(Rule("transient"))
-    for _ in range(2):
-        with pytest.raises(TransientError):
-            fetch(down.space, A, found)
+    with pytest.raises(TransientError):
+        fetch(down.space, A, found)
     reads = down.plan.injected[("read", "transient")]
     refused = match(down.space, A)
     assert (refused.blocks, refused.reason) == (0, "breaker_open")
@@ -209,9 +240,8 @@ def test_one_probe_at_a_time(tmp_path: Path) -> None:
     down.plan.replace(Rule("transient", verbs=("read",)), Rule("delay", verbs=("ping",), delay_s=0.2))
     down.space.save(slots(A))
     found = match(down.space, A)
-    for _ in range(2):
-        with pytest.raises(TransientError):
-            fetch(down.space, A, found)
+    with pytest.raises(TransientError):
+        fetch(down.space, A, found)
     time.sleep(0.06)
     for _ in range(50):
         match(down.space, A)
