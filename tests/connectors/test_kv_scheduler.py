@@ -317,6 +317,26 @@ def test_bad_segments_are_not_promised_again(make: Any, space: Space) -> None:
     assert answer(scheduler, FakeRequest("r", list(range(6)))) == (0, False)
 
 
+def test_nothing_is_promised_while_the_workers_can_read_nothing(
+    make: Any, store: Store, space: Space
+) -> None:
+    space.save(slots(chain(*range(6))))
+    scheduler = make()
+
+    def told(down: bool) -> None:
+        meta = KVStoreWorkerMetadata(payloads_down=down)
+        scheduler.update_connector_output(
+            SimpleNamespace(finished_recving=None, kv_connector_worker_meta=meta)
+        )
+
+    told(True)
+    assert answer(scheduler, FakeRequest("down", list(range(6)))) == (0, False)
+    assert store.counters.snapshot()["miss_blocks{breaker_open}"] == 6
+    told(False)
+    tokens, later = answer(scheduler, FakeRequest("up", list(range(6))))
+    assert tokens and later
+
+
 def test_adapters_and_clients_names_are_cached_only_if_trusted(make: Any, store: Store, space: Space) -> None:
     space.save(slots(chain(*range(4))))
     lora, named = FakeRequest("l", list(range(4))), FakeRequest("n", list(range(4)))

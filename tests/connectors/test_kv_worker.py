@@ -15,10 +15,13 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 
 from connectors.kv_types import Load, Save
 from connectors.kv_worker import KVWorker
+from kvstore.blobs.breaking import BreakingPayloads
 from kvstore.blobs.faulty import Plan, Rule
+from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
 from kvstore.keys import new_segment_id
 from kvstore.store import Space, Store
+from schemas.settings import BreakerSettings
 from tests.store.world import GROUP, chain, content, make_store, match, open_space, slots
 
 pytestmark = pytest.mark.engine
@@ -168,3 +171,26 @@ def test_full_staging_drops_saves_and_leaks_nothing(worker: KVWorker, store: Sto
 def test_a_layout_that_is_not_understood_is_refused(store: Store, tensors: Any) -> None:
     with pytest.raises(ConfigError, match="layout not understood"):
         KVWorker(store, GROUP, segment_blocks=4).register(tensors(), BLOCKS)
+
+
+def test_the_scheduler_is_told_that_payloads_are_down_and_that_they_are_back(
+    store: Store, space: Space, worker: KVWorker, plan: Plan
+) -> None:
+    settings = BreakerSettings(failures=1, backoff_s=0.02, max_backoff_s=0.02)
+    store.breaker = Breaker("payloads", settings)
+    store.payloads = BreakingPayloads(store.payloads, store.breaker, reads_probe=False)
+    space.save(slots(A))
+    one = load(space)
+    plan.replace(Rule("transient"))
+    worker.start_loads([one])
+    assert finished(worker) == {"r"}
+    report = worker.take_report()
+    assert report is not None and report.payloads_down is True
+    again = worker.take_report()
+    assert again is None  # said once
+    plan.replace()
+    # No load is needed for it to find out.
+    end = time.monotonic() + 5
+    while (report := worker.take_report()) is None and time.monotonic() < end:
+        time.sleep(0.005)
+    assert report is not None and report.payloads_down is False
