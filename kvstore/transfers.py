@@ -256,7 +256,10 @@ class Crew:
             while len(self._threads) < self._helpers:
                 name = f"{self._name}-part-{len(self._threads)}"
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    break  # a process without room for threads: those that there are must do
                 self._threads.append(thread)
             for _ in range(min(helpers, self._helpers)):
                 self._calls.append(call)  # type: ignore[arg-type]
