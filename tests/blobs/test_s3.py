@@ -98,7 +98,8 @@ class TestServerByObstore(_S3Conformance):
         return s3_bucket
 
 
-class TestServerByBoto3(TestServerByObstore):
+@pytest.mark.slow
+class TestMotoByBoto3(TestMotoByObstore):
     client = "boto3"
 
 

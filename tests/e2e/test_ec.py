@@ -24,7 +24,7 @@ def ask(kind: str, *images: Any, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "store"),
-    [("image", "sqlite"), ("deepstack", "redis"), ("image", "s3"), ("deepstack", "tiered")],
+    [("image", "sqlite"), ("image", "s3"), ("deepstack", "tiered")],
 )
 def test_a_second_engine_encodes_nothing(
     kind: str, store: str, model: Any, tmp_path: Path, store_config: Any

@@ -20,7 +20,7 @@ from tests.e2e.sharing import check_store, full_blocks, prompt, worker_counters
 pytestmark = [pytest.mark.engine, pytest.mark.servers]
 
 #: How long they are at it.
-SECONDS = float(os.environ.get("TIER_TEST_SECONDS", "12"))
+SECONDS = float(os.environ.get("TIER_TEST_SECONDS", "8"))
 PROMPTS = [prompt(320 + 32 * i, 500 + i) for i in range(12)]
 #: A block of the model is 128 KiB; the prompts are 20 MiB, so the folder can't hold them all.
 CAPACITY = 8 << 20
