@@ -184,6 +184,7 @@ def test_moto_can_be_emptied(moto_server: MotoServer) -> None:
         moto_server.stranger()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["s3_servers.MotoServer", pytest.param("s3_ceph.CephServer", marks=pytest.mark.servers)],

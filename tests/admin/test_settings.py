@@ -159,6 +159,7 @@ def run_module(
     )
 
 
+@pytest.mark.slow
 def test_the_real_process(filled: Filled) -> None:
     ran = run_module("status", "--json", *filled.options)
     assert ran.returncode == 0

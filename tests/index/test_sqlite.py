@@ -167,6 +167,7 @@ def _writer(path: str, *args: str) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_sound_file(path: str) -> None:
     chance = random.Random(3)
     with SqliteIndex(path) as index:

@@ -338,6 +338,7 @@ def run(make: Callable[[], IndexMachine], examples: int, steps: int = 40) -> Non
     )
 
 
+@pytest.mark.slow
 def test_sqlite(fast_path: Path) -> None:
     class Machine(IndexMachine):
         def open(self) -> SqliteIndex:
