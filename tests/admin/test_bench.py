@@ -208,6 +208,9 @@ import os, signal, threading, time
 from kvstore.cli import main
 import kvstore.admin.benchmark  # importing takes seconds on a busy machine
 
+# A shell's background job starts with it ignored, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def interrupt():
     time.sleep(1.5)
     os.kill(os.getpid(), signal.SIGINT)
