@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from schemas.base import Closed, redact
+from schemas.records import Codec
 from schemas.urls import check_folder, check_index, check_payloads, local_path
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -175,8 +176,8 @@ class SegmentSettings(Closed):
 
     target_bytes: Bytes = Field(default=32 << 20, ge=4096, le=1 << 30)
     max_blocks: int = Field(default=64, ge=1, le=1024)
-    #: `planes-lz4` splits 16-bit floats into byte planes first. Off by default: measured in docs/adr.
-    codec: Literal["none", "lz4", "planes-lz4"] = "none"
+    #: `planes-lz4` packs the exponents of floats apart from their mantissas. Off: docs/adr/0015 measures why.
+    codec: Codec = "none"
 
 
 class TransferSettings(Closed):

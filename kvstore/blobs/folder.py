@@ -20,6 +20,7 @@ from kvstore.ports import PayloadStore
 
 log = logging.getLogger(__name__)
 
+#: Counts so many more of a name; kvstore.metrics lists them, as `tier_<name>`, with what they mean.
 Count = Callable[[str, int], object]
 #: Queues a job that holds so many bytes of memory; False: it will not run.
 Later = Callable[[int, Callable[[], None]], bool]

@@ -43,6 +43,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from kvstore.blobs.buffers import flat
 from kvstore.errors import CapacityExceeded, KVStoreError, PermissionDenied, TransientError
 from kvstore.keys import parse_payload_name
 from kvstore.ports import Listed, PayloadStore
@@ -305,7 +306,7 @@ def _remove_if_abandoned(folder: int, name: str, now: float, unlocked_s: float) 
 
 def _write(fd: int, buffers: Sequence[memoryview]) -> None:
     """Write all buffers from the file's start on, without joining them."""
-    views = _flat(buffers)
+    views = flat(buffers)
     first = position = 0
     while first < len(views):
         count = os.pwritev(fd, views[first : first + IOV_MAX], position)
@@ -317,7 +318,7 @@ def _write(fd: int, buffers: Sequence[memoryview]) -> None:
 
 def _read(fd: int, offset: int, into: Sequence[memoryview]) -> int:
     """Fill the buffers from `offset` on; returns how many bytes there were."""
-    views = _flat(into)
+    views = flat(into)
     first = total = 0
     while first < len(views):
         count = os.preadv(fd, views[first : first + IOV_MAX], offset + total)
@@ -326,13 +327,6 @@ def _read(fd: int, offset: int, into: Sequence[memoryview]) -> int:
         total += count
         first = _skip(views, first, count)
     return total
-
-
-def _flat(buffers: Sequence[memoryview]) -> list[memoryview]:
-    # A view of another format or shape counts its items, not its bytes, when it is sliced.
-    return [
-        view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in buffers if view.nbytes
-    ]
 
 
 def _skip(views: list[memoryview], first: int, count: int) -> int:

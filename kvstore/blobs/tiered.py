@@ -43,18 +43,6 @@ from kvstore.blobs.writeback import WriteBack
 from kvstore.keys import parse_payload_name
 from kvstore.ports import Listed, PayloadStore
 
-#: What `count` is called with, and what is counted.
-COUNTERS = {
-    "hits_fast": "reads that the folder answered",
-    "hits_slow": "reads of the shared store, whole or in part, that found the payload",
-    "fills": "fetched payloads that were written to the folder",
-    "fills_skipped": "payloads that were not kept in the folder: queue or memory full, no room, failing disk",
-    "waits": "reads that waited for another thread or process to fetch the same payload",
-    "evictions": "payloads evicted from the folder",
-    "fast_errors": "failures of the folder or its ledger, each a miss or a skipped fill",
-    "uploads": "dirty payloads uploaded",
-    "upload_failures": "uploads that failed and are tried again, and dirty payloads that were lost",
-}
 #: Uses are written, dead processes' leavings looked for, and uploads taken over this often.
 TEND_S = 5.0
 
