@@ -1,0 +1,216 @@
+"""KVStoreTier: the store as a secondary tier of vLLM's OffloadingConnector.
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10737418240,
+        "secondary_tiers": [{"type": "KVStoreTier", "module_path": "connectors.tier",
+          "index": "redis://HOST:6379/0", "payloads": "s3://BUCKET/PREFIX"}]}}'
+
+vLLM moves KV blocks between the GPU and its CPU tier, in chunks; this moves chunks between the CPU tier and
+the store. All of it lives in the scheduler's process, and every method runs on the scheduler's thread: none
+waits for I/O but `shutdown`, for queued saves and a bounded time. A facade over `Lookups`, `Loads`, `Saves`.
+
+vLLM pins the CPU tier's rows for a job until the job is reported, so every job is reported by
+`kv.load_deadline_s`, whatever its I/O does; what comes later touches no row (connectors.tier_memory).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from connectors.guard import guarded
+from connectors.options import open_for, segment_blocks
+from connectors.tier_identity import (
+    EngineConfig,
+    chunk_facts,
+    engine_of,
+    refuse_engine,
+    refuse_settings,
+    tier_namespace,
+)
+from connectors.tier_loads import Loads
+from connectors.tier_lookups import Lookups
+from connectors.tier_memory import Job, Jobs, Primary
+from connectors.tier_metrics import Observed, definitions
+from connectors.tier_saves import Saves
+from kvstore.build import load_settings
+from kvstore.errors import ConfigError
+from schemas.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+log = logging.getLogger(__name__)
+
+_RESULTS = {"hit": LookupResult.HIT, "miss": LookupResult.MISS, "later": LookupResult.RETRY}
+
+
+class KVStoreTier(SecondaryTierManager):
+    """One per engine. Its `secondary_tiers` entry holds the store's settings (schemas.settings.Settings)
+    besides `type`, `module_path`, `backpressure`, `locality` and `enable_kv_events`."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        locality: str | None = None,
+        enable_kv_events: bool = False,
+        **given: Any,
+    ) -> None:
+        """Raises ConfigError for settings or an engine that it can't serve."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = _locality(locality)
+        settings = load_settings(given)
+        engine = engine_of(offloading_spec)
+        refuse_settings(settings)
+        refuse_engine(engine, settings)
+        self._start(engine, settings, primary_kv_view)
+        kv_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        if enable_kv_events and not kv_events:
+            log.warning("enable_kv_events has no effect: vLLM's KV cache events are off (--kv-events-config)")
+        self._events: list[OffloadingEvent] | None = [] if enable_kv_events and kv_events else None
+
+    def _start(self, engine: EngineConfig, settings: Settings, view: memoryview) -> None:
+        primary = Primary(view)
+        namespace = tier_namespace(engine, settings, primary.row_bytes)
+        segment_chunks = segment_blocks(settings, primary.row_bytes)
+        self._jobs = Jobs(settings.kv.load_deadline_s)
+        self._store = store = open_for(settings, "offloading tier", namespace)
+        try:
+            space = store.open(namespace, block_bytes=primary.row_bytes)
+            self._lookups = Lookups(space)
+            self._loads = Loads(space, primary, self._jobs, segment_chunks)
+            self._saves = Saves(space, primary, self._jobs, segment_chunks, engine.chunk_tokens)
+        except ValueError as exc:
+            store.close()
+            raise ConfigError(f"kvstore: kv.{exc}") from None
+        self._observed = Observed(store.counters)
+        self._retired = False
+        log.info(
+            "chunks of %d bytes are what follows from %s", primary.row_bytes, chunk_facts(engine, settings)
+        )
+        space.register_soon()
+
+    # ---- lookups --------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    @guarded(LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._retired:
+            return LookupResult.MISS
+        return _RESULTS[self._lookups.look(key, req_context.req_id)]
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.send()
+        self._saves.close_old()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._saves.close_request(req_context.req_id)
+        self._lookups.forget(req_context.req_id)
+
+    # ---- jobs -----------------------------------------------------------------------------------
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        job = job_metadata
+        found = (lambda key: None) if self._retired else self._lookups.found
+        self._loads.submit(job.job_id, job.keys, job.chunk_ids, found)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job = job_metadata
+        if self._retired:
+            self._jobs.refuse(job.job_id, job.keys)
+            return
+        context = job.req_context
+        self._saves.submit(
+            job.job_id, job.keys, job.chunk_ids, context.req_id, context.get_offload_key_position
+        )
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._result(job, late=late) for job, late in self._jobs.take()]
+
+    def _result(self, job: Job, *, late: bool) -> JobResult:
+        success = len(job.done) == len(job.keys)
+        if job.is_load:
+            if not success:
+                self._lookups.failed([key for key in job.keys if key not in set(job.done)])
+            if late:
+                self._store.counters.miss("deadline", len(job.pending))
+        else:
+            # An absence that was seen before is none any more.
+            self._lookups.changed(job.done)
+            if job.done and self._events is not None:
+                self._events.append(
+                    OffloadingEvent(list(job.done), self.medium, removed=False, locality=self.locality)
+                )
+        return JobResult(
+            job_id=job.number,
+            success=success,
+            successful_keys=tuple(job.done) if job.is_load and job.done else None,
+            transfer_time=job.took_s,
+            transfer_bytes=len(job.done) * self._block_size_bytes,
+        )
+
+    def drain_jobs(self) -> None:
+        """The engine forgets its KV blocks, perhaps because its weights have changed in place.
+
+        What the store holds under this namespace may then be wrong for this engine, and what the engine
+        computes from now on would be wrong for others, so the store is left alone until the engine is
+        started anew. What has not ended by now fails: nothing is waited for but a copy within memory.
+        """
+        log.warning("reset: this engine uses the store no more, since its weights may have changed in place")
+        self._retired = True
+        self._saves.drop_all()
+        self._jobs.end_all()
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events:
+            events, self._events = self._events, []
+            return events
+        return ()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return definitions()
+
+    def get_stats(self) -> Any | None:
+        return self._observed.take()
+
+    def shutdown(self) -> None:
+        """Let queued saves finish, for `transfers.drain_s`; then no row is touched any more."""
+        if not self._retired:
+            self._saves.close_all()
+        self._store.close()
+        self._jobs.end_all()
+        counts = {name: value for name, value in self._store.counters.snapshot().items() if value}
+        log.info("kvstore offloading tier closed: %s", counts)
+
+
+def _locality(given: str | None) -> Locality | None:
+    if given is None:
+        return None
+    try:
+        return Locality(given)
+    except ValueError:
+        allowed = " or ".join(one.value for one in Locality)
+        raise ConfigError(f"kvstore: locality {given!r} of the offloading tier; allowed: {allowed}") from None

@@ -1,0 +1,170 @@
+"""Which chunks the store has, asked in batches off the scheduler's thread.
+
+vLLM asks chunk by chunk, often for hundreds in one step, and asks again in the next step while the answer is
+"later". What is asked in a step goes to the index with one job at the end of the step.
+
+Everything here belongs to the scheduler's thread but `_answers`: call threads append, the scheduler's thread
+takes from it (a deque: both are atomic). An answer belongs to the batch that asked: if the chunk has been
+forgotten or given up meanwhile, it is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from connectors.tier_planning import block_hash, group_of
+from kvstore.keys import digests
+from kvstore.ports import Run
+from kvstore.store import Space
+
+#: Digests in one call of the index: no caller holds a shared one for more than about a millisecond.
+_CALL_DIGESTS = 1024
+
+Found = Literal["hit", "miss", "later"]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What is known of one chunk. `batch` is None once it is answered or given up."""
+
+    batch: int | None
+    #: Monotonic time at which an open question is given up, or an answer is too old.
+    until: float
+    run: Run | None = None
+    #: Requests that have asked for it.
+    asking: set[str] = field(default_factory=set)
+    #: Those of them for which loading it has failed: they compute it.
+    failed: set[str] = field(default_factory=set)
+
+
+class Lookups:
+    """Of one engine."""
+
+    def __init__(self, space: Space, clock: Callable[[], float] = time.monotonic) -> None:
+        self._space = space
+        self._store = space.store
+        settings = self._store.settings.kv
+        self._deadline_s = settings.match_deadline_s
+        self._ttl_s = settings.match_ttl_s
+        self._clock = clock
+        self._asked: dict[bytes, _Asked] = {}
+        self._of_request: dict[str, set[bytes]] = {}
+        self._batch = 0
+        self._unsent: list[bytes] = []
+        self._answers: deque[tuple[int, Sequence[bytes], Sequence[Run | None]]] = deque()
+
+    def __len__(self) -> int:
+        """Chunks that something is known of."""
+        return len(self._asked)
+
+    def look(self, key: bytes, request: str) -> Found:
+        """Whether the store has a chunk: "later" for `match_deadline_s` at most."""
+        if self._answers:
+            self._take_answers()
+        now = self._clock()
+        asked = self._asked.get(key)
+        if asked is None or (asked.batch is None and now >= asked.until):
+            asked = self._ask(key, asked, now)
+        if request not in asked.asking:
+            asked.asking.add(request)
+            self._of_request.setdefault(request, set()).add(key)
+        if request in asked.failed:
+            return "miss"
+        if asked.batch is None:
+            return "miss" if asked.run is None else "hit"
+        if now < asked.until:
+            return "later"
+        self._store.counters.miss("deadline", 1)
+        self._answer(asked, None)
+        return "miss"
+
+    def found(self, key: bytes) -> Run | None:
+        """Where a chunk is that was a hit a moment ago."""
+        asked = self._asked.get(key)
+        return asked.run if asked is not None else None
+
+    def send(self) -> None:
+        """The step is over: ask the index for what was new in it."""
+        if self._answers:
+            self._take_answers()
+        if not self._unsent:
+            return
+        batch, keys = self._batch, self._unsent
+        self._batch, self._unsent = batch + 1, []
+        if not self._store.transfers.call(lambda: self._find(batch, keys)):
+            self._store.counters.miss("capacity", len(keys))
+            self._answers.append((batch, keys, [None] * len(keys)))
+
+    def failed(self, keys: Collection[bytes]) -> None:
+        """Loading these has failed: whoever has asked for them computes them, others may try again.
+
+        Without this, a request would be told "hit" again and wait for the next failing load, for ever.
+        """
+        for key in keys:
+            if (asked := self._asked.get(key)) is not None:
+                asked.failed |= asked.asking
+        self.changed(keys)
+
+    def changed(self, keys: Iterable[bytes]) -> None:
+        """What is known of these may be wrong now: the next to ask has the index asked again."""
+        for key in keys:
+            asked = self._asked.get(key)
+            if asked is not None and asked.batch is None:
+                asked.until = float("-inf")
+
+    def forget(self, request: str) -> None:
+        """The request is over."""
+        for key in self._of_request.pop(request, ()):
+            asked = self._asked[key]
+            asked.asking.discard(request)
+            asked.failed.discard(request)
+            if not asked.asking:
+                del self._asked[key]
+
+    def _ask(self, key: bytes, asked: _Asked | None, now: float) -> _Asked:
+        if asked is None:
+            asked = self._asked[key] = _Asked(self._batch, 0.0)
+        asked.batch, asked.until, asked.run = self._batch, now + self._deadline_s, None
+        self._unsent.append(key)
+        return asked
+
+    def _answer(self, asked: _Asked, run: Run | None) -> None:
+        asked.batch, asked.run, asked.until = None, run, self._clock() + self._ttl_s
+
+    def _take_answers(self) -> None:
+        while self._answers:
+            batch, keys, runs = self._answers.popleft()
+            for key, run in zip(keys, runs, strict=True):
+                asked = self._asked.get(key)
+                if asked is not None and asked.batch == batch:
+                    self._answer(asked, run)
+
+    def _find(self, batch: int, keys: Sequence[bytes]) -> None:
+        """Call thread: ask for a batch, a call's worth at a time, each answered as soon as it is known."""
+        counters = self._store.counters
+        for at in range(0, len(keys), _CALL_DIGESTS):
+            # Together by group, because digests of one group are packed without a loop.
+            part = sorted(keys[at : at + _CALL_DIGESTS], key=group_of)
+            runs = self._space.find(_packed(part))
+            if runs is not None:
+                hits = sum(run is not None for run in runs)
+                counters.add("match_calls")
+                counters.add("match_blocks_asked", len(part))
+                counters.add("match_blocks_found", hits)
+                counters.miss("absent", len(part) - hits)
+            self._answers.append((batch, part, runs if runs is not None else [None] * len(part)))
+
+
+def _packed(keys: Sequence[bytes]) -> bytes:
+    """Digests of keys that are sorted by group."""
+    out, first = b"", 0
+    for at in range(1, len(keys) + 1):
+        group = group_of(keys[first])
+        if at == len(keys) or group_of(keys[at]) != group:
+            out += digests([block_hash(key) for key in keys[first:at]], group)
+            first = at
+    return out

@@ -1,0 +1,155 @@
+"""Saves of the offloading tier: runs of consecutive chunks as segments.
+
+vLLM hands chunks over as they are computed, step by step. Those of one request and group that follow each
+other are gathered until they fill a segment, their request ends, or a moment has passed: many chunks, one
+PUT. Until then, and until they have been copied to staging, vLLM keeps their rows for us, so that is not long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from connectors.tier_memory import Buffer, Job, Jobs, Primary, Staging, views
+from connectors.tier_planning import Row, content_key, follows, group_of, in_order
+from kvstore.codec import Slot
+from kvstore.errors import CapacityExceeded, KVStoreError
+from kvstore.store import Space
+
+log = logging.getLogger(__name__)
+
+#: How long the first of some gathered chunks waits for more: a few steps of a long prompt.
+_GATHER_S = 0.25
+
+
+@dataclass(slots=True)
+class _Open:
+    rows: list[Row[Job]]
+    since: float
+
+
+class Saves:
+    """Of one engine. Everything public runs on the scheduler's thread."""
+
+    def __init__(
+        self,
+        space: Space,
+        primary: Primary,
+        jobs: Jobs,
+        segment_chunks: int,
+        spans: Mapping[int, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`spans` is tokens per chunk, by group."""
+        self._space = space
+        self._store = space.store
+        self._primary = primary
+        self._jobs = jobs
+        self._spans = spans
+        self._clock = clock
+        self._rows = segment_chunks
+        self._staging = Staging(self._store.settings.kv.staging_bytes, primary.row_bytes, segment_chunks)
+        self._open: dict[tuple[str, int], _Open] = {}
+
+    def submit(
+        self,
+        number: int,
+        keys: Collection[bytes],
+        chunks: Sequence[int],
+        request: str,
+        position: Callable[[bytes], int | None],
+    ) -> None:
+        """Store the rows `chunks`, one for each key. `position` is where a key's last token is."""
+        job = self._jobs.start(number, keys, is_load=False)
+        rows = [Row(key, int(chunk), position(key), job) for key, chunk in zip(keys, chunks, strict=True)]
+        for row in in_order(rows):
+            place = request, group_of(row.key)
+            gathered = self._open.get(place)
+            if gathered is not None and not follows(gathered.rows[-1], row, self._spans.__getitem__):
+                self._close(place)
+                gathered = None
+            if gathered is None:
+                gathered = self._open[place] = _Open([], self._clock())
+            gathered.rows.append(row)
+            if len(gathered.rows) >= self._rows:
+                self._close(place)
+
+    def close_request(self, request: str) -> None:
+        """Nothing more will come of it."""
+        for place in [place for place in self._open if place[0] == request]:
+            self._close(place)
+
+    def close_old(self) -> None:
+        """What has been gathered for long enough is saved."""
+        if self._open:
+            due = self._clock() - _GATHER_S
+            for place in [place for place, one in self._open.items() if one.since <= due]:
+                self._close(place)
+
+    def close_all(self) -> None:
+        """Everything gathered is saved."""
+        for place in list(self._open):
+            self._close(place)
+
+    def drop_all(self) -> None:
+        """Everything gathered is let go of."""
+        self._open.clear()
+
+    def _close(self, place: tuple[str, int]) -> None:
+        rows = self._open.pop(place).rows
+        nbytes = len(rows) * self._primary.row_bytes
+        if not self._store.transfers.write(nbytes, lambda: self._save(rows)):
+            self._store.counters.saved("dropped", len(rows))
+            self._report(rows, done=False)
+
+    def _save(self, rows: Sequence[Row[Job]]) -> None:
+        """Transfer thread: one segment."""
+        done = False
+        try:
+            buffer = self._copied(rows)
+            if buffer is None:
+                self._store.counters.saved("dropped", len(rows))
+                return
+            # A slot is a whole row, whatever its group.
+            spec = self._space.namespace.groups[0]
+            slots = [
+                Slot(content_key(row.key), view, spec.dtype, spec.shape)
+                for row, view in zip(rows, views(buffer, len(rows)), strict=True)
+            ]
+            try:
+                saved = self._space.save(slots, depth=self._depth(rows[0]))
+            finally:
+                self._staging.release(buffer)
+            done = saved.outcome in ("stored", "present")
+        except KVStoreError as exc:
+            log.warning("%d chunks are not stored: %s", len(rows), exc)
+        except Exception:
+            log.exception("%d chunks are not stored", len(rows))
+        finally:
+            self._report(rows, done=done)
+
+    def _copied(self, rows: Sequence[Row[Job]]) -> Buffer | None:
+        """The rows in a staging buffer; None if there is none, or a row is vLLM's again."""
+        owners = list(dict.fromkeys(row.owner for row in rows))
+        try:
+            buffer = self._staging.acquire(min(job.end for job in owners))
+        except CapacityExceeded:
+            return None
+        if self._jobs.enter(owners):
+            try:
+                self._primary.read([row.chunk for row in rows], buffer)
+                return buffer
+            finally:
+                self._jobs.leave(owners)
+        self._staging.release(buffer)
+        return None
+
+    def _depth(self, row: Row[Job]) -> int:
+        """Chunks before this one in its chain."""
+        return max(0, (row.position or 0) // self._spans[group_of(row.key)] - 1)
+
+    def _report(self, rows: Sequence[Row[Job]], *, done: bool) -> None:
+        for row in rows:
+            self._jobs.report(row.owner, [row.key], done=done)
