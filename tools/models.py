@@ -1,6 +1,6 @@
 """Tiny random models, built locally: the demo, the tests and the benchmarks run real engines on them.
 
-    python -m tools.models DIR [text|mla|image|deepstack ...] [--seed N]
+    python -m tools.models DIR [KIND ...] [--seed N]
 
 Nothing is downloaded. A model is a folder `DIR/<kind>-<seed>` with a config, safetensors weights and, for
 the image models, a tokenizer of made-up words (`w0`, `w1`, ...) and an image processor. The same kind and
@@ -12,7 +12,7 @@ random model repeats one token whatever the prompt, and then "same tokens" prove
 meant for float32; in bfloat16 the margins between the best two tokens drown in rounding.
 
 A folder appears by a rename, complete or not at all, and names the recipe it was built by, so an edit of
-this file rebuilds it.
+this file or of `tools.hybrids` rebuilds it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-KINDS = ("text", "mla", "image", "deepstack")
+from tools import hybrids
+
+KINDS = ("text", "mqa", "mla", "image", "deepstack", *hybrids.BUILDERS)
 _RECIPE_FILE = "recipe.txt"
 
 # Ids below `FIRST_WORD` are reserved for special tokens in every model, so a prompt of made-up ids taken
@@ -43,7 +46,8 @@ def build(root: Path, kind: str, seed: int = 0) -> Path:
     if kind not in KINDS:
         raise ValueError(f"unknown model {kind!r}; known: {', '.join(KINDS)}")
     target = root / f"{kind}-{seed}"
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    sources = [Path(__file__), Path(hybrids.__file__)]
+    recipe = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     if _recipe_of(target) == recipe:
         return target
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -88,6 +92,25 @@ def _text(folder: Path) -> None:
     LlamaForCausalLM(_llama_config()).save_pretrained(folder)
 
 
+def _mqa(folder: Path) -> None:
+    """The same with one head of keys and values, which every rank of two keeps a copy of."""
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM(_llama_config(num_key_value_heads=1)).save_pretrained(folder)
+
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+
+
 def _llama_config(**changes: Any) -> Any:
     from transformers import LlamaConfig
 
@@ -99,14 +122,7 @@ def _llama_config(**changes: Any) -> Any:
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 64,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 16384,
-            "initializer_range": 0.2,
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-            "dtype": "float32",
+            **_SHARED,
             **changes,
         }
     )
@@ -132,14 +148,7 @@ def _mla(folder: Path) -> None:
         n_routed_experts=4,
         n_shared_experts=1,
         num_experts_per_tok=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=16384,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        dtype="float32",
+        **_SHARED,
     )
     DeepseekV2ForCausalLM(config).save_pretrained(folder)
 
@@ -293,9 +302,11 @@ def _rename_weights(folder: Path, rename: Callable[[str], str]) -> None:
 
 _BUILDERS: dict[str, Callable[[Path], None]] = {
     "text": _text,
+    "mqa": _mqa,
     "mla": _mla,
     "image": _image,
     "deepstack": _deepstack,
+    **{kind: partial(make, shared=_SHARED) for kind, make in hybrids.BUILDERS.items()},
 }
 
 

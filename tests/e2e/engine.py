@@ -96,6 +96,8 @@ class Result:
     """Prompt tokens that the connector promised then. A load that fails later does not lower it."""
     ttft_s: float | None
     """From handing in the whole batch to this request's first token; None if it never had one."""
+    ec_params: dict[str, Any] | None
+    """`RequestOutput.ec_transfer_params`: what an EC producer says of the request's items."""
 
 
 class Engine:
@@ -125,7 +127,10 @@ class Engine:
         made: dict[str, Any] = {"model": str(model), **_ARGUMENTS}
         if not (model / "tokenizer.json").exists():
             made["skip_tokenizer_init"] = True
-        if "kv_lora_rank" in json.loads((model / "config.json").read_text()):
+        model_config = json.loads((model / "config.json").read_text())
+        if "mamba_chunk_size" in model_config:
+            made["split_mamba2_prefills"] = True
+        if "kv_lora_rank" in model_config:
             # The reference backend on every machine, rather than one for bfloat16 where there is AMX. It
             # has blocks of 16, no chunked prefill and no prefix cache of its own.
             made |= {"attention_backend": "CPU_MLA", "block_size": 16}
@@ -210,7 +215,8 @@ class Engine:
         """Runs the prompts as one batch, greedily, to exactly `max_tokens` each; results in order.
 
         A prompt has `prompt_token_ids` or `prompt`, and may have `images` (encoded, as `random_image`
-        makes them), `uuids` (one for each image, None allowed) and its own `cache_salt`. `abort_after`
+        makes them), `uuids` (one for each image, None allowed) and its own `cache_salt`; instead of images
+        `descriptions`, the model's fields that say how many placeholders each has. `abort_after`
         maps a prompt's position to the number of engine steps after which it is aborted; its result then
         has no tokens. `sampling` goes to SamplingParams.
         """

@@ -51,6 +51,14 @@ class EncoderCounter:
     def encoder_items(self) -> int:
         return self._items_encoded
 
+    def make_pipeline_buffers(self) -> None:
+        """What a pipeline's later stages receive into. vLLM makes it in a warm-up that the CPU skips."""
+        runner = self.model_runner
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
 
 class Served:
     """One engine and the verbs the parent may call on it. All of it runs on the main thread."""
@@ -63,8 +71,12 @@ class Served:
 
         gc.freeze()
         gc.enable()
+        if arguments.pop("split_mamba2_prefills", False):
+            _split_mamba2_prefills()
         self.llm = LLM(**arguments)
         self.llm.collective_rpc("count_encoder_items")
+        if arguments.get("pipeline_parallel_size", 1) > 1:
+            self.llm.collective_rpc("make_pipeline_buffers")
         self._prefills: dict[str, Any] = {}
         self._first_token_at: dict[str, float] = {}
         self._core_outputs = 0
@@ -156,6 +168,7 @@ class Served:
             "local_tokens": prefill.num_local_cached_tokens if prefill else 0,
             "external_tokens": prefill.num_external_cached_tokens if prefill else 0,
             "ttft_s": first - began if first is not None else None,
+            "ec_params": output.ec_transfer_params if output is not None else None,
         }
 
     def idle(self, seconds: float) -> None:
@@ -198,6 +211,18 @@ class Served:
         self.llm.llm_engine.engine_core.shutdown(timeout=60)
 
 
+def _split_mamba2_prefills() -> None:
+    """Makes prefills of Mamba2 layers end at block boundaries, as those of other recurrent layers do.
+
+    By default these layers store the state at a boundary from inside a longer step, which the CPU's kernel
+    can't: with prefix caching on, its first such step ends the engine. Works in one process only.
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+
+
 def _decoded(prompt: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         key: prompt[key] for key in ("prompt", "prompt_token_ids", "cache_salt") if key in prompt
@@ -209,6 +234,15 @@ def _decoded(prompt: dict[str, Any]) -> dict[str, Any]:
             "image": [
                 Image.open(io.BytesIO(base64.b64decode(image))).convert("RGB") for image in prompt["images"]
             ]
+        }
+    if prompt.get("descriptions"):
+        import torch
+
+        made["multi_modal_data"] = {
+            "image": {
+                name: torch.tensor([one[name] for one in prompt["descriptions"]])
+                for name in prompt["descriptions"][0]
+            }
         }
     if prompt.get("uuids"):
         made["multi_modal_uuids"] = {"image": prompt["uuids"]}
