@@ -17,10 +17,12 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
+from connectors.ec_media import media_of
 from connectors.ec_scheduler import ECScheduler
+from connectors.ec_stats import ECStorePromMetrics, ECStoreStats
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata
 from connectors.ec_worker import ECWorker, current_device, is_first_rank
-from connectors.identity import ec_namespace, refuse_counter_identifiers, refuse_parallel
+from connectors.identity import ec_namespace, refuse_counter_identifiers
 from connectors.options import open_for
 from kvstore.build import load_settings
 from kvstore.errors import ConfigError
@@ -38,12 +40,8 @@ class ECStoreConnector(ECConnectorBase):
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
-        refuse_parallel(vllm_config.parallel_config)
         refuse_counter_identifiers(vllm_config)
-        if vllm_config.kv_transfer_config is not None and not self.is_consumer:
-            raise ConfigError(
-                "kvstore: an ec_producer runs no language model, so it can't have a KV connector too"
-            )
+        _refuse_unsupported(vllm_config, consumer=self.is_consumer)
         settings = load_settings(vllm_config.ec_transfer_config.ec_connector_extra_config)
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
@@ -51,12 +49,16 @@ class ECStoreConnector(ECConnectorBase):
             namespace = ec_namespace(vllm_config, settings)
             store = open_for(settings, "EC connector", namespace)
             lora = vllm_config.lora_config
+            media = media_of(vllm_config.model_config)
+            hidden = vllm_config.model_config.get_inputs_embeds_size()
+            bare = dict.fromkeys(media.without_encoder, hidden)
             self._scheduler = ECScheduler(
                 store,
                 store.open(namespace, block_bytes=1 << 20),
                 dtype=vllm_config.model_config.dtype,
-                hidden=vllm_config.model_config.get_inputs_embeds_size(),
-                widths=lambda: vllm_config.ec_transfer_config.mm_encoder_output_widths,
+                hidden=hidden,
+                widths=lambda: bare | vllm_config.ec_transfer_config.mm_encoder_output_widths,
+                media=media,
                 consumer=self.is_consumer,
                 producer=self.is_producer,
                 tower_lora=bool(lora is not None and getattr(lora, "enable_tower_connector_lora", False)),
@@ -72,6 +74,9 @@ class ECStoreConnector(ECConnectorBase):
     def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._on_worker.use(self._metadata())
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        self._on_worker.save_held(self._metadata(), kwargs.get("encoder_cache") or {})
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         self._on_worker.load(self._metadata(), encoder_cache)
@@ -111,11 +116,32 @@ class ECStoreConnector(ECConnectorBase):
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         self._on_scheduler.update_connector_output(connector_output)
 
+    def take_unavailable_requests(self) -> set[str]:
+        return self._on_scheduler.take_unavailable_requests()
+
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         # True would leak the request: nothing ever frees it.
-        return False, None
+        return False, self._on_scheduler.request_finished(request)
 
     # ---- both -----------------------------------------------------------------------------------
+
+    def get_ec_connector_stats(self) -> ECStoreStats | None:
+        # The worker's come to the scheduler with its metadata.
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECStoreStats:
+        return ECStoreStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ECStorePromMetrics:
+        return ECStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
@@ -132,3 +158,23 @@ class ECStoreConnector(ECConnectorBase):
     def _on_scheduler(self) -> ECScheduler:
         assert self._scheduler is not None, "called on the worker's side"
         return self._scheduler
+
+
+def _refuse_unsupported(vllm_config: VllmConfig, *, consumer: bool) -> None:
+    """Raise ConfigError, in words, for an engine that this connector can't serve."""
+    if vllm_config.kv_transfer_config is not None and not consumer:
+        raise ConfigError(
+            "kvstore: an ec_producer runs no language model, so it can't have a KV connector too"
+        )
+    if vllm_config.model_config.is_encoder_decoder:
+        raise ConfigError(
+            "kvstore: vLLM keeps the encoder outputs of encoder-decoder models out of its encoder cache, so "
+            "an EC connector could never hand one over; start without it"
+        )
+    parallel = vllm_config.parallel_config
+    nodes = getattr(parallel, "nnodes_within_dp", 1)
+    if parallel.world_size > 1 and (nodes > 1 or parallel.distributed_executor_backend == "ray"):
+        raise ConfigError(
+            "kvstore: the ranks of an engine load encoder outputs from a folder of the scheduler's node, so "
+            "all must run there: --distributed-executor-backend mp and one node"
+        )

@@ -5,40 +5,40 @@ still fail: an item is looked up, read and verified on the store's threads while
 deferred (`ensure_cache_available`), and `has_cache_item` says yes only once the bytes lie in the
 staging folder, pinned until the workers have taken them.
 
-An item, as this module sees it:
+Who waits, and what for, at most `ec.fetch_deadline_s`:
 
-    fetching   under way; requests that need it are deferred until ec.fetch_deadline_s
-    ready      staged and verified: it can be promised
-    stored     (producer only) in the store; nothing to encode and nothing to load
-    absent     not to be had now, for a reason; the engine encodes it, and saves it if it was absent
+    any request      while an item it needs is being fetched
+    a consumer's     for an item that a producer has announced (`ec_transfer_params`): it may still be on its
+                     way into the store. After that the engine encodes it.
+    a consumer's     for an item of which it has the description only, since nobody here can encode that.
+                     After that, or once the item is known to be damaged, the request fails, alone
+                     (`take_unavailable_requests`); whoever sent it may have it encoded again and retry.
 
 With `admission.second_use` an absent item is saved only if an earlier request has asked for it. Its use is
-noted together with its look-up, once per request, however often that one looks it up while it waits.
+noted together with its look-up, once per request, however often that one looks it up while it waits. An
+encoder-only producer saves everything.
 
-All state belongs to the scheduler's thread, except that a fetch finishes on a transfer thread by
-setting its `outcome` once.
+All state belongs to the scheduler's thread.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from connectors.ec_items import Item, Items
+from connectors.ec_media import Media
 from connectors.ec_staging import StagingFolder
+from connectors.ec_stats import ECStoreStats, Tally
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
 from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
 from connectors.tensors import SAFETENSORS_DTYPES
-from kvstore.errors import CorruptPayload, KVStoreError
-from kvstore.keys import canonical_json, digest, item_key
-from kvstore.ports import Run
-from kvstore.store import Space, Store, miss_reason
+from kvstore.keys import canonical_json
+from kvstore.store import Space, Store
 
 if TYPE_CHECKING:
     import torch
@@ -48,26 +48,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Items remembered; the oldest are forgotten first.
-_REMEMBERED = 4096
 #: A pin whose release was lost (a step that never reached a worker) ends after this.
 _PIN_S = 60.0
-
-
-@dataclass(slots=True)
-class Item:
-    """One identifier. `outcome` is None while it is being fetched."""
-
-    asked_at: float
-    outcome: str | None = None  # "ready", "stored", or why not (kvstore.metrics.MISS_REASONS)
-    staged: StagedItem | None = None
-    #: In the staging folder.
-    name: str = ""
-    #: Who had it looked up, and whether others asked for it before; the latter is known with the outcome.
-    asked_by: str = ""
-    asked_before: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    abandoned: bool = False
+#: Outcomes that waiting doesn't change.
+_HOPELESS = frozenset({"corrupt", "missing", "namespace_mismatch", "permission", "quarantined", "closed"})
+#: In an announcement: the namespace that the producer saves to.
+_NAMESPACE = "kvstore_namespace"
 
 
 class ECScheduler:
@@ -81,6 +67,7 @@ class ECScheduler:
         dtype: torch.dtype,
         hidden: int,
         widths: Callable[[], Mapping[str, int]],
+        media: Media,
         consumer: bool,
         producer: bool,
         tower_lora: bool,
@@ -88,26 +75,36 @@ class ECScheduler:
         self._store = store
         self._space = space
         self._settings = store.settings.ec
-        self._second_use = store.settings.admission.second_use
-        self._dtype = SAFETENSORS_DTYPES[dtype]
+        self._second_use = store.settings.admission.second_use and consumer
         self._hidden = hidden
         self._widths = widths
+        self._media = media
         self._consumer = consumer
         self._producer = producer
         self._tower_lora = tower_lora
         self._namespace_json = canonical_json(space.namespace)
         self._staging = StagingFolder(self._settings.staging_dir, self._settings.staging_bytes)
-        self._items: OrderedDict[str, Item] = OrderedDict()
+        self._tally = Tally(store.counters)
+        self._items = Items(
+            store, space, self._staging, self._tally, dtype=SAFETENSORS_DTYPES[dtype], consumer=consumer
+        )
         #: Identifiers in the workers' encoder caches.
         self._resident: set[str] = set()
+        #: (producer) Those of them that were encoded here, so that the workers really have the output.
+        self._held: set[str] = set()
         #: (rows, width if known) that the request being scheduled expects, by identifier.
         self._expected: dict[str, tuple[int, int | None]] = {}
+        #: When a request began to wait for an item, by request and identifier; until the request is over.
+        self._waits: dict[str, dict[str, float]] = {}
+        #: Requests to be failed.
+        self._unavailable: set[str] = set()
         self._loads: dict[str, StagedItem] = {}
         self._saves: set[str] = set()
-        #: Staged items that were promised -> when their pin ends by itself.
-        self._promised: dict[str, float] = {}
+        #: Names of staged items that were promised in this pass of the scheduler, and are pinned.
+        self._promised: set[str] = set()
         #: Loads handed to the workers, by identifier: (name, when its pin ends by itself).
         self._loading: dict[str, deque[tuple[str, float]]] = {}
+        self._warned = False
         space.register_soon()
 
     # ---- the scheduler's questions --------------------------------------------------------------
@@ -118,44 +115,112 @@ class ECScheduler:
         ready = True
         for index, feature in enumerate(request.mm_features):
             position = feature.mm_position
-            if position.offset + position.length <= computed or not self._cacheable(request, feature):
-                continue
-            identifier = feature.identifier
-            expected = (request.get_num_encoder_embeds(index), self._widths().get(feature.modality))
-            if self._expected.setdefault(identifier, expected) != expected:
-                # One name for two things within a step: whichever is staged, one of them it is not.
-                self._expected[identifier] = (-1, None)
-            if identifier not in self._resident and not self._settled(identifier, request.request_id):
+            if position.offset + position.length > computed and not self._settled(request, index):
                 ready = False
         return ready
+
+    def _settled(self, request: Request, index: int) -> bool:
+        """Whether the scheduler may go on with the request as far as this item is concerned."""
+        feature = request.mm_features[index]
+        identifier = feature.identifier
+        here = self._media.is_here(feature)
+        if not self._cacheable(request, feature):
+            return here or self._give_up(request, "its item may not be looked up")
+        expected = (request.get_num_encoder_embeds(index), self._widths().get(feature.modality))
+        if self._expected.setdefault(identifier, expected) != expected:
+            # One name for two things within a step: whichever is staged, one of them it is not.
+            self._expected[identifier] = (-1, None)
+        if identifier in self._resident and here and self._consumer:
+            return True
+        announced = self._consumer and self._announced(request, identifier)
+        if announced or not here:
+            waits = self._waits.setdefault(request.request_id, {})
+            waits.setdefault(identifier, time.monotonic())
+        item = self._items.look(identifier, request.request_id)
+        if item.outcome is None:
+            return False
+        if not self._consumer:
+            return self._settled_on_producer(request, identifier, item, here=here)
+        if not here:
+            return self._settled_without_media(request, identifier, item)
+        return not (announced and item.outcome == "absent" and self._go_on_waiting(request, identifier))
+
+    def _settled_on_producer(self, request: Request, identifier: str, item: Item, *, here: bool) -> bool:
+        if item.outcome in ("stored", "saving"):
+            return True
+        if identifier in self._held:
+            # Encoded once, and not (or no longer) in the store: the workers still have it.
+            self._save(identifier)
+            return True
+        return here or self._give_up(request, f"its item is {item.outcome}")
+
+    def _settled_without_media(self, request: Request, identifier: str, item: Item) -> bool:
+        """Promise the item now: when vLLM asks for it, "no" would have it encode what isn't there."""
+        if item.outcome == "ready":
+            if not self._fits(identifier, item):
+                return self._give_up(request, "its item is not of the size it describes")
+            if self._promise(identifier, item):
+                return True
+        elif item.outcome in _HOPELESS or not self._go_on_waiting(request, identifier):
+            return self._give_up(request, f"its item is {item.outcome}")
+        return False
+
+    def _go_on_waiting(self, request: Request, identifier: str) -> bool:
+        since = self._waits[request.request_id][identifier]
+        if time.monotonic() - since >= self._settings.fetch_deadline_s:
+            return False
+        self._items.look_again(identifier, request.request_id)
+        return True
+
+    def _give_up(self, request: Request, why: str) -> bool:
+        if request.request_id not in self._unavailable:
+            self._unavailable.add(request.request_id)
+            self._tally.add("unavailable_requests")
+            log.warning("request %s brings no media and %s: it fails", request.request_id, why)
+        return False
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Requests to be failed, each told once."""
+        failed, self._unavailable = self._unavailable, set()
+        return failed
 
     @guarded(False)
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the engine need not encode the item: it is staged here, or (producer only) stored."""
-        # vLLM asks only for what is not in the encoder cache, so if it was there it has been reset.
-        self._resident.discard(identifier)
+        if identifier in self._resident:
+            # vLLM asks only for what is not in the encoder cache: that has been reset. (Or the item was
+            # dropped for another one in this very pass: then the others are fetched once for nothing.)
+            self._resident.clear()
+            self._held.clear()
         item = self._items.get(identifier)
         if item is None:
             return False
         if item.outcome == "stored":
             return not self._consumer
-        if item.outcome != "ready" or item.staged is None:
+        if item.outcome != "ready":
             return False
-        if not self._fits(item.staged, *self._expected.get(identifier, (-1, None))):
+        if not self._fits(identifier, item):
             # A client's uuid, reused for something else. vLLM would end the engine over it.
             log.warning("a stored encoder output is not of the size that the request expects")
             return False
-        if item.name not in self._promised and not self._staging.pin(item.name):
-            del self._items[identifier]
+        return self._promise(identifier, item)
+
+    def _promise(self, identifier: str, item: Item) -> bool:
+        """Pin a staged item until the end of this pass; False if it has gone."""
+        if item.name in self._promised:
+            return True
+        if not self._staging.pin(item.name):
+            self._items.forget(identifier)
             return False
-        self._promised[item.name] = time.monotonic() + _PIN_S
+        self._promised.add(item.name)
         return True
 
-    def _fits(self, staged: StagedItem, rows: int, width: int | None) -> bool:
-        if staged.rows != rows:
+    def _fits(self, identifier: str, item: Item) -> bool:
+        rows, width = self._expected.get(identifier, (-1, None))
+        if item.staged is None or item.staged.rows != rows:
             return False
         # DeepStack levels are packed side by side, so without vLLM's word a multiple will do.
-        return staged.width == width if width else staged.width % self._hidden == 0
+        return item.staged.width == width if width else item.staged.width % self._hidden == 0
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """The scheduler has made room for the item: load it if it was promised, else it is encoded."""
@@ -166,154 +231,121 @@ class ECScheduler:
         if item is not None and item.staged is not None and item.name in self._promised:
             self._loads[identifier] = item.staged
             # The promise's pin is now the load's, until the workers report it.
-            pin = (item.name, self._promised.pop(item.name))
+            self._promised.remove(item.name)
+            pin = (item.name, time.monotonic() + _PIN_S)
             self._loading.setdefault(identifier, deque()).append(pin)
-        elif (
-            self._producer
-            and (item is None or item.outcome not in ("ready", "stored"))
-            and self._cacheable(request, feature)
-        ):
-            if self._second_use and not (item is not None and item.asked_before):
-                self._store.counters.saved("not_admitted", 1)
-            else:
-                self._saves.add(identifier)
+            self._tally.add("items{staging}" if item.used else "items{store}")
+            self._tally.add("loaded_bytes", item.staged.nbytes)
+            item.used = True
+        elif item is not None and item.outcome == "stored":
+            self._tally.add("items{skipped}")
+        else:
+            self._encoded(request, feature, item)
+
+    def _encoded(self, request: Request, feature: Any, item: Item | None) -> None:
+        """The engine encodes the item in this step."""
+        self._tally.add("items{encoder}")
+        ready = item is not None and item.outcome == "ready"
+        if item is not None and item.outcome != "saving":
+            self._tally.add("misses{mismatch}" if ready else f"misses{{{item.outcome}}}")
+        if not self._producer or ready or not self._cacheable(request, feature):
+            return
+        if not self._consumer:
+            self._held.add(feature.identifier)
+        if self._second_use and not (item is not None and item.asked_before):
+            self._store.counters.saved("not_admitted", 1)
+        else:
+            self._save(feature.identifier)
+
+    def _save(self, identifier: str) -> None:
+        self._saves.add(identifier)
+        self._items.saving(identifier)
+
+    # ---- the rest of a step ---------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> ECStoreMetadata:
         """This step's work for the workers."""
         self._resident.difference_update(output.free_encoder_mm_hashes)
+        self._held.difference_update(output.free_encoder_mm_hashes)
         loads, self._loads = self._loads, {}
         saves, self._saves = self._saves, set()
-        for identifier in saves:
-            # Saved soon: the next request asks the store again instead of trusting "absent".
-            self._items.pop(identifier, None)
         self._expected.clear()
+        # Promised to requests that were not scheduled after all. They ask again.
+        for name in self._promised:
+            self._staging.unpin(name)
+        self._promised.clear()
         self._expire_pins()
         return ECStoreMetadata(self._namespace_json if loads or saves else None, loads, saves)
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
         """Workers have taken items: they need not stay."""
         meta = output.ec_connector_worker_meta
-        if isinstance(meta, ECStoreWorkerMetadata):
-            for identifier in meta.loaded:
-                if pins := self._loading.get(identifier):
-                    self._staging.unpin(pins.popleft()[0])
-                    if not pins:
-                        del self._loading[identifier]
+        if not isinstance(meta, ECStoreWorkerMetadata):
+            return
+        for identifier in meta.loaded:
+            if pins := self._loading.get(identifier):
+                self._staging.unpin(pins.popleft()[0])
+                if not pins:
+                    del self._loading[identifier]
+        if meta.stats is not None:
+            self._tally.merge(ECStoreStats(meta.stats))
+
+    def take_stats(self) -> ECStoreStats | None:
+        """What both halves have done since the last call; None if nothing."""
+        return self._tally.take()
+
+    @guarded(None)
+    def request_finished(self, request: Request) -> dict[str, Any] | None:
+        """Forget the request, however it ended; a producer says what of its items the store has.
+
+        By identifier: `item_indices` as vLLM's proxies use them, and for what is or will be stored the
+        `metadata` with which a consumer needs no media, and the namespace.
+        """
+        self._waits.pop(request.request_id, None)
+        self._unavailable.discard(request.request_id)
+        if self._consumer or not request.mm_features:
+            return None
+        made = self._media.describe(request.mm_features)
+        for identifier, entry in made.items():
+            item = self._items.get(identifier)
+            if item is not None and item.outcome in ("stored", "saving"):
+                entry[_NAMESPACE] = str(self._space.id)
+            else:
+                # Without it a proxy sends the media along, and the consumer can encode it.
+                entry["metadata"] = {}
+        return made
 
     def shutdown(self) -> None:
         """Close the store of this half and remove the staging folder."""
         self._store.close()
         self._staging.close()
 
-    # ---- items ----------------------------------------------------------------------------------
-
     def _cacheable(self, request: Request, feature: Any) -> bool:
-        if feature.modality == "prompt_embeds":
-            return False  # not an encoder's output
+        if self._media.is_output(feature):
+            return False
         if self._tower_lora and request.lora_request is not None:
             return False  # the identifier names the adapter, not its weights
         trusted = self._store.settings.identity.client_uuids == "trust"
         return trusted or bool(CONTENT_HASH.fullmatch(feature.identifier))
 
-    def _settled(self, identifier: str, request_id: str) -> bool:
-        """Whether it is known if the item can be had; starts finding out if it isn't."""
-        now = time.monotonic()
-        item = self._items.get(identifier)
-        if item is None or (item.outcome is not None and self._outdated(item, now)):
-            item = self._fetch(identifier, now, request_id)
-        if item.outcome is not None:
-            return True
-        if now - item.asked_at < self._settings.fetch_deadline_s:
-            return False
-        if not item.lock.acquire(blocking=False):
-            return False  # being written to the staging folder at this moment
-        try:
-            if item.outcome is None:
-                item.abandoned = True
-                item.outcome = "deadline"
-                self._store.counters.miss("deadline", 1)
-        finally:
-            item.lock.release()
-        return True
-
-    def _outdated(self, item: Item, now: float) -> bool:
-        if item.outcome == "ready":
-            return False
-        # "stored" may have been evicted since, "absent" may have been stored since.
-        return now - item.asked_at > self._settings.absent_ttl_s
-
-    def _fetch(self, identifier: str, now: float, request_id: str) -> Item:
-        last = self._items.pop(identifier, None)
-        item = self._items[identifier] = Item(now, asked_by=request_id)
-        noted = last is not None and last.asked_by == request_id
-        if last is not None and noted:
-            # The same request, still waiting: noted again it would be its own first use.
-            item.asked_before = last.asked_before
-        while len(self._items) > _REMEMBERED:
-            self._items.popitem(last=False)
-        note = self._second_use and not noted
-        if not self._store.transfers.call(lambda: self._look_up(identifier, item, note=note)):
-            item.outcome = "capacity"
-            self._store.counters.miss("capacity", 1)
-        return item
-
-    def _look_up(self, identifier: str, item: Item, *, note: bool) -> None:
-        """Call thread: ask the index; if it has the item, queue the read."""
-        key = item_key(identifier)
-        match = self._space.match(digest(key))
-        if not match.runs:
-            # Before the outcome, which lets the engine encode it: whether to save it is asked then.
-            if note:
-                item.asked_before = self._space.note(digest(key)) > 0
-            item.outcome = match.reason
-            return
-        item.asked_before = True  # or it wouldn't be stored; should it turn out damaged, it is saved anew
-        if not self._consumer:
-            item.outcome = "stored"
-        elif not self._store.transfers.read(lambda: self._read(identifier, item, match.runs[0])):
-            self._store.counters.miss("capacity", 1)
-            item.outcome = "capacity"
-        if note:
-            self._space.note(digest(key))
-
-    def _read(self, identifier: str, item: Item, run: Run) -> None:
-        """Transfer thread: read, verify, check, stage."""
-        outcome = "error"
-        try:
-            data = memoryview(bytearray(run.record.raw_bytes))
-            key = item_key(identifier)
-            (slot,) = self._space.load(run, [key], [data], deadline_s=self._settings.fetch_deadline_s)
-            if len(slot.shape) != 2 or slot.dtype != self._dtype:
-                self._store.quarantine(self._space.id, run.segment)
-                raise CorruptPayload(
-                    f"encoder output is {slot.dtype}{list(slot.shape)}, expected {self._dtype}[rows, width]"
-                )
-            # With the segment: a name that is reused for other content is another file.
-            name = hashlib.sha256(key + run.segment).hexdigest()
-            with item.lock:
-                if item.abandoned:
-                    return
-                path = self._staging.put(name, data)
-                item.name = name
-                item.staged = StagedItem(path, slot.dtype, slot.shape[0], slot.shape[1])
-                outcome = "ready"
-            self._store.transfers.call(lambda: self._space.touch([run.segment]))
-        except KVStoreError as exc:
-            outcome = miss_reason(exc)
-            log.warning("an encoder output is computed again: %s", exc)
-        finally:
-            with item.lock:
-                if item.outcome is None:
-                    item.outcome = outcome
-            if outcome == "ready":
-                self._staging.unpin(item.name)
+    def _announced(self, request: Request, identifier: str) -> bool:
+        """Whether a producer has said that the item is, or is about to be, where this engine looks."""
+        params = request.ec_transfer_params
+        entry = params.get(identifier) if isinstance(params, dict) else None
+        namespace = entry.get(_NAMESPACE) if isinstance(entry, dict) else None
+        if namespace is not None and namespace != str(self._space.id) and not self._warned:
+            self._warned = True
+            log.warning(
+                "kvstore: a producer saves encoder outputs to namespace %.40r, this engine looks in %s, so "
+                "they never meet; `cache-admin namespaces diff` says in what they differ",
+                namespace,
+                self._space.id,
+            )
+        return bool(namespace == str(self._space.id))
 
     def _expire_pins(self) -> None:
         """End pins whose step never reached a worker."""
         now = time.monotonic()
-        for name in [name for name, end in self._promised.items() if end < now]:
-            del self._promised[name]
-            self._staging.unpin(name)
         for identifier in [one for one, pins in self._loading.items() if pins[0][1] < now]:
             for name, _ in self._loading.pop(identifier):
                 self._staging.unpin(name)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
+
+from connectors.ec_stats import ECStoreStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,7 @@ class StagedItem:
     dtype: str
     rows: int
     width: int
+    nbytes: int
 
 
 @dataclass
@@ -25,16 +29,23 @@ class ECStoreMetadata(ECConnectorMetadata):
     namespace: str | None = None
     #: Items to put into the encoder cache before this step, by identifier.
     loads: dict[str, StagedItem] = field(default_factory=dict)
-    #: Identifiers whose output this step computes and the store lacks.
+    #: Identifiers that the store lacks: this step computes their output, or the workers have it already.
     saves: set[str] = field(default_factory=set)
 
 
 @dataclass
 class ECStoreWorkerMetadata(ECConnectorWorkerMetadata):
-    """Workers to scheduler: staged items that are no longer needed."""
+    """Workers to scheduler."""
 
+    #: Staged items that are no longer needed.
     loaded: set[str] = field(default_factory=set)
+    #: `ECStoreStats.data` since the last report.
+    stats: dict[str, Any] | None = None
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
+        """Of two ranks, one. Every rank of a step has loaded the same items."""
         assert isinstance(other, ECStoreWorkerMetadata)
-        return ECStoreWorkerMetadata(self.loaded | other.loaded)
+        stats = self.stats or other.stats
+        if self.stats and other.stats:
+            stats = ECStoreStats(self.stats).aggregate(ECStoreStats(other.stats)).data
+        return ECStoreWorkerMetadata(self.loaded | other.loaded, stats)

@@ -7,12 +7,14 @@ copies the item's own view to the host on the engine's thread and leaves the res
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from connectors.ec_stats import Tally
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
 from connectors.tensors import TORCH_DTYPES, HostCopy
 from kvstore.codec import Slot
@@ -41,6 +43,7 @@ class ECWorker:
         self._saves = saves
         self._space: Space | None = None
         self._loaded: set[str] = set()
+        self._tally = Tally(store.counters)
 
     def use(self, metadata: ECStoreMetadata) -> None:
         """The scheduler's half has named the namespace; all that follows belongs to it."""
@@ -55,6 +58,12 @@ class ECWorker:
                 encoder_cache[identifier] = self._tensor(item)
             self._loaded.add(identifier)
 
+    def save_held(self, metadata: ECStoreMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Save what an earlier step computed and the store lacks. What this step computes comes later."""
+        for identifier in metadata.saves:
+            if identifier in encoder_cache:
+                self.save(metadata, encoder_cache, identifier)
+
     def save(
         self, metadata: ECStoreMetadata, encoder_cache: dict[str, torch.Tensor], identifier: str
     ) -> None:
@@ -66,16 +75,17 @@ class ECWorker:
             log.warning("an encoder output of %s%s is not cached", tensor.dtype, list(tensor.shape))
             return
         nbytes = tensor.numel() * tensor.element_size()
-        copy = HostCopy(tensor)
-        if not self._store.transfers.write(nbytes, lambda: self._save(identifier, copy)):
+        copy, now = HostCopy(tensor), time.monotonic()
+        if not self._store.transfers.write(nbytes, lambda: self._save(identifier, copy, now)):
             self._store.counters.saved("dropped", 1)
 
     def take_report(self) -> ECStoreWorkerMetadata | None:
-        """Identifiers loaded since the last call; None if there are none."""
-        if not self._loaded:
+        """Identifiers loaded since the last call, and statistics; None if there are none."""
+        stats = self._tally.take()
+        if not self._loaded and stats is None:
             return None
         loaded, self._loaded = self._loaded, set()
-        return ECStoreWorkerMetadata(loaded)
+        return ECStoreWorkerMetadata(loaded, stats.data if stats is not None else None)
 
     def shutdown(self) -> None:
         """Let queued saves finish (bounded), then close the store of this half."""
@@ -86,12 +96,14 @@ class ECWorker:
         host = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return host.view(TORCH_DTYPES[item.dtype]).view(item.rows, item.width).to(self._device())
 
-    def _save(self, identifier: str, copy: HostCopy) -> None:
+    def _save(self, identifier: str, copy: HostCopy, since: float) -> None:
         """Transfer thread: one item, a segment of its own."""
         assert self._space is not None
         data, dtype, shape = copy.wait()
         try:
-            self._space.save([Slot(item_key(identifier), data, dtype, shape)])
+            saved = self._space.save([Slot(item_key(identifier), data, dtype, shape)])
+            if saved.stored:
+                self._tally.timed("save_seconds", time.monotonic() - since)
         except KVStoreError as exc:
             log.warning("an encoder output is not cached: %s", exc)
 
