@@ -11,10 +11,12 @@ import json
 import marshal
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from connectors.tensors import SAFETENSORS_DTYPES
+from connectors.boundary import Rule
+from connectors.layout import LocalGroup
 from kvstore.errors import ConfigError
 from kvstore.weights import weights_digest
 from schemas.namespace import GroupSpec, Namespace, Parallel
@@ -33,21 +35,32 @@ _MULTIMODAL_FIELDS = (
 CONTENT_HASH = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
 
 
-def kv_namespace(vllm_config: Any, kv_cache_config: Any, settings: Settings, page_format: str) -> Namespace:
-    """The namespace of an engine's KV blocks. Raises ConfigError for what can't be shared."""
+def kv_namespace(
+    vllm_config: Any,
+    groups: Sequence[GroupSpec],
+    settings: Settings,
+    *,
+    hash_tokens: int,
+    page_format: str,
+) -> Namespace:
+    """The namespace of an engine's KV blocks. Raises ConfigError for what can't be shared.
+
+    `hash_tokens` is how many tokens a block hash stands for; every group's block is a multiple of it.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algo = cache.prefix_caching_hash_algo
+    tp = 0 if settings.identity.any_tp else parallel.tensor_parallel_size
     return Namespace(
         kind="kv",
         **_model_fields(model, settings),
-        block_tokens=cache.block_size,
+        block_tokens=hash_tokens,
         hash_algo=algo,
         hash_root=_hash_root(algo),
         kv_dtype=str(cache.cache_dtype),
         page_order="LHNC",
         page_format=page_format,
-        groups=tuple(group_spec(group, cache.block_size) for group in kv_cache_config.kv_cache_groups),
-        parallel=Parallel(tp=parallel.tensor_parallel_size, pp=parallel.pipeline_parallel_size),
+        groups=tuple(groups),
+        parallel=Parallel(tp=tp, pp=parallel.pipeline_parallel_size),
         codec=settings.segment.codec,
         epoch=settings.identity.epoch,
     )
@@ -63,94 +76,65 @@ def ec_namespace(vllm_config: Any, settings: Settings) -> Namespace:
     )
 
 
-def group_spec(group: Any, block_tokens: int) -> GroupSpec:
-    """One KV cache group as a slot: [layers, heads, tokens, content]."""
-    spec = group.kv_cache_spec
-    specs = getattr(spec, "kv_cache_specs", None)
-    if specs is not None:
-        shapes = {_page_shape(one) for one in specs.values()}
-        if len(shapes) != 1:
-            raise ConfigError("kvstore: layers of one KV cache group differ in page shape; not supported yet")
-        spec = next(iter(specs.values()))
-    heads, tokens, content, dtype = _page_shape(spec)
-    names = layer_order(group.layer_names)
-    return GroupSpec(
-        kind="mla" if type(spec).__name__ == "MLAAttentionSpec" else "full",
-        block_tokens=block_tokens,
-        dtype=dtype,
-        shape=(len(names), heads, tokens, content),
-        layers=hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
-    )
-
-
-def layer_order(names: list[str]) -> list[str]:
-    """Layer names in slot order: by their numbers, so that `layers.10` follows `layers.9`."""
-    return sorted(names, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
-
-
-def _page_shape(spec: Any) -> tuple[int, int, int, str]:
-    dtype = SAFETENSORS_DTYPES.get(spec.dtype)
-    if dtype is None:
-        raise ConfigError(f"kvstore: KV cache dtype {spec.dtype} has no safetensors name; not supported")
-    return spec.num_heads, spec.num_states, spec.state_content_size_bytes // spec.dtype.itemsize, dtype
-
-
-def refuse_unsupported_kv(vllm_config: Any, kv_cache_config: Any) -> None:
+def refuse_unsupported_kv(vllm_config: Any) -> None:
     """Raise ConfigError, in words, for an engine whose KV blocks can't be shared. Both halves ask."""
-    refuse_parallel(vllm_config.parallel_config)
+    _refuse_sizes(
+        vllm_config.parallel_config, "prefill_context_parallel_size", "decode_context_parallel_size"
+    )
     refuse_counter_identifiers(vllm_config)
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"kvstore: this model has {len(groups)} KV cache groups; only models with full attention in "
-            "every layer (one group, MLA included) are supported yet. --disable-hybrid-kv-cache-manager "
-            "makes one group of sliding-window and full-attention layers."
-        )
-    specs = _specs(groups[0].kv_cache_spec)
-    kinds = {type(spec).__name__ for spec in specs}
-    if not kinds <= {"FullAttentionSpec", "MLAAttentionSpec"}:
-        raise ConfigError(f"kvstore: KV cache kind {', '.join(sorted(kinds))} is not supported yet")
-    if any(getattr(spec, "non_causal", False) for spec in specs):
-        raise ConfigError("kvstore: a block of a non-causal model depends on what follows it; not shareable")
-    if kv_cache_config.needs_kv_cache_zeroing:
-        raise ConfigError("kvstore: KV caches that vLLM zeroes (mixed precision) are not supported yet")
 
 
 def refuse_parallel(parallel: Any) -> None:
     """Raise ConfigError for more than one rank."""
-    for name in (
+    _refuse_sizes(
+        parallel,
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
-    ):
+    )
+
+
+def _refuse_sizes(parallel: Any, *names: str) -> None:
+    for name in names:
         if (size := getattr(parallel, name, 1)) != 1:
             raise ConfigError(f"kvstore: {name} = {size} is not supported yet; only 1")
 
 
-def page_format(vllm_config: Any, kv_cache_config: Any, device: str) -> str:
+def hash_tokens(vllm_config: Any, kv_cache_config: Any, rules: Sequence[Rule]) -> int:
+    """Tokens per block hash of this engine. Raises ConfigError if some group's blocks have no hash."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    _, tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    sizes = sorted({rule.block_tokens for rule in rules})
+    if any(size % tokens for size in sizes):
+        raise ConfigError(
+            f"kvstore: vLLM hashes every {tokens} tokens and has KV blocks of {', '.join(map(str, sizes))}: "
+            "not every block has a hash; --enable-prefix-caching, or another --block-size, may help"
+        )
+    return int(tokens)
+
+
+def page_format(vllm_config: Any, groups: Sequence[LocalGroup], device: str) -> str:
     """What fills a page of this worker's KV cache: `cpu/CPU_ATTN/amx`, `cuda/FLASH_ATTN`, ...
 
     The shape of a page says where a head's and a token's bytes are, not how keys and values are
-    arranged inside. That is the attention backend's business, on the CPU its instruction set's too.
+    arranged inside. That is the attention backend's business, on the CPU its instruction set's too. Groups
+    that differ in it are listed in order.
     """
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
-    group = kv_cache_config.kv_cache_groups[0]
-    names = sorted(
-        backend.get_name() for backend in get_current_attn_backends(vllm_config, group.layer_names)
-    )
-    parts = [device, "+".join(names)]
-    if device == "cpu":
-        layers = vllm_config.compilation_config.static_forward_context
-        sets = {str(getattr(layers[name], "isa", "")) for name in group.layer_names if name in layers}
-        parts.append("+".join(sorted(sets)) or "unknown")
-    return "/".join(parts)
-
-
-def _specs(spec: Any) -> list[Any]:
-    inner = getattr(spec, "kv_cache_specs", None)
-    return [spec] if inner is None else list(inner.values())
+    formats = []
+    for group in groups:
+        names = [name for _, layers in group.tables for name in layers]
+        backends = sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config, names))
+        parts = [device, "+".join(backends)]
+        if device == "cpu":
+            layers = vllm_config.compilation_config.static_forward_context
+            sets = {str(getattr(layers[name], "isa", "")) for name in names if name in layers}
+            parts.append("+".join(sorted(sets)) or "unknown")
+        formats.append("/".join(parts))
+    return ",".join(formats if len(set(formats)) > 1 else formats[:1])
 
 
 def _hash_root(algo: str) -> str:

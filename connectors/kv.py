@@ -22,11 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from connectors.identity import group_spec, kv_namespace, layer_order, page_format, refuse_unsupported_kv
+from connectors.identity import hash_tokens, kv_namespace, page_format, refuse_unsupported_kv
 from connectors.kv_scheduler import KVScheduler
 from connectors.kv_types import KVStoreHandshake, KVStoreMetadata, KVStoreWorkerMetadata
 from connectors.kv_worker import KVWorker
+from connectors.layout import local_groups, merge
 from connectors.options import open_for, segment_blocks
+from connectors.shards import Place, fits
 from kvstore.build import load_settings
 from kvstore.errors import ConfigError
 from schemas.namespace import Namespace
@@ -58,12 +60,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = load_settings(transfer.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | None = None
-        refuse_unsupported_kv(vllm_config, kv_cache_config)
+        refuse_unsupported_kv(vllm_config)
+        self._groups = local_groups(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
         if role is KVConnectorRole.WORKER:
-            spec = group_spec(kv_cache_config.kv_cache_groups[0], vllm_config.cache_config.block_size)
             store = open_for(self._settings, "KV connector worker")
-            blocks = segment_blocks(self._settings, spec.slot_bytes)
-            self._worker = KVWorker(store, spec, segment_blocks=blocks)
+            self._worker = KVWorker(
+                store,
+                self._groups,
+                segment_blocks=[segment_blocks(self._settings, group.slot_bytes) for group in self._groups],
+                place=_place(vllm_config.parallel_config),
+                # vLLM can't tell whose block it is once there are several tables.
+                by_request=len(kv_cache_config.kv_cache_groups) > 1,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -73,12 +81,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker ---------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        names = layer_order(self._kv_cache_config.kv_cache_groups[0].layer_names)
-        self._on_worker.register([kv_caches[name] for name in names], self._kv_cache_config.num_blocks)
+        self._on_worker.register(kv_caches, self._kv_cache_config.num_blocks)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         device = self._on_worker.device_type
-        return KVStoreHandshake(page_format(self._vllm_config, self._kv_cache_config, device))
+        return KVStoreHandshake(page_format(self._vllm_config, self._groups, device), self._groups)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         metadata = self._namespaced(kv_connector_metadata)
@@ -99,7 +106,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._on_worker.start_saves(self._namespaced(self._get_connector_metadata()).saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return KVConnectorTransferResults(finished_recving=self._on_worker.take_finished())
+        finished, failed = self._on_worker.take_finished()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._on_worker.take_failed_blocks()
@@ -116,22 +124,42 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler ------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The workers have told what fills their pages: the namespace is complete, the cache opens."""
-        formats = {one.page_format for one in metadata.values() if isinstance(one, KVStoreHandshake)}
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): one for rank, one in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The workers have told what their pages are: the namespace is complete, the cache opens."""
+        ranks = {place: one for place, one in metadata.items() if isinstance(one, KVStoreHandshake)}
+        if not ranks:
+            raise ConfigError(
+                "kvstore: the workers' pages are not known: another connector's handshake came in their "
+                "place. Name KVStoreConnector first in MultiConnector's list"
+            )
+        formats = {one.page_format for one in ranks.values()}
         if len(formats) != 1:
             raise ConfigError(f"kvstore: ranks differ in their page format: {', '.join(sorted(formats))}")
+        stages = [ranks[stage, 0].groups for stage in sorted({stage for stage, _ in ranks})]
+        for (stage, rank), one in ranks.items():
+            if one.groups != stages[stage]:
+                raise ConfigError(f"kvstore: rank {rank} of stage {stage} has other pages than rank 0")
         config, settings = self._vllm_config, self._settings
-        namespace = kv_namespace(config, self._kv_cache_config, settings, formats.pop())
-        spec = namespace.groups[0]
+        groups = merge(stages, any_tp=settings.identity.any_tp)
+        tokens = hash_tokens(config, self._kv_cache_config, [group.rule for group in groups])
+        specs = [group.spec for group in groups]
+        namespace = kv_namespace(config, specs, settings, hash_tokens=tokens, page_format=formats.pop())
         store = open_for(settings, "KV connector", namespace)
+        shards = [group.page.shards for group in stages[0]]
         self._scheduler = KVScheduler(
             store,
-            store.open(namespace, block_bytes=spec.slot_bytes * namespace.ranks),
-            block_tokens=namespace.block_tokens,
-            segment_blocks=segment_blocks(settings, spec.slot_bytes),
+            store.open(namespace, block_bytes=max(spec.slot_bytes for spec in specs)),
+            groups,
+            hash_tokens=tokens,
+            segment_blocks=[segment_blocks(settings, group.part_bytes) for group in groups],
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             can_load=config.kv_transfer_config.is_kv_consumer,
             can_save=config.kv_transfer_config.is_kv_producer,
+            fits=lambda group, parts: fits(parts, len(stages), shards[group]),
         )
 
     def on_new_request(self, request: Request) -> None:
@@ -154,12 +182,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._on_scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._on_scheduler.request_finished(request, block_ids)
+        return self._on_scheduler.request_finished(request, [block_ids])
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._on_scheduler.request_finished(request, block_ids[0])
+        return self._on_scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool | None:
         return self._on_scheduler.reset_cache()
@@ -181,3 +209,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _on_scheduler(self) -> KVScheduler:
         assert self._scheduler is not None, "called on the worker's side"
         return self._scheduler
+
+
+def _place(parallel: Any) -> Place:
+    """Which rank this worker process is."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if tp == pp == 1:
+        return Place()
+    return Place(get_tensor_model_parallel_rank(), tp, get_pp_group().rank_in_group, pp)

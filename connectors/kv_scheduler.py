@@ -9,9 +9,9 @@ A request, as this module sees it:
 
     matching   the index has been asked; get_num_new_matched_tokens answers "later" until the
                answer or kv.match_deadline_s
-    matched    so many leading blocks are stored; the promise is loaded from that very match
+    matched    so many leading tokens are stored; the promise is loaded from that very match
     loading    blocks are allocated and the workers are loading
-    computing  prefill; full blocks from the match's end on are saved, a segment's worth at a time
+    computing  prefill; full blocks from the match's end on are saved (connectors.kv_saving)
 
 With `admission.second_use` a prompt is noted once, on the same call thread and after the match, so that
 no match waits for it. Until the answer is there the request saves nothing; what it owes is saved at a
@@ -24,19 +24,22 @@ unreadable bytes for ever.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
 from connectors.kv_admission import Admission, Note
-from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
-from connectors.planning import external_tokens, savable_blocks, saves_due, slice_runs
-from kvstore.keys import SegmentId, canonical_json, digests, new_segment_id
-from kvstore.store import Match, Space, Store
+from connectors.kv_match import Found, Matcher, PendingMatch
+from connectors.kv_saving import NULL_BLOCK, Progress, Saving
+from connectors.kv_types import GroupLoad, KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
+from connectors.layout import Group
+from connectors.planning import external_tokens, savable_tokens, slice_runs
+from kvstore.keys import SegmentId, canonical_json
+from kvstore.ports import Run
+from kvstore.store import Space, Store
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -48,29 +51,6 @@ log = logging.getLogger(__name__)
 
 #: Total time per scheduler step that may be spent waiting for matches that are under way.
 _PATIENCE_S = 0.001
-_NO_MATCH = Match([], 0, "deadline")
-
-
-class PendingMatch:
-    """A match under way on a call thread."""
-
-    def __init__(self, blocks: int, end: float) -> None:
-        self.blocks = blocks
-        self.end = end
-        self.asked_at = time.monotonic()
-        self._done = threading.Event()
-        self._result: Match | None = None
-
-    def finish(self, result: Match) -> None:
-        """Call thread: here is the answer."""
-        self._result = result
-        self._done.set()
-
-    def poll(self, patience_s: float) -> Match | None:
-        """The answer, or None if it is still out after `patience_s`."""
-        if not self._done.is_set() and patience_s > 0:
-            self._done.wait(patience_s)
-        return self._result if self._done.is_set() else None
 
 
 @dataclass(slots=True)
@@ -78,12 +58,9 @@ class Tracked:
     """What the scheduler's half knows of one request. Owned by the scheduler's thread."""
 
     request: Request
+    progress: Progress
     match: PendingMatch | None = None
     note: Note | None = None
-    #: Leading blocks that are in the store or on their way: saving starts here.
-    saved: int = 0
-    #: Leading blocks that are counted, if they weren't saved, as not worth it.
-    passed_over: int = 0
     #: The prompt is computed, and what its last segment lacks isn't saved yet.
     prompt_ended: bool = False
     #: When it was last looked at, it wasn't known what is worth saving.
@@ -105,19 +82,26 @@ class KVScheduler:
         self,
         store: Store,
         space: Space,
+        groups: Sequence[Group],
         *,
-        block_tokens: int,
-        segment_blocks: int,
+        hash_tokens: int,
+        segment_blocks: Sequence[int],
         prefix_caching: bool,
         can_load: bool,
         can_save: bool,
+        fits: Callable[[int, int], bool] = lambda group, parts: True,
     ) -> None:
+        """`segment_blocks`: blocks per segment, of each group. `fits`: see kv_match.Matcher."""
         self._store = store
         self._space = space
+        self._groups = groups
         self._settings = store.settings.kv
-        self._admission = Admission(store, space, block_tokens)
-        self._block_tokens = block_tokens
-        self._segment_blocks = segment_blocks
+        self._matcher = Matcher(space, groups, hash_tokens, fits)
+        self._admission = Admission(store, space, hash_tokens)
+        self._saving = Saving(
+            groups, hash_tokens, segment_blocks, store.counters, self._abandon_save, clock=store.clock
+        )
+        self._hash_tokens = hash_tokens
         self._prefix_caching = prefix_caching
         self._can_load = can_load
         self._can_save = can_save
@@ -127,13 +111,11 @@ class KVScheduler:
         self._unsaved: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._flushes: list[Save] = []
-        #: Block hashes being saved by this engine -> their segment, so that requests of one batch
-        #: that share a prefix save it once. Emptied as the workers report.
-        self._saving: dict[bytes, SegmentId] = {}
-        self._segments: dict[SegmentId, list[bytes]] = {}
         #: Block hashes being loaded -> request; others wait for them in the GPU's prefix cache.
         self._arriving: dict[bytes, str] = {}
         self._arriving_of: dict[str, list[bytes]] = {}
+        #: Ranks at which payloads can't be read.
+        self._down: set[int] = set()
         self._patience = _PATIENCE_S
         self._retired = False
         self._abandon_loads = False
@@ -162,20 +144,19 @@ class KVScheduler:
         match = self._matched(tracked)
         if match is None:
             return None, False
-        tokens = external_tokens(
-            match.blocks, computed, request.num_tokens, self._block_tokens, self._settings.min_load_blocks
-        )
+        least = self._settings.min_load_blocks * self._hash_tokens
+        tokens = external_tokens(match.tokens, computed, least)
         # What this engine is saving, or another has saved since, is left out again when it is planned.
-        tracked.saved = match.blocks
+        tracked.progress = self._saving.start(match.stored)
         tracked.local_tokens = computed
         tracked.seen_tokens = 0
         if not tokens:
-            missed = match.blocks - computed // self._block_tokens
+            missed = (match.tokens - computed) // self._hash_tokens
             if missed > 0:
                 self._store.counters.miss("below_threshold", missed)
             return 0, False
         if self._arriving:
-            first = request.block_hashes[computed // self._block_tokens]
+            first = request.block_hashes[computed // self._hash_tokens]
             tracked.waits_for = self._arriving.get(first)
             if tracked.waits_for is not None:
                 # Another request is loading this very block; in a moment it is a local hit for both.
@@ -203,13 +184,13 @@ class KVScheduler:
             for feature in getattr(request, "mm_features", None) or ()
         )
 
-    def _matched(self, tracked: Tracked) -> Match | None:
+    def _matched(self, tracked: Tracked) -> Found | None:
         """The request's match, asking for it if need be; None while it is out."""
         pending = tracked.match
         now = time.monotonic()
         stale = pending is not None and (
             now - pending.asked_at > self._settings.match_ttl_s
-            or pending.blocks != len(tracked.request.block_hashes)
+            or pending.hashes != len(tracked.request.block_hashes)
         )
         if pending is None or stale:
             pending = self._ask(tracked)
@@ -217,28 +198,39 @@ class KVScheduler:
         match = pending.poll(self._patience)
         self._patience = max(0.0, self._patience - (time.monotonic() - before))
         if match is None and time.monotonic() >= pending.end:
-            self._store.counters.miss("deadline", pending.blocks)
-            pending.finish(_NO_MATCH)
-            return _NO_MATCH
+            self._store.counters.miss("deadline", pending.hashes)
+            match = self._matcher.nothing("deadline")
+            pending.finish(match)
         return match
 
     def _ask(self, tracked: Tracked, note: Note | None = None) -> PendingMatch:
-        hashes = list(tracked.request.block_hashes)
+        request = tracked.request
+        hashes, tokens = list(request.block_hashes), request.num_tokens
         pending = PendingMatch(len(hashes), time.monotonic() + self._settings.match_deadline_s)
         tracked.match = pending
-        packed = note.digests if note is not None and note.blocks == len(hashes) else digests(hashes)
+        known = note is not None and note.blocks == len(hashes) and self._groups[0].spec.block_tokens
+        first = note.digests if note is not None and known == self._hash_tokens else None
 
         def job() -> None:
-            pending.finish(self._space.match(packed))
+            pending.finish(self._find(hashes, tokens, pending.end, first))
             if note is not None:
                 note.run(self._space)
 
         if not self._store.transfers.call(job):
             self._store.counters.miss("capacity", len(hashes))
-            pending.finish(Match([], 0, "capacity"))
+            pending.finish(self._matcher.nothing("capacity"))
             if note is not None:
                 note.noted = 0
         return pending
+
+    def _find(self, hashes: list[bytes], tokens: int, end: float, first: bytes | None) -> Found:
+        """Call thread. Whatever happens, the request that waits for it gets an answer."""
+        try:
+            return self._matcher.find(hashes, tokens, end, first)
+        except Exception:
+            log.exception("match failed unexpectedly")
+            self._store.counters.miss("error", len(hashes))
+            return self._matcher.nothing("error")
 
     # ---- loading --------------------------------------------------------------------------------
 
@@ -248,40 +240,77 @@ class KVScheduler:
             return
         tracked = self._track(request)
         match = tracked.match.poll(0.0) if tracked.match else None
-        first = tracked.local_tokens // self._block_tokens
-        wanted = range(first, first + -(-external // self._block_tokens))
-        assert match is not None and wanted.stop <= match.blocks, "blocks were allocated for no match"
-        block_ids = blocks.get_block_ids()[0]
-        hashes = list(request.block_hashes[first : wanted.stop])
-        runs = slice_runs(match.runs, wanted)
-        self._loads.append(Load(request.request_id, first, runs, hashes, block_ids[first : wanted.stop]))
+        runs = match.runs if match is not None else tuple([] for _ in self._groups)
+        tables = blocks.get_block_ids()
+        first, stop = tracked.local_tokens, tracked.local_tokens + external
+        groups = [
+            load
+            for number, group in enumerate(self._groups)
+            if (
+                load := self._group_load(
+                    number, group, request.block_hashes, runs[number], tables, first, stop
+                )
+            )
+        ]
+        self._loads.append(Load(request.request_id, groups))
         tracked.loading = True
         tracked.match = None  # consumed: after a preemption the index is asked again
         if self._prefix_caching:
+            hashes = list(request.block_hashes[first // self._hash_tokens : stop // self._hash_tokens])
             self._arriving.update(dict.fromkeys(hashes, request.request_id))
             self._arriving_of[request.request_id] = hashes
+
+    def _group_load(
+        self,
+        number: int,
+        group: Group,
+        hashes: Sequence[bytes],
+        runs: list[Run],
+        tables: Sequence[Sequence[int]],
+        first_token: int,
+        stop_token: int,
+    ) -> GroupLoad | None:
+        """The blocks of one group that vLLM has allocated for tokens from `first_token` on; None if none.
+
+        Every block that isn't null is to be filled. One that the match doesn't cover, which would mean that
+        vLLM and connectors.boundary disagree, fails at the worker, and the request is computed.
+        """
+        size, ratio = group.rule.block_tokens, group.rule.block_tokens // self._hash_tokens
+        wanted = range(-(-first_token // size), -(-stop_token // size))
+        own = {table: tables[table] for table in group.tables}
+        start = next((i for i in wanted if any(ids[i] != NULL_BLOCK for ids in own.values())), wanted.stop)
+        wanted = range(start, wanted.stop)
+        if not wanted:
+            return None
+        if any(block == NULL_BLOCK for ids in own.values() for block in ids[wanted.start : wanted.stop]):
+            runs = []
+        names = list(hashes[(wanted.start + 1) * ratio - 1 : wanted.stop * ratio : ratio])
+        ids = {table: list(ids[wanted.start : wanted.stop]) for table, ids in own.items()}
+        return GroupLoad(number, wanted.start, slice_runs(runs, wanted), names, ids)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Workers' report: loads that ended, loads that failed, saves that ended."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVStoreWorkerMetadata):
             self._store.mark_bad(meta.bad_segments)
-            if meta.payloads_down is not None:
-                # This half reads no payloads, so nothing else tells it what not to promise.
-                self._store.payloads_down = meta.payloads_down
-            for request_id, block in meta.failed_loads.items():
-                self._load_failed(request_id, block)
-            for segment in meta.ended_saves:
-                for block_hash in self._segments.pop(segment, ()):
-                    self._saving.pop(block_hash, None)
+            for rank, down in meta.payloads_down.items():
+                (self._down.add if down else self._down.discard)(rank)
+            # This half reads no payloads, so nothing else tells it what not to promise.
+            self._store.payloads_down = bool(self._down)
+            for request_id, groups in meta.failed_loads.items():
+                self._load_failed(request_id, groups)
+            for segment, (count, written) in meta.ended_saves.items():
+                self._saving.ended(segment, count, written=written)
         for request_id in output.finished_recving or ():
             self._load_ended(request_id)
 
-    def _load_failed(self, request_id: str, block: int) -> None:
+    def _load_failed(self, request_id: str, groups: dict[int, int]) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
             tracked.load_failed = True
-            tracked.saved = min(tracked.saved, block)
+            saved = tracked.progress.saved
+            for group, block in groups.items():
+                saved[group] = min(saved[group], block)
         for other in self._requests.values():
             if other.waits_for == request_id:
                 # Has waited for this load once; another may fail the same way, so it computes.
@@ -334,24 +363,24 @@ class KVScheduler:
             # All of the prompt is computed with this step; a running batch costs no more looks at it.
             del self._unsaved[request.request_id]
         final, tracked.prompt_ended = tracked.prompt_ended, False
-        done = self._done(tracked)
-        if done <= tracked.saved:
+        state, name, done = output.kv_connector_block_state, request.request_id, self._done(tracked)
+        if state is None:
             return ()
-        due = self._worth_saving(tracked, done, admitted, final=final)
-        if not due:
-            return ()
-        state = output.kv_connector_block_state
-        table = state.get_block_ids(request.request_id) if state is not None else None
-        return self._plan(tracked, due, table[0]) if table is not None else ()
+        hashes = request.block_hashes
+        saves = self._saving.plan(
+            tracked.progress, hashes, done, admitted, lambda: state.get_block_ids(name), final=final
+        )
+        if offers := state.boundary_state_offloads.get(name):
+            saves += self._saving.take_offers(tracked.progress, hashes, offers, admitted, done)
+        return saves
 
     def _done(self, tracked: Tracked) -> int:
-        """Leading blocks that are full, final and wanted, as of what was scheduled."""
+        """Leading tokens that are final, hashed and wanted, as of what was scheduled."""
         request = tracked.request
-        return savable_blocks(
+        return savable_tokens(
             tracked.seen_tokens,
             request.num_prompt_tokens,
-            len(request.block_hashes),
-            self._block_tokens,
+            len(request.block_hashes) * self._hash_tokens,
             save_decode=self._settings.save_decode,
         )
 
@@ -361,52 +390,36 @@ class KVScheduler:
         tracked.note = note or tracked.note
         return note
 
-    def _worth_saving(self, tracked: Tracked, done: int, admitted: int, *, final: bool) -> list[range]:
-        """Segments to save of `done` blocks, of which the first `admitted` are worth it.
-
-        The last of those ends a segment: nothing comes after it that could fill one up.
-        """
-        final = final or admitted < done
-        due, tracked.saved = saves_due(tracked.saved, min(done, admitted), self._segment_blocks, final=final)
-        if admitted < done:
-            over = done - max(tracked.saved, tracked.passed_over)
-            self._store.counters.saved("not_admitted", max(0, over))
-            tracked.passed_over = max(done, tracked.passed_over)
-        return due
-
-    def _plan(self, tracked: Tracked, due: list[range], block_ids: list[int]) -> list[Save]:
-        saves = []
-        for blocks in due:
-            hashes = list(tracked.request.block_hashes[blocks.start : blocks.stop])
-            # Blocks that another request of this engine is saving right now lead the chain, if any.
-            busy = next((i for i, one in enumerate(hashes) if one not in self._saving), len(hashes))
-            first, hashes = blocks.start + busy, hashes[busy:]
-            if not hashes:
-                continue
-            segment = new_segment_id()
-            self._saving.update(dict.fromkeys(hashes, segment))
-            self._segments[segment] = hashes
-            saves.append(Save(segment, first, hashes, block_ids[first : blocks.stop]))
-        return saves
+    def _abandon_save(self, segment: SegmentId) -> None:
+        self._store.transfers.call(lambda: self._space.abandon(segment))
 
     # ---- the end --------------------------------------------------------------------------------
 
     @guarded((False, None))
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, tables: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; save what its last segment lacks, if decoded or undecided until now.
 
-        Blocks are never held back: those to be saved are read at the start of the next step, before
-        anything can overwrite them.
+        `tables`: its block ids in every KV cache group of vLLM's. Blocks are never held back: those to be
+        saved are read at the start of the next step, before anything can overwrite them.
         """
         tracked = self._requests.pop(request.request_id, None)
         self._unsaved.pop(request.request_id, None)
         if tracked is not None and self._flushable(tracked):
             # Not num_computed_tokens: it counts tokens that a load only promised.
-            done = min(self._done(tracked), len(block_ids))
+            sizes = [
+                len(tables[table]) * group.rule.block_tokens
+                for group in self._groups
+                if not group.offered
+                for table in group.tables
+            ]
             # An answer that comes too late for the last step is too late: nothing of it is saved.
             admitted = self._admission.admitted(request, tracked.note) or 0
-            due = self._worth_saving(tracked, done, admitted, final=True)
-            self._flushes += self._plan(tracked, due, block_ids)
+            done = min([self._done(tracked), *sizes])
+            self._flushes += self._saving.plan(
+                tracked.progress, request.block_hashes, done, admitted, lambda: tables, final=True
+            )
         return False, None
 
     def reset_cache(self) -> bool:
@@ -436,5 +449,6 @@ class KVScheduler:
     def _track(self, request: Request) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            tracked = self._requests[request.request_id] = Tracked(request)
+            tracked = Tracked(request, self._saving.start())
+            self._requests[request.request_id] = tracked
         return tracked

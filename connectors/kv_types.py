@@ -10,36 +10,49 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from connectors.layout import LocalGroup
 from kvstore.keys import SegmentId
 from kvstore.ports import Run
 
 
 @dataclass
 class KVStoreHandshake(KVConnectorHandshakeMetadata):
-    """Worker to scheduler, once at the start: what fills a page (connectors.identity.page_format)."""
+    """Worker to scheduler, once at the start: what this rank's pages are and what fills them."""
 
     page_format: str
+    groups: list[LocalGroup]
+
+
+@dataclass(slots=True)
+class GroupLoad:
+    """Blocks of one group to load. `hashes[i]`, and each table's i-th block id, belong to the group's block
+    `first + i`; blocks that no run covers are to be reported as failed."""
+
+    group: int
+    first: int
+    runs: list[Run]
+    hashes: list[bytes]
+    tables: dict[int, list[int]]
 
 
 @dataclass(slots=True)
 class Load:
-    """Load blocks of one request. `hashes[i]` and `block_ids[i]` belong to chain block `first + i`."""
+    """Load blocks of one request."""
 
     request_id: str
-    first: int
-    runs: list[Run]
-    hashes: list[bytes]
-    block_ids: list[int]
+    groups: list[GroupLoad]
 
 
 @dataclass(slots=True)
 class Save:
-    """Save adjacent blocks of one chain as one segment; `first` is its depth."""
+    """Save adjacent blocks of one group as one segment; `first` is its depth, in blocks of the group."""
 
+    group: int
     segment: SegmentId
+    created_s: int
     first: int
     hashes: list[bytes]
-    block_ids: list[int]
+    tables: dict[int, list[int]]
 
 
 @dataclass
@@ -61,24 +74,29 @@ class KVStoreMetadata(KVConnectorMetadata):
 class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler: what ended since the last step."""
 
-    #: Segments whose save ended, well or badly: they are no longer in flight.
-    ended_saves: set[SegmentId] = field(default_factory=set)
-    #: Requests of which some blocks could not be loaded -> the first such chain block.
-    failed_loads: dict[str, int] = field(default_factory=dict)
+    #: Segments of which this many ranks have ended their part, and whether all of those wrote it.
+    ended_saves: dict[SegmentId, tuple[int, bool]] = field(default_factory=dict)
+    #: Requests of which some blocks could not be loaded -> group -> the first such block.
+    failed_loads: dict[str, dict[int, int]] = field(default_factory=dict)
     #: Segments that failed verification.
     bad_segments: set[SegmentId] = field(default_factory=set)
-    #: Whether payloads can be read, if that has changed.
-    payloads_down: bool | None = None
+    #: Ranks for which it has changed -> whether payloads can't be read there.
+    payloads_down: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVStoreWorkerMetadata)
-        failed = dict(self.failed_loads)
-        for request_id, block in other.failed_loads.items():
-            failed[request_id] = min(block, failed.get(request_id, block))
-        said = [each for each in (self.payloads_down, other.payloads_down) if each is not None]
+        ended = dict(self.ended_saves)
+        for segment, (count, written) in other.ended_saves.items():
+            before, all_written = ended.get(segment, (0, True))
+            ended[segment] = (before + count, all_written and written)
+        failed = {request_id: dict(groups) for request_id, groups in self.failed_loads.items()}
+        for request_id, groups in other.failed_loads.items():
+            mine = failed.setdefault(request_id, {})
+            for group, block in groups.items():
+                mine[group] = min(block, mine.get(group, block))
         return KVStoreWorkerMetadata(
-            self.ended_saves | other.ended_saves,
+            ended,
             failed,
             self.bad_segments | other.bad_segments,
-            any(said) if said else None,
+            self.payloads_down | other.payloads_down,
         )

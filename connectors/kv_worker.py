@@ -6,8 +6,9 @@ Threads, and who owns what:
                       segment saved (wait for the copy, write, commit)
     `_lock`           guards the tickets of loads and the reports for the scheduler
 
-A load that fails in part reports the blocks that are not there; vLLM recomputes from the first of
-them. Every load ends by its deadline, even if a read hangs for ever: its ticket expires, and what the
+A load that fails in part reports the blocks that are not there, and vLLM recomputes from the first of
+them; with several block tables, whose block ids don't say which request they belong to, it reports the
+request. Every load ends by its deadline, even if a read hangs for ever: its ticket expires, and what the
 hung read brings later is thrown away, because by then its blocks may belong to another request.
 """
 
@@ -16,24 +17,44 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from connectors.guard import guarded
-from connectors.kv_types import KVStoreWorkerMetadata, Load, Save
-from connectors.planning import split_run
-from connectors.tensors import Chunk, Copied, PagedCache, Staging
+from connectors.kv_types import GroupLoad, KVStoreWorkerMetadata, Load, Save
+from connectors.layout import LocalGroup
+from connectors.planning import gaps, split_run
+from connectors.shards import Place, read_part
+from connectors.tensors import Blocks, Chunk, Copied, PagedCache, Staging
 from kvstore.codec import Slot
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError
 from kvstore.keys import SegmentId, block_key
 from kvstore.ports import Run
 from kvstore.store import Space, Store
-from schemas.namespace import GroupSpec, Namespace
+from schemas.namespace import Namespace
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What one read brings: a run of one group's blocks that fits into one chunk of staging."""
+
+    group: GroupLoad
+    run: Run
+
+    def cut(self) -> slice:
+        """Where its blocks are in the group's lists."""
+        at = self.run.start - self.group.first
+        return slice(at, at + self.run.count)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Its paged blocks."""
+        return {table: ids[self.cut()] for table, ids in self.group.tables.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +66,9 @@ class Ticket:
     #: Event on the engine's stream after which the blocks are ours to write.
     after: Any
     #: Pieces that have not ended.
-    pending: list[Run]
-    failed: list[Run] = field(default_factory=list)
+    pending: list[Piece]
+    #: Blocks that could not be loaded, or that nothing was promised for.
+    failed: list[tuple[GroupLoad, range]] = field(default_factory=list)
     #: Pieces that are being copied to the paged cache at this moment.
     writing: int = 0
     expired: bool = False
@@ -56,60 +78,81 @@ class KVWorker:
     """One per rank."""
 
     def __init__(
-        self, store: Store, spec: GroupSpec, *, segment_blocks: int, rank: int = 0, ranks: int = 1
+        self,
+        store: Store,
+        groups: Sequence[LocalGroup],
+        *,
+        segment_blocks: Sequence[int],
+        place: Place | None = None,
+        by_request: bool = False,
     ) -> None:
+        """`groups`: this rank's; `segment_blocks`: blocks per segment, of each, at most. `place`: which rank
+        this is; the only one, if left out. `by_request`: report failed requests instead of failed blocks."""
         self._store = store
         self._settings = store.settings.kv
-        self._spec = spec
+        self._groups = groups
         self._segment_blocks = segment_blocks
-        self._rank = rank
-        self._ranks = ranks
-        self._cache: PagedCache | None = None
+        self._place = place or Place()
+        self._by_request = by_request
+        self._caches: list[PagedCache] = []
         self._load_staging: Staging | None = None
         self._save_staging: Staging | None = None
         self._space: Space | None = None
         self._lock = threading.Lock()
         self._live: list[Ticket] = []
         self._failed_blocks: set[int] = set()
-        self._failed_loads: dict[str, int] = {}
-        self._ended_saves: set[SegmentId] = set()
+        self._failed_requests: set[str] = set()
+        self._failed_loads: dict[str, dict[int, int]] = {}
+        self._ended_saves: dict[SegmentId, tuple[int, bool]] = {}
         self._bad_segments: set[SegmentId] = set()
         self._said_down = False
 
-    def register(self, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
-        """The layers' paged tensors in slot order. Raises ConfigError if they aren't what the
-        namespace says, before anything could be stored under it."""
+    def register(self, caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
+        """The layers' paged tensors. Raises ConfigError if they aren't what the configuration says, before
+        anything could be stored."""
+        made = []
+        for group in self._groups:
+            tables = {table: [caches[name] for name in names] for table, names in group.tables}
+            try:
+                cache = PagedCache(tables, num_blocks)
+            except ValueError as exc:
+                raise ConfigError(f"kvstore: {exc}") from None
+            if (cache.shape, cache.dtype_name) != (group.shape, group.page.dtype):
+                raise ConfigError(
+                    f"kvstore: the engine's KV blocks are {cache.dtype_name}{list(cache.shape)}, its "
+                    f"configuration says {group.page.dtype}{list(group.shape)}; layout not understood"
+                )
+            made.append(cache)
+        pin = made[0].device.type == "cuda"
+        size = self._settings.staging_bytes
+        wanted = zip(made, self._segment_blocks, strict=True)
+        # Of one size, so that any chunk serves any group; a multiple of every dtype's size.
+        chunk = -(-max(min(blocks * cache.slot_bytes, size) for cache, blocks in wanted) // 64) * 64
+        chunk = max([chunk, *(cache.slot_bytes for cache in made)])
         try:
-            cache = PagedCache(caches, num_blocks)
-        except ValueError as exc:
-            raise ConfigError(f"kvstore: {exc}") from None
-        if (cache.shape, cache.dtype_name) != (self._spec.shape, self._spec.dtype):
-            raise ConfigError(
-                f"kvstore: the engine's KV blocks are {cache.dtype_name}{list(cache.shape)}, its "
-                f"configuration says {self._spec.dtype}{list(self._spec.shape)}; layout not understood"
-            )
-        pin = cache.device.type == "cuda"
-        size, rows = self._settings.staging_bytes, self._segment_blocks
-        try:
-            self._load_staging = Staging(size, cache.slot_bytes, rows, pin=pin)
-            self._save_staging = Staging(size, cache.slot_bytes, rows, pin=pin)
+            self._load_staging = Staging(size, chunk, pin=pin)
+            self._save_staging = Staging(size, chunk, pin=pin)
         except ValueError as exc:
             raise ConfigError(f"kvstore: kv.{exc}") from None
-        self._cache = cache
-        self._canary()
+        self._caches = made
+        for cache in made:
+            self._canary(cache)
 
     @property
     def device_type(self) -> str:
         """`cpu` or `cuda`, once registered."""
-        return self._ready()[0].device.type
+        self._ready()
+        return self._caches[0].device.type
 
     def use(self, namespace: Namespace) -> None:
         """The scheduler's half has named the namespace; all that follows belongs to it."""
         if self._space is not None and self._space.namespace == namespace:
             return
-        if namespace.groups[0] != self._spec:
+        mine = [(group.page.kind, group.page.block_tokens, group.page.dtype) for group in self._groups]
+        if mine != [(spec.kind, spec.block_tokens, spec.dtype) for spec in namespace.groups]:
             raise ConfigError("kvstore: scheduler and worker disagree on the KV cache's layout")
-        self._space = self._store.open(namespace, block_bytes=self._spec.slot_bytes * self._ranks)
+        block_bytes = max(spec.slot_bytes for spec in namespace.groups)
+        self._space = self._store.open(namespace, block_bytes=block_bytes)
 
     # ---- loads ----------------------------------------------------------------------------------
 
@@ -117,17 +160,22 @@ class KVWorker:
         """Queue the loads of this step."""
         if not loads:
             return
-        cache, staging = self._ready()
-        after = cache.mark()
+        staging = self._ready()
+        after = self._caches[0].mark()
         for load in loads:
-            pieces = [piece for run in load.runs for piece in split_run(run, staging.rows)]
+            pieces, missing = [], []
+            for group in load.groups:
+                most = staging.chunk_bytes // self._caches[group.group].slot_bytes
+                pieces += [Piece(group, part) for run in group.runs for part in split_run(run, most)]
+                wanted = range(group.first, group.first + len(group.hashes))
+                missing += [(group, gap) for gap in gaps(wanted, group.runs)]
             end = time.monotonic() + self._settings.load_deadline_s
-            ticket = Ticket(load, end, after, list(pieces))
+            ticket = Ticket(load, end, after, list(pieces), missing)
             with self._lock:
                 self._live.append(ticket)
             for piece in pieces:
                 if not self._store.transfers.read(lambda t=ticket, p=piece: self._load(t, p)):  # type: ignore[misc]
-                    self._store.counters.miss("capacity", piece.count)
+                    self._store.counters.miss("capacity", piece.run.count)
                     self._ended(ticket, piece, failed=True)
 
     def abandon_loads(self) -> None:
@@ -135,23 +183,26 @@ class KVWorker:
         with self._lock:
             for ticket in self._live:
                 ticket.end = 0.0
-                ticket.failed = list(ticket.load.runs)
+                ticket.failed = [
+                    (group, range(group.first, group.first + len(group.hashes)))
+                    for group in ticket.load.groups
+                ]
 
-    def _load(self, ticket: Ticket, run: Run) -> None:
+    def _load(self, ticket: Ticket, piece: Piece) -> None:
         """Transfer thread: one piece of a load."""
-        assert self._cache is not None and self._load_staging is not None and self._space is not None
+        assert self._load_staging is not None and self._space is not None
         failed = True
         chunk: Chunk | None = None
-        at = run.start - ticket.load.first
-        part = slice(at, at + run.count)
+        run, number = piece.run, piece.group.group
+        group, cache = self._groups[number], self._caches[number]
         try:
             chunk = self._load_staging.acquire(ticket.end)
-            keys = [block_key(one) for one in ticket.load.hashes[part]]
-            left = max(0.001, ticket.end - time.monotonic())
-            self._space.load(run, keys, chunk.views(run.count), rank=self._rank, deadline_s=left)
+            keys = [block_key(one, number) for one in piece.group.hashes[piece.cut()]]
+            into = chunk.views(run.count, cache.slot_bytes)
+            read_part(self._space, group, self._place, run, keys, into, ticket.end)
             if self._may_write(ticket):
                 try:
-                    self._cache.scatter(ticket.load.block_ids[part], chunk, ticket.after)
+                    cache.scatter(piece.blocks, chunk, ticket.after)
                     failed = False
                 finally:
                     with self._lock:
@@ -166,7 +217,7 @@ class KVWorker:
         finally:
             if chunk is not None:
                 self._load_staging.release(chunk)
-            self._ended(ticket, run, failed=failed)
+            self._ended(ticket, piece, failed=failed)
 
     def _may_write(self, ticket: Ticket) -> bool:
         with self._lock:
@@ -175,31 +226,43 @@ class KVWorker:
             ticket.writing += 1
             return True
 
-    def _ended(self, ticket: Ticket, run: Run, *, failed: bool) -> None:
+    def _ended(self, ticket: Ticket, piece: Piece, *, failed: bool) -> None:
         with self._lock:
-            ticket.pending.remove(run)
+            ticket.pending.remove(piece)
             if failed:
-                ticket.failed.append(run)
+                ticket.failed.append((piece.group, range(piece.run.start, piece.run.start + piece.run.count)))
 
-    def take_finished(self) -> set[str]:
-        """Requests whose loads have ended since the last call; failures go to the two calls below."""
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last call; those of them that failed, if asked to be
+        reported so. Failed blocks go to the two calls below."""
         if not self._live:
-            return set()
+            return set(), set()
         now = time.monotonic()
         with self._lock:
             done = [ticket for ticket in self._live if self._over(ticket, now)]
             for ticket in done:
                 self._live.remove(ticket)
-                for run in ticket.failed:
-                    at = run.start - ticket.load.first
-                    self._failed_blocks.update(ticket.load.block_ids[at : at + run.count])
-                if ticket.failed:
-                    self._failed_loads[ticket.load.request_id] = min(run.start for run in ticket.failed)
+                self._report(ticket)
+            failed, self._failed_requests = self._failed_requests, set()
         for ticket in done:
             if not ticket.failed and self._space is not None:
-                space, segments = self._space, [run.segment for run in ticket.load.runs]
+                segments = [run.segment for group in ticket.load.groups for run in group.runs]
+                space = self._space
                 self._store.transfers.call(lambda s=space, g=segments: s.touch(g))  # type: ignore[misc]
-        return {ticket.load.request_id for ticket in done}
+        return {ticket.load.request_id for ticket in done}, failed
+
+    def _report(self, ticket: Ticket) -> None:
+        """Take down what a load that has ended did not bring. Holds the lock."""
+        if not ticket.failed:
+            return
+        name, first = ticket.load.request_id, self._failed_loads.setdefault(ticket.load.request_id, {})
+        for group, blocks in ticket.failed:
+            first[group.group] = min(blocks.start, first.get(group.group, blocks.start))
+            cut = slice(blocks.start - group.first, blocks.stop - group.first)
+            if not self._by_request:
+                self._failed_blocks.update(*(ids[cut] for ids in group.tables.values()))
+        if self._by_request:
+            self._failed_requests.add(name)
 
     def _over(self, ticket: Ticket, now: float) -> bool:
         """Whether a load has ended, by itself or by its deadline. Holds the lock."""
@@ -209,8 +272,9 @@ class KVWorker:
         if now < ticket.end or ticket.writing:
             return False
         ticket.expired = True
-        ticket.failed += ticket.pending
-        self._store.counters.miss("deadline", sum(run.count for run in ticket.pending))
+        for piece in ticket.pending:
+            ticket.failed.append((piece.group, range(piece.run.start, piece.run.start + piece.run.count)))
+        self._store.counters.miss("deadline", sum(piece.run.count for piece in ticket.pending))
         return True
 
     def take_failed_blocks(self) -> set[int]:
@@ -222,12 +286,12 @@ class KVWorker:
         """What the scheduler's half must know; None if nothing happened."""
         down = not self._store.payloads_answer()
         with self._lock:
-            changed = None if down == self._said_down else down
-            if changed is None and not (self._ended_saves or self._failed_loads or self._bad_segments):
+            changed = {} if down == self._said_down else {self._place.number: down}
+            if not (changed or self._ended_saves or self._failed_loads or self._bad_segments):
                 return None
             self._said_down = down
             report = KVStoreWorkerMetadata(self._ended_saves, self._failed_loads, self._bad_segments, changed)
-            self._ended_saves, self._failed_loads, self._bad_segments = set(), {}, set()
+            self._ended_saves, self._failed_loads, self._bad_segments = {}, {}, set()
         return report
 
     # ---- saves ----------------------------------------------------------------------------------
@@ -235,23 +299,28 @@ class KVWorker:
     def start_saves(self, saves: Sequence[Save]) -> None:
         """Copy the blocks to staging and queue their writes; what doesn't fit is dropped, counted."""
         for save in saves:
+            if not self._place.writes(self._groups[save.group]):
+                continue
             if not self._start_save(save):
                 self._store.counters.saved("dropped", len(save.hashes))
-                with self._lock:
-                    self._ended_saves.add(save.segment)
+                self._save_ended(save, written=False)
+
+    def _save_ended(self, save: Save, *, written: bool) -> None:
+        with self._lock:
+            self._ended_saves[save.segment] = (1, written)
 
     @guarded(False)
     def _start_save(self, save: Save) -> bool:
-        assert self._cache is not None and self._save_staging is not None
-        chunk = self._save_staging.try_acquire()
-        if chunk is None:
+        assert self._save_staging is not None
+        cache = self._caches[save.group]
+        nbytes = len(save.hashes) * cache.slot_bytes
+        if nbytes > self._save_staging.chunk_bytes or (chunk := self._save_staging.try_acquire()) is None:
             return False
         try:
-            copied = self._cache.gather(save.block_ids, chunk)
+            copied = cache.gather(save.tables, chunk)
         except Exception:
             self._save_staging.release(chunk)
             raise
-        nbytes = len(save.hashes) * self._spec.slot_bytes
         if self._store.transfers.write(nbytes, lambda: self._save(save, chunk, copied)):
             return True
         # The copy may still be under way on a side stream, and the chunk is free when it is done.
@@ -267,59 +336,63 @@ class KVWorker:
     def _save(self, save: Save, chunk: Chunk, copied: Copied) -> None:
         """Transfer thread: one segment."""
         assert self._space is not None and self._save_staging is not None
+        group, written = self._groups[save.group], False
         try:
             copied.wait()
-            views = chunk.views(len(save.hashes))
+            views = chunk.views(len(save.hashes), self._caches[save.group].slot_bytes)
             slots = [
-                Slot(block_key(one), view, self._spec.dtype, self._spec.shape)
+                Slot(block_key(one, save.group), view, group.page.dtype, group.shape)
                 for one, view in zip(save.hashes, views, strict=True)
             ]
-            self._space.save(
-                slots, depth=save.first, segment=save.segment, rank=self._rank, ranks=self._ranks
+            saved = self._space.save(
+                slots,
+                depth=save.first,
+                segment=save.segment,
+                created_s=save.created_s,
+                rank=self._place.part(group),
+                ranks=self._place.parts(group),
             )
+            written = saved.outcome in ("stored", "waiting")
         except KVStoreError as exc:
             log.warning("%d blocks are not cached: %s", len(save.hashes), exc)
         except Exception:
             log.exception("%d blocks are not cached", len(save.hashes))
         finally:
             self._save_staging.release(chunk)
-            with self._lock:
-                self._ended_saves.add(save.segment)
+            self._save_ended(save, written=written)
 
     # ---- the rest -------------------------------------------------------------------------------
 
-    def _ready(self) -> tuple[PagedCache, Staging]:
-        assert self._cache is not None and self._load_staging is not None, (
-            "register_kv_caches has not been called"
-        )
-        return self._cache, self._load_staging
+    def _ready(self) -> Staging:
+        assert self._load_staging is not None, "register_kv_caches has not been called"
+        return self._load_staging
 
-    def _canary(self) -> None:
+    def _canary(self, cache: PagedCache) -> None:
         """Write a pattern to block 0, read it back, and compare each layer's own tensor with it.
 
         Block 0 is vLLM's null block, which no request owns. Tells whether the strides are understood;
         that the dimensions are what they are taken for is `register`'s comparison, and what fills a
         page is in the namespace.
         """
-        cache, staging = self._ready()
-        chunk = staging.acquire(time.monotonic() + 1.0)
+        chunk = self._ready().acquire(time.monotonic() + 1.0)
+        null = cache.null_blocks()
         try:
-            slot = chunk.tensor[0]
-            cache.gather([0], chunk).wait()
+            slot = chunk.tensor[: cache.slot_bytes]
+            cache.gather(null, chunk).wait()
             before = slot.clone()
             pattern = torch.arange(slot.numel(), dtype=torch.int64).remainder_(251).to(torch.uint8)
             slot.copy_(pattern)
-            cache.scatter([0], chunk, cache.mark())
+            cache.scatter(null, chunk, cache.mark())
             slot.zero_()
-            cache.gather([0], chunk).wait()
-            if not torch.equal(slot, pattern) or not cache.layer_holds(0, pattern):
+            cache.gather(null, chunk).wait()
+            if not torch.equal(slot, pattern) or not cache.layers_hold(null, pattern):
                 raise ConfigError(
                     "kvstore: a block written to the KV cache reads back differently; layout not understood"
                 )
             slot.copy_(before)
-            cache.scatter([0], chunk, cache.mark())
+            cache.scatter(null, chunk, cache.mark())
         finally:
-            staging.release(chunk)
+            self._ready().release(chunk)
 
     def shutdown(self) -> None:
         """Let queued saves finish (bounded), then close the store of this half."""

@@ -6,7 +6,7 @@ Blocks are counted from the start of a request's chain; `range(a, b)` is blocks 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvstore.ports import Run
 
@@ -24,6 +24,18 @@ def slice_runs(runs: Iterable[Run], blocks: range) -> list[Run]:
     return out
 
 
+def gaps(blocks: range, runs: Iterable[Run]) -> list[range]:
+    """The parts of `blocks` that no run covers; the runs are in order."""
+    out, at = [], blocks.start
+    for run in runs:
+        if run.start > at:
+            out.append(range(at, min(run.start, blocks.stop)))
+        at = max(at, run.start + run.count)
+    if at < blocks.stop:
+        out.append(range(at, blocks.stop))
+    return out
+
+
 def split_run(run: Run, most: int) -> list[Run]:
     """`run` in pieces of at most `most` blocks: what one staging buffer holds."""
     return [
@@ -32,16 +44,23 @@ def split_run(run: Run, most: int) -> list[Run]:
     ]
 
 
-def external_tokens(
-    matched_blocks: int, computed_tokens: int, total_tokens: int, block_tokens: int, least_blocks: int
-) -> int:
-    """Tokens to load beyond a block-aligned local hit of `computed_tokens`; 0 if not worth it.
+def external_tokens(matched_tokens: int, computed_tokens: int, least_tokens: int) -> int:
+    """Tokens to load beyond a block-aligned local hit of `computed_tokens`; 0 if not worth it."""
+    new = matched_tokens - computed_tokens
+    return new if new >= max(1, least_tokens) else 0
 
-    A match of the whole prompt is allowed: for asynchronous loads vLLM recomputes the last token
-    itself.
-    """
-    new = min(matched_blocks * block_tokens, total_tokens) - computed_tokens
-    return new if new >= max(1, least_blocks) * block_tokens else 0
+
+def pieces(blocks: range, wanted: Callable[[int], bool]) -> list[range]:
+    """`blocks` without those that aren't wanted, as ranges."""
+    out: list[range] = []
+    for block in blocks:
+        if not wanted(block):
+            continue
+        if out and out[-1].stop == block:
+            out[-1] = range(out[-1].start, block + 1)
+        else:
+            out.append(range(block, block + 1))
+    return out
 
 
 def saves_due(saved: int, done: int, segment_blocks: int, *, final: bool) -> tuple[list[range], int]:
@@ -75,13 +94,10 @@ def admitted_blocks(prompt_blocks: int, min_blocks: int, noted: int | None) -> i
     return noted
 
 
-def savable_blocks(
-    done_tokens: int, prompt_tokens: int, hashed_blocks: int, block_tokens: int, *, save_decode: bool
-) -> int:
-    """How many leading blocks are full, final and wanted.
+def savable_tokens(done_tokens: int, prompt_tokens: int, hashed_tokens: int, *, save_decode: bool) -> int:
+    """How many leading tokens are final and wanted.
 
     A block's hash exists only when its last token is known, so under speculative or asynchronous
-    decoding `hashed_blocks` keeps draft tokens out.
+    decoding `hashed_tokens` keeps draft tokens out.
     """
-    done = done_tokens if save_decode else min(done_tokens, prompt_tokens)
-    return min(done // block_tokens, hashed_blocks)
+    return min(done_tokens if save_decode else min(done_tokens, prompt_tokens), hashed_tokens)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -31,41 +31,38 @@ SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Paged block ids: block table -> one id per slot, as many in every table.
+Blocks = Mapping[int, Sequence[int]]
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Chunk:
-    """Contiguous staging for up to `rows` slots. Owned by one job between acquire and release."""
+    """Contiguous staging, cut into slots by its holder. Owned by one job between acquire and release."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor  # uint8 [rows, slot_bytes]
-        flat = tensor.numpy().data.cast("B")
-        width = tensor.shape[1]
-        self._rows = [flat[i * width : (i + 1) * width] for i in range(tensor.shape[0])]
+        self.tensor = tensor  # uint8 [bytes]
+        self._flat = tensor.numpy().data.cast("B")
 
-    def views(self, count: int) -> list[memoryview]:
+    def views(self, count: int, slot_bytes: int) -> list[memoryview]:
         """Writable byte views of the first `count` slots."""
-        return self._rows[:count]
+        return [self._flat[i * slot_bytes : (i + 1) * slot_bytes] for i in range(count)]
 
 
 class Staging:
-    """A fixed set of chunks; never grows. Any thread."""
+    """A fixed set of equal chunks; never grows. Any thread."""
 
-    def __init__(self, total_bytes: int, slot_bytes: int, rows: int, *, pin: bool) -> None:
-        """`rows` slots per chunk, fewer if `total_bytes` doesn't hold one such chunk.
-
-        Raises ValueError if it doesn't hold one slot.
-        """
-        self.rows = min(rows, total_bytes // slot_bytes)
-        if self.rows < 1:
+    def __init__(self, total_bytes: int, chunk_bytes: int, *, pin: bool) -> None:
+        """As many chunks as `total_bytes` holds. Raises ValueError if it doesn't hold one."""
+        count = total_bytes // chunk_bytes
+        if count < 1:
             raise ValueError(
-                f"staging_bytes = {total_bytes} is less than one block of {slot_bytes} bytes; raise it"
+                f"staging_bytes = {total_bytes} is less than one block of {chunk_bytes} bytes; raise it"
             )
-        count = total_bytes // (self.rows * slot_bytes)
-        memory = torch.empty((count * self.rows, slot_bytes), dtype=torch.uint8, pin_memory=pin)
+        memory = torch.empty((count, chunk_bytes), dtype=torch.uint8, pin_memory=pin)
         self._ready = threading.Condition()
-        self._free = [Chunk(memory[i * self.rows : (i + 1) * self.rows]) for i in range(count)]
+        self._free = [Chunk(row) for row in memory]
         self.chunks = count
+        self.chunk_bytes = chunk_bytes
 
     @property
     def free(self) -> int:
@@ -109,30 +106,59 @@ class Copied:
         self.buffer = None
 
 
-class PagedCache:
-    """vLLM's paged KV cache of one group, as slots.
-
-    `caches` are the layers' tensors in slot order, each logically [blocks, heads, tokens, content];
-    a tensor whose blocks are split into kernel blocks has `num_blocks * ratio` of them.
-    """
+class _Table:
+    """The layers that share one block table, as slots of theirs."""
 
     def __init__(self, caches: Sequence[torch.Tensor], num_blocks: int) -> None:
         layers = [_by_block(cache, num_blocks) for cache in caches]
         shapes = {(layer.shape[1:], layer.dtype) for layer in layers}
         if len(shapes) != 1:
             raise ValueError(f"layers of one KV cache group differ in shape or dtype: {shapes}")
-        self.num_blocks = num_blocks
-        self.device = layers[0].device
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"KV cache on a device of type {self.device.type!r}; supported: cpu, cuda")
         self.dtype_name = SAFETENSORS_DTYPES.get(layers[0].dtype, str(layers[0].dtype))
         # Bits, not numbers: copies are exact for every value, and torch can index every dtype so.
         self.dtype = _BITS[layers[0].dtype.itemsize]
-        layers = [layer.view(self.dtype) for layer in layers]
-        self._inner = tuple(layers[0].shape[1:])  # (heads, tokens, content) or split further
-        self._layers = layers
+        self.layers = [layer.view(self.dtype) for layer in layers]
+        self.inner = tuple(layers[0].shape[1:])  # (heads, tokens, content) or split further
+        self.device = layers[0].device
         #: One strided [blocks, layers, ...] view of all layers, where their storage allows it.
-        self._joined = _join(layers)
+        self._joined = _join(self.layers)
+
+    def read(self, index: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy blocks `index` to `target` [count, layers, *inner]."""
+        if self._joined is not None and target.is_contiguous():
+            torch.index_select(self._joined, 0, index, out=target)
+            return
+        for i, layer in enumerate(self.layers):
+            target[:, i].copy_(layer.index_select(0, index))
+
+    def write(self, index: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` [count, layers, *inner] to blocks `index`."""
+        for i, layer in enumerate(self.layers):
+            layer.index_copy_(0, index, source[:, i])
+
+
+class PagedCache:
+    """vLLM's paged KV cache of one group, as slots.
+
+    `tables` are the group's block tables: the number by which vLLM calls it -> its layers' tensors in slot
+    order, each logically [blocks, heads, tokens, content]; a tensor whose blocks are split into kernel blocks
+    has `num_blocks * ratio` of them. A slot holds the layers of all tables, one table after the other, so
+    one slot is one block id in each of them.
+    """
+
+    def __init__(self, tables: Mapping[int, Sequence[torch.Tensor]], num_blocks: int) -> None:
+        self._tables = {number: _Table(caches, num_blocks) for number, caches in tables.items()}
+        first = next(iter(self._tables.values()))
+        shapes = {(table.inner, table.dtype_name) for table in self._tables.values()}
+        if len(shapes) != 1:
+            raise ValueError(f"layers of one KV cache group differ in shape or dtype: {shapes}")
+        self.num_blocks = num_blocks
+        self.device = first.device
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"KV cache on a device of type {self.device.type!r}; supported: cpu, cuda")
+        self.dtype_name, self.dtype = first.dtype_name, first.dtype
+        self._inner = first.inner
+        self._count = sum(len(table.layers) for table in self._tables.values())
         self._cuda = self.device.type == "cuda"
         if self._cuda:
             self._save_stream = torch.cuda.Stream(self.device)
@@ -142,30 +168,36 @@ class PagedCache:
     def shape(self) -> tuple[int, int, int, int]:
         """Of a slot: (layers, heads, tokens, content)."""
         heads, *tokens, content = self._inner
-        return len(self._layers), heads, prod(tokens), content
+        return self._count, heads, prod(tokens), content
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one block of all layers."""
-        count = len(self._layers)
-        for size in self._inner:
-            count *= size
-        return count * self.dtype.itemsize
+        return self._count * prod(self._inner) * self.dtype.itemsize
 
     def _as_slots(self, staged: torch.Tensor, count: int) -> torch.Tensor:
-        """uint8 [rows, slot_bytes] as [count, layers, *inner] of the cache's dtype."""
-        return staged[:count].view(self.dtype).view(count, len(self._layers), *self._inner)
+        """uint8 [bytes] as [count, layers, *inner] of the cache's dtype."""
+        whole = staged[: count * self.slot_bytes].view(self.dtype)
+        return whole.view(count, self._count, *self._inner)
 
-    def gather(self, blocks: Sequence[int], chunk: Chunk) -> Copied:
+    def _parts(self, slots: torch.Tensor) -> Iterator[tuple[int, _Table, torch.Tensor]]:
+        """Each table with its layers' part of [count, layers, *inner]."""
+        at = 0
+        for number, table in self._tables.items():
+            yield number, table, slots[:, at : at + len(table.layers)]
+            at += len(table.layers)
+
+    def gather(self, blocks: Blocks, chunk: Chunk) -> Copied:
         """Copy paged blocks into the chunk's first slots. Call on the engine's thread, after the
         forward pass was launched; on CUDA it only enqueues."""
-        target = self._as_slots(chunk.tensor, len(blocks))
+        target = self._as_slots(chunk.tensor, _count(blocks))
         if not self._cuda:
-            self._read(torch.tensor(blocks), target)
+            for number, table, part in self._parts(target):
+                table.read(torch.tensor(blocks[number]), part)
             return Copied(None, None)
-        index = torch.tensor(blocks).pin_memory().to(self.device, non_blocking=True)
         buffer = torch.empty(target.shape, dtype=self.dtype, device=self.device)
-        self._read(index, buffer)
+        for number, table, part in self._parts(buffer):
+            table.read(self._index(blocks[number]), part)
         self._save_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._save_stream):
             target.copy_(buffer, non_blocking=True)
@@ -173,22 +205,26 @@ class PagedCache:
             done.record(self._save_stream)
         return Copied(done, buffer)
 
-    def scatter(self, blocks: Sequence[int], chunk: Chunk, after: Any) -> None:
+    def scatter(self, blocks: Blocks, chunk: Chunk, after: Any) -> None:
         """Copy the chunk's first slots into paged blocks; returns when they are there.
 
         For a transfer thread. `after` is what `mark` returned when the engine handed out the blocks.
         """
-        source = self._as_slots(chunk.tensor, len(blocks))
+        source = self._as_slots(chunk.tensor, _count(blocks))
         if not self._cuda:
-            self._write(torch.tensor(blocks), source)
+            for number, table, part in self._parts(source):
+                table.write(torch.tensor(blocks[number]), part)
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self._load_stream):
             self._load_stream.wait_event(after)
-            index = torch.tensor(blocks).pin_memory().to(self.device, non_blocking=True)
-            self._write(index, source.to(self.device, non_blocking=True))
+            for number, table, part in self._parts(source.to(self.device, non_blocking=True)):
+                table.write(self._index(blocks[number]), part)
             done = torch.cuda.Event()
             done.record(self._load_stream)
         done.synchronize()
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks).pin_memory().to(self.device, non_blocking=True)
 
     def mark(self) -> Any:
         """Where the engine's stream is now: a load may write its blocks after this point."""
@@ -198,24 +234,22 @@ class PagedCache:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def layer_holds(self, block: int, slot: torch.Tensor) -> bool:
-        """Whether every layer's own tensor holds its part of a slot's bytes at `block`: the check of
-        the joined view against the tensors that vLLM gave."""
-        parts = slot.view(self.dtype).view(len(self._layers), *self._inner)
+    def null_blocks(self) -> dict[int, list[int]]:
+        """vLLM's null block in every table: one that no request owns."""
+        return {number: [0] for number in self._tables}
+
+    def layers_hold(self, blocks: Blocks, slot: torch.Tensor) -> bool:
+        """Whether every layer's own tensor holds its part of one slot's bytes (uint8 [slot_bytes]): the check
+        of the joined views against the tensors that vLLM gave."""
         return all(
-            torch.equal(layer[block].cpu(), part) for layer, part in zip(self._layers, parts, strict=True)
+            torch.equal(layer[blocks[number][0]].cpu(), part[0, i])
+            for number, table, part in self._parts(self._as_slots(slot, 1))
+            for i, layer in enumerate(table.layers)
         )
 
-    def _read(self, index: torch.Tensor, target: torch.Tensor) -> None:
-        if self._joined is not None:
-            torch.index_select(self._joined, 0, index, out=target)
-            return
-        for i, layer in enumerate(self._layers):
-            target[:, i].copy_(layer.index_select(0, index))
 
-    def _write(self, index: torch.Tensor, source: torch.Tensor) -> None:
-        for i, layer in enumerate(self._layers):
-            layer.index_copy_(0, index, source[:, i])
+def _count(blocks: Blocks) -> int:
+    return len(next(iter(blocks.values())))
 
 
 def _by_block(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ MISS_REASONS: Final = (
     "quarantined",  # this process has seen that segment fail before
     "permission",  # the backend refuses
     "capacity",  # no staging memory or queue space for the load
+    "window",  # stored, but without the window or the state that goes with it, which other groups need
     "below_threshold",  # fewer blocks than kv.min_load_blocks
     "error",  # an unexpected error; see the log
 )

@@ -139,6 +139,29 @@ class Space:
         counters.miss(reason, asked - blocks)
         return Match(runs, blocks, "complete" if blocks == asked else reason)
 
+    def find(self, digests: bytes) -> list[Run | None] | None:
+        """Each packed digest by itself: a run of one slot (`start` = its position), or None if it can't be
+        served. None instead of a list, and counted, if the index or the payloads don't answer. Never raises."""
+        counters = self.store.counters
+        asked = len(digests) // 16
+        reason = "error"
+        if not self.store.payloads_answer():
+            reason = "breaker_open"
+        else:
+            try:
+                found = self.store.index.find(self.id, digests)
+                bad = self.store.is_quarantined
+                return [None if run is None or bad(run.segment) else run for run in found]
+            except KVStoreError as exc:
+                log.debug("find failed: %s", exc)
+                reason = miss_reason(exc)
+                if isinstance(exc, BreakerOpen):
+                    self.register_soon()
+            except Exception:
+                log.exception("find failed unexpectedly")
+        counters.miss(reason, asked)
+        return None
+
     def load(
         self,
         run: Run,
@@ -280,18 +303,21 @@ class Space:
         *,
         depth: int = 0,
         segment: SegmentId | None = None,
+        created_s: int | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> Saved:
         """Store a run of consecutive blocks of one chain (or one item) as one segment.
 
         `depth` is the chain position of `slots[0]`. Blocks at the start that are stored already are
-        left out. All ranks of one segment give the same `segment` and slots. The buffers may be
-        reused when the call returns. Raises KVStoreError, and nothing else, after counting it.
+        left out, unless there are several ranks, which need not find the same. All ranks of one segment
+        give the same `segment`, keys and `created_s` (unix time; now, if left out). The buffers may be reused
+        when the call returns. Raises KVStoreError, and nothing else, after counting it.
         """
         counters = self.store.counters
         try:
-            saved = self._save(slots, depth, segment or new_segment_id(), rank, ranks)
+            created = int(self.store.clock()) if created_s is None else created_s
+            saved = self._save(slots, depth, segment or new_segment_id(), created, rank, ranks)
         except KVStoreError as exc:
             counters.saved("failed", len(slots))
             counters.add(f"save_failures{{{miss_reason(exc)}}}")
@@ -310,16 +336,25 @@ class Space:
         return saved
 
     def _save(
-        self, slots: Sequence[codec.Slot], depth: int, segment: SegmentId, rank: int, ranks: int
+        self,
+        slots: Sequence[codec.Slot],
+        depth: int,
+        segment: SegmentId,
+        created: int,
+        rank: int,
+        ranks: int,
     ) -> Saved:
         store, settings = self.store, self.store.settings
         store.tell_index(self.id)
         digests = b"".join(digest(slot.key) for slot in slots)
         claim = self._known(lambda: store.index.claim(self.id, digests, segment, settings.claim_ttl_s))
-        rest = slots[claim.present :]
         if not claim.granted:
-            return Saved("held" if rest else "present", claim.present, 0, 0)
-        created = int(store.clock())
+            outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
+            return Saved(outcome, claim.present, 0, 0)
+        # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
+        # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
+        present = claim.present if ranks == 1 else 0
+        rest = slots[present:]
         encoded = codec.encode(
             rest,
             namespace_json=self._json,
@@ -328,7 +363,7 @@ class Space:
             rank=rank,
             ranks=ranks,
             codec=self.namespace.codec,
-            depth=depth + claim.present,
+            depth=depth + present,
             created_s=created,
             writer=self._writer,
         )
@@ -339,10 +374,10 @@ class Space:
             slots=len(rest),
             codec=self.namespace.codec,
             created_s=created,
-            depth=depth + claim.present,
-            raw_bytes=sum(slot.data.nbytes for slot in rest),
+            depth=depth + present,
+            raw_bytes=sum(slot.data.nbytes for slot in rest) if ranks == 1 else 0,
         )
-        new = digests[16 * claim.present :]
+        new = digests[16 * present :]
         try:
             state = self._known(
                 lambda: store.index.commit(self.id, segment, new, record, rank=rank, ranks=ranks)
@@ -355,10 +390,22 @@ class Space:
             raise
         if state is CommitState.REFUSED:
             store.payloads.delete([name])
-            return Saved("refused", claim.present, 0, 0)
+            return Saved("refused", present, 0, 0)
         store.committed(self.id, encoded.part.nbytes)
-        outcome: SaveOutcome = "stored" if state is CommitState.VISIBLE else "waiting"
-        return Saved(outcome, claim.present, len(rest), encoded.part.nbytes)
+        outcome = "stored" if state is CommitState.VISIBLE else "waiting"
+        return Saved(outcome, present, len(rest), encoded.part.nbytes)
+
+    def abandon(self, segment: SegmentId) -> None:
+        """A rank has not written its part: what the others have written is deleted. Never raises.
+
+        For after all ranks have ended: a part that is committed later would wait for the missing one until it
+        expires.
+        """
+        store = self.store
+        try:
+            store.index.evict(self.id, [segment], delete_after_s=store.clock() + store.settings.grace_s)
+        except KVStoreError as exc:
+            log.debug("segment %s could not be abandoned: %s", segment.hex(), exc)
 
     def _known(self, call: Callable[[], _T]) -> _T:
         """Run an index call; if the index has lost the namespace, register it and run it again."""

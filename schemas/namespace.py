@@ -20,10 +20,12 @@ GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "mamba"]
 
 
 class GroupSpec(Closed):
-    """One KV cache group: what one block of it looks like on one rank.
+    """Layers whose KV lives and dies together: of one kind, one block size and one page shape.
 
     `shape` is [layers, heads, tokens, content], the canonical order of a slot, content in elements
-    of `dtype`. `window` is in tokens, for the kinds that need only the tail of a prefix.
+    of `dtype`: the whole block, of all pipeline stages and of all tensor-parallel shards. A rank holds its
+    stage's layers and its shard's heads; a state that can't be cut into heads counts its shards as heads.
+    `window` is in tokens, for the kinds that need only the tail of a prefix.
     """
 
     kind: GroupKind
@@ -32,6 +34,8 @@ class GroupSpec(Closed):
     shape: tuple[int, int, int, int]
     #: Digest of the layers' names in slot order.
     layers: str = ""
+    #: Into how many different parts tensor parallelism cuts a block; further ranks hold copies.
+    shards: int = Field(default=1, ge=1)
     window: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
@@ -44,18 +48,24 @@ class GroupSpec(Closed):
             raise ValueError(
                 "window goes with the kinds sliding_window and chunked_local, and only with them"
             )
+        if self.shape[1] % self.shards:
+            raise ValueError(f"{self.shape[1]} heads can't be cut into {self.shards} equal shards")
         return self
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one block of this group on one rank."""
+        """Bytes of one whole block, of all stages and shards."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class Parallel(Closed):
-    """Sizes of the parallel layout; ranks are part of a payload's name, not of its namespace."""
+    """Sizes of the parallel layout; ranks are part of a payload's name, not of its namespace.
 
-    tp: int = Field(default=1, ge=1)
+    `tp` = 0: engines of any tensor-parallel size share the namespace; how many shards a segment was cut into
+    is its number of parts.
+    """
+
+    tp: int = Field(default=1, ge=0)
     pp: int = Field(default=1, ge=1)
     dcp: int = Field(default=1, ge=1)
 
@@ -98,7 +108,6 @@ class Namespace(Closed):
             raise ValueError("groups and block_tokens belong to kv namespaces only")
         return self
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks each write a part of a segment."""
-        return self.parallel.tp * self.parallel.pp * self.parallel.dcp if self.kind == "kv" else 1
+    def parts(self, group: int = 0) -> int:
+        """Into how many payloads this namespace's engines cut a segment of a group (kv), an item (ec): 1."""
+        return self.groups[group].shards * self.parallel.pp if self.kind == "kv" else 1

@@ -7,7 +7,7 @@ tests/test_records.py):
     u8  version (1)          u8  flags (1: slots of equal size)       u16 slots
     u8  ranks                u8  codec (0 none, 1 lz4, 2 planes-lz4)  u16 reserved (0)
     u32 created, unix seconds                                         u32 depth: blocks before slot 0
-    u64 raw bytes per rank   (before the codec)
+    u64 raw bytes            (before the codec; 0 with several ranks)
     per rank: u32 data start; then u32 slot size once (flag 1) or u32 slot size x slots
 """
 
@@ -55,7 +55,7 @@ class SegmentRecord:
     created_s: int
     #: Index in its chain of the segment's first block: orders eviction (tails before heads).
     depth: int = 0
-    #: Bytes of one rank's slots before the codec.
+    #: Bytes of the slots before the codec; 0 with several ranks, whose headers say each its own.
     raw_bytes: int = 0
 
     @property

@@ -169,6 +169,9 @@ class IdentitySettings(Closed):
     #: `skip`: requests with a LoRA adapter are not cached, because vLLM's block hash names an adapter and
     #: its path, not its weights. `trust`: an adapter's name and path never get other weights.
     lora: Literal["skip", "trust"] = "skip"
+    #: Engines of different tensor-parallel sizes share KV blocks, each reading the heads it needs of them. Their
+    #: sums are rounded differently, as on different hardware, so tokens may differ where they are nearly tied.
+    any_tp: bool = False
 
 
 class SegmentSettings(Closed):

@@ -56,7 +56,7 @@ def test_golden_canonical_json() -> None:
 
 
 def test_golden_namespace_ids() -> None:
-    assert keys.namespace_id(KV) == "823ad753d26728ca"
+    assert keys.namespace_id(KV) == "36e752899f06135b"
     assert keys.namespace_id(EC) == "a94f41953238bd11"
 
 

@@ -237,7 +237,7 @@ def _disagreements(found: _Found, rank: int, header: codec.Header, listed: Liste
     ]
     if found.listing is not None:
         record = found.listing.record
-        raw = sum(slot.raw_bytes for slot in meta.slots)
+        raw = sum(slot.raw_bytes for slot in meta.slots) if meta.ranks == 1 else 0
         pairs += [
             ("number of ranks", len(record.parts), meta.ranks, "the index"),
             ("number of slots", record.slots, len(meta.slots), "the index"),

@@ -75,8 +75,8 @@ class Filled:
         with closing(open_store(self.settings)) as store:
             space = store.open(namespace, block_bytes=4096)
             segment = new_segment_id()
-            for rank in range(namespace.ranks):
-                space.save(slots, depth=depth, segment=segment, rank=rank, ranks=namespace.ranks)
+            for rank in range(ranks := namespace.parts()):
+                space.save(slots, depth=depth, segment=segment, rank=rank, ranks=ranks)
 
     def payload_files(self) -> list[Path]:
         """Every payload, by a look at the disk."""
@@ -162,4 +162,5 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> Admin:
 
 def tensor_parallel(**changes: Any) -> Namespace:
     """A namespace whose segments have two parts."""
-    return kv_space(parallel=Parallel(tp=2), **changes)
+    group = GroupSpec(kind="full", block_tokens=16, dtype="BF16", shape=(2, 4, 16, 8), shards=2)
+    return kv_space(**{"parallel": Parallel(tp=2), "groups": (group,)} | changes)

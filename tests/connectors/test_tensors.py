@@ -75,36 +75,60 @@ def test_slots_are_canonical_and_come_back(layout: str, dtype: torch.dtype, devi
         values = torch.arange(cache.numel(), dtype=torch.float32).remainder(61) + i
         cache.copy_(values.view(cache.shape).to(dtype))
     before = logical(caches).clone()
-    cache = PagedCache(caches, B)
-    staging = Staging(10 * cache.slot_bytes, cache.slot_bytes, 5, pin=device == "cuda")
+    cache = PagedCache({3: caches}, B)
+    staging = Staging(10 * cache.slot_bytes, 5 * cache.slot_bytes, pin=device == "cuda")
     chunk = staging.acquire(time.monotonic() + 1)
     blocks = [7, 2, 11, 0]
 
-    copied = cache.gather(blocks, chunk)
+    copied = cache.gather({3: blocks}, chunk)
     copied.wait()
-    for view, block in zip(chunk.views(4), blocks, strict=True):
+    for view, block in zip(chunk.views(4, cache.slot_bytes), blocks, strict=True):
         expected = before[block].cpu().contiguous().view(torch.uint8).flatten().numpy().tobytes()
         assert bytes(view) == expected
 
     targets = [1, 3, 5, 8]
-    cache.scatter(targets, chunk, cache.mark())
+    cache.scatter({3: targets}, chunk, cache.mark())
     after = logical(caches)
     for target, block in zip(targets, blocks, strict=True):
         assert torch.equal(after[target].view(torch.uint8), before[block].view(torch.uint8))
     untouched = [b for b in range(B) if b not in targets]
     assert torch.equal(after[untouched].view(torch.uint8), before[untouched].view(torch.uint8))
-    assert cache.layer_holds(1, chunk.tensor[0])
-    assert not cache.layer_holds(1, chunk.tensor[1])
+    assert cache.layers_hold({3: [1]}, chunk.tensor)
+    assert not cache.layers_hold({3: [1]}, chunk.tensor[cache.slot_bytes :])
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_slot_takes_a_block_of_every_table(device: str) -> None:
+    first, second = separate(device, torch.float32), separate(device, torch.float32)[:2]
+    for i, layer in enumerate([*first, *second]):
+        layer.copy_(torch.arange(layer.numel(), dtype=torch.float32).view(layer.shape) + 1000 * i)
+    before = [layer.clone() for layer in (*first, *second)]
+    cache = PagedCache({1: first, 4: second}, B)
+    assert cache.shape == (L + 2, H, N, C)
+    chunk = Staging(4 * cache.slot_bytes, 4 * cache.slot_bytes, pin=device == "cuda").acquire(0.0)
+    cache.gather({1: [7, 2], 4: [5, 5]}, chunk).wait()
+    slots = chunk.tensor[: 2 * cache.slot_bytes].view(torch.float32).view(2, L + 2, H, N, C)
+    for slot, (one, other) in zip(slots, [(7, 5), (2, 5)], strict=True):
+        for i, layer in enumerate(before):
+            assert torch.equal(slot[i], layer[one if i < L else other].cpu())
+    cache.scatter({1: [0, 1], 4: [2, 3]}, chunk, cache.mark())
+    assert torch.equal(first[1][1], before[1][2])
+    assert torch.equal(second[0][3], before[L][5])
+    assert torch.equal(second[1][0], before[L + 1][0])
+    assert cache.layers_hold({1: [0], 4: [2]}, chunk.tensor)
+    assert not cache.layers_hold({1: [0], 4: [1]}, chunk.tensor)
+    with pytest.raises(ValueError, match="differ"):
+        PagedCache({0: first, 1: [torch.zeros(B, H, N, C + 1, device=device)]}, B)
 
 
 def test_layers_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="differ"):
-        PagedCache([torch.zeros(B, H, N, C), torch.zeros(B, H, N, C + 1)], B)
+        PagedCache({0: [torch.zeros(B, H, N, C), torch.zeros(B, H, N, C + 1)]}, B)
 
 
 def test_staging_is_bounded_and_waits_only_as_told() -> None:
-    staging = Staging(1000, 100, 4, pin=False)
-    assert (staging.rows, staging.chunks) == (4, 2)
+    staging = Staging(1000, 400, pin=False)
+    assert staging.chunks == 2
     held = [staging.try_acquire(), staging.try_acquire()]
     assert staging.try_acquire() is None
     with pytest.raises(CapacityExceeded):
@@ -116,9 +140,8 @@ def test_staging_is_bounded_and_waits_only_as_told() -> None:
     staging.release(held[0])
     waiter.join(10)
     assert got == [held[0]]
-    assert Staging(250, 100, 4, pin=False).rows == 2
     with pytest.raises(ValueError, match="staging_bytes"):
-        Staging(99, 100, 4, pin=False)
+        Staging(99, 100, pin=False)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

@@ -98,7 +98,7 @@ def _of_namespace(cache: Cache, name: NamespaceId) -> Shape | None:
         return None
     # What every token of a prompt adds. A window or a state is one fixed amount for any prompt.
     groups = [group for group in space.groups if group.kind in _WHOLE] or list(space.groups)
-    per_token = sum(group.slot_bytes / group.block_tokens for group in groups) * space.ranks
+    per_token = sum(group.slot_bytes / group.block_tokens for group in groups)
     return _shape(cache.settings, round(per_token), f"namespace {name} ({space.model})", space.block_tokens)
 
 

@@ -1,0 +1,203 @@
+"""What of a request the store can serve: one index call per group, on a call thread.
+
+Groups that need the whole prefix are asked for the longest one (`Index.match`), and the shortest answer is
+the limit. Up to there the others are looked up block by block from the end (`Index.find`), in spans, until
+connectors.boundary finds where all of them agree. A request whose blocks were saved together costs one such
+span per group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from connectors.boundary import Rule, longest_boundary, most_tokens
+from connectors.layout import Group
+from kvstore.keys import digests
+from kvstore.ports import Run
+from kvstore.store import Match, Space
+
+#: Blocks that are looked up with one call, before those that must be there.
+_SPAN = 128
+#: Such calls per request; past them the rest is a miss. They are needed only where a store has windows and
+#: states of many prompts of which most are evicted.
+_MOST_CALLS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """How much of a request can be loaded: `tokens`, a boundary of all groups."""
+
+    tokens: int
+    #: Per group, runs that follow each other and cover at least what the group needs at the boundary.
+    runs: tuple[list[Run], ...]
+    #: Per group, leading blocks that are in the store: saving starts after them.
+    stored: tuple[int, ...]
+    #: Why it ends where it ends: "complete", or a reason of kvstore.metrics.MISS_REASONS.
+    reason: str
+
+
+class PendingMatch:
+    """A match under way on a call thread."""
+
+    def __init__(self, hashes: int, end: float) -> None:
+        #: Block hashes that the request had when it was asked for.
+        self.hashes = hashes
+        self.end = end
+        self.asked_at = time.monotonic()
+        self._done = threading.Event()
+        self._result: Found | None = None
+
+    def finish(self, result: Found) -> None:
+        """Call thread: here is the answer."""
+        self._result = result
+        self._done.set()
+
+    def poll(self, patience_s: float) -> Found | None:
+        """The answer, or None if it is still out after `patience_s`."""
+        if not self._done.is_set() and patience_s > 0:
+            self._done.wait(patience_s)
+        return self._result if self._done.is_set() else None
+
+
+class Matcher:
+    """Of one engine. Any thread."""
+
+    def __init__(
+        self, space: Space, groups: Sequence[Group], hash_tokens: int, fits: Callable[[int, int], bool]
+    ) -> None:
+        """`fits(group, parts)`: whether this engine can read a segment that was cut into so many parts."""
+        self._space = space
+        self._rules: list[Rule] = [group.rule for group in groups]
+        self._ratios = [rule.block_tokens // hash_tokens for rule in self._rules]
+        self._hash_tokens = hash_tokens
+        self._fits = fits
+
+    def nothing(self, reason: str) -> Found:
+        """A match of nothing."""
+        return Found(0, tuple([] for _ in self._rules), tuple(0 for _ in self._rules), reason)
+
+    def find(
+        self, hashes: Sequence[bytes], total_tokens: int, end: float, first: bytes | None = None
+    ) -> Found:
+        """Match a request of `total_tokens` with these block hashes, by the `time.monotonic` time `end`.
+
+        `first`: the digests of group 0, packed, if they are known already. Never raises.
+        """
+        whole: dict[int, Match] = {}
+        limit = most_tokens(self._rules, min(total_tokens, len(hashes) * self._hash_tokens))
+        reason = "complete"
+        for group, rule in enumerate(self._rules):
+            if rule.reach == "prefix":
+                packed = first if first is not None and group == 0 else self._digests(hashes, group)
+                match = self._fitting(group, self._space.match(packed))
+                whole[group] = match
+                if match.blocks * rule.block_tokens < limit:
+                    limit, reason = match.blocks * rule.block_tokens, match.reason
+        spans = _Spans(self._space, lambda group: self._digests(hashes, group), self._fits, end)
+        tokens = longest_boundary(self._rules, limit, spans.present)
+        if len(whole) < len(self._rules):
+            reason = self._count(bool(whole), limit, tokens, spans) or reason
+        runs = tuple(
+            whole[group].runs if group in whole else spans.runs(group, rule.needed(tokens))
+            for group, rule in enumerate(self._rules)
+        )
+        stored = tuple(
+            whole[group].blocks if group in whole else tokens // rule.block_tokens
+            for group, rule in enumerate(self._rules)
+        )
+        return Found(tokens, runs, stored, reason)
+
+    def _digests(self, hashes: Sequence[bytes], group: int) -> bytes:
+        ratio = self._ratios[group]
+        # Hashes are a chain, so that of a block's last piece stands for all of it.
+        return digests(hashes if ratio == 1 else hashes[ratio - 1 :: ratio], group)
+
+    def _fitting(self, group: int, match: Match) -> Match:
+        for i, run in enumerate(match.runs):
+            if not self._fits(group, len(run.record.parts)):
+                self._space.store.counters.miss("namespace_mismatch", match.blocks - run.start)
+                return Match(match.runs[:i], run.start, "namespace_mismatch")
+        return match
+
+    def _count(self, any_whole: bool, limit: int, tokens: int, spans: _Spans) -> str | None:
+        """Account what windows and states add to the story; why the match ends at `tokens`, if they say."""
+        counters = self._space.store.counters
+        size = min(rule.block_tokens for rule in self._rules)
+        if not any_whole:
+            counters.add("match_calls")
+            counters.add("match_blocks_asked", limit // size)
+            counters.add("match_blocks_found", tokens // size)
+        if tokens == limit:
+            return None
+        if spans.failure is None:
+            counters.miss("window" if any_whole else "absent", (limit - tokens) // size)
+        return spans.failure or ("window" if any_whole else "absent")
+
+
+class _Spans:
+    """Blocks of a request's groups as far as they have been looked up."""
+
+    def __init__(
+        self,
+        space: Space,
+        packed: Callable[[int], bytes],
+        fits: Callable[[int, int], bool],
+        end: float,
+    ) -> None:
+        self._space = space
+        self._digests = packed
+        self._fits = fits
+        self._end = end
+        self._packed: dict[int, bytes] = {}
+        self._known: defaultdict[int, dict[int, Run | None]] = defaultdict(dict)
+        self._calls = 0
+        #: Why there was no answer to some lookup.
+        self.failure: str | None = None
+
+    def present(self, group: int, blocks: range) -> list[bool]:
+        """Which blocks are there; what isn't known is looked up, with some that come before."""
+        known = self._known[group]
+        unknown = [block for block in blocks if block not in known]
+        if unknown:
+            self._look_up(group, range(max(0, min(blocks.start, blocks.stop - _SPAN)), unknown[-1] + 1))
+        return [known.get(block) is not None for block in blocks]
+
+    def _look_up(self, group: int, blocks: range) -> None:
+        known = self._known[group]
+        wanted = [block for block in blocks if block not in known]
+        if self.failure is None and (self._calls >= _MOST_CALLS or time.monotonic() >= self._end):
+            self.failure = "deadline"
+            self._space.store.counters.miss("deadline", len(wanted))
+        if self.failure is not None:
+            return
+        self._calls += 1
+        packed = self._packed.get(group) or self._packed.setdefault(group, self._digests(group))
+        found = self._space.find(b"".join(packed[16 * block : 16 * block + 16] for block in wanted))
+        if found is None:
+            self.failure = "unavailable"
+            return
+        for block, run in zip(wanted, found, strict=True):
+            fits = run is not None and self._fits(group, len(run.record.parts))
+            known[block] = run if fits else None
+
+    def runs(self, group: int, blocks: range) -> list[Run]:
+        """The present ones of `blocks`, neighbours in one segment put together."""
+        out: list[Run] = []
+        for block in blocks:
+            one = self._known[group].get(block)
+            if one is None:
+                continue
+            last = out[-1] if out else None
+            if last is not None and (last.segment, last.start + last.count, last.slot + last.count) == (
+                one.segment,
+                block,
+                one.slot,
+            ):
+                out[-1] = Run(last.start, last.segment, last.slot, last.count + 1, last.record)
+            else:
+                out.append(Run(block, one.segment, one.slot, 1, one.record))
+        return out

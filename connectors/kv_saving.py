@@ -1,0 +1,199 @@
+"""What a KV connector saves: which blocks of which group, cut into which segments.
+
+On the scheduler's thread. Full blocks are saved as a segment's worth of them is computed; what remains of a
+prompt is saved when the prompt ends. Two things can't wait that long: a block that its window leaves behind
+is gone at the next step, so it goes with this one, and so does a state that vLLM offers (Mamba mode "align").
+
+A null block, which stands for one that was left behind, is never saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from connectors.kv_types import Save
+from connectors.layout import Group
+from connectors.planning import EVERY_BLOCK, pieces, saves_due
+from kvstore.keys import SegmentId, new_segment_id
+from kvstore.metrics import Counters
+
+#: vLLM's null block.
+NULL_BLOCK = 0
+
+#: Block tables of a request: vLLM's KV cache group -> block ids.
+Tables = Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a request's saving has come, per group, in its blocks."""
+
+    #: Leading blocks that are in the store or on their way, or are gone: saving starts here.
+    saved: list[int]
+    #: Leading blocks that are counted, if they weren't saved, as not worth it.
+    passed_over: list[int]
+
+
+@dataclass(slots=True)
+class _Segment:
+    hashes: list[tuple[int, bytes]]
+    writers: int
+    ended: int = 0
+    written: bool = True
+
+
+@dataclass
+class Saving:
+    """Of one engine. Owned by the scheduler's thread."""
+
+    groups: Sequence[Group]
+    hash_tokens: int
+    #: Per group, how many blocks make a segment.
+    segment_blocks: Sequence[int]
+    counters: Counters
+    #: Called with segments of which some rank has not written its part, after all have ended.
+    abandon: Callable[[SegmentId], None]
+    clock: Callable[[], float] = time.time
+    #: Blocks being saved by this engine, by group and hash, so that requests of one batch that share a prefix
+    #: save it once. Emptied as the workers report.
+    _busy: set[tuple[int, bytes]] = field(default_factory=set)
+    _segments: dict[SegmentId, _Segment] = field(default_factory=dict)
+
+    def start(self, stored: Sequence[int] | None = None) -> Progress:
+        """A request of which so many leading blocks per group are stored."""
+        nothing = [0] * len(self.groups)
+        return Progress(list(stored or nothing), list(nothing))
+
+    @property
+    def under_way(self) -> int:
+        """Segments that some rank has not ended."""
+        return len(self._segments)
+
+    def plan(
+        self,
+        progress: Progress,
+        hashes: Sequence[bytes],
+        done_tokens: int,
+        admitted: int,
+        tables: Callable[[], Tables | None],
+        *,
+        final: bool,
+    ) -> list[Save]:
+        """What to save of a request when `done_tokens` are computed and hashed.
+
+        `admitted` is how many leading hashes are worth it. `tables` is asked only if something is due.
+        `final`: nothing follows that could fill a segment up.
+        """
+        saves: list[Save] = []
+        blocks: Tables | None = None
+        for number, group in enumerate(self.groups):
+            if group.offered:
+                continue
+            due = self._due(progress, number, done_tokens, admitted, final=final)
+            if due and blocks is None and (blocks := tables()) is None:
+                break
+            for run in due:
+                assert blocks is not None
+                saves += self._cut(number, run, hashes, {table: blocks[table] for table in group.tables})
+        return saves
+
+    def _due(
+        self, progress: Progress, number: int, done_tokens: int, admitted: int, *, final: bool
+    ) -> list[range]:
+        """Runs of blocks that go with this step."""
+        group = self.groups[number]
+        size = group.rule.block_tokens
+        done = done_tokens // size
+        worth = done if admitted == EVERY_BLOCK else min(done, admitted * self.hash_tokens // size)
+        saved = progress.saved[number]
+        if done <= saved:
+            return []
+        due, progress.saved[number] = saves_due(
+            saved,
+            worth,
+            self.segment_blocks[number],
+            # The last block worth it ends a segment: nothing comes after it that could fill one up.
+            final=final or worth < done or group.rule.skipped_tokens(done_tokens) // size > saved,
+        )
+        if worth < done:
+            over = done - max(progress.saved[number], progress.passed_over[number])
+            self.counters.saved("not_admitted", max(0, over))
+            progress.passed_over[number] = max(done, progress.passed_over[number])
+        return due
+
+    def take_offers(
+        self,
+        progress: Progress,
+        hashes: Sequence[bytes],
+        offers: Iterable[tuple[int, int, int]],
+        admitted: int,
+        most_tokens: int,
+    ) -> list[Save]:
+        """States that this step's forward pass completes: (block table, block id, tokens before it).
+
+        Only those at a block's end have a name; those within one serve vLLM's own cache. Those of at most
+        `most_tokens` are wanted.
+        """
+        found: dict[tuple[int, int], dict[int, int]] = {}
+        for table, block, tokens in offers:
+            for number, group in enumerate(self.groups):
+                if group.offered and table in group.tables:
+                    found.setdefault((number, tokens), {})[table] = block
+        saves: list[Save] = []
+        for (number, tokens), blocks in sorted(found.items()):
+            group, size = self.groups[number], self.groups[number].rule.block_tokens
+            first = tokens // size - 1
+            if tokens % size or tokens > most_tokens or len(blocks) < len(group.tables):
+                continue
+            if first < progress.saved[number]:
+                continue
+            progress.saved[number] = first + 1
+            if admitted != EVERY_BLOCK and tokens > admitted * self.hash_tokens:
+                self.counters.saved("not_admitted", 1)
+                continue
+            alone = {table: {first: block} for table, block in blocks.items()}
+            saves += self._cut(number, range(first, first + 1), hashes, alone)
+        return saves
+
+    def _cut(
+        self,
+        number: int,
+        run: range,
+        hashes: Sequence[bytes],
+        tables: Mapping[int, Sequence[int] | Mapping[int, int]],
+    ) -> list[Save]:
+        """Segments of the blocks of `run` that are there and that nobody is saving just now."""
+        ratio = self.groups[number].rule.block_tokens // self.hash_tokens
+        names = {block: hashes[(block + 1) * ratio - 1] for block in run}
+
+        def wanted(block: int) -> bool:
+            if (number, names[block]) in self._busy:
+                return False
+            return all(block_ids[block] != NULL_BLOCK for block_ids in tables.values())
+
+        saves = []
+        for piece in pieces(run, wanted):
+            segment = new_segment_id()
+            own = [names[block] for block in piece]
+            keys = [(number, name) for name in own]
+            self._busy.update(keys)
+            self._segments[segment] = _Segment(keys, self.groups[number].writers)
+            ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
+            saves.append(Save(number, segment, int(self.clock()), piece.start, own, ids))
+        return saves
+
+    def ended(self, segment: SegmentId, count: int, *, written: bool) -> None:
+        """So many ranks have ended their parts of a segment; `written`: all of them wrote theirs."""
+        state = self._segments.get(segment)
+        if state is None:
+            return
+        state.ended += count
+        state.written &= written
+        if state.ended < state.writers:
+            return
+        del self._segments[segment]
+        self._busy.difference_update(state.hashes)
+        if not state.written and state.writers > 1:
+            self.abandon(segment)

@@ -1,0 +1,212 @@
+"""From vLLM's KV cache configuration to groups: which layers form a block, and which part of it a rank holds.
+
+vLLM splits layers into KV cache groups so that their pages fill one pool evenly; layers of one kind may be
+spread over several of them, each with a block table of its own, and layers of one of them may differ in page
+shape. What is stored goes by kind: a group here is all layers of one kind, one block size and one page shape,
+so a block of it is one slot, from one or several tables.
+
+A worker sees its own layers and its own heads. It tells the scheduler's half (`LocalGroup`), which puts
+stages and shards together (`merge`) into what the namespace names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from connectors.boundary import Rule
+from connectors.tensors import SAFETENSORS_DTYPES
+from kvstore.errors import ConfigError
+from schemas.namespace import DTYPE_BYTES, GroupKind, GroupSpec
+
+_KINDS: dict[str, GroupKind] = {
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "mla",
+    "SlidingWindowSpec": "sliding_window",
+    "ChunkedLocalAttentionSpec": "chunked_local",
+    "MambaSpec": "mamba",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What one layer's block is, and what the layers of a group have in common."""
+
+    kind: GroupKind
+    block_tokens: int
+    #: Tokens that a window reaches back, or a chunk's length; 0 for the other kinds.
+    window: int
+    dtype: str
+    #: [heads, tokens, content] on one rank.
+    heads: int
+    tokens: int
+    content: int
+    #: Into how many different parts tensor parallelism cuts it; further ranks hold copies.
+    shards: int
+    #: Blocks that may be saved are offered by vLLM, and are not what the block table says.
+    offered: bool
+
+    @property
+    def rule(self) -> Rule:
+        """What a prefix must have of such layers."""
+        match self.kind:
+            case "full" | "mla":
+                return Rule("prefix", self.block_tokens)
+            case "sliding_window":
+                return Rule("window", self.block_tokens, self.window)
+            case "chunked_local":
+                return Rule("chunk", self.block_tokens, self.window)
+            case "mamba":
+                return Rule("state", self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGroup:
+    """One group as one rank has it. Picklable."""
+
+    page: Page
+    #: (block table, its layers in slot order), by table.
+    tables: tuple[tuple[int, tuple[str, ...]], ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of this rank's part of a slot: (layers, heads, tokens, content)."""
+        layers = sum(len(names) for _, names in self.tables)
+        return layers, self.page.heads, self.page.tokens, self.page.content
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of this rank's part of a block."""
+        return prod(self.shape) * DTYPE_BYTES[self.page.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group as the scheduler's half has it: what all ranks hold together."""
+
+    spec: GroupSpec
+    rule: Rule
+    #: vLLM's block tables that a slot is made of.
+    tables: tuple[int, ...]
+    offered: bool
+    #: Ranks that each write a part of a segment.
+    writers: int
+    #: The most that any rank holds of a block, in bytes.
+    part_bytes: int
+
+
+def local_groups(kv_cache_config: Any, tp: int) -> list[LocalGroup]:
+    """The groups of one rank, in an order that all ranks share. Raises ConfigError for what can't be found
+    by its content."""
+    cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
+    found: dict[Page, dict[int, list[str]]] = {}
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        if table not in cacheable or group.host_resident:
+            kind = type(group.kv_cache_spec).__name__
+            raise ConfigError(f"kvstore: KV cache kind {kind} can't be found by its content; not supported")
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in layer_order(group.layer_names):
+            page = _page(group.kv_cache_spec if inner is None else inner[name], tp)
+            found.setdefault(page, {}).setdefault(table, []).append(name)
+    groups = [
+        LocalGroup(page, tuple((table, tuple(names)) for table, names in sorted(tables.items())))
+        for page, tables in found.items()
+    ]
+    return sorted(groups, key=lambda group: _order(group.page))
+
+
+def _order(page: Page) -> tuple[Any, ...]:
+    kinds = list(_KINDS.values())
+    return (kinds.index(page.kind), page.block_tokens, page.window, page.dtype, page.heads, page.content)
+
+
+def layer_order(names: Sequence[str]) -> list[str]:
+    """Layer names in slot order: by their numbers, so that `layers.10` follows `layers.9`."""
+    return sorted(names, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
+
+
+def _page(spec: Any, tp: int) -> Page:
+    name = type(spec).__name__
+    if name not in _KINDS:
+        raise ConfigError(f"kvstore: KV cache kind {name} is not supported yet")
+    kind = _KINDS[name]
+    if getattr(spec, "non_causal", False):
+        raise ConfigError("kvstore: a block of a non-causal model depends on what follows it; not shareable")
+    if kind == "mamba":
+        return _state_page(spec, tp)
+    dtype = SAFETENSORS_DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise ConfigError(f"kvstore: KV cache dtype {spec.dtype} has no safetensors name; not supported")
+    window = 0
+    if kind == "sliding_window":
+        window = spec.sliding_window + spec.extra_retained_tokens
+    elif kind == "chunked_local":
+        window = spec.attention_chunk_size
+    return Page(
+        kind,
+        spec.block_size,
+        window,
+        dtype,
+        spec.num_heads,
+        spec.num_states,
+        spec.state_content_size_bytes // spec.dtype.itemsize,
+        # Ranks beyond `max_tp_shards` hold what another rank holds. Where vLLM doesn't say, none do.
+        min(tp, spec.max_tp_shards or tp),
+        offered=False,
+    )
+
+
+def _state_page(spec: Any, tp: int) -> Page:
+    if spec.mamba_cache_mode not in ("all", "align"):
+        raise ConfigError(
+            "kvstore: this model's linear-attention states are kept for the running request only (Mamba "
+            f"cache mode {spec.mamba_cache_mode!r}), so no prefix could be resumed; start vLLM with "
+            "--enable-prefix-caching"
+        )
+    # vLLM hands states out as bytes: several tensors of different dtypes, one after the other.
+    shards = 1 if getattr(spec, "tp_replicated", False) else tp
+    size = spec.state_content_size_bytes
+    return Page("mamba", spec.block_size, 0, "I8", 1, 1, size, shards, spec.mamba_cache_mode == "align")
+
+
+def merge(stages: Sequence[Sequence[LocalGroup]], *, any_tp: bool) -> list[Group]:
+    """The groups of one rank per pipeline stage, put together. `any_tp`: for engines of any TP size.
+
+    Raises ConfigError if the stages can't be told apart by their layers alone.
+    """
+    first = stages[0]
+    for stage in stages[1:]:
+        if [group.page for group in stage] != [group.page for group in first]:
+            raise ConfigError(
+                "kvstore: the pipeline's stages hold layers of different kinds or page sizes; not supported. "
+                "A layer partition (VLLM_PP_LAYER_PARTITION) that gives each stage all kinds helps"
+            )
+    return [_merged([stage[i] for stage in stages], any_tp) for i in range(len(first))]
+
+
+def _merged(parts: list[LocalGroup], any_tp: bool) -> Group:
+    page = parts[0].page
+    names = [name for part in parts for _, layers in part.tables for name in layers]
+    # Stages are separated in the digest: cut elsewhere, the parts would be others.
+    text = "\n\n".join("\n".join(n for _, layers in part.tables for n in layers) for part in parts)
+    spec = GroupSpec(
+        kind=page.kind,
+        block_tokens=page.block_tokens,
+        dtype=page.dtype,
+        shape=(len(names), page.heads * page.shards, page.tokens, page.content),
+        layers=hashlib.sha256(text.encode()).hexdigest()[:16],
+        shards=1 if any_tp and page.kind != "mamba" else page.shards,
+        window=page.window or None,
+    )
+    return Group(
+        spec,
+        page.rule,
+        tuple(sorted({table for part in parts for table, _ in part.tables})),
+        page.offered,
+        page.shards * len(parts),
+        max(part.slot_bytes for part in parts),
+    )

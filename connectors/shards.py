@@ -1,0 +1,107 @@
+"""Which part of a block a rank holds, and how to read it from segments that other ranks have cut.
+
+Tensor parallelism cuts a block by heads, a pipeline by layers; a segment has one payload per distinct part.
+A slot is [layer, head, token, content], so a shard of a larger cut is a slice of its heads, and a shard of a
+smaller one is several parts side by side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from connectors.layout import LocalGroup
+from kvstore.errors import NamespaceMismatch
+from kvstore.keys import ContentKey
+from kvstore.ports import Run
+from kvstore.store import Space
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank among an engine's."""
+
+    tp_rank: int = 0
+    tp: int = 1
+    pp_rank: int = 0
+    pp: int = 1
+
+    @property
+    def number(self) -> int:
+        """Its number in the engine."""
+        return self.pp_rank * self.tp + self.tp_rank
+
+    def shard(self, group: LocalGroup) -> int:
+        """Which of the group's distinct shards it holds."""
+        return self.tp_rank * group.page.shards // self.tp
+
+    def writes(self, group: LocalGroup) -> bool:
+        """Whether it saves its part: of ranks that hold the same, the first."""
+        return self.tp_rank % (self.tp // group.page.shards) == 0
+
+    def part(self, group: LocalGroup) -> int:
+        """Its part of a segment that this engine writes."""
+        return self.pp_rank * group.page.shards + self.shard(group)
+
+    def parts(self, group: LocalGroup) -> int:
+        """Parts of a segment that this engine writes."""
+        return self.pp * group.page.shards
+
+
+def fits(parts: int, stages: int, shards: int) -> bool:
+    """Whether a segment of so many parts can be read by ranks of so many stages and shards."""
+    cut, rest = divmod(parts, stages)
+    return not rest and cut > 0 and (cut % shards == 0 or shards % cut == 0)
+
+
+def read_part(
+    space: Space,
+    group: LocalGroup,
+    place: Place,
+    run: Run,
+    keys: Sequence[ContentKey],
+    into: Sequence[memoryview],
+    end: float,
+) -> None:
+    """Fill `into[i]` with this rank's part of the run's i-th block, verified, by the monotonic time `end`.
+
+    Raises KVStoreError; the buffers may then hold anything. Every part that is touched is read and verified
+    as a whole: a checksum covers a slot of one part.
+    """
+    shards, shard = group.page.shards, place.shard(group)
+    parts = len(run.record.parts)
+    if not fits(parts, place.pp, shards):
+        raise NamespaceMismatch(f"segment {run.segment.hex()} of {parts} parts, for {place.parts(group)}")
+    cut = parts // place.pp
+    first = place.pp_rank * cut
+
+    def load(part: int, buffers: Sequence[memoryview]) -> None:
+        left = max(0.001, end - time.monotonic())
+        space.load(run, keys, buffers, rank=first + part, deadline_s=left)
+
+    if cut == shards:
+        load(shard, into)
+        return
+    layers, heads, _, _ = group.shape
+    cell = group.slot_bytes // (layers * heads)
+    mine = [np.frombuffer(view, np.uint8).reshape(layers, heads, cell) for view in into]
+    if cut < shards:
+        # A part holds the heads of several ranks: read it, keep ours.
+        ratio = shards // cut
+        scratch = [memoryview(bytearray(view.nbytes * ratio)) for view in into]
+        load(shard // ratio, scratch)
+        at = shard % ratio * heads
+        for target, view in zip(mine, scratch, strict=True):
+            whole = np.frombuffer(view, np.uint8).reshape(layers, heads * ratio, cell)
+            target[:] = whole[:, at : at + heads]
+        return
+    ratio = cut // shards
+    few = heads // ratio
+    scratch = [memoryview(bytearray(view.nbytes // ratio)) for view in into]
+    for i in range(ratio):
+        load(shard * ratio + i, scratch)
+        for target, view in zip(mine, scratch, strict=True):
+            target[:, i * few : (i + 1) * few] = np.frombuffer(view, np.uint8).reshape(layers, few, cell)
