@@ -37,13 +37,14 @@ from connectors.tier_identity import (
     engine_of,
     refuse_engine,
     refuse_settings,
+    shown,
     tier_namespace,
 )
 from connectors.tier_loads import Loads
 from connectors.tier_lookups import Lookups
 from connectors.tier_memory import Job, Jobs, Primary
 from connectors.tier_metrics import Observed, definitions
-from connectors.tier_saves import Saves
+from connectors.tier_saves import GATHER_S, Saves
 from kvstore.build import load_settings
 from kvstore.errors import ConfigError
 from schemas.settings import Settings
@@ -95,17 +96,24 @@ class KVStoreTier(SecondaryTierManager):
         self._store = store = open_for(settings, "offloading tier", namespace)
         try:
             space = store.open(namespace, block_bytes=primary.row_bytes)
-            self._lookups = Lookups(space)
+            self._lookups = Lookups(space, rows=primary.rows)
             self._loads = Loads(space, primary, self._jobs, segment_chunks)
-            self._saves = Saves(space, primary, self._jobs, segment_chunks, engine.chunk_tokens)
+            self._saves = Saves(
+                space,
+                primary,
+                self._jobs,
+                segment_chunks,
+                engine.chunk_tokens,
+                # A detector takes waiting for more chunks for a slow store.
+                gather_s=GATHER_S if self.bp_detector is None else 0.0,
+            )
         except ValueError as exc:
             store.close()
             raise ConfigError(f"kvstore: kv.{exc}") from None
         self._observed = Observed(store.counters)
         self._retired = False
-        log.info(
-            "chunks of %d bytes are what follows from %s", primary.row_bytes, chunk_facts(engine, settings)
-        )
+        facts = shown(chunk_facts(engine, settings))
+        log.info("chunks of %d bytes, their format follows from %s", primary.row_bytes, facts)
         space.register_soon()
 
     # ---- lookups --------------------------------------------------------------------------------
@@ -131,13 +139,17 @@ class KVStoreTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = job_metadata
-        found = (lambda key: None) if self._retired else self._lookups.found
-        self._loads.submit(job.job_id, job.keys, job.chunk_ids, found)
+        if self._retired:
+            self._jobs.refuse(job.job_id, job.keys, is_load=True)
+            return
+        request = job.req_context.req_id
+        runs = [self._lookups.fetch(key, request) for key in job.keys]
+        self._loads.submit(job.job_id, job.keys, job.chunk_ids, runs)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = job_metadata
         if self._retired:
-            self._jobs.refuse(job.job_id, job.keys)
+            self._jobs.refuse(job.job_id, job.keys, is_load=False)
             return
         context = job.req_context
         self._saves.submit(

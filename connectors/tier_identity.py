@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import sys
@@ -87,12 +88,13 @@ def refuse_settings(settings: Settings) -> None:
     """Raise ConfigError for settings that a tier can't honour."""
     if settings.admission != AdmissionSettings():
         raise ConfigError(
-            "kvstore: admission doesn't work in the offloading tier, which isn't told of prompts; leave it out"
+            "kvstore: admission doesn't work in the offloading tier, which isn't told of prompts; "
+            "leave it out"
         )
     if settings.identity.any_tp:
         raise ConfigError(
-            "kvstore: identity.any_tp doesn't work in the offloading tier, whose chunks hold the bytes of all "
-            "workers as they are; leave it out"
+            "kvstore: identity.any_tp doesn't work in the offloading tier, whose chunks hold all workers' "
+            "bytes as they are; leave it out"
         )
     defaults = KVSettings()
     if settings.kv.save_decode != defaults.save_decode:
@@ -110,14 +112,14 @@ def refuse_engine(engine: EngineConfig, settings: Settings) -> None:
     if getattr(engine.vllm, "lora_config", None) is not None and settings.identity.lora == "skip":
         raise ConfigError(
             "kvstore: the offloading tier can't tell requests with a LoRA adapter from others, and vLLM's "
-            'block hash names an adapter, not its weights. Set identity.lora to "trust" if an adapter\'s name '
-            "and path never get other weights, or use KVStoreConnector, which leaves such requests out."
+            'block hash names an adapter, not its weights. Set identity.lora to "trust" if an adapter\'s '
+            "name and path never get other weights, or use KVStoreConnector, which leaves such requests out."
         )
     multimodal = engine.vllm.model_config.multimodal_config is not None
     if multimodal and settings.identity.client_uuids == "refuse":
         raise ConfigError(
-            "kvstore: identity.client_uuids = \"refuse\" doesn't work in the offloading tier, which isn't told what "
-            "a request's images are called; use KVStoreConnector"
+            "kvstore: identity.client_uuids = refuse doesn't work in the offloading tier, which isn't told "
+            "what a request's images are called; use KVStoreConnector"
         )
     parallel = engine.vllm.parallel_config
     workers = engine.offloading.config.parallel.world_size
@@ -187,6 +189,12 @@ def chunk_facts(engine: EngineConfig, settings: Settings) -> dict[str, Any]:
     }
 
 
+def shown(facts: dict[str, Any]) -> str:
+    """The facts for a log: of vLLM's variables those that are set; its version says what the others are."""
+    given = {name: value for name, value in facts["variables"].items() if name in os.environ}
+    return json.dumps({**facts, "variables": given}, default=str)
+
+
 def _group(engine: EngineConfig, group: Any, row_bytes: int, dtype: str) -> GroupSpec:
     kind, window = _kind(engine.kv_cache.kv_cache_groups[group.group_id].kv_cache_spec)
     return GroupSpec(
@@ -248,7 +256,8 @@ def _instruction_sets() -> list[str]:
     import torch
 
     names = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return [name.split("_")[2] for name in names if getattr(torch.cpu, name, lambda: False)()]
+    found = [name for name in names if getattr(torch.cpu, name, lambda: False)()]
+    return [name.removeprefix("_is_").removesuffix("_supported") for name in found]
 
 
 def _version(package: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from connectors.tier_memory import Job, Jobs, Primary, Staging, views
 from connectors.tier_planning import Piece, content_key, pieces
@@ -36,13 +36,15 @@ class Loads:
         number: int,
         keys: Collection[bytes],
         chunks: Sequence[int],
-        found: Callable[[bytes], Run | None],
+        runs: Sequence[Run | None],
     ) -> None:
-        """Fill the row `chunks[i]` with the i-th key's bytes. A key that can't be read fails by itself."""
+        """Fill the row `chunks[i]` with the i-th key's bytes, which are where `runs[i]` says.
+
+        A key that can't be read fails by itself.
+        """
         job = self._jobs.start(number, keys, is_load=True)
         wanted = []
-        for key, chunk in zip(keys, chunks, strict=True):
-            run = found(key)
+        for key, chunk, run in zip(keys, chunks, runs, strict=True):
             if run is None:
                 self._jobs.report(job, [key], done=False)
             else:

@@ -21,6 +21,8 @@ from kvstore.keys import digests
 from kvstore.ports import Run
 from kvstore.store import Space
 
+#: How often a chunk is fetched for one request that finds it gone from the CPU tier each time.
+_FETCHES = 2
 #: Digests in one call of the index: no caller holds a shared one for more than about a millisecond.
 _CALL_DIGESTS = 1024
 
@@ -39,13 +41,17 @@ class _Asked:
     asking: set[str] = field(default_factory=set)
     #: Those of them for which loading it has failed: they compute it.
     failed: set[str] = field(default_factory=set)
+    #: How often it has been fetched for each of them.
+    fetched: dict[str, int] = field(default_factory=dict)
 
 
 class Lookups:
     """Of one engine."""
 
-    def __init__(self, space: Space, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, space: Space, rows: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`rows` is how many chunks the CPU tier holds."""
         self._space = space
+        self._rows = rows
         self._store = space.store
         settings = self._store.settings.kv
         self._deadline_s = settings.match_deadline_s
@@ -53,6 +59,8 @@ class Lookups:
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}
         self._of_request: dict[str, set[bytes]] = {}
+        #: How many different chunks have been fetched for a request.
+        self._fetched: dict[str, int] = {}
         self._batch = 0
         self._unsent: list[bytes] = []
         self._answers: deque[tuple[int, Sequence[bytes], Sequence[Run | None]]] = deque()
@@ -75,17 +83,32 @@ class Lookups:
         if request in asked.failed:
             return "miss"
         if asked.batch is None:
-            return "miss" if asked.run is None else "hit"
+            return "hit" if asked.run is not None and self._may_fetch(asked, request) else "miss"
         if now < asked.until:
             return "later"
         self._store.counters.miss("deadline", 1)
         self._answer(asked, None)
         return "miss"
 
-    def found(self, key: bytes) -> Run | None:
-        """Where a chunk is that was a hit a moment ago."""
+    def fetch(self, key: bytes, request: str) -> Run | None:
+        """Where a chunk is that was a hit a moment ago, and is fetched for a request now."""
         asked = self._asked.get(key)
-        return asked.run if asked is not None else None
+        if asked is None or asked.run is None:
+            return None
+        if request in asked.asking:
+            times = asked.fetched[request] = asked.fetched.get(request, 0) + 1
+            self._fetched[request] = self._fetched.get(request, 0) + (times == 1)
+        return asked.run
+
+    def _may_fetch(self, asked: _Asked, request: str) -> bool:
+        """Whether fetching once more would get the request on.
+
+        vLLM fetches a prefix chunk by chunk, and makes room for the next by evicting what no request has
+        begun to load yet: where the CPU tier is too small for a prefix, or for all that is wanted at once,
+        the request's own chunks. It would go round for ever, and the request with it.
+        """
+        times = asked.fetched.get(request, 0)
+        return times < _FETCHES and (times > 0 or self._fetched.get(request, 0) < self._rows)
 
     def send(self) -> None:
         """The step is over: ask the index for what was new in it."""
@@ -118,8 +141,10 @@ class Lookups:
 
     def forget(self, request: str) -> None:
         """The request is over."""
+        self._fetched.pop(request, None)
         for key in self._of_request.pop(request, ()):
             asked = self._asked[key]
+            asked.fetched.pop(request, None)
             asked.asking.discard(request)
             asked.failed.discard(request)
             if not asked.asking:

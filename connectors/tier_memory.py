@@ -30,10 +30,11 @@ class Primary:
     because vLLM releases the view when it shuts down."""
 
     def __init__(self, view: memoryview) -> None:
-        if view.ndim != 2 or view.itemsize != 1 or not view.c_contiguous or view.strides is None:
+        shape = view.shape
+        if shape is None or len(shape) != 2 or view.itemsize != 1 or not view.c_contiguous:
             raise ValueError("the CPU tier's memory is not rows of bytes")
         self._view = view
-        self.row_bytes = view.strides[0]
+        self.rows, self.row_bytes = shape
 
     def read(self, chunks: Sequence[int], into: Buffer) -> None:
         """Copy rows to `into[0]`, `into[1]`, ..."""
@@ -134,9 +135,9 @@ class Jobs:
             self._live[number] = job
         return job
 
-    def refuse(self, number: int, keys: Collection[bytes]) -> None:
+    def refuse(self, number: int, keys: Collection[bytes], *, is_load: bool) -> None:
         """A job of which nothing will be done: all of it has failed."""
-        self.report(self.start(number, keys, is_load=False), keys, done=False)
+        self.report(self.start(number, keys, is_load=is_load), keys, done=False)
 
     def enter(self, jobs: Iterable[Job]) -> bool:
         """May the rows of these jobs be touched now? After True, `leave` must follow soon."""

@@ -2,7 +2,8 @@
 
 vLLM hands chunks over as they are computed, step by step. Those of one request and group that follow each
 other are gathered until they fill a segment, their request ends, or a moment has passed: many chunks, one
-PUT. Until then, and until they have been copied to staging, vLLM keeps their rows for us, so that is not long.
+PUT. Until then, and until they have been copied to staging, vLLM keeps their rows for us, so that moment is
+short.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvstore.store import Space
 log = logging.getLogger(__name__)
 
 #: How long the first of some gathered chunks waits for more: a few steps of a long prompt.
-_GATHER_S = 0.25
+GATHER_S = 0.25
 
 
 @dataclass(slots=True)
@@ -40,14 +41,17 @@ class Saves:
         jobs: Jobs,
         segment_chunks: int,
         spans: Mapping[int, int],
+        *,
+        gather_s: float = GATHER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`spans` is tokens per chunk, by group."""
+        """`spans` is tokens per chunk, by group; `gather_s` is how long chunks wait for more."""
         self._space = space
         self._store = space.store
         self._primary = primary
         self._jobs = jobs
         self._spans = spans
+        self._gather_s = gather_s
         self._clock = clock
         self._rows = segment_chunks
         self._staging = Staging(self._store.settings.kv.staging_bytes, primary.row_bytes, segment_chunks)
@@ -84,7 +88,7 @@ class Saves:
     def close_old(self) -> None:
         """What has been gathered for long enough is saved."""
         if self._open:
-            due = self._clock() - _GATHER_S
+            due = self._clock() - self._gather_s
             for place in [place for place, one in self._open.items() if one.since <= due]:
                 self._close(place)
 
