@@ -93,7 +93,7 @@ class Pages:
         block, offset = self._at(slots)
         count = slots.numel()
         # A copy of its own: of a part of a larger buffer, other dtypes can't be viewed at any offset.
-        there = data.to(self.device, copy=True).contiguous().view(self._bits)
+        there = torch.empty(data.shape, dtype=torch.uint8, device=self.device).copy_(data).view(self._bits)
         there = there.view(-1, self.layers, self.heads, run, self.content)
         there = there.permute(1, 0, 3, 2, 4).reshape(self.layers, count, self.heads, self.content)
         for layer, parts in zip(there, self._parts, strict=True):
