@@ -27,6 +27,7 @@ from connectors.ec_types import StagedItem
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.keys import digest, item_key
 from kvstore.ports import Run
+from kvstore.reader import PayloadLate
 from kvstore.store import Space, Store, miss_reason
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 #: Items remembered; the oldest are forgotten first.
 _REMEMBERED = 4096
 #: The least time between two look-ups of one item.
-AGAIN_S = 0.02
+_AGAIN_S = 0.02
 
 
 @dataclass(slots=True)
@@ -95,10 +96,10 @@ class Items:
             self._abandon(item)
         return item
 
-    def look_again(self, identifier: str, request_id: str) -> None:
-        """Ask once more for an item that could not be had a moment ago."""
+    def look_again(self, identifier: str, request_id: str, *, waited_s: float) -> None:
+        """Ask once more for an item that could not be had a moment ago, the longer waited for the rarer."""
         now = time.monotonic()
-        if now - self._items[identifier].asked_at > AGAIN_S:
+        if now - self._items[identifier].asked_at > max(_AGAIN_S, waited_s / 4):
             self._fetch(identifier, now, request_id)
 
     def _outdated(self, item: Item, request_id: str, now: float) -> bool:
@@ -109,7 +110,7 @@ class Items:
             # "absent" may have been stored since, what is being saved is soon.
             return item.outcome == "saving" or age > self._settings.absent_ttl_s
         # A producer's word is what others rely on: each request has it checked.
-        return age > self._settings.absent_ttl_s or (item.asked_by != request_id and age > AGAIN_S)
+        return age > self._settings.absent_ttl_s or (item.asked_by != request_id and age > _AGAIN_S)
 
     def _abandon(self, item: Item) -> None:
         if not item.lock.acquire(blocking=False):
@@ -181,7 +182,8 @@ class Items:
             self._tally.timed("fetch_seconds", time.monotonic() - item.asked_at)
             self._store.transfers.call(lambda: self._space.touch([run.segment]))
         except KVStoreError as exc:
-            outcome = miss_reason(exc)
+            # Not uploaded yet is as good as not stored yet.
+            outcome = "absent" if isinstance(exc, PayloadLate) else miss_reason(exc)
             log.warning("an encoder output can't be loaded: %s", exc)
         finally:
             with item.lock:

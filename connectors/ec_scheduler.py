@@ -166,10 +166,10 @@ class ECScheduler:
         return False
 
     def _go_on_waiting(self, request: Request, identifier: str) -> bool:
-        since = self._waits[request.request_id][identifier]
-        if time.monotonic() - since >= self._settings.fetch_deadline_s:
+        waited_s = time.monotonic() - self._waits[request.request_id][identifier]
+        if waited_s >= self._settings.fetch_deadline_s:
             return False
-        self._items.look_again(identifier, request.request_id)
+        self._items.look_again(identifier, request.request_id, waited_s=waited_s)
         return True
 
     def _give_up(self, request: Request, why: str) -> bool:
