@@ -19,6 +19,10 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from connectors.compat import check_vllm_version  # isort: skip
+
+check_vllm_version()  # in words, before an older one lacks a name
+
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,

@@ -18,6 +18,7 @@ from connectors import tier_lookups
 from connectors.tier_metrics import definitions
 from kvstore.blobs.faulty import FaultyPayloads, Plan, Rule
 from kvstore.errors import ConfigError
+from kvstore.keys import digests
 from tests.connectors.tier_world import FULL, TOKENS, WINDOW, Engine, engine, keys
 from tests.store.world import chain
 
@@ -216,6 +217,30 @@ def test_two_requests_that_evict_each_other_end(tmp_path: Path) -> None:
         assert one.counts()["load_blocks"] <= 2 * 24
 
 
+def test_any_of_a_segments_chunks_load_alone(tmp_path: Path) -> None:
+    stored(tmp_path, A)
+    with engine(tmp_path) as one:
+        some = [A[11], A[2], A[0], A[5], A[4]]
+        assert one.serve("r1", some) == 5
+        assert one.serve("r2", A) == 12
+        one.settle()
+        assert one.counts()["load_runs"] == 4 + 3  # 0, 2, 4-5, 11; then 1, 3, 6-10
+        assert one.counts()["load_blocks"] == 12
+
+
+def test_a_load_is_a_use(tmp_path: Path) -> None:
+    """Eviction takes what has not been used for longest."""
+    stored(tmp_path, A)
+    with engine(tmp_path) as one:
+        store, space = one.tier._store, one.tier._lookups._space
+        [before] = store.catalogue.segments(space.id)
+        store.clock = lambda: time.time() + 7200
+        one.serve("r1", A)
+        assert store.transfers.drain(5)
+        [after] = store.catalogue.segments(space.id)
+        assert after.last_use_s - before.last_use_s > 7000
+
+
 def test_a_tier_filter_leaves_the_store_alone(tmp_path: Path) -> None:
     from vllm.v1.kv_offload.base import TierFilter, TierMatcher
 
@@ -246,8 +271,10 @@ def test_chunks_of_many_steps_are_one_segment(tmp_path: Path) -> None:
             one.step()
         assert one.counts().get("save_segments", 0) == 0
         one.finish(request)
-        one.settle()
+        # At once: no step has passed, and no time.
+        assert one.tier._store.transfers.drain(5)
         assert segments(one) == [12]
+        one.settle()
         assert one.counts()["save_segments"] == 1
 
 
@@ -340,8 +367,17 @@ def test_events_of_what_was_stored(tmp_path: Path) -> None:
         assert set(event.keys) == set(A)
         assert (event.medium, event.removed, event.locality) == (Medium.STORAGE, False, Locality.REMOTE)
         assert not list(one.manager.take_events())
+        # What another engine has claimed may never come.
+        request = one.arrive("r2", B)
+        store, space = one.tier._store, one.tier._lookups._space
+        packed = digests([key[:-4] for key in B], FULL)
+        assert store.index.claim(space.id, packed, b"somebody", 30.0).granted
+        one.compute(request, B)
+        one.settle()
+        assert one.counts()["save_blocks{held}"] == 12
+        assert not list(one.manager.take_events())
     with engine(tmp_path) as silent:
-        silent.serve("r1", B)
+        silent.serve("r1", keys(chain(5, 6)))
         silent.settle()
         assert not list(silent.manager.take_events())
 
