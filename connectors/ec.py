@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from connectors.compat import check_vllm_version  # isort: skip
+
+check_vllm_version()  # in words, before an older one lacks a name
+
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -57,7 +61,7 @@ class ECStoreConnector(ECConnectorBase):
                 store.open(namespace, block_bytes=1 << 20),
                 dtype=vllm_config.model_config.dtype,
                 hidden=hidden,
-                widths=lambda: bare | vllm_config.ec_transfer_config.mm_encoder_output_widths,
+                widths=lambda: bare | getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}),
                 media=media,
                 consumer=self.is_consumer,
                 producer=self.is_producer,
