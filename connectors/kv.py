@@ -26,7 +26,7 @@ from connectors.identity import hash_tokens, kv_namespace, page_format, refuse_u
 from connectors.kv_scheduler import KVScheduler
 from connectors.kv_types import KVStoreHandshake, KVStoreMetadata, KVStoreWorkerMetadata
 from connectors.kv_worker import KVWorker
-from connectors.layout import local_groups, merge
+from connectors.layout import fails_by_request, local_groups, merge
 from connectors.options import open_for, segment_blocks
 from connectors.shards import Place, fits
 from kvstore.build import load_settings
@@ -69,8 +69,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._groups,
                 segment_blocks=[segment_blocks(self._settings, group.slot_bytes) for group in self._groups],
                 place=_place(vllm_config.parallel_config),
-                # vLLM can't tell whose block it is once there are several tables.
-                by_request=len(kv_cache_config.kv_cache_groups) > 1,
+                by_request=fails_by_request(self._groups),
             )
 
     @property

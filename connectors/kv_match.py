@@ -88,7 +88,7 @@ class Matcher:
         `first`: the digests of group 0, packed, if they are known already. Never raises.
         """
         whole: dict[int, Match] = {}
-        limit = most_tokens(self._rules, min(total_tokens, len(hashes) * self._hash_tokens))
+        limit = min(most_tokens(self._rules, total_tokens), len(hashes) * self._hash_tokens)
         reason = "complete"
         for group, rule in enumerate(self._rules):
             if rule.reach == "prefix":

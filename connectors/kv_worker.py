@@ -7,8 +7,7 @@ Threads, and who owns what:
     `_lock`           guards the tickets of loads and the reports for the scheduler
 
 A load that fails in part reports the blocks that are not there, and vLLM recomputes from the first of
-them; with several block tables, whose block ids don't say which request they belong to, it reports the
-request. Every load ends by its deadline, even if a read hangs for ever: its ticket expires, and what the
+them, or where that can't be, its request (connectors.layout.fails_by_request). Every load ends by its deadline, even if a read hangs for ever: its ticket expires, and what the
 hung read brings later is thrown away, because by then its blocks may belong to another request.
 """
 
@@ -368,29 +367,28 @@ class KVWorker:
         return self._load_staging
 
     def _canary(self, cache: PagedCache) -> None:
-        """Write a pattern to block 0, read it back, and compare each layer's own tensor with it.
+        """Write a pattern to one slot's blocks, read it back, and compare each layer's own tensor with it.
 
-        Block 0 is vLLM's null block, which no request owns. Tells whether the strides are understood;
-        that the dimensions are what they are taken for is `register`'s comparison, and what fills a
-        page is in the namespace.
+        No request owns a block yet. Tells whether the strides are understood; that the dimensions are what
+        they are taken for is `register`'s comparison, and what fills a page is in the namespace.
         """
         chunk = self._ready().acquire(time.monotonic() + 1.0)
-        null = cache.null_blocks()
+        blocks = cache.first_blocks()
         try:
             slot = chunk.tensor[: cache.slot_bytes]
-            cache.gather(null, chunk).wait()
+            cache.gather(blocks, chunk).wait()
             before = slot.clone()
             pattern = torch.arange(slot.numel(), dtype=torch.int64).remainder_(251).to(torch.uint8)
             slot.copy_(pattern)
-            cache.scatter(null, chunk, cache.mark())
+            cache.scatter(blocks, chunk, cache.mark())
             slot.zero_()
-            cache.gather(null, chunk).wait()
-            if not torch.equal(slot, pattern) or not cache.layers_hold(null, pattern):
+            cache.gather(blocks, chunk).wait()
+            if not torch.equal(slot, pattern) or not cache.layers_hold(blocks, pattern):
                 raise ConfigError(
                     "kvstore: a block written to the KV cache reads back differently; layout not understood"
                 )
             slot.copy_(before)
-            cache.scatter(null, chunk, cache.mark())
+            cache.scatter(blocks, chunk, cache.mark())
         finally:
             self._ready().release(chunk)
 

@@ -119,6 +119,15 @@ def local_groups(kv_cache_config: Any, tp: int) -> list[LocalGroup]:
     return sorted(groups, key=lambda group: _order(group.page))
 
 
+def fails_by_request(groups: Sequence[LocalGroup]) -> bool:
+    """Whether a load that failed must be reported as its request, which is then computed from the start.
+
+    vLLM can't tell whose a failed block is once there are several tables. And it would go on from the first
+    failed block, before which a window or a state has nothing.
+    """
+    return len(groups) > 1 or len(groups[0].tables) > 1 or groups[0].page.rule.reach != "prefix"
+
+
 def _order(page: Page) -> tuple[Any, ...]:
     kinds = list(_KINDS.values())
     return (kinds.index(page.kind), page.block_tokens, page.window, page.dtype, page.heads, page.content)

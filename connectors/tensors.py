@@ -234,9 +234,9 @@ class PagedCache:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def null_blocks(self) -> dict[int, list[int]]:
-        """vLLM's null block in every table: one that no request owns."""
-        return {number: [0] for number in self._tables}
+    def first_blocks(self) -> dict[int, list[int]]:
+        """A block for every table, each another: tables may lie over one another in the same memory."""
+        return {number: [i] for i, number in enumerate(self._tables)}
 
     def layers_hold(self, blocks: Blocks, slot: torch.Tensor) -> bool:
         """Whether every layer's own tensor holds its part of one slot's bytes (uint8 [slot_bytes]): the check
