@@ -61,10 +61,9 @@ class Saving:
     _busy: set[tuple[int, bytes]] = field(default_factory=set)
     _segments: dict[SegmentId, _Segment] = field(default_factory=dict)
 
-    def start(self, stored: Sequence[int] | None = None) -> Progress:
-        """A request of which so many leading blocks per group are stored."""
-        nothing = [0] * len(self.groups)
-        return Progress(list(stored or nothing), list(nothing))
+    def start(self) -> Progress:
+        """Of a request of which nothing is known yet."""
+        return Progress([0] * len(self.groups), [0] * len(self.groups))
 
     @property
     def under_way(self) -> int:

@@ -147,7 +147,7 @@ class KVScheduler:
         least = self._settings.min_load_blocks * self._hash_tokens
         tokens = external_tokens(match.tokens, computed, least)
         # What this engine is saving, or another has saved since, is left out again when it is planned.
-        tracked.progress = self._saving.start(match.stored)
+        tracked.progress.saved = list(match.stored)
         tracked.local_tokens = computed
         tracked.seen_tokens = 0
         if not tokens:

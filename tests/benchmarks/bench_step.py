@@ -20,7 +20,8 @@ from typing import Any
 
 from connectors.kv_scheduler import KVScheduler
 from connectors.kv_worker import KVWorker
-from tests.store.world import GROUP, chain, make_store, open_space
+from tests.connectors.groups import SCHEDULERS, WORKERS
+from tests.store.world import chain, make_store, open_space
 
 RUNNING = 256
 STEPS = 2000
@@ -45,13 +46,14 @@ class Ours:
         self.scheduler = KVScheduler(
             self.store,
             space,
-            block_tokens=8,
-            segment_blocks=64,
+            SCHEDULERS,
+            hash_tokens=8,
+            segment_blocks=[64],
             prefix_caching=True,
             can_load=True,
             can_save=True,
         )
-        self.worker = KVWorker(self.store, GROUP, segment_blocks=64)
+        self.worker = KVWorker(self.store, WORKERS, segment_blocks=[64])
         self.worker.use(space.namespace)
 
     def build(self, output: Any) -> None:
@@ -78,7 +80,7 @@ def decoding(scheduler: KVScheduler) -> dict[str, int]:
             num_computed_tokens=0, skip_reading_prefix_cache=True,
         )  # fmt: skip
         scheduler.get_num_new_matched_tokens(request, 0)
-        state = SimpleNamespace(get_block_ids=lambda name: (list(range(3)),))
+        state = SimpleNamespace(get_block_ids=lambda name: (list(range(3)),), boundary_state_offloads={})
         scheduler.build_connector_meta(
             SimpleNamespace(num_scheduled_tokens={f"r{i}": 25}, kv_connector_block_state=state)  # type: ignore[arg-type]
         )

@@ -24,7 +24,7 @@ RULES = st.lists(
 
 
 def can_resume(rule: Rule, there: Sequence[bool], boundary: int) -> bool:
-    """From the definition, token by token: is the block of every token that token `boundary` looks at there?"""
+    """From the definition, token by token: are the blocks there that token `boundary` looks at?"""
     if boundary == 0:
         return True
     match rule.reach:
@@ -92,7 +92,7 @@ def test_what_is_absent_is_asked_for_once() -> None:
     ("reach", "window", "extra"), [("window", 20, 0), ("window", 33, 3), ("chunk", 32, 0), ("state", 0, 0)]
 )
 def test_vllm_keeps_the_blocks_that_the_rule_needs(reach: str, window: int, extra: int) -> None:
-    """The scheduler nulls the blocks below `get_num_skipped_tokens`; the others are the connector's to fill."""
+    """The scheduler nulls the blocks below `get_num_skipped_tokens`; the others are to be filled."""
     managers = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager")
     kind = {
         "window": managers.SlidingWindowManager,

@@ -20,11 +20,10 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 from connectors.kv_scheduler import KVScheduler
 from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata
 from kvstore.store import Match, Space, Store
+from tests.connectors.groups import SCHEDULERS, TOKENS
 from tests.store.world import chain, make_store, open_space, slots
 
 pytestmark = pytest.mark.engine
-
-TOKENS = 8  # per block
 
 
 @dataclass
@@ -68,13 +67,13 @@ def space(store: Store) -> Space:
 def make(store: Store, space: Space) -> Callable[..., KVScheduler]:
     def scheduler(**changes: Any) -> KVScheduler:
         options: dict[str, Any] = {
-            "block_tokens": TOKENS,
-            "segment_blocks": 4,
+            "hash_tokens": TOKENS,
+            "segment_blocks": [4],
             "prefix_caching": True,
             "can_load": True,
             "can_save": True,
         }
-        return KVScheduler(store, space, **options | changes)
+        return KVScheduler(store, space, SCHEDULERS, **options | changes)
 
     return scheduler
 
@@ -95,7 +94,9 @@ def step(scheduler: KVScheduler, *scheduled: tuple[FakeRequest, int]) -> KVStore
     tables = {request.request_id: list(range(100, 200)) for request, _ in scheduled}
     output = SimpleNamespace(
         num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (tables[name],)),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda name: (tables[name],), boundary_state_offloads={}
+        ),
     )
     metadata = scheduler.build_connector_meta(output)  # type: ignore[arg-type]
     for request, tokens in scheduled:
@@ -113,7 +114,10 @@ def report(
     scheduler.update_connector_output(
         SimpleNamespace(
             finished_recving=finished,
-            kv_connector_worker_meta=KVStoreWorkerMetadata(ended or set(), failed or {}),
+            kv_connector_worker_meta=KVStoreWorkerMetadata(
+                dict.fromkeys(ended or (), (1, True)),
+                {name: {0: block} for name, block in (failed or {}).items()},
+            ),
         )  # type: ignore[arg-type]
     )
 
@@ -128,8 +132,8 @@ def test_a_stored_prefix_is_promised_and_its_load_planned(make: Any, space: Spac
     scheduler.on_new_request(request)
     assert answer(scheduler, request, computed=16) == (32, True)
     allocate(scheduler, request, 32)
-    [load] = step(scheduler).loads
-    assert (load.first, load.block_ids) == (2, [52, 53, 54, 55])
+    [load] = step(scheduler).loads[0].groups
+    assert (load.first, load.tables) == (2, {0: [52, 53, 54, 55]})
     assert load.hashes == request.block_hashes[2:6]
     assert [(run.start, run.slot, run.count) for run in load.runs] == [(2, 2, 4)]
     assert step(scheduler).loads == []
@@ -226,20 +230,20 @@ def test_a_chunked_prefill_makes_full_segments(make: Any) -> None:
     while request.num_computed_tokens < request.num_prompt_tokens:
         tokens = min(20, request.num_prompt_tokens - request.num_computed_tokens)
         saves = step(scheduler, (request, tokens)).saves
-        spans += [(save.first, len(save.hashes), save.block_ids[0]) for save in saves]
+        spans += [(save.first, len(save.hashes), save.tables[0][0]) for save in saves]
     assert spans == [(0, 4, 100), (4, 4, 104), (8, 2, 108)]
     assert step(scheduler, (request, 1)).saves == []
 
 
 def test_what_another_request_is_saving_is_not_saved_twice(make: Any) -> None:
-    scheduler = make(segment_blocks=16)
+    scheduler = make(segment_blocks=[16])
     first, second = FakeRequest("a", [*range(6), 1]), FakeRequest("b", [*range(6), 2, 3])
     for request in (first, second):
         assert answer(scheduler, request) == (0, False)
     saves = step(scheduler, (first, first.num_prompt_tokens), (second, second.num_prompt_tokens)).saves
     assert [(save.first, len(save.hashes)) for save in saves] == [(0, 7), (6, 2)]
     report(scheduler, ended={save.segment for save in saves})
-    assert not scheduler._saving and not scheduler._segments
+    assert not scheduler._saving._busy and not scheduler._saving.under_way
     third = FakeRequest("c", [*range(6), 1])
     assert answer(scheduler, third) == (0, False)
     assert [save.first for save in step(scheduler, (third, third.num_prompt_tokens)).saves] == [0]
@@ -253,9 +257,9 @@ def test_decoded_blocks_are_flushed_at_the_end_if_wanted(make: Any, store: Store
     request.block_hashes = chain(0, 1, 2, 50, 51)
     request.num_tokens = 5 * TOKENS + 1
     step(scheduler, (request, 5 * TOKENS - request.num_computed_tokens))
-    assert scheduler.request_finished(request, list(range(100, 105))) == (False, None)
+    assert scheduler.request_finished(request, [list(range(100, 105))]) == (False, None)
     [flush] = step(scheduler).flushes
-    assert (flush.first, flush.block_ids) == (3, [103, 104])
+    assert (flush.first, flush.tables) == (3, {0: [103, 104]})
     assert not scheduler._requests
     object.__setattr__(store.settings.kv, "save_decode", False)
 
@@ -270,7 +274,7 @@ def test_an_abort_leaves_nothing_behind(when: str, make: Any, space: Space) -> N
     if when == "loading":
         allocate(scheduler, request, 32)
         step(scheduler)
-    scheduler.request_finished(request, [])
+    scheduler.request_finished(request, [[]])
     report(scheduler, finished={"r"} if when == "loading" else None)
     assert not scheduler._requests and not scheduler._unsaved
     assert not scheduler._arriving and not scheduler._arriving_of
@@ -285,7 +289,7 @@ def test_what_another_connector_only_promised_is_not_flushed(make: Any, store: S
     assert answer(scheduler, request) == (0, False)
     allocate(scheduler, request, 0)
     request.num_computed_tokens = 4 * TOKENS
-    scheduler.request_finished(request, list(range(100, 104)))
+    scheduler.request_finished(request, [list(range(100, 104))])
     assert step(scheduler).flushes == []
     object.__setattr__(store.settings.kv, "save_decode", False)
 
@@ -324,7 +328,7 @@ def test_nothing_is_promised_while_the_workers_can_read_nothing(
     scheduler = make()
 
     def told(down: bool) -> None:
-        meta = KVStoreWorkerMetadata(payloads_down=down)
+        meta = KVStoreWorkerMetadata(payloads_down={0: down})
         scheduler.update_connector_output(
             SimpleNamespace(finished_recving=None, kv_connector_worker_meta=meta)
         )

@@ -18,7 +18,8 @@ from connectors.kv_types import Save
 from kvstore.errors import TransientError
 from kvstore.keys import digests
 from kvstore.store import Store
-from tests.connectors.test_kv_scheduler import TOKENS, FakeRequest, allocate, answer, report, step
+from tests.connectors.groups import SCHEDULERS, TOKENS
+from tests.connectors.test_kv_scheduler import FakeRequest, allocate, answer, report, step
 from tests.store.world import chain, make_store, open_space, slots
 
 pytestmark = pytest.mark.engine
@@ -43,13 +44,14 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Store]]:
 
 def engine(store: Store, **changes: Any) -> KVScheduler:
     options: dict[str, Any] = {
-        "block_tokens": TOKENS,
-        "segment_blocks": 4,
+        "hash_tokens": TOKENS,
+        "segment_blocks": [4],
         "prefix_caching": True,
         "can_load": True,
         "can_save": True,
     }
-    return KVScheduler(store, changes.pop("space", None) or open_space(store), **options | changes)
+    space = changes.pop("space", None) or open_space(store)
+    return KVScheduler(store, space, SCHEDULERS, **options | changes)
 
 
 def arrive(scheduler: KVScheduler, *requests: FakeRequest) -> None:
@@ -211,7 +213,7 @@ def test_decoded_blocks_follow_the_prompt(opened: Any, known: int, saved: list[t
     found = prefill(scheduler, request)
     request.block_hashes = chain(0, 1, 2, 50, 51)
     found += spans(step(scheduler, (request, 5 * TOKENS - request.num_computed_tokens)).saves)
-    scheduler.request_finished(request, list(range(100, 105)))  # type: ignore[arg-type]
+    scheduler.request_finished(request, [list(range(100, 105))])  # type: ignore[arg-type]
     found += spans(step(scheduler).flushes)
     assert found == saved
     assert not_admitted(store) == 5 - (saved[-1][1] if saved else 0)
@@ -226,7 +228,7 @@ def test_decoding_after_a_prompt_shorter_than_a_block(opened: Any) -> None:
         assert step(scheduler, (request, 3)).saves == []
         request.block_hashes = chain(50, 51)
         assert step(scheduler, (request, 2 * TOKENS)).saves == []
-        scheduler.request_finished(request, [100, 101])  # type: ignore[arg-type]
+        scheduler.request_finished(request, [[100, 101]])  # type: ignore[arg-type]
         assert spans(step(scheduler).flushes) == ([(0, 2)] if kept else [])
 
 
@@ -297,10 +299,10 @@ def test_a_request_that_ends_before_the_answer_is_saved_at_the_next_step(
     slow.noted = 5
     slow.go.set()
     settle(scheduler, request)
-    scheduler.request_finished(request, list(range(100, 107)))  # type: ignore[arg-type]
+    scheduler.request_finished(request, [list(range(100, 107))])  # type: ignore[arg-type]
     flushes = step(scheduler).flushes
     assert spans(flushes) == [(0, 4), (4, 5)]
-    assert flushes[1].block_ids == [104]
+    assert flushes[1].tables == {0: [104]}
     assert not_admitted(store) == 1
     assert not scheduler._requests and not scheduler._unsaved
 
@@ -311,7 +313,7 @@ def test_an_answer_that_never_comes_saves_nothing_and_is_counted(opened: Any) ->
     scheduler, request = engine(store, space=slow.space), FakeRequest("r", list(range(6)))
     begun(slow, scheduler, request)
     step(scheduler, (request, request.num_prompt_tokens))
-    scheduler.request_finished(request, list(range(100, 107)))  # type: ignore[arg-type]
+    scheduler.request_finished(request, [list(range(100, 107))])  # type: ignore[arg-type]
     assert step(scheduler).flushes == []
     assert not_admitted(store) == 6
     slow.go.set()
@@ -323,7 +325,7 @@ def test_a_request_decided_in_time_is_not_flushed_at_its_end(opened: Any) -> Non
     again = FakeRequest("s", list(range(6)))
     assert prefill(scheduler, again) == [(0, 4), (4, 6)]
     for one in (request, again):
-        scheduler.request_finished(one, list(range(100, 107)))  # type: ignore[arg-type]
+        scheduler.request_finished(one, [list(range(100, 107))])  # type: ignore[arg-type]
     assert step(scheduler).flushes == []
 
 
@@ -385,7 +387,7 @@ def test_whenever_the_answer_comes_each_block_worth_it_is_saved_once(opened: Any
     source = random.Random(seed)
     store = opened(SECOND_USE, kv={"save_decode": False, "match_deadline_s": 5.0})
     slow = Slow(store)
-    scheduler = engine(store, space=slow.space, segment_blocks=source.randint(1, 6))
+    scheduler = engine(store, space=slow.space, segment_blocks=[source.randint(1, 6)])
     blocks = source.randint(0, 20)
     request = FakeRequest("r", list(range(blocks)))
     slow.noted = source.randint(0, blocks)
@@ -402,7 +404,7 @@ def test_whenever_the_answer_comes_each_block_worth_it_is_saved_once(opened: Any
             saved += range(save.first, save.first + len(save.hashes))
             report(scheduler, ended={save.segment})
     # A request of few steps may have all that it needs only at its end.
-    scheduler.request_finished(request, list(range(100, 130)))  # type: ignore[arg-type]
+    scheduler.request_finished(request, [list(range(100, 130))])  # type: ignore[arg-type]
     for save in step(scheduler).flushes:
         saved += range(save.first, save.first + len(save.hashes))
     computed = min(request.num_computed_tokens, request.num_prompt_tokens) // TOKENS

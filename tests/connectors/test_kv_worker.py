@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the connectors' tests need the full set-up: make setup")
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
-from connectors.kv_types import Load, Save
+from connectors.kv_types import GroupLoad, Load, Save
 from connectors.kv_worker import KVWorker
 from kvstore.blobs.breaking import BreakingPayloads
 from kvstore.blobs.faulty import Plan, Rule
@@ -22,6 +22,7 @@ from kvstore.errors import ConfigError
 from kvstore.keys import new_segment_id
 from kvstore.store import Space, Store
 from schemas.settings import BreakerSettings
+from tests.connectors.groups import LAYERS, WORKERS
 from tests.store.world import GROUP, chain, content, make_store, match, open_space, slots
 
 pytestmark = pytest.mark.engine
@@ -47,34 +48,40 @@ def space(store: Store) -> Space:
     return open_space(store)
 
 
-def caches(dtype: Any = None, shape: tuple[int, ...] = (2, 8, 16)) -> list[Any]:
-    return [torch.zeros(BLOCKS, *shape, dtype=dtype or torch.bfloat16) for _ in range(2)]
+def caches(
+    dtype: Any = None, shape: tuple[int, ...] = (2, 8, 16), layers: Sequence[str] = LAYERS
+) -> dict[str, Any]:
+    return {name: torch.zeros(BLOCKS, *shape, dtype=dtype or torch.bfloat16) for name in layers}
 
 
 @pytest.fixture
 def worker(store: Store, space: Space) -> KVWorker:
-    made = KVWorker(store, GROUP, segment_blocks=4)
+    made = KVWorker(store, WORKERS, segment_blocks=[4])
     made.register(caches(), BLOCKS)
     made.use(space.namespace)
     return made
 
 
 def load(space: Space, name: str = "r", blocks: int = 8) -> Load:
-    return Load(name, 0, match(space, A[:blocks]).runs, A[:blocks], list(range(5, 5 + blocks)))
+    runs = match(space, A[:blocks]).runs
+    return Load(name, [GroupLoad(0, 0, runs, A[:blocks], {0: list(range(5, 5 + blocks))})])
+
+
+def save(hashes: list[bytes], block_ids: list[int]) -> Save:
+    return Save(0, new_segment_id(), 1_700_000_000, 0, hashes, {0: block_ids})
 
 
 def finished(worker: KVWorker, within_s: float = 5.0) -> set[str]:
     end = time.monotonic() + within_s
-    while not (done := worker.take_finished()) and time.monotonic() < end:
+    while not (done := worker.take_finished()[0]) and time.monotonic() < end:
         time.sleep(0.001)
     return done
 
 
 def block(worker: KVWorker, number: int) -> bytes:
-    assert worker._cache is not None
     chunk = worker._load_staging.acquire(time.monotonic() + 1)  # type: ignore[union-attr]
-    worker._cache.gather([number], chunk).wait()
-    data = bytes(chunk.views(1)[0])
+    worker._caches[0].gather({0: [number]}, chunk).wait()
+    data = bytes(chunk.views(1, GROUP.slot_bytes)[0])
     worker._load_staging.release(chunk)  # type: ignore[union-attr]
     return data
 
@@ -87,10 +94,10 @@ def test_what_one_worker_saves_another_loads(worker: KVWorker, space: Space, sto
     assert [block(worker, 5 + i) for i in range(8)] == [content(one) for one in A]
     # And back: the same bytes under another chain.
     other = chain(*range(100, 104))
-    save = Save(new_segment_id(), 0, other, [5, 6, 7, 8])
-    worker.start_saves([save])
+    one = save(other, [5, 6, 7, 8])
+    worker.start_saves([one])
     assert store.transfers.drain(5)
-    assert worker.take_report().ended_saves == {save.segment}  # type: ignore[union-attr]
+    assert worker.take_report().ended_saves == {one.segment: (1, True)}  # type: ignore[union-attr]
     assert match(space, other).blocks == 4
 
 
@@ -107,7 +114,7 @@ def test_a_part_that_is_damaged_is_reported_and_the_rest_is_there(
     assert worker.take_failed_blocks() == {9, 10, 11, 12}
     report = worker.take_report()
     assert report is not None
-    assert (report.failed_loads, report.bad_segments) == ({"r": 4}, {second.segment})
+    assert (report.failed_loads, report.bad_segments) == ({"r": {0: 4}}, {second.segment})
     assert [block(worker, 5 + i) for i in range(4)] == [content(one) for one in A[:4]]
 
 
@@ -144,16 +151,16 @@ def test_full_staging_drops_saves_and_leaks_nothing(worker: KVWorker, store: Sto
     staging = worker._save_staging
     assert staging is not None
     held = [staging.try_acquire() for _ in range(staging.chunks)]
-    save = Save(new_segment_id(), 0, A[:4], [1, 2, 3, 4])
-    worker.start_saves([save])
+    one = save(A[:4], [1, 2, 3, 4])
+    worker.start_saves([one])
     assert store.counters.snapshot()["save_blocks{dropped}"] == 4
-    assert worker.take_report().ended_saves == {save.segment}  # type: ignore[union-attr]
+    assert worker.take_report().ended_saves == {one.segment: (1, False)}  # type: ignore[union-attr]
     for chunk in held:
         assert chunk is not None
         staging.release(chunk)
     # A full queue gives the chunk back too.
     object.__setattr__(store.settings.transfers, "write_bytes", 1)
-    worker.start_saves([Save(new_segment_id(), 0, A[:4], [1, 2, 3, 4])])
+    worker.start_saves([save(A[:4], [1, 2, 3, 4])])
     object.__setattr__(store.settings.transfers, "write_bytes", 512 << 20)
     assert store.transfers.drain(5)
     assert staging.free == staging.chunks
@@ -165,12 +172,12 @@ def test_full_staging_drops_saves_and_leaks_nothing(worker: KVWorker, store: Sto
         lambda: caches(dtype=torch.float16),
         lambda: caches(shape=(8, 2, 16)),  # tokens before heads: the same number of bytes
         lambda: caches(shape=(2, 16, 8)),
-        lambda: caches()[:1],
+        lambda: caches(shape=(1, 8, 16)),
     ],
 )
 def test_a_layout_that_is_not_understood_is_refused(store: Store, tensors: Any) -> None:
     with pytest.raises(ConfigError, match="layout not understood"):
-        KVWorker(store, GROUP, segment_blocks=4).register(tensors(), BLOCKS)
+        KVWorker(store, WORKERS, segment_blocks=[4]).register(tensors(), BLOCKS)
 
 
 def test_the_scheduler_is_told_that_payloads_are_down_and_that_they_are_back(
@@ -185,7 +192,7 @@ def test_the_scheduler_is_told_that_payloads_are_down_and_that_they_are_back(
     worker.start_loads([one])
     assert finished(worker) == {"r"}
     report = worker.take_report()
-    assert report is not None and report.payloads_down is True
+    assert report is not None and report.payloads_down == {0: True}
     again = worker.take_report()
     assert again is None  # said once
     plan.replace()
@@ -193,4 +200,4 @@ def test_the_scheduler_is_told_that_payloads_are_down_and_that_they_are_back(
     end = time.monotonic() + 5
     while (report := worker.take_report()) is None and time.monotonic() < end:
         time.sleep(0.005)
-    assert report is not None and report.payloads_down is False
+    assert report is not None and report.payloads_down == {0: False}

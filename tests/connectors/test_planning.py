@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +11,9 @@ from connectors.planning import (
     EVERY_BLOCK,
     admitted_blocks,
     external_tokens,
-    savable_blocks,
+    gaps,
+    pieces,
+    savable_tokens,
     saves_due,
     slice_runs,
     split_run,
@@ -70,7 +74,8 @@ def test_a_chunked_prefill_saves_every_full_block_beyond_the_match_once(
     saved, done_tokens, covered = matched, 0, []
     for chunk in chunks:
         done_tokens += chunk
-        done = savable_blocks(done_tokens, prompt, full, block_tokens, save_decode=False)
+        hashed = full * block_tokens
+        done = savable_tokens(done_tokens, prompt, hashed, save_decode=False) // block_tokens
         if done > saved:
             due, saved = saves_due(saved, done, size, final=done_tokens >= prompt)
             covered += due
@@ -80,10 +85,10 @@ def test_a_chunked_prefill_saves_every_full_block_beyond_the_match_once(
 
 
 def test_decoded_blocks_wait_for_a_full_segment_and_for_their_hash() -> None:
-    assert savable_blocks(100, 64, 10, 16, save_decode=False) == 4
-    assert savable_blocks(100, 64, 10, 16, save_decode=True) == 6
+    assert savable_tokens(100, 64, 160, save_decode=False) == 64
+    assert savable_tokens(100, 64, 160, save_decode=True) == 100
     # Ten tokens are drafts: the sixth block's hash isn't known yet.
-    assert savable_blocks(100, 64, 5, 16, save_decode=True) == 5
+    assert savable_tokens(100, 64, 80, save_decode=True) == 80
     assert saves_due(4, 6, 4, final=False) == ([], 4)
     assert saves_due(4, 8, 4, final=False) == ([range(4, 8)], 8)
 
@@ -105,11 +110,32 @@ def test_what_is_worth_saving() -> None:
     assert {case: admitted_blocks(*case) for case in cases} == cases
 
 
-def test_a_whole_prompt_may_be_external_and_small_gains_are_not_worth_a_detour() -> None:
-    assert external_tokens(4, 0, 64, 16, 1) == 64
-    assert external_tokens(4, 16, 64, 16, 1) == 48
-    assert external_tokens(4, 64, 64, 16, 1) == 0
-    assert external_tokens(4, 0, 100, 16, 4) == 64
-    assert external_tokens(4, 0, 100, 16, 5) == 0
-    assert external_tokens(0, 0, 100, 16, 1) == 0
-    assert external_tokens(2, 64, 100, 16, 1) == 0
+def test_small_gains_are_not_worth_a_detour() -> None:
+    assert external_tokens(64, 0, 16) == 64
+    assert external_tokens(64, 16, 16) == 48
+    assert external_tokens(64, 64, 16) == 0
+    assert external_tokens(64, 0, 64) == 64
+    assert external_tokens(64, 0, 80) == 0
+    assert external_tokens(0, 0, 16) == 0
+    assert external_tokens(32, 64, 16) == 0
+
+
+@given(COUNTS, st.integers(0, 100), st.integers(0, 100), st.sets(st.integers(0, 7)))
+def test_gaps_are_what_no_run_covers(
+    counts: list[tuple[int, int]], a: int, b: int, left_out: set[int]
+) -> None:
+    runs = [run for i, run in enumerate(runs_of(counts)) if i not in left_out]
+    wanted = range(min(a, b), max(a, b))
+    uncovered = [block for gap in gaps(wanted, slice_runs(runs, wanted)) for block in gap]
+    assert uncovered == [block for block in wanted if block not in places(runs)]
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.sets(st.integers(0, 60)))
+def test_pieces_are_the_wanted_blocks_in_as_few_ranges_as_there_are(
+    start: int, count: int, wanted: set[int]
+) -> None:
+    found = pieces(range(start, start + count), wanted.__contains__)
+    assert [block for piece in found for block in piece] == [
+        block for block in range(start, start + count) if block in wanted
+    ]
+    assert all(one.stop < other.start for one, other in pairwise(found))
