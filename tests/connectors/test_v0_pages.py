@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the connectors' tests need the full set-up: make setup")
@@ -91,6 +91,7 @@ def test_every_token_is_read_from_its_slot_and_written_to_its_slot(
         assert by_hand(target, [slot], mla) == by_hand(expected, [slot], mla)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 5), st.booleans(), st.booleans(), st.data())
 def test_a_chain_that_was_gathered_is_placed_where_it_came_from(
     tokens: int, block: int, last: bool, mla: bool, data: st.DataObject

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.v0_planning import (
@@ -45,6 +45,7 @@ def test_the_names_are_what_they_were() -> None:
     assert [one.hex()[:16] for one in made] == ["991181b966bf4a42", "bb9611b080c1b1d4", "8e5df7883b2a1849"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(KEY, TEXT), min_size=1, max_size=8), st.integers(1, 5))
 def test_a_name_stands_for_one_key_and_one_beginning(texts: list[tuple[bytes, list[int]]], size: int) -> None:
     meaning: dict[bytes, tuple[object, ...]] = {}
@@ -59,6 +60,7 @@ def test_a_name_stands_for_one_key_and_one_beginning(texts: list[tuple[bytes, li
             assert names.setdefault(mean, name) == name
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), max_size=6),
     st.lists(st.integers(1, 20), max_size=3),
@@ -101,6 +103,7 @@ def test_a_step_that_contradicts_itself_has_no_prompts(
     assert prompts_of(seq_lens, prefills, tokens, starts) == [None] * prefills
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=20), st.integers(1, 20))
 def test_windows_hold_everything_once_and_as_much_as_fits(sizes: list[int], most: int) -> None:
     made = windows(sizes, most)
@@ -115,6 +118,7 @@ def test_windows_hold_everything_once_and_as_much_as_fits(sizes: list[int], most
         assert one + sizes[after[0]] > most
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 9))
 def test_segments_are_cut_alike_for_prompts_that_begin_alike(one: int, other: int, most: int) -> None:
     made = segments(one, most)
@@ -149,6 +153,7 @@ def where(found: Match) -> list[tuple[bytes, int]]:
     return out
 
 
+@settings(deadline=None)
 @given(st.lists(RUNS, min_size=1, max_size=4), st.data())
 def test_matches_are_joined_and_cut_and_no_slot_is_lost(chains: list[list[int]], data: st.DataObject) -> None:
     matches = [match(counts, number) for number, counts in enumerate(chains)]
