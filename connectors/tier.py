@@ -167,7 +167,7 @@ class KVStoreTier(SecondaryTierManager):
         success = len(job.done) == len(job.keys)
         if job.is_load:
             if not success:
-                self._lookups.failed([key for key in job.keys if key not in set(job.done)])
+                self._lookups.failed(set(job.keys).difference(job.done))
             if late:
                 self._store.counters.miss("deadline", len(job.pending))
         else:

@@ -113,7 +113,7 @@ class Job:
     #: Threads that copy to or from its rows at this moment.
     copying: int = 0
     over: bool = False
-    #: From submission to the last report.
+    #: From submission to the last report, or to its deadline.
     took_s: float = 0.0
 
 
@@ -179,6 +179,8 @@ class Jobs:
             ended = [job for job in ended if not job.copying]
             for job in ended:
                 job.over = True
+                if job.pending:
+                    job.took_s = now - job.began
                 del self._live[job.number]
         return [(job, bool(job.pending)) for job in ended]
 

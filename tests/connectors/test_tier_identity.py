@@ -165,6 +165,17 @@ def test_the_cpus_attention_is_chosen_by_what_the_facts_hold(
     assert len({isa for sets in seen.values() for isa in sets}) > 1
 
 
+def test_other_weights_or_another_tenant_never_match(
+    made: EngineConfig, tmp_path: Path, settings: Settings
+) -> None:
+    seen = {namespace_id(tier_namespace(made, settings, ROW))}
+    other = load_settings({"payloads": "file:///x", "identity": {"tenant": "b"}}, environ={})
+    seen.add(namespace_id(tier_namespace(made, other, ROW)))
+    (tmp_path / "model" / "model.bin").write_bytes(bytes(63) + b"\1")
+    seen.add(namespace_id(tier_namespace(made, settings, ROW)))
+    assert len(seen) == 3
+
+
 def test_a_draft_models_weights_count(made: EngineConfig, tmp_path: Path, settings: Settings) -> None:
     folder = tmp_path / "draft"
     folder.mkdir()

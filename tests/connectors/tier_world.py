@@ -1,7 +1,7 @@
 """Engines without a model: vLLM's own manager of tiers, its CPU tier in shared memory, and a KVStoreTier.
 
-What a chunk holds follows from its key, so whatever comes out of the CPU tier can be judged. Tests play the GPU
-and the scheduler's half of the OffloadingConnector, whose calls these are, in its order.
+What a chunk holds follows from its key, so whatever comes out of the CPU tier can be judged. Tests play the
+GPU and the scheduler's half of the OffloadingConnector, whose calls these are, in its order.
 """
 
 from __future__ import annotations

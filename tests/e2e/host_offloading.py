@@ -1,8 +1,8 @@
 """vLLM's tiered offloading on a machine without a GPU.
 
 vLLM's own worker half copies between GPU and CPU tier with CUDA streams, and refuses any other device. This
-one stands in for it, and for nothing else: the "GPU" is the CPU backend's KV cache, copies are synchronous. The
-spec, the scheduler's half, the manager of the tiers and the shared memory are vLLM's.
+one stands in for it, and for nothing else: the "GPU" is the CPU backend's KV cache, copies are synchronous.
+The spec, the scheduler's half, the manager of the tiers and the shared memory are vLLM's.
 """
 
 from __future__ import annotations
