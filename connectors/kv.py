@@ -69,7 +69,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._groups,
                 segment_blocks=[segment_blocks(self._settings, group.slot_bytes) for group in self._groups],
                 place=_place(vllm_config.parallel_config),
-                by_request=fails_by_request(self._groups),
+                by_request=fails_by_request(kv_cache_config, self._groups),
             )
 
     @property

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import Any
 
@@ -49,6 +49,8 @@ class Page:
     shards: int
     #: Blocks that may be saved are offered by vLLM, and are not what the block table says.
     offered: bool
+    #: Heads are the model's KV heads in their order, so that every cut of a block is a slice of it.
+    by_head: bool = True
 
     @property
     def rule(self) -> Rule:
@@ -112,6 +114,8 @@ def local_groups(kv_cache_config: Any, tp: int) -> list[LocalGroup]:
         for name in layer_order(group.layer_names):
             page = _page(group.kv_cache_spec if inner is None else inner[name], tp)
             found.setdefault(page, {}).setdefault(table, []).append(name)
+    if not found:
+        raise ConfigError("kvstore: a pipeline's stage without KV cache of its own; not supported")
     groups = [
         LocalGroup(page, tuple((table, tuple(names)) for table, names in sorted(tables.items())))
         for page, tables in found.items()
@@ -119,18 +123,20 @@ def local_groups(kv_cache_config: Any, tp: int) -> list[LocalGroup]:
     return sorted(groups, key=lambda group: _order(group.page))
 
 
-def fails_by_request(groups: Sequence[LocalGroup]) -> bool:
+def fails_by_request(kv_cache_config: Any, groups: Sequence[LocalGroup]) -> bool:
     """Whether a load that failed must be reported as its request, which is then computed from the start.
 
-    vLLM can't tell whose a failed block is once there are several tables. And it would go on from the first
-    failed block, before which a window or a state has nothing.
+    vLLM can't tell whose a failed block is once there are several tables, of some of which a pipeline's stage
+    may have no layers. And it would go on from the first failed block, before which a window or a state has
+    nothing.
     """
-    return len(groups) > 1 or len(groups[0].tables) > 1 or groups[0].page.rule.reach != "prefix"
+    tables = len(kv_cache_config.kv_cache_groups)
+    return tables > 1 or len(groups) > 1 or groups[0].page.rule.reach != "prefix"
 
 
 def _order(page: Page) -> tuple[Any, ...]:
-    kinds = list(_KINDS.values())
-    return (kinds.index(page.kind), page.block_tokens, page.window, page.dtype, page.heads, page.content)
+    # All of it, so that no two pages are in the order in which some rank happened to come upon them.
+    return (list(_KINDS.values()).index(page.kind), *astuple(page))
 
 
 def layer_order(names: Sequence[str]) -> list[str]:
@@ -150,6 +156,12 @@ def _page(spec: Any, tp: int) -> Page:
     dtype = SAFETENSORS_DTYPES.get(spec.dtype)
     if dtype is None:
         raise ConfigError(f"kvstore: KV cache dtype {spec.dtype} has no safetensors name; not supported")
+    # Ranks beyond `max_tp_shards` hold what another rank holds. Where vLLM doesn't say, none do: it keeps the
+    # number of a model's KV heads for the model, while layers may differ in it, so what ranks hold can't be
+    # told to be the same from what they have one of.
+    shards = min(tp, spec.max_tp_shards or tp)
+    if tp % shards:
+        raise ConfigError(f"kvstore: KV heads in {shards} shards on {tp} tensor-parallel ranks; not supported")
     window = 0
     if kind == "sliding_window":
         window = spec.sliding_window + spec.extra_retained_tokens
@@ -163,9 +175,10 @@ def _page(spec: Any, tp: int) -> Page:
         spec.num_heads,
         spec.num_states,
         spec.state_content_size_bytes // spec.dtype.itemsize,
-        # Ranks beyond `max_tp_shards` hold what another rank holds. Where vLLM doesn't say, none do.
-        min(tp, spec.max_tp_shards or tp),
+        shards,
         offered=False,
+        # Else a backend packs what it likes into them: all keys and then all values, for one.
+        by_head=spec.num_head_slots is None,
     )
 
 
@@ -178,8 +191,8 @@ def _state_page(spec: Any, tp: int) -> Page:
         )
     # vLLM hands states out as bytes: several tensors of different dtypes, one after the other.
     shards = 1 if getattr(spec, "tp_replicated", False) else tp
-    size = spec.state_content_size_bytes
-    return Page("mamba", spec.block_size, 0, "I8", 1, 1, size, shards, spec.mamba_cache_mode == "align")
+    size, offered = spec.state_content_size_bytes, spec.mamba_cache_mode == "align"
+    return Page("mamba", spec.block_size, 0, "I8", 1, 1, size, shards, offered, by_head=False)
 
 
 def merge(stages: Sequence[Sequence[LocalGroup]], *, any_tp: bool) -> list[Group]:
@@ -208,7 +221,7 @@ def _merged(parts: list[LocalGroup], any_tp: bool) -> Group:
         dtype=page.dtype,
         shape=(len(names), page.heads * page.shards, page.tokens, page.content),
         layers=hashlib.sha256(text.encode()).hexdigest()[:16],
-        shards=1 if any_tp and page.kind != "mamba" else page.shards,
+        shards=1 if any_tp and page.by_head else page.shards,
         window=page.window or None,
     )
     return Group(

@@ -84,6 +84,7 @@ TAKEN: Final[dict[str, Taken]] = {
             "dtype": "of the numbers in a page",
             "kv_cache_specs": "(uniform groups) one spec per layer",
             "num_heads": "a page is [heads, states, content]",
+            "num_head_slots": "whether those heads are the model's KV heads",
             "num_states": "a page is [heads, states, content]",
             "state_content_size_bytes": "a page is [heads, states, content]",
             "non_causal": "a block that depends on what follows it can't be shared",
