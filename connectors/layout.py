@@ -161,7 +161,9 @@ def _page(spec: Any, tp: int) -> Page:
     # told to be the same from what they have one of.
     shards = min(tp, spec.max_tp_shards or tp)
     if tp % shards:
-        raise ConfigError(f"kvstore: KV heads in {shards} shards on {tp} tensor-parallel ranks; not supported")
+        raise ConfigError(
+            f"kvstore: KV heads in {shards} shards on {tp} tensor-parallel ranks; not supported"
+        )
     window = 0
     if kind == "sliding_window":
         window = spec.sliding_window + spec.extra_retained_tokens
