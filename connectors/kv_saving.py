@@ -78,10 +78,12 @@ class Saving:
         admitted: int,
         tables: Callable[[], Tables | None],
         *,
+        computed: int | None = None,
         final: bool,
     ) -> list[Save]:
-        """What to save of a request when `done_tokens` are computed and hashed.
+        """What to save of a request when `done_tokens` are computed, hashed and wanted.
 
+        `computed` tokens are so by the end of this step, whether wanted or not: windows move on with them.
         `admitted` is how many leading hashes are worth it. `tables` is asked only if something is due.
         `final`: nothing follows that could fill a segment up.
         """
@@ -90,7 +92,9 @@ class Saving:
         for number, group in enumerate(self.groups):
             if group.offered:
                 continue
-            due = self._due(progress, number, done_tokens, admitted, final=final)
+            moved_on = group.rule.skipped_tokens(computed or done_tokens) // group.rule.block_tokens
+            leaves = final or moved_on > progress.saved[number]
+            due = self._due(progress, number, done_tokens, admitted, final=leaves)
             if due and blocks is None and (blocks := tables()) is None:
                 break
             for run in due:
@@ -114,7 +118,7 @@ class Saving:
             worth,
             self.segment_blocks[number],
             # The last block worth it ends a segment: nothing comes after it that could fill one up.
-            final=final or worth < done or group.rule.skipped_tokens(done_tokens) // size > saved,
+            final=final or worth < done,
         )
         if worth < done:
             over = done - max(progress.saved[number], progress.passed_over[number])

@@ -368,7 +368,13 @@ class KVScheduler:
             return ()
         hashes = request.block_hashes
         saves = self._saving.plan(
-            tracked.progress, hashes, done, admitted, lambda: state.get_block_ids(name), final=final
+            tracked.progress,
+            hashes,
+            done,
+            admitted,
+            lambda: state.get_block_ids(name),
+            computed=done_tokens,
+            final=final,
         )
         if offers := state.boundary_state_offloads.get(name):
             saves += self._saving.take_offers(tracked.progress, hashes, offers, admitted, done)
