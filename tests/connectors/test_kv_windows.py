@@ -77,8 +77,9 @@ def test_every_block_is_saved_before_its_window_leaves_it_behind(seed: int) -> N
             hashes,
             done // HASH * HASH,
             EVERY_BLOCK,
-            lambda t=tables: t,
-            final=done == total,  # type: ignore[misc]
+            partial(list, tables),
+            computed=done,
+            final=done == total,
         )
         saves += step
         for save in step:
