@@ -142,23 +142,28 @@ class KVStoreTier(SecondaryTierManager):
     # ---- jobs -----------------------------------------------------------------------------------
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        job = job_metadata
-        if self._retired:
-            self._jobs.refuse(job.job_id, job.keys, is_load=True)
-            return
+        if self._retired or not self._load(job_metadata):
+            self._jobs.give_up(job_metadata.job_id, job_metadata.keys, is_load=True)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        if self._retired or not self._save(job_metadata):
+            self._jobs.give_up(job_metadata.job_id, job_metadata.keys, is_load=False)
+
+    # A bug in these costs a job, not the engine; a job that is never reported would cost a request.
+
+    @guarded(False)
+    def _load(self, job: TransferJob) -> bool:
         request = job.req_context.req_id
         runs = [self._lookups.fetch(key, request) for key in job.keys]
         self._loads.submit(job.job_id, job.keys, job.chunk_ids, runs)
+        return True
 
-    def submit_store(self, job_metadata: TransferJob) -> None:
-        job = job_metadata
-        if self._retired:
-            self._jobs.refuse(job.job_id, job.keys, is_load=False)
-            return
-        context = job.req_context
-        self._saves.submit(
-            job.job_id, job.keys, job.chunk_ids, context.req_id, context.get_offload_key_position
-        )
+    @guarded(False)
+    def _save(self, job: TransferJob) -> bool:
+        request = job.req_context
+        position = request.get_offload_key_position
+        self._saves.submit(job.job_id, job.keys, job.chunk_ids, request.req_id, position)
+        return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._result(job, late=late) for job, late in self._jobs.take()]
@@ -172,10 +177,10 @@ class KVStoreTier(SecondaryTierManager):
                 self._store.counters.miss("deadline", len(job.pending))
         else:
             # An absence that was seen before is none any more.
-            self._lookups.changed(job.done)
-            if job.done and self._events is not None:
+            self._lookups.changed(job.stored)
+            if job.stored and self._events is not None:
                 self._events.append(
-                    OffloadingEvent(list(job.done), self.medium, removed=False, locality=self.locality)
+                    OffloadingEvent(list(job.stored), self.medium, removed=False, locality=self.locality)
                 )
         return JobResult(
             job_id=job.number,

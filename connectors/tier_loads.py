@@ -78,5 +78,4 @@ class Loads:
                 self._staging.release(buffer)
             self._jobs.report(job, piece.keys, done=done)
         if done:
-            # On this thread: recency is advisory, and nobody waits for it.
-            self._space.touch([piece.run.segment])
+            self._store.transfers.call(lambda: self._space.touch([piece.run.segment]))

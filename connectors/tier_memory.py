@@ -108,8 +108,10 @@ class Job:
     began: float
     #: Keys that have neither arrived nor failed.
     pending: set[bytes]
-    #: Keys whose bytes are where they were to go.
+    #: Keys of which nothing is left to do.
     done: list[bytes] = field(default_factory=list)
+    #: Of a save: those of them that the store has now, as far as this engine knows.
+    stored: list[bytes] = field(default_factory=list)
     #: Threads that copy to or from its rows at this moment.
     copying: int = 0
     over: bool = False
@@ -135,10 +137,6 @@ class Jobs:
             self._live[number] = job
         return job
 
-    def refuse(self, number: int, keys: Collection[bytes], *, is_load: bool) -> None:
-        """A job of which nothing will be done: all of it has failed."""
-        self.report(self.start(number, keys, is_load=is_load), keys, done=False)
-
     def enter(self, jobs: Iterable[Job]) -> bool:
         """May the rows of these jobs be touched now? After True, `leave` must follow soon."""
         jobs = list(jobs)
@@ -156,7 +154,13 @@ class Jobs:
                 job.copying -= 1
             self._idle.notify_all()
 
-    def report(self, job: Job, keys: Collection[bytes], *, done: bool) -> None:
+    def give_up(self, number: int, keys: Collection[bytes], *, is_load: bool) -> None:
+        """What has not ended of a job has failed, or all of it if it was never started."""
+        job = self._live.get(number) or self.start(number, keys, is_load=is_load)
+        with self._lock:
+            job.end = 0.0
+
+    def report(self, job: Job, keys: Collection[bytes], *, done: bool, stored: bool = False) -> None:
         """These keys of the job have ended. After the job is over it changes nothing."""
         with self._lock:
             if job.over:
@@ -165,6 +169,8 @@ class Jobs:
             job.pending.difference_update(keys)
             if done:
                 job.done += keys
+            if stored:
+                job.stored += keys
 
     def take(self) -> list[tuple[Job, bool]]:
         """Jobs that have ended since the last call, and for each whether it was its deadline.

@@ -106,11 +106,12 @@ class Saves:
         nbytes = len(rows) * self._primary.row_bytes
         if not self._store.transfers.write(nbytes, lambda: self._save(rows)):
             self._store.counters.saved("dropped", len(rows))
-            self._report(rows, done=False)
+            for row in rows:
+                self._jobs.report(row.owner, [row.key], done=False)
 
     def _save(self, rows: Sequence[Row[Job]]) -> None:
         """Transfer thread: one segment."""
-        done = False
+        done = stored = False
         try:
             buffer = self._copied(rows)
             if buffer is None:
@@ -126,13 +127,16 @@ class Saves:
                 saved = self._space.save(slots, depth=self._depth(rows[0]))
             finally:
                 self._staging.release(buffer)
-            done = saved.outcome in ("stored", "present")
+            stored = saved.outcome in ("stored", "present")
+            # Held: another engine is at it, which is as good as done, but not certain.
+            done = stored or saved.outcome == "held"
         except KVStoreError as exc:
             log.warning("%d chunks are not stored: %s", len(rows), exc)
         except Exception:
             log.exception("%d chunks are not stored", len(rows))
         finally:
-            self._report(rows, done=done)
+            for row in rows:
+                self._jobs.report(row.owner, [row.key], done=done, stored=stored)
 
     def _copied(self, rows: Sequence[Row[Job]]) -> Buffer | None:
         """The rows in a staging buffer; None if there is none, or a row is vLLM's again."""
@@ -153,7 +157,3 @@ class Saves:
     def _depth(self, row: Row[Job]) -> int:
         """Chunks before this one in its chain."""
         return max(0, (row.position or 0) // self._spans[group_of(row.key)] - 1)
-
-    def _report(self, rows: Sequence[Row[Job]], *, done: bool) -> None:
-        for row in rows:
-            self._jobs.report(row.owner, [row.key], done=done)

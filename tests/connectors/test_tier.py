@@ -376,6 +376,10 @@ def test_events_of_what_was_stored(tmp_path: Path) -> None:
         one.settle()
         assert one.counts()["save_blocks{held}"] == 12
         assert not list(one.manager.take_events())
+        # Nor is it a failure.
+        stats = one.manager.get_stats()
+        assert stats is not None
+        assert "vllm:kv_offload_tiering_cascade_job_failures" not in stats.data["data"]
     with engine(tmp_path) as silent:
         silent.serve("r1", keys(chain(5, 6)))
         silent.settle()

@@ -282,6 +282,26 @@ def test_a_payload_store_that_is_down_is_not_promised(tmp_path: Path) -> None:
         assert one.pinned() == 0
 
 
+def test_a_bug_costs_a_job_and_not_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(tmp_path, A)
+    with engine(tmp_path) as one:
+        with monkeypatch.context() as patch:
+            patch.setattr("connectors.tier_loads.pieces", None)
+            patch.setattr("connectors.tier_saves.in_order", None)
+            assert one.serve("r1", A) == 0
+            one.settle()
+        assert one.pinned() == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(one.tier._lookups, "fetch", None)
+            patch.setattr(one.tier._lookups, "_ask", None)
+            one.forget()
+            assert one.serve("r2", A) == 0
+            one.settle()
+        assert one.pinned() == 0
+        one.forget()
+        assert one.serve("r3", A) == 12
+
+
 # ---- the parts ----------------------------------------------------------------------------------
 
 
