@@ -336,20 +336,20 @@ def test_connectors_are_made_as_vllm_makes_them(ours: str, base: str) -> None:
 #: Every kind that vLLM has, and what was decided about it.
 KINDS = {
     "AttentionSpec": "base of others",
+    "UniformTypeKVCacheSpecs": "its layers' kinds count",
     "FullAttentionSpec": "cached",
     "MLAAttentionSpec": "cached",
-    "UniformTypeKVCacheSpecs": "its layers' kinds count",
-    "SlidingWindowSpec": "refused",
-    "ChunkedLocalAttentionSpec": "refused",
-    "MambaSpec": "refused",
-    "SlidingWindowMLASpec": "refused: pages of several layers share what they hold",
-    "CircularBufferSpec": "refused: scratch space of one block",
-    "KpoolTailSpec": "refused: scratch space of one block (to 0.31)",
-    "SinkFullAttentionSpec": "refused: its sink isn't in its pages",
-    "RSWASpec": "refused: pages are overwritten",
-    "HiddenStateCacheSpec": "refused: not attention's",
-    "HiSparseHotSpec": "refused: a copy of another group's pages",
-    "HiSparseResidentSpec": "refused: a pool of its own in host memory",
+    "SlidingWindowSpec": "cached",
+    "ChunkedLocalAttentionSpec": "cached",
+    "MambaSpec": "cached",
+    "SlidingWindowMLASpec": "refused: DeepSeek-V4's windows, which may be computed anew; not looked into",
+    "RSWASpec": "refused: blocks between a prompt and the window of what was generated are given back",
+    "SinkFullAttentionSpec": "refused: what every request starts with isn't in its own blocks",
+    "HiddenStateCacheSpec": "refused: nobody computes from hidden states that were kept for being read out",
+    "CircularBufferSpec": "refused: scratch space of a request, overwritten in turns",
+    "KpoolTailSpec": "refused: scratch space of a request, overwritten in turns (to 0.31)",
+    "HiSparseHotSpec": "refused: a copy of what is kept in host memory",
+    "HiSparseResidentSpec": "refused: a copy of what is kept in host memory",
     "EncoderOnlyAttentionSpec": "refused: has no pages",
     "CrossAttentionSpec": "refused: belongs to an encoder's input, not to a prefix",
 }
@@ -368,6 +368,9 @@ def kv_cache_kinds() -> dict[str, type]:
 
 @pytest.mark.engine
 def test_every_kind_of_kv_cache_is_decided() -> None:
+    layout = resolve("connectors.layout")
+    decided = {kind for kind, decision in KINDS.items() if decision == "cached"}
+    assert decided == set(layout._KINDS), "KINDS and connectors/layout.py differ in what is cached"
     new = kv_cache_kinds().keys() - KINDS.keys()
     assert not new, (
         "this vLLM has kinds of KV cache that nobody has looked at: decide whether their blocks can be "

@@ -273,7 +273,7 @@ TAKEN: Final[dict[str, Taken]] = {
         {
             "__init__": "keeps the view of the CPU tier",
             "_block_size_bytes": "bytes of a chunk",
-            "bp_detector": "None: the tier drops what it can't take, and never holds back",
+            "bp_detector": "with one, saves aren't held back to fill up a segment",
         },
     ),
     f"{_TIER}.tiering.base:TransferJob": Taken(
