@@ -21,8 +21,12 @@ from tests.servers import RedisServer, ServerError
 
 _S3_FIXTURES = {"s3_server", "s3_bucket", "s3_proxy", "private_s3"}
 _SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis"} | _S3_FIXTURES
-_skipped_for_gpu: list[str] = []
-_without_real_s3: list[str] = []
+#: What the end of the run says once more, and how a test's report says that it belongs there.
+_GPU, _IMITATION = "needs a GPU", "imitation"
+_SUMMARY = {
+    _GPU: "NOT TESTED: no CUDA device",
+    _IMITATION: "TESTED AGAINST AN IMITATION: Ceph is not here and cannot be installed",
+}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,17 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _has_gpu():
-        _skipped_for_gpu.append(item.nodeid)
+        item.user_properties.append((_GPU, True))
         pytest.skip("no CUDA device")
     if _S3_FIXTURES & set(getattr(item, "fixturenames", ())) and not _has_real_s3():
-        _without_real_s3.append(item.nodeid)
+        item.user_properties.append((_IMITATION, True))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for title, names in (
-        ("NOT TESTED: no CUDA device", _skipped_for_gpu),
-        ("TESTED AGAINST AN IMITATION: Ceph is not here and cannot be installed", _without_real_s3),
-    ):
+    # By way of the reports, which also come from other processes.
+    reports = [one for kind in terminalreporter.stats.values() for one in kind if hasattr(one, "nodeid")]
+    for mark, title in _SUMMARY.items():
+        names = sorted(
+            {one.nodeid for one in reports if (mark, True) in map(tuple, getattr(one, "user_properties", ()))}
+        )
         if names:
             terminalreporter.section(title, red=True)
             for name in names:

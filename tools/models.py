@@ -18,6 +18,7 @@ this file or of `tools.hybrids` rebuilds it.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import shutil
@@ -52,6 +53,15 @@ def build(root: Path, kind: str, seed: int = 0) -> Path:
         return target
     os.environ["HF_HUB_OFFLINE"] = "1"
     root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as lock:
+        # Another process may be building it: what it replaces might be in use by then.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _recipe_of(target) != recipe:
+            _replace(root, target, kind, seed, recipe)
+    return target
+
+
+def _replace(root: Path, target: Path, kind: str, seed: int, recipe: str) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{kind}-{seed}.", dir=root))
     try:
         _seed(seed)
@@ -59,15 +69,9 @@ def build(root: Path, kind: str, seed: int = 0) -> Path:
         (work / _RECIPE_FILE).write_text(recipe)
         work.chmod(0o755)
         shutil.rmtree(target, ignore_errors=True)
-        try:
-            work.rename(target)
-        except OSError:
-            # Another process was faster. Its model is as good as ours if the recipe is.
-            if _recipe_of(target) != recipe:
-                raise
+        work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return target
 
 
 def _recipe_of(folder: Path) -> str | None:
