@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from connectors.layout import LocalGroup
-from kvstore.errors import NamespaceMismatch
+from connectors.planning import split_run
+from kvstore.errors import DeadlineExceeded, NamespaceMismatch
 from kvstore.keys import ContentKey
 from kvstore.ports import Run
 from kvstore.store import Space
@@ -69,7 +70,8 @@ def read_part(
     """Fill `into[i]` with this rank's part of the run's i-th block, verified, by the monotonic time `end`.
 
     Raises KVStoreError; the buffers may then hold anything. Every part that is touched is read and verified
-    as a whole: a checksum covers a slot of one part.
+    as a whole: a checksum covers a slot of one part. What that needs of memory besides is no more than the
+    buffers, or one block as it was cut.
     """
     shards, shard = group.page.shards, place.shard(group)
     parts = len(run.record.parts)
@@ -78,12 +80,15 @@ def read_part(
     cut = parts // place.pp
     first = place.pp_rank * cut
 
-    def load(part: int, buffers: Sequence[memoryview]) -> None:
-        left = max(0.001, end - time.monotonic())
-        space.load(run, keys, buffers, rank=first + part, deadline_s=left)
+    def load(part: int, blocks: Run, buffers: Sequence[memoryview]) -> None:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"load of segment {run.segment.hex()}: deadline passed")
+        at = blocks.start - run.start
+        space.load(blocks, keys[at : at + blocks.count], buffers, rank=first + part, deadline_s=left)
 
     if cut == shards:
-        load(shard, into)
+        load(shard, run, into)
         return
     layers, heads, _, _ = group.shape
     cell = group.slot_bytes // (layers * heads)
@@ -91,17 +96,23 @@ def read_part(
     if cut < shards:
         # A part holds the heads of several ranks: read it, keep ours.
         ratio = shards // cut
-        scratch = [memoryview(bytearray(view.nbytes * ratio)) for view in into]
-        load(shard // ratio, scratch)
         at = shard % ratio * heads
-        for target, view in zip(mine, scratch, strict=True):
-            whole = np.frombuffer(view, np.uint8).reshape(layers, heads * ratio, cell)
-            target[:] = whole[:, at : at + heads]
+        most = max(1, run.count // ratio)
+        scratch = _scratch(most, group.slot_bytes * ratio)
+        for some in split_run(run, most):
+            load(shard // ratio, some, scratch[: some.count])
+            for target, view in zip(mine[some.start - run.start :], scratch[: some.count], strict=False):
+                whole = np.frombuffer(view, np.uint8).reshape(layers, heads * ratio, cell)
+                target[:] = whole[:, at : at + heads]
         return
     ratio = cut // shards
     few = heads // ratio
-    scratch = [memoryview(bytearray(view.nbytes // ratio)) for view in into]
+    scratch = _scratch(run.count, group.slot_bytes // ratio)
     for i in range(ratio):
-        load(shard * ratio + i, scratch)
+        load(shard * ratio + i, run, scratch)
         for target, view in zip(mine, scratch, strict=True):
             target[:, i * few : (i + 1) * few] = np.frombuffer(view, np.uint8).reshape(layers, few, cell)
+
+
+def _scratch(count: int, size: int) -> list[memoryview]:
+    return [memoryview(bytearray(size)) for _ in range(count)]
