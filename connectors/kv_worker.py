@@ -7,8 +7,9 @@ Threads, and who owns what:
     `_lock`           guards the tickets of loads and the reports for the scheduler
 
 A load that fails in part reports the blocks that are not there, and vLLM recomputes from the first of
-them, or where that can't be, its request (connectors.layout.fails_by_request). Every load ends by its deadline, even if a read hangs for ever: its ticket expires, and what the
-hung read brings later is thrown away, because by then its blocks may belong to another request.
+them, or where that can't be, its request (connectors.layout.fails_by_request). Every load ends by its
+deadline, even if a read hangs for ever: its ticket expires, and what the hung read brings later is thrown
+away, because by then its blocks may belong to another request.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A load under way. Everything but the first three fields is guarded by the worker's lock."""
+    """A load under way. Everything but the first four fields is guarded by the worker's lock."""
 
     load: Load
     end: float
+    #: The namespace that the scheduler's half had named by then.
+    space: Space
     #: Event on the engine's stream after which the blocks are ours to write.
     after: Any
     #: Pieces that have not ended.
@@ -159,7 +162,8 @@ class KVWorker:
         """Queue the loads of this step."""
         if not loads:
             return
-        staging = self._ready()
+        staging, space = self._ready(), self._space
+        assert space is not None, "loads before a namespace"
         after = self._caches[0].mark()
         for load in loads:
             pieces, missing = [], []
@@ -169,7 +173,7 @@ class KVWorker:
                 wanted = range(group.first, group.first + len(group.hashes))
                 missing += [(group, gap) for gap in gaps(wanted, group.runs)]
             end = time.monotonic() + self._settings.load_deadline_s
-            ticket = Ticket(load, end, after, list(pieces), missing)
+            ticket = Ticket(load, end, space, after, list(pieces), missing)
             with self._lock:
                 self._live.append(ticket)
             for piece in pieces:
@@ -189,7 +193,7 @@ class KVWorker:
 
     def _load(self, ticket: Ticket, piece: Piece) -> None:
         """Transfer thread: one piece of a load."""
-        assert self._load_staging is not None and self._space is not None
+        assert self._load_staging is not None
         failed = True
         chunk: Chunk | None = None
         run, number = piece.run, piece.group.group
@@ -198,7 +202,7 @@ class KVWorker:
             chunk = self._load_staging.acquire(ticket.end)
             keys = [block_key(one, number) for one in piece.group.hashes[piece.cut()]]
             into = chunk.views(run.count, cache.slot_bytes)
-            read_part(self._space, group, self._place, run, keys, into, ticket.end)
+            read_part(ticket.space, group, self._place, run, keys, into, ticket.end)
             if self._may_write(ticket):
                 try:
                     cache.scatter(piece.blocks, chunk, ticket.after)
@@ -244,9 +248,9 @@ class KVWorker:
                 self._report(ticket)
             failed, self._failed_requests = self._failed_requests, set()
         for ticket in done:
-            if not ticket.failed and self._space is not None:
+            if not ticket.failed:
                 segments = [run.segment for group in ticket.load.groups for run in group.runs]
-                space = self._space
+                space = ticket.space
                 self._store.transfers.call(lambda s=space, g=segments: s.touch(g))  # type: ignore[misc]
         return {ticket.load.request_id for ticket in done}, failed
 
@@ -310,7 +314,9 @@ class KVWorker:
 
     @guarded(False)
     def _start_save(self, save: Save) -> bool:
-        assert self._save_staging is not None
+        # Kept for when it is written: by then the scheduler's half may have named another namespace.
+        space = self._space
+        assert self._save_staging is not None and space is not None
         cache = self._caches[save.group]
         nbytes = len(save.hashes) * cache.slot_bytes
         if nbytes > self._save_staging.chunk_bytes or (chunk := self._save_staging.try_acquire()) is None:
@@ -320,7 +326,7 @@ class KVWorker:
         except Exception:
             self._save_staging.release(chunk)
             raise
-        if self._store.transfers.write(nbytes, lambda: self._save(save, chunk, copied)):
+        if self._store.transfers.write(nbytes, lambda: self._save(space, save, chunk, copied)):
             return True
         # The copy may still be under way on a side stream, and the chunk is free when it is done.
         if not self._store.transfers.call(lambda: self._discard(chunk, copied)):
@@ -332,9 +338,9 @@ class KVWorker:
         copied.wait()
         self._save_staging.release(chunk)
 
-    def _save(self, save: Save, chunk: Chunk, copied: Copied) -> None:
+    def _save(self, space: Space, save: Save, chunk: Chunk, copied: Copied) -> None:
         """Transfer thread: one segment."""
-        assert self._space is not None and self._save_staging is not None
+        assert self._save_staging is not None
         group, written = self._groups[save.group], False
         try:
             copied.wait()
@@ -343,7 +349,7 @@ class KVWorker:
                 Slot(block_key(one, save.group), view, group.page.dtype, group.shape)
                 for one, view in zip(save.hashes, views, strict=True)
             ]
-            saved = self._space.save(
+            saved = space.save(
                 slots,
                 depth=save.first,
                 segment=save.segment,
