@@ -50,13 +50,22 @@ def kv_namespace(
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algo = cache.prefix_caching_hash_algo
     tp = 0 if settings.identity.any_tp else parallel.tensor_parallel_size
+    fields = _model_fields(model, settings)
+    draft = _draft_model(vllm_config)
+    if draft is not None and not settings.identity.weights:
+        # Its layers are among those of a block, with bytes of their own.
+        fields["weights"] += "+" + _model_fields(draft, settings)["weights"]
+    kv_dtype = str(cache.cache_dtype)
+    if any(group.kind == "mamba" for group in groups):
+        # Its pages are bytes, whatever they hold.
+        kv_dtype += f"/{cache.mamba_cache_dtype}/{cache.mamba_ssm_cache_dtype}"
     return Namespace(
         kind="kv",
-        **_model_fields(model, settings),
+        **fields,
         block_tokens=hash_tokens,
         hash_algo=algo,
         hash_root=_hash_root(algo),
-        kv_dtype=str(cache.cache_dtype),
+        kv_dtype=kv_dtype,
         page_order="LHNC",
         page_format=page_format,
         groups=tuple(groups),
@@ -74,6 +83,12 @@ def ec_namespace(vllm_config: Any, settings: Settings) -> Namespace:
         codec=settings.segment.codec,
         epoch=settings.identity.epoch,
     )
+
+
+def _draft_model(vllm_config: Any) -> Any:
+    """The configuration of a draft model with weights of its own, or None."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return draft if draft is not None and draft.model != vllm_config.model_config.model else None
 
 
 def refuse_unsupported_kv(vllm_config: Any) -> None:
