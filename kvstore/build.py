@@ -223,19 +223,21 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
         settings = load_settings(settings)
     index = open_index(settings)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
+    index_breaker = Breaker("index", settings.breaker)
     transfers, counters = Transfers(settings.transfers), Counters()
     origin = _origin(settings, breaker, crew)
     tiers = settings.tiers
     return Store(
         settings=settings,
         payloads=_tiered(settings, tiers, origin, transfers, counters) if tiers else origin,
-        index=BreakingIndex(index, Breaker("index", settings.breaker)),
+        index=BreakingIndex(index, index_breaker),
         catalogue=index,
         transfers=transfers,
         counters=counters,
         crew=crew,
         # With a tier in front, much can be read while the origin is down.
         breaker=None if tiers else breaker,
+        index_breaker=index_breaker,
     )
 
 

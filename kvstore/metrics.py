@@ -71,6 +71,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        #: Raised with every count, so that a reader who asks often sees at a glance that nothing happened.
+        self.changes = 0
         self._values: dict[str, int] = dict.fromkeys(_PLAIN, 0)
         for reason in MISS_REASONS:
             self._values[f"miss_blocks{{{reason}}}"] = 0
@@ -82,6 +84,7 @@ class Counters:
         """Count `amount` more of `name`, one of the names set up here."""
         with self._lock:
             self._values[name] += amount
+            self.changes += 1
 
     def miss(self, reason: str, blocks: int) -> None:
         """Count `blocks` asked for and not served, for `reason`."""

@@ -58,6 +58,8 @@ class Store:
     crew: Crew | None = None
     #: In front of the payloads, if nothing can be read without what is behind it.
     breaker: Breaker | None = None
+    #: In front of the index, for those who show its state.
+    index_breaker: Breaker | None = None
     clock: Callable[[], float] = time.time
     _quarantined: OrderedDict[SegmentId, None] = field(default_factory=OrderedDict, repr=False)
     _untold: dict[NamespaceId, set[SegmentId]] = field(default_factory=dict, repr=False)
@@ -223,6 +225,25 @@ class Store:
         due = self.catalogue.due(namespace, self.clock(), 1024)
         for at in range(0, len(due), _DELETE_STEP):
             self._bury(namespace, due[at : at + _DELETE_STEP])
+        return evicted
+
+    def forget(self, namespace: NamespaceId) -> int:
+        """Evict all that a namespace holds and delete it at once, without the grace that a load of another
+        engine would need: for one that nobody else knows. Returns evictions. Raises what the backends raise.
+        """
+        # An index keeps these times to the second.
+        evicted, now = 0, self.clock()
+        past = now - 2.0
+        while True:
+            gone = self.catalogue.cull(namespace, keep_bytes=0, delete_after_s=past, limit=_CULL_STEP)
+            evicted += len(gone)
+            if len(gone) < _CULL_STEP:
+                break
+        self.counters.add("evicted_segments", evicted)
+        while due := self.catalogue.due(namespace, now, _DELETE_STEP):
+            self._delete(namespace, due)
+        while self.catalogue.sweep(namespace, 4096):
+            pass
         return evicted
 
     def _bury(self, namespace: NamespaceId, due: Sequence[tuple[SegmentId, int]]) -> None:
