@@ -1,0 +1,194 @@
+"""Statistics on their way from where something happened to vLLM's log and to Prometheus.
+
+    halves      a `Tally` in each process counts what happened since it was asked last: the increase of the
+                store's counters, and durations
+    engine      vLLM asks every half every step, adds ranks to ranks and the scheduler's to theirs (`merge`)
+                and sends the sum to the front end
+    front end   adds it to its log's interval (`merge`, `summary`) and to Prometheus (`Exports`)
+
+What travels is a plain dictionary, which any serialiser takes:
+
+    counts   name -> increase
+    seconds  name -> observed durations, at most `MOST` of them
+    gauges   name -> state at that moment; a later one replaces it, so a name tells whose state it is
+
+Labelled names are spelled `name{value}`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from kvstore.metrics import Counters
+
+#: Durations of one kind kept in one report, or between two lines of the log; more are left out. Counts are
+#: exact in any case.
+MOST: Final = 1024
+
+_BUCKETS: Final = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+
+Report = dict[str, Any]
+
+
+def empty() -> Report:
+    """A report of nothing."""
+    return {"counts": {}, "seconds": {}, "gauges": {}}
+
+
+def is_empty(report: Report) -> bool:
+    """Whether there is nothing in it."""
+    return not (report["counts"] or report["seconds"] or report["gauges"])
+
+
+def merge(into: Report, other: Report) -> None:
+    """Add `other`, of other ranks or of a later time."""
+    counts, seconds = into["counts"], into["seconds"]
+    for name, amount in other["counts"].items():
+        counts[name] = counts.get(name, 0) + amount
+    for name, values in other["seconds"].items():
+        mine = seconds.setdefault(name, [])
+        mine += values[: max(0, MOST - len(mine))]
+    into["gauges"].update(other["gauges"])
+
+
+def summary(report: Report) -> dict[str, int | float]:
+    """For a log line: counts and states that aren't 0; of durations, mean and maximum in milliseconds."""
+    made: dict[str, int | float] = {
+        name: value for kind in ("counts", "gauges") for name, value in sorted(report[kind].items()) if value
+    }
+    for name, values in sorted(report["seconds"].items()):
+        what = name.removesuffix("_seconds")
+        made[f"mean {what} ms"] = round(1000 * sum(values) / len(values), 3)
+        made[f"max {what} ms"] = round(1000 * max(values), 3)
+    return made
+
+
+class Tally:
+    """What one half did since it was asked last. Any thread counts; one asks."""
+
+    def __init__(self, counters: Counters, renamed: Mapping[str, str]) -> None:
+        """`renamed`: the store's counters that are reported, and as what."""
+        self._counters = counters
+        self._renamed = renamed
+        self._lock = threading.Lock()
+        self._report = empty()
+        self._touched = False
+        self._seen = -1
+        self._reported: Mapping[str, int] = dict.fromkeys(counters.snapshot(), 0)
+        self._gauges: dict[str, float] = {}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Count `amount` more of `name`."""
+        with self._lock:
+            counts = self._report["counts"]
+            counts[name] = counts.get(name, 0) + amount
+            self._touched = True
+
+    def timed(self, name: str, seconds: float) -> None:
+        """Observe a duration of `name`."""
+        with self._lock:
+            values = self._report["seconds"].setdefault(name, [])
+            if len(values) < MOST:
+                values.append(seconds)
+            self._touched = True
+
+    def take(self, busy: bool, gauges: Callable[[], dict[str, float]]) -> Report | None:
+        """What happened since the last call; None if nothing has, which is found out without a lock.
+
+        `gauges` is asked if something happened, if `busy`, or if some state wasn't 0 the last time.
+        """
+        changed = self._counters.changes != self._seen
+        if not (changed or self._touched or busy or self._gauges):
+            return None
+        if changed:
+            self._count()
+        now = gauges()
+        before, self._gauges = self._gauges, {name: value for name, value in now.items() if value}
+        with self._lock:
+            report, self._report, self._touched = self._report, empty(), False
+        report["gauges"] = {name: value for name, value in now.items() if value != before.get(name, 0)}
+        return None if is_empty(report) else report
+
+    def _count(self) -> None:
+        # Before the values: what is counted in between is looked at once more.
+        self._seen = self._counters.changes
+        now = self._counters.snapshot()
+        for name, reported_as in self._renamed.items():
+            if more := now[name] - self._reported[name]:
+                self.add(reported_as, more)
+        self._reported = now
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; with a label, `name{value}` of a report is its child `value`."""
+
+    name: str
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+
+
+class Exports:
+    """A connector's metrics, every child there from the start, so that "none" reads 0."""
+
+    def __init__(
+        self,
+        prefix: str,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        engines: Mapping[int, list[object]],
+        *,
+        counters: tuple[Metric, ...],
+        gauges: tuple[Metric, ...],
+        seconds: Mapping[str, str],
+    ) -> None:
+        """`metric_types`: vLLM's stand-ins for the classes of prometheus_client. `engines`: the values of
+        `labelnames`, of each engine of this front end. `seconds`: histogram -> its documentation."""
+        self._counters: dict[tuple[int, str], Any] = {}
+        self._gauges: dict[tuple[int, str], Any] = {}
+        self._histograms: dict[tuple[int, str], Any] = {}
+        for kind, children, metrics in (
+            (Counter, self._counters, counters),
+            (Gauge, self._gauges, gauges),
+        ):
+            # Of several front ends, the one that has heard last knows the state.
+            options = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
+            for metric in metrics:
+                made = metric_types[kind](
+                    name=prefix + metric.name,
+                    documentation=metric.help,
+                    labelnames=[*labelnames, *([metric.label] if metric.label else [])],
+                    **options,
+                )
+                for engine, values in engines.items():
+                    if not metric.label:
+                        children[engine, metric.name] = made.labels(*values)
+                    for value in metric.values:
+                        children[engine, f"{metric.name}{{{value}}}"] = made.labels(*values, value)
+        for name, text in seconds.items():
+            timed = metric_types[Histogram](
+                name=prefix + name, documentation=text, labelnames=labelnames, buckets=_BUCKETS
+            )
+            for engine, values in engines.items():
+                self._histograms[engine, name] = timed.labels(*values)
+
+    def observe(self, report: Report, engine: int) -> None:
+        """Add one report. What this version does not know is left out."""
+        for name, amount in report["counts"].items():
+            if (counter := self._counters.get((engine, name))) is not None:
+                counter.inc(amount)
+        for name, value in report["gauges"].items():
+            if (gauge := self._gauges.get((engine, name))) is not None:
+                gauge.set(value)
+        for name, values in report["seconds"].items():
+            if (histogram := self._histograms.get((engine, name))) is not None:
+                for value in values:
+                    histogram.observe(value)
