@@ -46,8 +46,8 @@ class Rule:
                 return max(0, tokens - 1)
 
     def needed(self, tokens: int) -> range:
-        """The blocks that a prefix of `tokens`, whole blocks, must have to be resumed there."""
-        return range(self.skipped_tokens(tokens) // self.block_tokens, tokens // self.block_tokens)
+        """The blocks that a prefix of `tokens` must have to be resumed there; the last may be partial."""
+        return range(self.skipped_tokens(tokens) // self.block_tokens, -(-tokens // self.block_tokens))
 
 
 def alignment(rules: Sequence[Rule]) -> int:

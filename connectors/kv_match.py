@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from connectors.boundary import Rule, longest_boundary, most_tokens
 from connectors.layout import Group
+from connectors.planning import joined
 from kvstore.keys import digests
 from kvstore.ports import Run
 from kvstore.store import Match, Space
@@ -186,18 +187,6 @@ class _Spans:
 
     def runs(self, group: int, blocks: range) -> list[Run]:
         """The present ones of `blocks`, neighbours in one segment put together."""
-        out: list[Run] = []
-        for block in blocks:
-            one = self._known[group].get(block)
-            if one is None:
-                continue
-            last = out[-1] if out else None
-            if last is not None and (last.segment, last.start + last.count, last.slot + last.count) == (
-                one.segment,
-                block,
-                one.slot,
-            ):
-                out[-1] = Run(last.start, last.segment, last.slot, last.count + 1, last.record)
-            else:
-                out.append(Run(block, one.segment, one.slot, 1, one.record))
-        return out
+        known = self._known[group]
+        found = [(block, known.get(block)) for block in blocks]
+        return joined(Run(at, one.segment, one.slot, 1, one.record) for at, one in found if one is not None)

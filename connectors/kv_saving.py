@@ -80,12 +80,14 @@ class Saving:
         *,
         computed: int | None = None,
         final: bool,
+        partial: bool = False,
     ) -> list[Save]:
         """What to save of a request when `done_tokens` are computed, hashed and wanted.
 
         `computed` tokens are so by the end of this step, whether wanted or not: windows move on with them.
         `admitted` is how many leading hashes are worth it. `tables` is asked only if something is due.
-        `final`: nothing follows that could fill a segment up.
+        `final`: nothing follows that could fill a segment up. `partial`: a last block that isn't full is
+        saved too; `hashes` then has a name for it.
         """
         saves: list[Save] = []
         blocks: Tables | None = None
@@ -94,7 +96,7 @@ class Saving:
                 continue
             moved_on = group.rule.skipped_tokens(computed or done_tokens) // group.rule.block_tokens
             leaves = final or moved_on > progress.saved[number]
-            due = self._due(progress, number, done_tokens, admitted, final=leaves)
+            due = self._due(progress, number, done_tokens, admitted, final=leaves, partial=partial)
             if due and blocks is None and (blocks := tables()) is None:
                 break
             for run in due:
@@ -103,12 +105,19 @@ class Saving:
         return saves
 
     def _due(
-        self, progress: Progress, number: int, done_tokens: int, admitted: int, *, final: bool
+        self,
+        progress: Progress,
+        number: int,
+        done_tokens: int,
+        admitted: int,
+        *,
+        final: bool,
+        partial: bool,
     ) -> list[range]:
         """Runs of blocks that go with this step."""
         group = self.groups[number]
         size = group.rule.block_tokens
-        done = done_tokens // size
+        done = -(-done_tokens // size) if partial else done_tokens // size
         worth = done if admitted == EVERY_BLOCK else min(done, admitted * self.hash_tokens // size)
         saved = progress.saved[number]
         if done <= saved:
@@ -124,6 +133,8 @@ class Saving:
             over = done - max(progress.saved[number], progress.passed_over[number])
             self.counters.saved("not_admitted", max(0, over))
             progress.passed_over[number] = max(done, progress.passed_over[number])
+        # Decoding fills the partial block, which then has another name.
+        progress.saved[number] = min(progress.saved[number], max(saved, done_tokens // size))
         return due
 
     def take_offers(
@@ -133,11 +144,13 @@ class Saving:
         offers: Iterable[tuple[int, int, int]],
         admitted: int,
         most_tokens: int,
+        *,
+        partial: bool = False,
     ) -> list[Save]:
         """States that this step's forward pass completes: (block table, block id, tokens before it).
 
-        Only those at a block's end have a name; those within one serve vLLM's own cache. Those of at most
-        `most_tokens` are wanted.
+        Only those at a block's end have a name, others if `partial`: those within a block serve vLLM's own
+        cache. Those of at most `most_tokens` are wanted.
         """
         found: dict[tuple[int, int], dict[int, int]] = {}
         for table, block, tokens in offers:
@@ -147,12 +160,12 @@ class Saving:
         saves: list[Save] = []
         for (number, tokens), blocks in sorted(found.items()):
             group, size = self.groups[number], self.groups[number].rule.block_tokens
-            first = tokens // size - 1
-            if tokens % size or tokens > most_tokens or len(blocks) < len(group.tables):
+            first = -(-tokens // size) - 1
+            if (tokens % size and not partial) or tokens > most_tokens or len(blocks) < len(group.tables):
                 continue
             if first < progress.saved[number]:
                 continue
-            progress.saved[number] = first + 1
+            progress.saved[number] = tokens // size
             if admitted != EVERY_BLOCK and tokens > admitted * self.hash_tokens:
                 self.counters.saved("not_admitted", 1)
                 continue

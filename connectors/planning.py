@@ -24,6 +24,22 @@ def slice_runs(runs: Iterable[Run], blocks: range) -> list[Run]:
     return out
 
 
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """Runs in order, neighbours in one segment put together."""
+    out: list[Run] = []
+    for run in runs:
+        last = out[-1] if out else None
+        if last is not None and (last.segment, last.start + last.count, last.slot + last.count) == (
+            run.segment,
+            run.start,
+            run.slot,
+        ):
+            out[-1] = Run(last.start, last.segment, last.slot, last.count + run.count, last.record)
+        else:
+            out.append(run)
+    return out
+
+
 def gaps(blocks: range, runs: Iterable[Run]) -> list[range]:
     """The parts of `blocks` that no run covers; the runs are in order."""
     out, at = [], blocks.start

@@ -222,6 +222,12 @@ class KVSettings(Closed):
     min_load_blocks: int = Field(default=1, ge=1)
     #: Pinned host memory for loads and, the same again, for saves.
     staging_bytes: Bytes = Field(default=256 << 20, ge=1)
+    #: Answer the request parameters of disaggregated prefill. Left out: unless the engine has several
+    #: connectors (MultiConnector), of which only one may answer them.
+    handoff: bool | None = None
+    #: How long a decode engine waits for a prompt that was handed over, from its request's arrival; past it
+    #: what is missing is computed. A prefill engine keeps blocks that wait to be saved as long, at most.
+    handoff_wait_s: Seconds = 5.0
 
 
 class ECSettings(Closed):
