@@ -53,6 +53,10 @@ class Save:
     first: int
     hashes: list[bytes]
     tables: dict[int, list[int]]
+    #: The request that hands these blocks over to another engine.
+    handed_over: str | None = None
+    #: They stay as they are until that request has been reported as read.
+    blocks_stay: bool = False
 
 
 @dataclass
@@ -68,6 +72,11 @@ class KVStoreMetadata(KVConnectorMetadata):
     flushes: list[Save] = field(default_factory=list)
     #: The engine's weights or caches were reset: what is being loaded now must not be used.
     abandon_loads: bool = False
+    #: Requests that have handed over their prompt -> for how many seconds their blocks are kept, until they
+    #: have been read.
+    kept: dict[str, float] = field(default_factory=dict)
+    #: Requests that hand over their prompt and lose their blocks with this step.
+    released: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -82,6 +91,8 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     bad_segments: set[SegmentId] = field(default_factory=set)
     #: Ranks for which it has changed -> whether payloads can't be read there.
     payloads_down: dict[int, bool] = field(default_factory=dict)
+    #: Requests that hand over their prompt, of which something could not be saved.
+    failed_handoffs: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVStoreWorkerMetadata)
@@ -99,4 +110,5 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
             failed,
             self.bad_segments | other.bad_segments,
             self.payloads_down | other.payloads_down,
+            self.failed_handoffs | other.failed_handoffs,
         )

@@ -306,18 +306,20 @@ class Space:
         created_s: int | None = None,
         rank: int = 0,
         ranks: int = 1,
+        insist: bool = False,
     ) -> Saved:
         """Store a run of consecutive blocks of one chain (or one item) as one segment.
 
         `depth` is the chain position of `slots[0]`. Blocks at the start that are stored already are
         left out, unless there are several ranks, which need not find the same. All ranks of one segment
-        give the same `segment`, keys and `created_s` (unix time; now, if left out). The buffers may be reused
-        when the call returns. Raises KVStoreError, and nothing else, after counting it.
+        give the same `segment`, keys and `created_s` (unix time; now, if left out). `insist`: also while
+        another writer is at it, for callers that somebody waits for. The buffers may be reused when the call
+        returns. Raises KVStoreError, and nothing else, after counting it.
         """
         counters = self.store.counters
         try:
             created = int(self.store.clock()) if created_s is None else created_s
-            saved = self._save(slots, depth, segment or new_segment_id(), created, rank, ranks)
+            saved = self._save(slots, depth, segment or new_segment_id(), created, rank, ranks, insist)
         except KVStoreError as exc:
             counters.saved("failed", len(slots))
             counters.add(f"save_failures{{{miss_reason(exc)}}}")
@@ -343,12 +345,13 @@ class Space:
         created: int,
         rank: int,
         ranks: int,
+        insist: bool,
     ) -> Saved:
         store, settings = self.store, self.store.settings
         store.tell_index(self.id)
         digests = b"".join(digest(slot.key) for slot in slots)
         claim = self._known(lambda: store.index.claim(self.id, digests, segment, settings.claim_ttl_s))
-        if not claim.granted:
+        if not claim.granted and not (insist and claim.present < len(slots)):
             outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
             return Saved(outcome, claim.present, 0, 0)
         # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
