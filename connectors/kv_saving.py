@@ -40,6 +40,7 @@ class Progress:
 class _Segment:
     hashes: list[tuple[int, bytes]]
     writers: int
+    abandon: Callable[[SegmentId], None]
     ended: int = 0
     written: bool = True
 
@@ -195,21 +196,38 @@ class Saving:
             own = [names[block] for block in piece]
             keys = [(number, name) for name in own]
             self._busy.update(keys)
-            self._segments[segment] = _Segment(keys, self.groups[number].writers)
+            self._segments[segment] = _Segment(keys, self.groups[number].writers, self.abandon)
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
             saves.append(Save(number, segment, int(self.clock()), piece.start, own, ids))
         return saves
 
-    def ended(self, segment: SegmentId, count: int, *, written: bool) -> None:
-        """So many ranks have ended their parts of a segment; `written`: all of them wrote theirs."""
+    def ended(self, segment: SegmentId, count: int, *, written: bool) -> list[tuple[int, bytes]] | None:
+        """So many ranks have ended their parts of a segment; `written`: all of them wrote theirs.
+
+        When the last one has: the segment's blocks by group and hash if all wrote theirs, else none of them.
+        None before that.
+        """
         state = self._segments.get(segment)
         if state is None:
-            return
+            return None
         state.ended += count
         state.written &= written
         if state.ended < state.writers:
-            return
+            return None
         del self._segments[segment]
         self._busy.difference_update(state.hashes)
-        if not state.written and state.writers > 1:
-            self.abandon(segment)
+        if state.written:
+            return state.hashes
+        if state.writers > 1:
+            state.abandon(segment)
+        return []
+
+    def restart(self, never_sent: Iterable[Save], abandon: Callable[[SegmentId], None]) -> None:
+        """Blocks belong to another namespace from now on: what is being saved for the former one is no reason
+        to leave them out. `never_sent` are planned saves that no rank will hear of."""
+        for save in never_sent:
+            self._segments.pop(save.segment, None)
+        for state in self._segments.values():
+            state.hashes = []
+        self._busy.clear()
+        self.abandon = abandon

@@ -162,6 +162,10 @@ class IdentitySettings(Closed):
     model: str | None = None
     #: A label for the weights, for engines that load them from where no file can be sampled.
     weights: str | None = None
+    #: After a reset the KV connector can't know what the engine's weights are. `unnamed`: it goes on with a
+    #: namespace of this engine's own, emptied when it is left. `nothing`: it leaves the store alone. Either
+    #: until somebody names the weights (connectors/weights.py).
+    after_reset: Literal["unnamed", "nothing"] = "unnamed"
     #: `trust`: a client's `uuid` names its item, as in vLLM itself. `refuse`: requests are cached only if
     #: their items' identifiers look like vLLM's own content hashes. (A uuid reused for another image
     #: returns the first image's output, in vLLM's own caches as well; refuse where clients aren't trusted.)
