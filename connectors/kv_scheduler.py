@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any
 from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
 from connectors.kv_admission import Admission, Note
+from connectors.kv_epochs import Epochs
 from connectors.kv_match import Found, Matcher, PendingMatch
 from connectors.kv_saving import NULL_BLOCK, Progress, Saving
 from connectors.kv_types import GroupLoad, KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
 from connectors.layout import Group
 from connectors.planning import external_tokens, savable_tokens, slice_runs
+from connectors.weights import Naming, agreed
 from kvstore.keys import SegmentId, canonical_json
 from kvstore.ports import Run
 from kvstore.store import Space, Store
@@ -90,22 +92,26 @@ class KVScheduler:
         can_load: bool,
         can_save: bool,
         fits: Callable[[int, int], bool] = lambda group, parts: True,
+        ranks: int = 1,
+        holds_blocks: Callable[[], bool] | None = None,
     ) -> None:
-        """`segment_blocks`: blocks per segment, of each group. `fits`: see kv_match.Matcher."""
+        """`segment_blocks`: blocks per segment, of each group. `fits`: see kv_match.Matcher. `ranks`: how
+        many workers report. `holds_blocks`: see kv_epochs.Epochs."""
         self._store = store
-        self._space = space
         self._groups = groups
         self._settings = store.settings.kv
-        self._matcher = Matcher(space, groups, hash_tokens, fits)
-        self._admission = Admission(store, space, hash_tokens)
-        self._saving = Saving(
-            groups, hash_tokens, segment_blocks, store.counters, self._abandon_save, clock=store.clock
-        )
         self._hash_tokens = hash_tokens
+        self._fits = fits
+        self._ranks = ranks
+        self._epochs = Epochs(store, space, holds_blocks=holds_blocks)
+        self._namings: dict[int, Naming] = {}
+        self._saving = Saving(
+            groups, hash_tokens, segment_blocks, store.counters, _abandon_in(space), clock=store.clock
+        )
+        self._enter(space)
         self._prefix_caching = prefix_caching
         self._can_load = can_load
         self._can_save = can_save
-        self._namespace_json = canonical_json(space.namespace)
         self._requests: dict[str, Tracked] = {}
         #: Those that may have something to save.
         self._unsaved: dict[str, Tracked] = {}
@@ -117,9 +123,19 @@ class KVScheduler:
         #: Ranks at which payloads can't be read.
         self._down: set[int] = set()
         self._patience = _PATIENCE_S
-        self._retired = False
         self._abandon_loads = False
         space.register_soon()
+
+    def _enter(self, space: Space | None) -> None:
+        """All blocks belong to this namespace from now on; None: to none.
+
+        All that depends on the namespace is made here."""
+        self._retired = space is None
+        if space is not None:
+            self._space = space
+            self._matcher = Matcher(space, self._groups, self._hash_tokens, self._fits)
+            self._admission = Admission(self._store, space, self._hash_tokens)
+            self._namespace_json = canonical_json(space.namespace)
 
     # ---- matching -------------------------------------------------------------------------------
 
@@ -211,10 +227,12 @@ class KVScheduler:
         known = note is not None and note.blocks == len(hashes) and self._groups[0].spec.block_tokens
         first = note.digests if note is not None and known == self._hash_tokens else None
 
+        matcher, space = self._matcher, self._space
+
         def job() -> None:
-            pending.finish(self._find(hashes, tokens, pending.end, first))
+            pending.finish(self._find(matcher, hashes, tokens, pending.end, first))
             if note is not None:
-                note.run(self._space)
+                note.run(space)
 
         if not self._store.transfers.call(job):
             self._store.counters.miss("capacity", len(hashes))
@@ -223,14 +241,16 @@ class KVScheduler:
                 note.noted = 0
         return pending
 
-    def _find(self, hashes: list[bytes], tokens: int, end: float, first: bytes | None) -> Found:
+    def _find(
+        self, matcher: Matcher, hashes: list[bytes], tokens: int, end: float, first: bytes | None
+    ) -> Found:
         """Call thread. Whatever happens, the request that waits for it gets an answer."""
         try:
-            return self._matcher.find(hashes, tokens, end, first)
+            return matcher.find(hashes, tokens, end, first)
         except Exception:
             log.exception("match failed unexpectedly")
             self._store.counters.miss("error", len(hashes))
-            return self._matcher.nothing("error")
+            return matcher.nothing("error")
 
     # ---- loading --------------------------------------------------------------------------------
 
@@ -301,6 +321,8 @@ class KVScheduler:
                 self._load_failed(request_id, groups)
             for segment, (count, written) in meta.ended_saves.items():
                 self._saving.ended(segment, count, written=written)
+            if meta.weights:
+                self._weights_named(meta.weights)
         for request_id in output.finished_recving or ():
             self._load_ended(request_id)
 
@@ -396,9 +418,6 @@ class KVScheduler:
         tracked.note = note or tracked.note
         return note
 
-    def _abandon_save(self, segment: SegmentId) -> None:
-        self._store.transfers.call(lambda: self._space.abandon(segment))
-
     # ---- the end --------------------------------------------------------------------------------
 
     @guarded((False, None))
@@ -429,19 +448,40 @@ class KVScheduler:
         return False, None
 
     def reset_cache(self) -> bool:
-        """The engine forgets its KV blocks, perhaps because its weights have changed in place.
+        """The engine forgets its KV blocks, perhaps because its weights change in place: see kv_epochs.
 
-        What the store holds under this namespace may then be wrong for this engine, and what the
-        engine computes from now on would be wrong for others, so the store is left alone until the
-        engine is started anew. Loads under way are abandoned.
+        Nothing that was stored before is loaded after it, and loads under way are abandoned. Always True.
         """
-        log.warning("reset: this engine uses the store no more, since its weights may have changed in place")
-        self._retired = self._abandon_loads = True
-        self._flushes.clear()
+        self._epochs.reset()
+        self._namings.clear()
+        self._abandon_loads = True
+        self._start_over()
         return True
+
+    def _weights_named(self, namings: dict[int, Naming]) -> None:
+        """Some ranks were told what their weights are called. When all were, that is what they are."""
+        self._namings.update(namings)
+        naming = agreed(self._namings, self._ranks)
+        if naming is None:
+            return
+        self._namings.clear()
+        if self._epochs.name(naming) and self._epochs.space is not self._space:
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """The namespace has changed: what was matched and planned in the former one is void."""
+        space = self._epochs.space
+        self._enter(space)
+        self._saving.restart(self._flushes, _abandon_in(space or self._space))
+        self._flushes.clear()
+        for tracked in self._requests.values():
+            # Of a load under way the match has been consumed; its end is reported in any case.
+            tracked.match = tracked.note = None
+            tracked.progress = self._saving.start()
 
     def shutdown(self) -> None:
         """Close the store of this half."""
+        self._epochs.close()
         self._store.close()
 
     def _flushable(self, tracked: Tracked) -> bool:
@@ -458,3 +498,10 @@ class KVScheduler:
             tracked = Tracked(request, self._saving.start())
             self._requests[request.request_id] = tracked
         return tracked
+
+
+def _abandon_in(space: Space) -> Callable[[SegmentId], None]:
+    def abandon(segment: SegmentId) -> None:
+        space.store.transfers.call(lambda: space.abandon(segment))
+
+    return abandon

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from connectors.layout import LocalGroup
+from connectors.weights import Naming
 from kvstore.keys import SegmentId
 from kvstore.ports import Run
 
@@ -93,6 +94,8 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     payloads_down: dict[int, bool] = field(default_factory=dict)
     #: Requests that hand over their prompt, of which something could not be saved.
     failed_handoffs: set[str] = field(default_factory=set)
+    #: Ranks that were told since -> what their weights are called.
+    weights: dict[int, Naming] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVStoreWorkerMetadata)
@@ -111,4 +114,5 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
             self.bad_segments | other.bad_segments,
             self.payloads_down | other.payloads_down,
             self.failed_handoffs | other.failed_handoffs,
+            self.weights | other.weights,
         )
