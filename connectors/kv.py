@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from connectors.identity import hash_tokens, kv_namespace, page_format, refuse_unsupported_kv
+from connectors.kv_handoff import open_handoffs
 from connectors.kv_scheduler import KVScheduler
 from connectors.kv_types import KVStoreHandshake, KVStoreMetadata, KVStoreWorkerMetadata
 from connectors.kv_worker import KVWorker
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -60,6 +62,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = load_settings(transfer.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | None = None
+        self._block_pool: BlockPool | None = None
         refuse_unsupported_kv(vllm_config)
         self._groups = local_groups(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
         if role is KVConnectorRole.WORKER:
@@ -91,6 +94,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata.abandon_loads:
             self._on_worker.abandon_loads()
         self._on_worker.start_saves(metadata.flushes)
+        self._on_worker.kept.release(metadata.released)
+        self._on_worker.kept.finished(metadata.kept)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._on_worker.start_loads(self._namespaced(self._get_connector_metadata()).loads)
@@ -106,13 +111,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         finished, failed = self._on_worker.take_finished()
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        return KVConnectorTransferResults(
+            finished_sending=self._on_worker.kept.take_read(),
+            finished_recving=finished,
+            failed_recving=failed,
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._on_worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVStoreWorkerMetadata | None:
         return self._on_worker.take_report()
+
+    def name_weights(self, name: str) -> None:
+        """The weights that this worker has now are called so: see connectors.weights."""
+        self._on_worker.name_weights(name)
 
     def _namespaced(self, metadata: KVConnectorMetadata) -> KVStoreMetadata:
         assert isinstance(metadata, KVStoreMetadata)
@@ -121,6 +134,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     # ---- scheduler ------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._block_pool = gpu_block_pool
+
+    def _holds_blocks(self) -> bool:
+        """Whether the engine's own cache has blocks that a request holds or that another could find."""
+        pool = self._block_pool
+        return pool is None or pool.get_usage() > 0 or len(pool.cached_block_hash_to_block) > 0
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): one for rank, one in metadata.items()})
@@ -149,16 +170,24 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         namespace = kv_namespace(config, specs, settings, hash_tokens=tokens, page_format=formats.pop())
         store = open_for(settings, "KV connector", namespace)
         shards = [group.page.shards for group in stages[0]]
+        space = store.open(namespace, block_bytes=max(spec.slot_bytes for spec in specs))
+
+        def readable(group: int, parts: int) -> bool:
+            return fits(parts, len(stages), shards[group])
+
         self._scheduler = KVScheduler(
             store,
-            store.open(namespace, block_bytes=max(spec.slot_bytes for spec in specs)),
+            space,
             groups,
             hash_tokens=tokens,
             segment_blocks=[segment_blocks(settings, group.part_bytes) for group in groups],
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             can_load=config.kv_transfer_config.is_kv_consumer,
             can_save=config.kv_transfer_config.is_kv_producer,
-            fits=lambda group, parts: fits(parts, len(stages), shards[group]),
+            fits=readable,
+            ranks=len(ranks),
+            holds_blocks=self._holds_blocks,
+            handoffs=open_handoffs(config, space, groups, hash_tokens=tokens, fits=readable),
         )
 
     def on_new_request(self, request: Request) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 from connectors.boundary import Rule, alignment
 from connectors.kv_match import Found
+from connectors.kv_saving import Progress, Saving, Tables
+from connectors.kv_types import Save
 from connectors.layout import Group
-from connectors.planning import joined
+from connectors.planning import EVERY_BLOCK, joined
 from kvstore.keys import SegmentId, digests
 from kvstore.ports import Run
 from kvstore.store import Space
@@ -52,6 +55,8 @@ _ENGINE = "kvstore:"
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 #: So many failures of the index or the payloads in a row, and waiting on is of no use.
 _MOST_FAILURES = 3
+
+_MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 #: Name of a prompt's partial last block, if it has that many tokens.
 TailName = Callable[["Request", int], bytes]
@@ -79,19 +84,29 @@ class Sending:
 
 @dataclass(slots=True, eq=False)
 class Receiving:
-    """A prompt that this engine waits for. Owned by the scheduler's thread, but for `_answer`."""
+    """A prompt that this engine waits for. Owned by the scheduler's thread, but for `_answer`.
+
+    `found` is all of it, once it is there.
+    """
 
     #: How many tokens are loaded.
     tokens: int
     names: list[bytes]
     #: `time.monotonic` time at which the wait ends.
     end: float
+    found: Found | None = None
+    _found_at: float = 0.0
     _next: float = 0.0
     _pause: float = _PAUSE_S
     _asking: bool = False
     _failures: int = 0
     #: Set on a call thread, once per question.
     _answer: Found | str | None = None
+
+    def forget(self) -> None:
+        """What was found may be gone or bad by now: ask again."""
+        self.found = None
+        self._next = 0.0
 
 
 class Handoffs:
@@ -110,20 +125,25 @@ class Handoffs:
     ) -> None:
         """`fits`: see kv_match.Matcher. `lookahead`: tokens that drafting heads look ahead. `ranks`: sizes of
         this engine's parallelism, for the handle."""
-        self._space = space
+        self.use(space)
+        self._groups = groups
         self._rules: list[Rule] = [group.rule for group in groups]
         self._hash_tokens = hash_tokens
         self._align = alignment(self._rules)
         self._tail_name = tail_name
         self._fits = fits
         self._ranks = dict(ranks or {})
-        self._engine = _ENGINE + space.id
-        self._wait_s = space.store.settings.kv.handoff_wait_s
+        self._settings = space.store.settings.kv
         state = any(rule.reach == "state" for rule in self._rules)
         #: Prompt tokens that the prefill engine must not compute.
         self._backoff = max(int(state), lookahead - 1)
         #: Prompt tokens that the decode engine must not load.
         self._left_out = max(self._backoff, int(any(rule.reach != "prefix" for rule in self._rules)))
+
+    def use(self, space: Space) -> None:
+        """What is asked and answered from now on is about this namespace."""
+        self._space = space
+        self._engine = _ENGINE + space.id
 
     # ---- prefill engine -------------------------------------------------------------------------
 
@@ -141,6 +161,49 @@ class Handoffs:
             return None
         tokens = request.num_prompt_tokens
         return Sending(tokens, self._names(request, tokens), keeps_blocks=request.max_tokens <= 1)
+
+    def last_saves(
+        self,
+        sending: Sending,
+        saving: Saving,
+        progress: Progress,
+        tables: Tables | None,
+        computed: int,
+    ) -> list[Save]:
+        """What is left to save when all of the prompt is computed, with the partial block and the states.
+
+        `computed` tokens are so by the end of this step.
+        """
+        if tables is None:
+            return []
+        tokens, names = sending.tokens, sending.names
+        states = [
+            (table, tables[table][-(-tokens // group.rule.block_tokens) - 1], tokens)
+            for group in self._groups
+            if group.offered
+            for table in group.tables
+        ]
+        if states and computed != tokens:
+            return []
+        saves = saving.plan(
+            progress, names, tokens, EVERY_BLOCK, lambda: tables, computed=computed, final=True, partial=True
+        )
+        saves += saving.take_offers(progress, names, states, EVERY_BLOCK, tokens, partial=True)
+        for save in saves:
+            skipped = self._rules[save.group].skipped_tokens(tokens)
+            first = skipped // self._rules[save.group].block_tokens
+            save.blocks_stay = sending.keeps_blocks and save.first >= first
+        sending.complete = True
+        return saves
+
+    def mark(self, request_id: str, sending: Sending, saves: Sequence[Save]) -> None:
+        """These saves are part of what a request hands over."""
+        for save in saves:
+            save.handed_over = request_id
+            # Such blocks stay whatever else is computed. Of windows and states only the last ones do.
+            if self._rules[save.group].reach == "prefix":
+                save.blocks_stay = sending.keeps_blocks
+            sending.segments.add(save.segment)
 
     def handle(self, request: Request, sending: Sending) -> dict[str, Any]:
         """What the decode engine must be told, under the names that proxies know."""
@@ -176,16 +239,23 @@ class Handoffs:
         told = params.get("remote_num_tokens")
         if tokens <= 0 or (isinstance(told, int) and told != tokens):
             return None
-        end = time.monotonic() + self._wait_s
+        end = time.monotonic() + self._settings.handoff_wait_s
         return Receiving(min(tokens, prompt - self._left_out), self._names(request, tokens), end)
 
     def poll(self, receiving: Receiving) -> Found | None:
         """All that was handed over, or None as long as something is missing. Scheduler's thread."""
-        answer, now = receiving._answer, time.monotonic()
-        if isinstance(answer, Found):
-            return answer
-        if answer is not None:
+        now = time.monotonic()
+        if receiving.found is not None:
+            if now - receiving._found_at <= self._settings.match_ttl_s:
+                return receiving.found
+            # The request has waited for blocks of the engine meanwhile.
+            receiving.forget()
+            receiving.end = max(receiving.end, now + self._settings.match_deadline_s)
+        if (answer := receiving._answer) is not None:
             receiving._answer, receiving._asking = None, False
+            if isinstance(answer, Found):
+                receiving.found, receiving._found_at = answer, now
+                return answer
             receiving._failures = receiving._failures + 1 if answer == "failed" else 0
             receiving._next = now + receiving._pause
             receiving._pause = min(2 * receiving._pause, _LONGEST_PAUSE_S)
@@ -261,6 +331,47 @@ class Handoffs:
         units = -(-tokens // self._align) * (self._align // self._hash_tokens)
         names = list(request.block_hashes[:full])
         return names if units == full else [*names, *[self._tail_name(request, tokens)] * (units - full)]
+
+
+def open_handoffs(
+    vllm_config: Any,
+    space: Space,
+    groups: Sequence[Group],
+    *,
+    hash_tokens: int,
+    fits: Callable[[int, int], bool],
+) -> Handoffs | None:
+    """Of an engine; None if it is not to hand over anything (settings: `kv.handoff`)."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    wanted = space.store.settings.kv.handoff
+    # Where it has been imported there are several connectors, and two that answer a request's parameters
+    # end the engine.
+    if not (_MULTI_CONNECTOR not in sys.modules if wanted is None else wanted):
+        return None
+    parallel = vllm_config.parallel_config
+    return Handoffs(
+        space,
+        groups,
+        hash_tokens=hash_tokens,
+        tail_name=tail_name(
+            get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo), hash_tokens
+        ),
+        fits=fits,
+        lookahead=getattr(vllm_config, "num_prefill_lookahead_tokens", 0),
+        ranks={
+            "tp_size": parallel.tensor_parallel_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+        },
+    )
+
+
+def finished_well(request: Request) -> bool:
+    """Whether a request has ended by itself, with all of its prompt computed."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 def _shorten(request: Request, tokens: int) -> bool:

@@ -8,7 +8,7 @@ this half says that all of them have been read, or it is too late. All on the en
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from connectors.kv_types import Save
 
@@ -41,6 +41,10 @@ class KeptSaves:
         if gone and self._saves:
             self._give_up(gone)
 
+    def give_up(self) -> None:
+        """All of them: what they would be saved under no longer holds."""
+        self._give_up({save.handed_over for save in self._saves})
+
     def finished(self, requests: Mapping[str, float]) -> None:
         """These requests have ended; their blocks are kept for so many seconds at most."""
         now = time.monotonic()
@@ -58,7 +62,7 @@ class KeptSaves:
             del self._finished[name]
         return read
 
-    def _give_up(self, requests: set[str]) -> None:
+    def _give_up(self, requests: Container[str | None]) -> None:
         rest = []
         for save in self._saves:
             if save.handed_over in requests:

@@ -71,6 +71,10 @@ class Saving:
         """Segments that some rank has not ended."""
         return len(self._segments)
 
+    def is_under_way(self, segment: SegmentId) -> bool:
+        """Whether some rank has not ended it."""
+        return segment in self._segments
+
     def plan(
         self,
         progress: Progress,

@@ -11,6 +11,8 @@ A request, as this module sees it:
                answer or kv.match_deadline_s
     matched    so many leading tokens are stored; the promise is loaded from that very match
     loading    blocks are allocated and the workers are loading
+    arriving   its prompt was handed over by another engine (connectors.kv_handoff): "later" until it is
+               there or kv.handoff_wait_s
     computing  prefill; full blocks from the match's end on are saved (connectors.kv_saving)
 
 With `admission.second_use` a prompt is noted once, on the same call thread and after the match, so that
@@ -33,11 +35,12 @@ from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
 from connectors.kv_admission import Admission, Note
 from connectors.kv_epochs import Epochs
+from connectors.kv_handoff import Handoffs, Receiving, Sending, finished_well
 from connectors.kv_match import Found, Matcher, PendingMatch
 from connectors.kv_saving import NULL_BLOCK, Progress, Saving
 from connectors.kv_types import GroupLoad, KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
 from connectors.layout import Group
-from connectors.planning import external_tokens, savable_tokens, slice_runs
+from connectors.planning import EVERY_BLOCK, external_tokens, savable_tokens, slice_runs
 from connectors.weights import Naming, agreed
 from kvstore.keys import SegmentId, canonical_json
 from kvstore.ports import Run
@@ -75,6 +78,9 @@ class Tracked:
     waits_for: str | None = None
     loading: bool = False
     load_failed: bool = False
+    #: Its prompt is handed over to another engine, or was by another one.
+    sending: Sending | None = None
+    receiving: Receiving | None = None
 
 
 class KVScheduler:
@@ -94,6 +100,7 @@ class KVScheduler:
         fits: Callable[[int, int], bool] = lambda group, parts: True,
         ranks: int = 1,
         holds_blocks: Callable[[], bool] | None = None,
+        handoffs: Handoffs | None = None,
     ) -> None:
         """`segment_blocks`: blocks per segment, of each group. `fits`: see kv_match.Matcher. `ranks`: how
         many workers report. `holds_blocks`: see kv_epochs.Epochs."""
@@ -102,6 +109,7 @@ class KVScheduler:
         self._settings = store.settings.kv
         self._hash_tokens = hash_tokens
         self._fits = fits
+        self._handoffs = handoffs
         self._ranks = ranks
         self._epochs = Epochs(store, space, holds_blocks=holds_blocks)
         self._namings: dict[int, Naming] = {}
@@ -117,6 +125,9 @@ class KVScheduler:
         self._unsaved: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._flushes: list[Save] = []
+        #: For the workers: see kv_types.KVStoreMetadata.
+        self._kept: dict[str, float] = {}
+        self._released: set[str] = set()
         #: Block hashes being loaded -> request; others wait for them in the GPU's prefix cache.
         self._arriving: dict[bytes, str] = {}
         self._arriving_of: dict[str, list[bytes]] = {}
@@ -136,6 +147,8 @@ class KVScheduler:
             self._matcher = Matcher(space, self._groups, self._hash_tokens, self._fits)
             self._admission = Admission(self._store, space, self._hash_tokens)
             self._namespace_json = canonical_json(space.namespace)
+            if self._handoffs is not None:
+                self._handoffs.use(space)
 
     # ---- matching -------------------------------------------------------------------------------
 
@@ -143,11 +156,23 @@ class KVScheduler:
     def on_new_request(self, request: Request) -> None:
         """Ask the index right away: the answer is usually there when the scheduler asks for it."""
         tracked = self._track(request)
+        self._begin_handoff(tracked)
         note = self._begin_note(tracked) if self._cacheable(request) and not self._retired else None
-        if self._wants_match(tracked):
+        if tracked.receiving is None and self._wants_match(tracked):
             self._ask(tracked, note)
         elif note is not None:
             self._admission.send(note)
+
+    def _begin_handoff(self, tracked: Tracked) -> None:
+        request = tracked.request
+        if self._handoffs is None or self._retired or not self._cacheable(request):
+            return
+        if self._can_save:
+            tracked.sending = self._handoffs.sending(request)
+        if self._can_load and not getattr(request, "skip_reading_prefix_cache", False):
+            tracked.receiving = self._handoffs.receiving(request)
+        if tracked.receiving is not None:
+            self._handoffs.poll(tracked.receiving)
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -155,29 +180,36 @@ class KVScheduler:
         tracked = self._track(request)
         self._unsaved[request.request_id] = tracked  # starts, or starts over after a preemption
         tracked.prompt_ended = tracked.undecided = False
-        if not self._wants_match(tracked):
+        if tracked.sending is not None:
+            tracked.sending.restart()
+        if not self._wants_match(tracked) and tracked.receiving is None:
             return 0, False
         match = self._matched(tracked)
         if match is None:
             return None, False
-        least = self._settings.min_load_blocks * self._hash_tokens
-        tokens = external_tokens(match.tokens, computed, least)
+        tokens = self._worth_loading(tracked, match.tokens, computed)
         # What this engine is saving, or another has saved since, is left out again when it is planned.
         tracked.progress.saved = list(match.stored)
         tracked.local_tokens = computed
         tracked.seen_tokens = 0
         if not tokens:
             missed = (match.tokens - computed) // self._hash_tokens
-            if missed > 0:
+            if missed > 0 and tracked.receiving is None:
                 self._store.counters.miss("below_threshold", missed)
             return 0, False
-        if self._arriving:
+        if self._arriving and computed // self._hash_tokens < len(request.block_hashes):
             first = request.block_hashes[computed // self._hash_tokens]
             tracked.waits_for = self._arriving.get(first)
             if tracked.waits_for is not None:
                 # Another request is loading this very block; in a moment it is a local hit for both.
                 return None, False
         return tokens, True
+
+    def _worth_loading(self, tracked: Tracked, matched: int, computed: int) -> int:
+        if tracked.receiving is None:
+            return external_tokens(matched, computed, self._settings.min_load_blocks * self._hash_tokens)
+        # Also the partial block alone; but the last token is computed here anyway.
+        return matched - computed if min(matched, tracked.request.num_tokens - 1) > computed else 0
 
     def _wants_match(self, tracked: Tracked) -> bool:
         request = tracked.request
@@ -202,6 +234,15 @@ class KVScheduler:
 
     def _matched(self, tracked: Tracked) -> Found | None:
         """The request's match, asking for it if need be; None while it is out."""
+        if self._handoffs is not None and tracked.receiving is not None:
+            found = self._handoffs.poll(tracked.receiving)
+            given_up = tracked.load_failed or self._retired or self._handoffs.over(tracked.receiving)
+            if found is not None or not given_up:
+                return found
+            # It doesn't come, or not in time: load what is there, and compute the rest.
+            tracked.receiving = None
+            if not self._wants_match(tracked):
+                return self._matcher.nothing("absent")
         pending = tracked.match
         now = time.monotonic()
         stale = pending is not None and (
@@ -259,26 +300,29 @@ class KVScheduler:
         if not external:
             return
         tracked = self._track(request)
-        match = tracked.match.poll(0.0) if tracked.match else None
+        match, hashes = self._promised(tracked)
         runs = match.runs if match is not None else tuple([] for _ in self._groups)
         tables = blocks.get_block_ids()
         first, stop = tracked.local_tokens, tracked.local_tokens + external
         groups = [
             load
             for number, group in enumerate(self._groups)
-            if (
-                load := self._group_load(
-                    number, group, request.block_hashes, runs[number], tables, first, stop
-                )
-            )
+            if (load := self._group_load(number, group, hashes, runs[number], tables, first, stop))
         ]
         self._loads.append(Load(request.request_id, groups))
         tracked.loading = True
-        tracked.match = None  # consumed: after a preemption the index is asked again
+        # Consumed: after a preemption the index is asked again.
+        tracked.match = tracked.receiving = None
         if self._prefix_caching:
-            hashes = list(request.block_hashes[first // self._hash_tokens : stop // self._hash_tokens])
-            self._arriving.update(dict.fromkeys(hashes, request.request_id))
-            self._arriving_of[request.request_id] = hashes
+            full = list(request.block_hashes[first // self._hash_tokens : stop // self._hash_tokens])
+            self._arriving.update(dict.fromkeys(full, request.request_id))
+            self._arriving_of[request.request_id] = full
+
+    def _promised(self, tracked: Tracked) -> tuple[Found | None, Sequence[bytes]]:
+        """What the scheduler was told can be loaded, and the names of the request's blocks."""
+        if tracked.receiving is not None:
+            return tracked.receiving.found, tracked.receiving.names
+        return tracked.match.poll(0.0) if tracked.match else None, tracked.request.block_hashes
 
     def _group_load(
         self,
@@ -319,6 +363,9 @@ class KVScheduler:
             self._store.payloads_down = bool(self._down)
             for request_id, groups in meta.failed_loads.items():
                 self._load_failed(request_id, groups)
+            for request_id in meta.failed_handoffs:
+                if (tracked := self._requests.get(request_id)) is not None and tracked.sending is not None:
+                    tracked.sending.failed = True
             for segment, (count, written) in meta.ended_saves.items():
                 self._saving.ended(segment, count, written=written)
             if meta.weights:
@@ -339,6 +386,8 @@ class KVScheduler:
                 other.load_failed = True
             if not other.loading:
                 other.match = None  # may name the same bad segment: ask again
+                if other.receiving is not None:
+                    other.receiving.forget()
 
     def _load_ended(self, request_id: str) -> None:
         if (tracked := self._requests.get(request_id)) is not None:
@@ -353,6 +402,9 @@ class KVScheduler:
         """This step's work for the workers."""
         self._patience = _PATIENCE_S
         saves: list[Save] = []
+        if self._handoffs is not None:
+            # What they hand over and nobody has read yet is about to be overwritten.
+            self._released.update(output.preempted_req_ids or ())
         if self._can_save and self._unsaved and not self._retired:
             for request_id, tokens in output.num_scheduled_tokens.items():
                 tracked = self._unsaved.get(request_id)
@@ -361,8 +413,10 @@ class KVScheduler:
         loads, self._loads = self._loads, []
         flushes, self._flushes = self._flushes, []
         abandon, self._abandon_loads = self._abandon_loads, False
-        busy = loads or saves or flushes
-        return KVStoreMetadata(self._namespace_json if busy else None, loads, saves, flushes, abandon)
+        kept, self._kept = self._kept, {}
+        released, self._released = self._released, set()
+        namespace = self._namespace_json if loads or saves or flushes else None
+        return KVStoreMetadata(namespace, loads, saves, flushes, abandon, kept, released)
 
     @guarded(())
     def _saves_of(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> Sequence[Save]:
@@ -376,7 +430,8 @@ class KVScheduler:
             tracked.prompt_ended = True
         if (note := self._begin_note(tracked)) is not None:
             self._admission.send(note)
-        admitted = self._admission.admitted(request, tracked.note)
+        sending = tracked.sending
+        admitted = EVERY_BLOCK if sending is not None else self._admission.admitted(request, tracked.note)
         tracked.undecided = admitted is None
         if admitted is None:
             return ()
@@ -388,18 +443,25 @@ class KVScheduler:
         state, name, done = output.kv_connector_block_state, request.request_id, self._done(tracked)
         if state is None:
             return ()
-        hashes = request.block_hashes
-        saves = self._saving.plan(
-            tracked.progress,
-            hashes,
-            done,
-            admitted,
-            lambda: state.get_block_ids(name),
-            computed=done_tokens,
-            final=final,
-        )
+        hashes, progress = request.block_hashes, tracked.progress
+        if sending is not None and self._handoffs is not None and final:
+            saves = self._handoffs.last_saves(
+                sending, self._saving, progress, state.get_block_ids(name), done_tokens
+            )
+        else:
+            saves = self._saving.plan(
+                progress,
+                hashes,
+                done,
+                admitted,
+                lambda: state.get_block_ids(name),
+                computed=done_tokens,
+                final=final,
+            )
         if offers := state.boundary_state_offloads.get(name):
-            saves += self._saving.take_offers(tracked.progress, hashes, offers, admitted, done)
+            saves += self._saving.take_offers(progress, hashes, offers, admitted, done)
+        if sending is not None and self._handoffs is not None:
+            self._handoffs.mark(name, sending, saves)
         return saves
 
     def _done(self, tracked: Tracked) -> int:
@@ -426,8 +488,8 @@ class KVScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; save what its last segment lacks, if decoded or undecided until now.
 
-        `tables`: its block ids in every KV cache group of vLLM's. Blocks are never held back: those to be
-        saved are read at the start of the next step, before anything can overwrite them.
+        `tables`: its block ids in every KV cache group of vLLM's. Blocks to be saved are read at the start of
+        the next step, before anything can overwrite them. They are held back only for a hand-off.
         """
         tracked = self._requests.pop(request.request_id, None)
         self._unsaved.pop(request.request_id, None)
@@ -445,7 +507,21 @@ class KVScheduler:
             self._flushes += self._saving.plan(
                 tracked.progress, request.block_hashes, done, admitted, lambda: tables, final=True
             )
+        if tracked is not None and tracked.sending is not None and self._handoffs is not None:
+            return self._hand_over(request, tracked.sending, self._handoffs)
         return False, None
+
+    def _hand_over(
+        self, request: Request, sending: Sending, handoffs: Handoffs
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if not sending.complete or sending.failed or self._retired or not finished_well(request):
+            # The decode engine, told nothing, computes the prompt at once.
+            self._released.add(request.request_id)
+            return False, None
+        unread = any(self._saving.is_under_way(segment) for segment in sending.segments)
+        if unread:
+            self._kept[request.request_id] = self._settings.handoff_wait_s
+        return unread, handoffs.handle(request, sending)
 
     def reset_cache(self) -> bool:
         """The engine forgets its KV blocks, perhaps because its weights change in place: see kv_epochs.

@@ -24,11 +24,13 @@ from typing import Any
 import torch
 
 from connectors.guard import guarded
+from connectors.kv_handoff_saves import KeptSaves
 from connectors.kv_types import GroupLoad, KVStoreWorkerMetadata, Load, Save
 from connectors.layout import LocalGroup
 from connectors.planning import gaps, split_run
 from connectors.shards import Place, read_part
 from connectors.tensors import Blocks, Chunk, Copied, PagedCache, Staging
+from connectors.weights import Naming
 from kvstore.codec import Slot
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError
 from kvstore.keys import SegmentId, block_key
@@ -107,7 +109,11 @@ class KVWorker:
         self._failed_loads: dict[str, dict[int, int]] = {}
         self._ended_saves: dict[SegmentId, tuple[int, bool]] = {}
         self._bad_segments: set[SegmentId] = set()
+        self._failed_handoffs: set[str] = set()
         self._said_down = False
+        self._naming: Naming | None = None
+        #: Saves of hand-offs that found no room.
+        self.kept = KeptSaves(self._start_save, self._drop_save)
 
     def register(self, caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """The layers' paged tensors. Raises ConfigError if they aren't what the configuration says, before
@@ -153,6 +159,7 @@ class KVWorker:
         mine = [(group.page.kind, group.page.block_tokens, group.page.dtype) for group in self._groups]
         if mine != [(spec.kind, spec.block_tokens, spec.dtype) for spec in namespace.groups]:
             raise ConfigError("kvstore: scheduler and worker disagree on the KV cache's layout")
+        self.kept.give_up()
         block_bytes = max(spec.slot_bytes for spec in namespace.groups)
         self._space = self._store.open(namespace, block_bytes=block_bytes)
 
@@ -290,27 +297,49 @@ class KVWorker:
         down = not self._store.payloads_answer()
         with self._lock:
             changed = {} if down == self._said_down else {self._place.number: down}
-            if not (changed or self._ended_saves or self._failed_loads or self._bad_segments):
+            named, self._naming = self._naming, None
+            if not (changed or self._ended_saves or self._failed_loads or self._bad_segments or named):
                 return None
             self._said_down = down
-            report = KVStoreWorkerMetadata(self._ended_saves, self._failed_loads, self._bad_segments, changed)
+            report = KVStoreWorkerMetadata(
+                self._ended_saves, self._failed_loads, self._bad_segments, changed, self._failed_handoffs
+            )
             self._ended_saves, self._failed_loads, self._bad_segments = {}, {}, set()
+            self._failed_handoffs = set()
+            if named is not None:
+                report.weights[self._place.number] = named
         return report
+
+    def name_weights(self, name: str) -> None:
+        """The weights that this rank has now are called so. Raises ValueError for what can't be a name."""
+        naming = Naming.now(name)
+        with self._lock:
+            self._naming = naming
 
     # ---- saves ----------------------------------------------------------------------------------
 
     def start_saves(self, saves: Sequence[Save]) -> None:
-        """Copy the blocks to staging and queue their writes; what doesn't fit is dropped, counted."""
+        """Copy the blocks to staging and queue their writes; what doesn't fit is dropped, counted.
+
+        Of a hand-off it is kept, if its blocks are. Called with every step.
+        """
+        self.kept.retry()
         for save in saves:
             if not self._place.writes(self._groups[save.group]):
                 continue
-            if not self._start_save(save):
-                self._store.counters.saved("dropped", len(save.hashes))
-                self._save_ended(save, written=False)
+            if not self._start_save(save) and not self.kept.keep(save):
+                self._drop_save(save)
 
-    def _save_ended(self, save: Save, *, written: bool) -> None:
+    def _drop_save(self, save: Save) -> None:
+        self._store.counters.saved("dropped", len(save.hashes))
+        self._save_ended(save, written=False, lost=True)
+
+    def _save_ended(self, save: Save, *, written: bool, lost: bool) -> None:
+        """`lost`: the blocks are not in the store, not even from elsewhere."""
         with self._lock:
             self._ended_saves[save.segment] = (1, written)
+            if lost and save.handed_over is not None:
+                self._failed_handoffs.add(save.handed_over)
 
     @guarded(False)
     def _start_save(self, save: Save) -> bool:
@@ -341,7 +370,7 @@ class KVWorker:
     def _save(self, space: Space, save: Save, chunk: Chunk, copied: Copied) -> None:
         """Transfer thread: one segment."""
         assert self._save_staging is not None
-        group, written = self._groups[save.group], False
+        group, written, lost = self._groups[save.group], False, True
         try:
             copied.wait()
             views = chunk.views(len(save.hashes), self._caches[save.group].slot_bytes)
@@ -356,15 +385,17 @@ class KVWorker:
                 created_s=save.created_s,
                 rank=self._place.part(group),
                 ranks=self._place.parts(group),
+                insist=save.handed_over is not None,
             )
             written = saved.outcome in ("stored", "waiting")
+            lost = not written and saved.outcome != "present"
         except KVStoreError as exc:
             log.warning("%d blocks are not cached: %s", len(save.hashes), exc)
         except Exception:
             log.exception("%d blocks are not cached", len(save.hashes))
         finally:
             self._save_staging.release(chunk)
-            self._save_ended(save, written=written)
+            self._save_ended(save, written=written, lost=lost)
 
     # ---- the rest -------------------------------------------------------------------------------
 
