@@ -131,7 +131,8 @@ class ECStoreConnector(ECConnectorBase):
 
     def get_ec_connector_stats(self) -> ECStoreStats | None:
         # The worker's come to the scheduler with its metadata.
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        report = self._scheduler.take_stats() if self._scheduler is not None else None
+        return ECStoreStats(report) if report is not None else None
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECStoreStats:

@@ -22,8 +22,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from connectors.ec_staging import StagingFolder
-from connectors.ec_stats import Tally
 from connectors.ec_types import StagedItem
+from connectors.stats import Tally
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.keys import digest, item_key
 from kvstore.ports import Run
@@ -81,16 +81,23 @@ class Items:
         """Ask anew when the item is wanted next."""
         self._items.pop(identifier, None)
 
+    def forget_all(self) -> None:
+        """Nothing that is known, or being fetched, is of use any more."""
+        self._items.clear()
+
     def saving(self, identifier: str) -> None:
         """The workers save the item."""
         self._items[identifier] = Item(time.monotonic(), "saving")
         self._items.move_to_end(identifier)
 
-    def look(self, identifier: str, request_id: str) -> Item:
-        """The item, asked for unless it is known; past the deadline it is known not to be had."""
+    def look(self, identifier: str, request_id: str, *, not_before: float | None = None) -> Item:
+        """The item, asked for unless it is known; past the deadline it is known not to be had.
+
+        That it can't be had must have been found out by asking at `not_before` or later.
+        """
         now = time.monotonic()
         item = self._items.get(identifier)
-        if item is None or (item.outcome is not None and self._outdated(item, request_id, now)):
+        if item is None or (item.outcome is not None and self._outdated(item, request_id, now, not_before)):
             item = self._fetch(identifier, now, request_id)
         if item.outcome is None and now - item.asked_at >= self._settings.fetch_deadline_s:
             self._abandon(item)
@@ -102,9 +109,11 @@ class Items:
         if now - self._items[identifier].asked_at > max(_AGAIN_S, waited_s / 4):
             self._fetch(identifier, now, request_id)
 
-    def _outdated(self, item: Item, request_id: str, now: float) -> bool:
+    def _outdated(self, item: Item, request_id: str, now: float, not_before: float | None) -> bool:
         if item.outcome == "ready":
             return False
+        if not_before is not None and item.asked_at < not_before:
+            return True
         age = now - item.asked_at
         if self._consumer:
             # "absent" may have been stored since, what is being saved is soon.

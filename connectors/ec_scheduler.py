@@ -29,14 +29,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from connectors.ec_epochs import follow
 from connectors.ec_items import Item, Items
 from connectors.ec_media import Media
 from connectors.ec_staging import StagingFolder
-from connectors.ec_stats import ECStoreStats, Tally
+from connectors.ec_stats import RENAMED, no_gauges
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
 from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
+from connectors.stats import Report, Tally, merge
 from connectors.tensors import SAFETENSORS_DTYPES
+from connectors.weights import UNNAMED
+from kvstore.errors import KVStoreError
 from kvstore.keys import canonical_json
 from kvstore.store import Space, Store
 
@@ -73,7 +77,8 @@ class ECScheduler:
         tower_lora: bool,
     ) -> None:
         self._store = store
-        self._space = space
+        self._first = space.namespace
+        self._dtype = SAFETENSORS_DTYPES[dtype]
         self._settings = store.settings.ec
         self._second_use = store.settings.admission.second_use and consumer
         self._hidden = hidden
@@ -82,12 +87,10 @@ class ECScheduler:
         self._consumer = consumer
         self._producer = producer
         self._tower_lora = tower_lora
-        self._namespace_json = canonical_json(space.namespace)
         self._staging = StagingFolder(self._settings.staging_dir, self._settings.staging_bytes)
-        self._tally = Tally(store.counters)
-        self._items = Items(
-            store, space, self._staging, self._tally, dtype=SAFETENSORS_DTYPES[dtype], consumer=consumer
-        )
+        self._tally = Tally(store.counters, RENAMED)
+        #: What the workers have reported since it was asked for.
+        self._reported: Report | None = None
         #: Identifiers in the workers' encoder caches.
         self._resident: set[str] = set()
         #: (producer) Those of them that were encoded here, so that the workers really have the output.
@@ -105,6 +108,15 @@ class ECScheduler:
         #: Loads handed to the workers, by identifier: (name, when its pin ends by itself).
         self._loading: dict[str, deque[tuple[str, float]]] = {}
         self._warned = False
+        self._open(space)
+        follow(self)
+
+    def _open(self, space: Space) -> None:
+        self._space: Space | None = space
+        self._namespace_json = canonical_json(space.namespace)
+        self._items = Items(
+            self._store, space, self._staging, self._tally, dtype=self._dtype, consumer=self._consumer
+        )
         space.register_soon()
 
     # ---- the scheduler's questions --------------------------------------------------------------
@@ -133,10 +145,12 @@ class ECScheduler:
         if identifier in self._resident and here and self._consumer:
             return True
         announced = self._consumer and self._announced(request, identifier)
+        since = None
         if announced or not here:
             waits = self._waits.setdefault(request.request_id, {})
-            waits.setdefault(identifier, time.monotonic())
-        item = self._items.look(identifier, request.request_id)
+            since = waits.setdefault(identifier, time.monotonic())
+        # What was found out before the request came may be what it was sent to mend.
+        item = self._items.look(identifier, request.request_id, not_before=since)
         if item.outcome is None:
             return False
         if not self._consumer:
@@ -187,6 +201,8 @@ class ECScheduler:
     @guarded(False)
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the engine need not encode the item: it is staged here, or (producer only) stored."""
+        if self._space is None:
+            return False
         if identifier in self._resident:
             # vLLM asks only for what is not in the encoder cache: that has been reset. (Or the item was
             # dropped for another one in this very pass: then the others are fetched once for nothing.)
@@ -288,11 +304,18 @@ class ECScheduler:
                 if not pins:
                     del self._loading[identifier]
         if meta.stats is not None:
-            self._tally.merge(ECStoreStats(meta.stats))
+            if self._reported is None:
+                self._reported = meta.stats
+            else:
+                merge(self._reported, meta.stats)
 
-    def take_stats(self) -> ECStoreStats | None:
+    def take_stats(self) -> Report | None:
         """What both halves have done since the last call; None if nothing."""
-        return self._tally.take()
+        own = self._tally.take(False, no_gauges)
+        reported, self._reported = self._reported, None
+        if own is not None and reported is not None:
+            merge(own, reported)
+        return own or reported
 
     @guarded(None)
     def request_finished(self, request: Request) -> dict[str, Any] | None:
@@ -308,20 +331,42 @@ class ECScheduler:
         made = self._media.describe(request.mm_features)
         for identifier, entry in made.items():
             item = self._items.get(identifier)
-            if item is not None and item.outcome in ("stored", "saving"):
+            if self._space is not None and item is not None and item.outcome in ("stored", "saving"):
                 entry[_NAMESPACE] = str(self._space.id)
             else:
                 # Without it a proxy sends the media along, and the consumer can encode it.
                 entry["metadata"] = {}
         return made
 
+    def enter(self, weights: str | None) -> None:
+        """The engine's weights have changed in place and are called so now; None: they have no name.
+
+        What is known, staged or asked for belongs to the old ones and is forgotten. Without a name the store
+        is left alone. What is under a name that nobody else has is emptied when it is left.
+        """
+        self._leave()
+        self._items.forget_all()
+        self._resident.clear()
+        self._held.clear()
+        self._saves.clear()
+        if weights is not None:
+            namespace = self._first.model_copy(update={"weights": weights})
+            self._open(self._store.open(namespace, block_bytes=1 << 20))
+            log.info("encoder outputs: the engine's weights are now called %s", weights)
+
+    def _leave(self) -> None:
+        space, self._space = self._space, None
+        if space is not None and space.namespace.weights.startswith(UNNAMED):
+            self._store.transfers.errand(0, lambda: _empty(space))
+
     def shutdown(self) -> None:
         """Close the store of this half and remove the staging folder."""
+        self._leave()
         self._store.close()
         self._staging.close()
 
     def _cacheable(self, request: Request, feature: Any) -> bool:
-        if self._media.is_output(feature):
+        if self._space is None or self._media.is_output(feature):
             return False
         if self._tower_lora and request.lora_request is not None:
             return False  # the identifier names the adapter, not its weights
@@ -333,15 +378,16 @@ class ECScheduler:
         params = request.ec_transfer_params
         entry = params.get(identifier) if isinstance(params, dict) else None
         namespace = entry.get(_NAMESPACE) if isinstance(entry, dict) else None
-        if namespace is not None and namespace != str(self._space.id) and not self._warned:
+        mine = str(self._space.id) if self._space is not None else ""
+        if namespace is not None and namespace != mine and not self._warned:
             self._warned = True
             log.warning(
                 "kvstore: a producer saves encoder outputs to namespace %.40r, this engine looks in %s, so "
                 "they never meet; `cache-admin namespaces diff` says in what they differ",
                 namespace,
-                self._space.id,
+                mine,
             )
-        return bool(namespace == str(self._space.id))
+        return bool(namespace and namespace == mine)
 
     def _expire_pins(self) -> None:
         """End pins whose step never reached a worker."""
@@ -349,3 +395,10 @@ class ECScheduler:
         for identifier in [one for one, pins in self._loading.items() if pins[0][1] < now]:
             for name, _ in self._loading.pop(identifier):
                 self._staging.unpin(name)
+
+
+def _empty(space: Space) -> None:
+    try:
+        space.store.forget(space.id)
+    except KVStoreError as exc:
+        log.warning("namespace %s of unnamed weights could not be emptied: %s", space.id, exc)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
 
-from connectors.ec_stats import ECStoreStats
+from connectors.stats import Report, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,13 @@ class ECStoreWorkerMetadata(ECConnectorWorkerMetadata):
 
     #: Staged items that are no longer needed.
     loaded: set[str] = field(default_factory=set)
-    #: `ECStoreStats.data` since the last report.
-    stats: dict[str, Any] | None = None
+    #: What happened since the last one.
+    stats: Report | None = None
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         """Of two ranks, one. Every rank of a step has loaded the same items."""
         assert isinstance(other, ECStoreWorkerMetadata)
-        stats = self.stats or other.stats
-        if self.stats and other.stats:
-            stats = ECStoreStats(self.stats).aggregate(ECStoreStats(other.stats)).data
-        return ECStoreWorkerMetadata(self.loaded | other.loaded, stats)
+        stats = [one for one in (self.stats, other.stats) if one is not None]
+        if len(stats) == 2:
+            merge(*stats)
+        return ECStoreWorkerMetadata(self.loaded | other.loaded, stats[0] if stats else None)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from connectors.ec_stats import Tally
+from connectors.ec_stats import RENAMED, no_gauges
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
+from connectors.stats import Tally
 from connectors.tensors import TORCH_DTYPES, HostCopy
 from kvstore.codec import Slot
 from kvstore.errors import KVStoreError
@@ -42,12 +43,14 @@ class ECWorker:
         self._device = device
         self._saves = saves
         self._space: Space | None = None
+        self._named = ""
         self._loaded: set[str] = set()
-        self._tally = Tally(store.counters)
+        self._tally = Tally(store.counters, RENAMED)
 
     def use(self, metadata: ECStoreMetadata) -> None:
         """The scheduler's half has named the namespace; all that follows belongs to it."""
-        if metadata.namespace is not None and self._space is None:
+        if metadata.namespace is not None and metadata.namespace != self._named:
+            self._named = metadata.namespace
             namespace = Namespace.model_validate_json(metadata.namespace)
             self._space = self._store.open(namespace, block_bytes=1 << 20)
 
@@ -68,7 +71,8 @@ class ECWorker:
         self, metadata: ECStoreMetadata, encoder_cache: dict[str, torch.Tensor], identifier: str
     ) -> None:
         """Queue one encoder output for the store, if the scheduler's half wants it there."""
-        if identifier not in metadata.saves or self._space is None or not self._saves():
+        space = self._space
+        if identifier not in metadata.saves or space is None or not self._saves():
             return
         tensor = encoder_cache[identifier]
         if tensor.dim() != 2 or tensor.dtype != self._dtype:
@@ -76,16 +80,16 @@ class ECWorker:
             return
         nbytes = tensor.numel() * tensor.element_size()
         copy, now = HostCopy(tensor), time.monotonic()
-        if not self._store.transfers.write(nbytes, lambda: self._save(identifier, copy, now)):
+        if not self._store.transfers.write(nbytes, lambda: self._save(space, identifier, copy, now)):
             self._store.counters.saved("dropped", 1)
 
     def take_report(self) -> ECStoreWorkerMetadata | None:
         """Identifiers loaded since the last call, and statistics; None if there are none."""
-        stats = self._tally.take()
+        stats = self._tally.take(False, no_gauges)
         if not self._loaded and stats is None:
             return None
         loaded, self._loaded = self._loaded, set()
-        return ECStoreWorkerMetadata(loaded, stats.data if stats is not None else None)
+        return ECStoreWorkerMetadata(loaded, stats)
 
     def shutdown(self) -> None:
         """Let queued saves finish (bounded), then close the store of this half."""
@@ -96,12 +100,11 @@ class ECWorker:
         host = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return host.view(TORCH_DTYPES[item.dtype]).view(item.rows, item.width).to(self._device())
 
-    def _save(self, identifier: str, copy: HostCopy, since: float) -> None:
+    def _save(self, space: Space, identifier: str, copy: HostCopy, since: float) -> None:
         """Transfer thread: one item, a segment of its own."""
-        assert self._space is not None
         data, dtype, shape = copy.wait()
         try:
-            saved = self._space.save([Slot(item_key(identifier), data, dtype, shape)])
+            saved = space.save([Slot(item_key(identifier), data, dtype, shape)])
             if saved.stored:
                 self._tally.timed("save_seconds", time.monotonic() - since)
         except KVStoreError as exc:

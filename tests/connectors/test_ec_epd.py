@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 import prometheus_client as prom
 import torch
 
+from connectors.ec_epochs import weights_are
 from connectors.ec_media import Media
 from connectors.ec_stats import ECStorePromMetrics, ECStoreStats
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata
@@ -196,7 +197,22 @@ def test_a_described_item_that_can_not_be_had_fails_its_request_alone(
         assert one.run(FakeRequest("s", ["a"])).encoded == {"a"}
     stats = one.half.take_stats()
     assert stats is not None
-    assert stats.data["counts"]["unavailable_requests"] == 1
+    assert stats["counts"]["unavailable_requests"] == 1
+
+
+@pytest.mark.parametrize("brings", [PIXELS, DESCRIPTION], ids=["media", "description"])
+def test_a_second_try_does_not_rely_on_what_the_first_one_found(
+    store: Store, engine: Any, brings: Any
+) -> None:
+    object.__setattr__(store.settings.ec, "absent_ttl_s", 100.0)
+    one = engine(**CONSUMER)
+    put(open_space(store), "a")
+    for path in Path(store.payloads._root).glob("*/??/*"):  # type: ignore[attr-defined]
+        path.unlink()
+    one.fails(FakeRequest("r", ["a"], brings=DESCRIPTION))
+    put(open_space(store), "a")
+    step = one.run(FakeRequest("s", ["a"], brings=brings, ec_transfer_params=announced(store, "a")))
+    assert (set(step.loads), step.encoded) == ({"a"}, set())
 
 
 def test_an_engine_without_its_encoder_takes_no_deepstack_levels(store: Store, engine: Any) -> None:
@@ -375,6 +391,53 @@ def test_an_aborted_request_leaves_nothing(
         assert set(one.run(FakeRequest("s", ["a"])).loads) == {"a"}
 
 
+def test_new_weights_have_other_outputs(store: Store, engine: Any) -> None:
+    one, other = engine(), engine(**PRODUCER)
+    for name in ("a", "b"):
+        put(open_space(store), name)
+    assert set(one.run(FakeRequest("r", ["a"])).loads) == {"a"}
+    old = one.half._space
+
+    weights_are("unnamed-1")
+    one.cached.clear()
+    other.cached.clear()
+    step = one.run(FakeRequest("s", ["a", "b"]))
+    assert (step.loads, step.encoded, step.saves) == ({}, {"a", "b"}, {"a", "b"})
+    new = one.half._space
+    assert new.namespace == old.namespace.model_copy(update={"weights": "unnamed-1"})
+    assert other.half._space.id == new.id
+    # A fetch that began before it ends in nothing.
+    put(new, "a")
+    assert set(one.run(FakeRequest("t", ["a"])).loads) == set(), "in the encoder cache"
+
+    weights_are(None)
+    one.cached.clear()
+    step = one.run(FakeRequest("u", ["a", "b"]))
+    assert (step.loads, step.encoded, step.saves) == ({}, {"a", "b"}, set())
+    one.fails(FakeRequest("v", ["a"], brings=DESCRIPTION))
+    request = FakeRequest("w", ["a"])
+    other.half._media = DescribingMedia({})
+    other.run(request)
+    assert other.finish(request) == {"a": {"item_indices": [0], "metadata": {}}}
+    store.transfers.drain(5.0)
+    assert store.catalogue.usage(new.id).segments == 0, "nobody else can read it"
+
+    weights_are(old.namespace.weights)
+    one.cached.clear()
+    assert set(one.run(FakeRequest("x", ["a"])).loads) == {"a"}
+
+
+def test_a_worker_saves_to_the_namespace_of_the_step(store: Store) -> None:
+    worker = ECWorker(store, dtype=torch.float32, device=lambda: torch.device("cpu"), saves=lambda: True)
+    spaces = [open_space(store), open_space(store, weights="v")]
+    for space in spaces:
+        metadata = ECStoreMetadata(canonical_json(space.namespace), {}, {"a"})
+        worker.use(metadata)
+        worker.save(metadata, {"a": torch.zeros(ROWS, WIDTH)}, "a")
+    store.transfers.drain(5.0)
+    assert [store.catalogue.usage(space.id).segments for space in spaces] == [1, 1]
+
+
 # ---- statistics -----------------------------------------------------------------------------------
 
 
@@ -387,7 +450,7 @@ def test_statistics_tell_where_items_came_from(store: Store, engine: Any) -> Non
     one.run(FakeRequest("s", ["stored"]))
     stats = one.half.take_stats()
     assert stats is not None
-    counts = stats.data["counts"]
+    counts = stats["counts"]
     assert {name: counts[name] for name in counts if name.startswith(("items", "misses", "loaded"))} == {
         "items{store}": 1,
         "items{staging}": 1,
@@ -395,14 +458,18 @@ def test_statistics_tell_where_items_came_from(store: Store, engine: Any) -> Non
         "misses{absent}": 1,
         "loaded_bytes": 2 * ROWS * WIDTH * 4,
     }
-    assert len(stats.data["seconds"]["fetch_seconds"]) == 1
+    assert len(stats["seconds"]["fetch_seconds"]) == 1
     assert one.half.take_stats() is None
 
 
+def report(counts: dict[str, int], seconds: Any = ()) -> dict[str, Any]:
+    return {"counts": dict(counts), "seconds": dict(seconds), "gauges": {}}
+
+
 def test_statistics_add_up_and_reach_prometheus() -> None:
-    first = ECStoreStats({"counts": {"items{store}": 2}, "seconds": {"fetch_seconds": [0.5]}})
-    second = ECStoreStats({"counts": {"items{store}": 1, "unavailable_requests": 1}, "seconds": {}})
-    merged = ECStoreWorkerMetadata({"a"}, first.data).aggregate(ECStoreWorkerMetadata({"b"}, second.data))
+    first = report({"items{store}": 2}, {"fetch_seconds": [0.5]})
+    second = report({"items{store}": 1, "unavailable_requests": 1})
+    merged = ECStoreWorkerMetadata({"a"}, first).aggregate(ECStoreWorkerMetadata({"b"}, second))
     assert isinstance(merged, ECStoreWorkerMetadata) and merged.loaded == {"a", "b"}
     total = ECStoreStats(merged.stats)
     assert total.reduce() == {
@@ -425,8 +492,7 @@ def test_statistics_add_up_and_reach_prometheus() -> None:
     value = registry.get_sample_value
     labels = {"model_name": "m", "engine": "1"}
     assert value("vllm:kvstore_ec_misses_total", labels | {"reason": "corrupt"}) == 0
-    data = {"counts": {"items{store}": 3, "of a later version": 1}, "seconds": {"fetch_seconds": [0.5]}}
-    metrics.observe(data, 1)
+    metrics.observe(report({"items{store}": 3, "of a later version": 1}, {"fetch_seconds": [0.5]}), 1)
     assert value("vllm:kvstore_ec_items_total", labels | {"source": "store"}) == 3
     assert value("vllm:kvstore_ec_items_total", labels | {"engine": "0", "source": "store"}) == 0
     assert value("vllm:kvstore_ec_fetch_seconds_sum", labels) == 0.5
