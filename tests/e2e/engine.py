@@ -98,6 +98,8 @@ class Result:
     """From handing in the whole batch to this request's first token; None if it never had one."""
     ec_params: dict[str, Any] | None
     """`RequestOutput.ec_transfer_params`: what an EC producer says of the request's items."""
+    kv_params: dict[str, Any] | None = None
+    """`RequestOutput.kv_transfer_params`: what a prefill engine says of the prompt that it hands over."""
 
 
 class Engine:
@@ -271,13 +273,13 @@ class Engine:
         """Lets the engine step with nothing to do, for what a connector finishes in `get_finished`."""
         self._call("idle", seconds + 60, seconds=seconds)
 
-    def evaluate(self, source: str) -> Any:
+    def evaluate(self, source: str, *, within_s: float = 120.0) -> Any:
         """The value of a Python expression in the engine's process, where `llm` is the `vllm.LLM`.
 
         Values that are not JSON come back as their repr. With one process the whole engine is in reach,
         scheduler and worker: `llm.llm_engine.engine_core.engine_core.scheduler`.
         """
-        return self._call("evaluate", source=source)
+        return self._call("evaluate", within_s, source=source)
 
     def kill(self) -> None:
         """`kill -9` of the engine and whatever it started; returns when it is gone."""

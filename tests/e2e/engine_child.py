@@ -169,6 +169,7 @@ class Served:
             "external_tokens": prefill.num_external_cached_tokens if prefill else 0,
             "ttft_s": first - began if first is not None else None,
             "ec_params": output.ec_transfer_params if output is not None else None,
+            "kv_params": output.kv_transfer_params if output is not None else None,
         }
 
     def idle(self, seconds: float) -> None:
