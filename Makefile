@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick test test-quick check demo bench clean
+.PHONY: help setup setup-quick test test-quick check demo soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ check: setup-quick ## lint, format, types, layers: reads only
 
 demo: setup ## two real engines share one cache, on the CPU (ARGS="--index redis://...")
 	@$(PYTHON) -m tools.demo $(ARGS)
+
+soak: setup ## five minutes of arrivals, aborts, preemptions and evictions on one engine
+	@STORM_SECONDS=150 $(PYTHON) -m pytest tests/e2e/test_storm.py -s $(ARGS)
 
 bench: setup ## costs of match, load and save as ratios to bare calls
 	@$(PYTHON) -m tests.benchmarks.run $(ARGS)
