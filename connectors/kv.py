@@ -1,8 +1,11 @@
 """KVStoreConnector: vLLM's KV connector over the store.
 
-    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_connector_module_path": "connectors.kv",
-      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
+      "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"index": "redis://HOST:6379/0", "payloads": "file:///DIR"}}'
+
+vLLM finds that name where this package is installed (connectors.plugin); where it is only on the path, add
+"kv_connector_module_path": "connectors.kv".
 
 A facade: each method hands over to the half that runs in this process, `KVScheduler` or `KVWorker`.
 Loads are asynchronous always (the engine never runs a step that waits for bytes), and a failed one
@@ -11,6 +14,7 @@ is recomputed, so `kv_load_failure_policy` must be "recompute".
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,20 +27,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from connectors.identity import hash_tokens, kv_namespace, page_format, refuse_unsupported_kv
+from connectors.kv_events import Events, tables_of
 from connectors.kv_handoff import open_handoffs
 from connectors.kv_scheduler import KVScheduler
+from connectors.kv_stats import KVStorePromMetrics, KVStoreStats
 from connectors.kv_types import KVStoreHandshake, KVStoreMetadata, KVStoreWorkerMetadata
 from connectors.kv_worker import KVWorker
-from connectors.layout import fails_by_request, local_groups, merge
-from connectors.options import open_for, segment_blocks
+from connectors.layout import Group, fails_by_request, local_groups, merge
+from connectors.options import hit_source, is_remote, open_for, segment_blocks
+from connectors.plugin import register
 from connectors.shards import Place, fits
 from kvstore.build import load_settings
 from kvstore.errors import ConfigError
+from kvstore.store import Space
 from schemas.namespace import Namespace
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -44,6 +57,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+# MultiConnector looks its connectors up by name to sort out their statistics, also those with a module path.
+register()
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -60,6 +77,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 "block that can't be loaded would fail its request"
             )
         self._settings = load_settings(transfer.kv_connector_extra_config)
+        self._cache_hit_source = hit_source(self._settings)
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | None = None
         self._block_pool: BlockPool | None = None
@@ -122,6 +140,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVStoreWorkerMetadata | None:
         return self._on_worker.take_report()
+
+    # get_finished_count is vLLM's: every rank loads its part of every load and reports each, so a load has
+    # ended when all ranks have said so, which is the default. get_kv_connector_kv_cache_events likewise: what
+    # is stored is known to be when all ranks have reported it, which only the scheduler's half sees.
 
     def name_weights(self, name: str) -> None:
         """The weights that this worker has now are called so: see connectors.weights."""
@@ -188,7 +210,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=len(ranks),
             holds_blocks=self._holds_blocks,
             handoffs=open_handoffs(config, space, groups, hash_tokens=tokens, fits=readable),
+            events=self._events(space, groups, tokens),
         )
+
+    def _events(self, space: Space, groups: list[Group], hash_tokens: int) -> Events | None:
+        """None if nobody listens."""
+        config = self._vllm_config.kv_events_config
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        tables = tables_of(self._kv_cache_config)
+        return Events(groups, tables, hash_tokens, ownership=space.id, remote=is_remote(self._settings))
 
     def on_new_request(self, request: Request) -> None:
         self._on_scheduler.on_new_request(request)
@@ -217,10 +248,32 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._on_scheduler.request_finished(request, block_ids)
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._on_scheduler.take_events()
+
     def reset_cache(self) -> bool | None:
         return self._on_scheduler.reset_cache()
 
     # ---- both -----------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._worker is not None:
+            return self._worker.take_stats()
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KVStoreStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

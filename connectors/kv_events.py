@@ -64,7 +64,37 @@ class _Stored(NamedTuple):
     lora_name: str | None
 
 
-class Events:
+class NoEvents:
+    """Nobody listens. What `Events` is told, and by whom, is what these are."""
+
+    def planned(self, request: Request, saves: Iterable[Save]) -> None:
+        """These blocks of a request are on their way to the store."""
+
+    def ended(self, segment: SegmentId, *, written: bool) -> None:
+        """All ranks have ended their part of a segment; `written`: it can be found now."""
+
+    def loading(self, request_id: str, groups: Sequence[GroupLoad]) -> None:
+        """A load has been planned: whose blocks they are, if a segment turns out to be bad."""
+
+    def load_ended(self, request_id: str) -> None:
+        """A load has ended."""
+
+    def bad(self, segments: set[SegmentId]) -> None:
+        """These segments failed verification and are evicted."""
+
+    def missing(self, hashes: Sequence[bytes], stored: Sequence[int], asked_at: float) -> None:
+        """At `asked_at` (`time.monotonic`) the index had so many leading blocks of each group of a request
+        and not the next. If this engine had announced that, it has been evicted since."""
+
+    def restart(self, ownership: str) -> None:
+        """Blocks belong to another namespace from now on; this engine serves none of those announced."""
+
+    def take(self) -> Sequence[BlockStored | BlockRemoved]:
+        """What happened since the last call, in order."""
+        return ()
+
+
+class Events(NoEvents):
     """Of one engine."""
 
     def __init__(
@@ -91,22 +121,24 @@ class Events:
     # ---- what is stored -------------------------------------------------------------------------
 
     def planned(self, request: Request, saves: Iterable[Save]) -> None:
-        """These blocks of a request are on their way to the store."""
         lora = getattr(request, "lora_request", None)
         for save in saves:
             size = self._groups[save.group].rule.block_tokens
             before = save.first * size // self._hash_tokens
+            # A partial block, which is handed over to another engine, has no name that others know.
+            full = min(len(save.hashes), len(request.block_hashes) * self._hash_tokens // size - save.first)
+            if full < 1:
+                continue
             self._saving[save.segment] = _Stored(
                 save.group,
-                save.hashes,
+                save.hashes[:full],
                 request.block_hashes[before - 1] if before else None,
-                list(request.all_token_ids[save.first * size : (save.first + len(save.hashes)) * size]),
+                list(request.all_token_ids[save.first * size : (save.first + full) * size]),
                 lora.adapter_id if lora is not None else None,
                 lora.name if lora is not None else None,
             )
 
     def ended(self, segment: SegmentId, *, written: bool) -> None:
-        """All ranks have ended their part of a segment; `written`: it can be found now."""
         stored = self._saving.pop(segment, None)
         if stored is None or not written:
             return
@@ -139,15 +171,12 @@ class Events:
     # ---- what is gone ---------------------------------------------------------------------------
 
     def loading(self, request_id: str, groups: Sequence[GroupLoad]) -> None:
-        """A load has been planned: whose blocks they are, if a segment turns out to be bad."""
         self._loading[request_id] = groups
 
     def load_ended(self, request_id: str) -> None:
-        """A load has ended, or its request has."""
         self._loading.pop(request_id, None)
 
     def bad(self, segments: set[SegmentId]) -> None:
-        """These segments failed verification and are evicted."""
         gone: dict[int, dict[bytes, None]] = {}
         for groups in self._loading.values():
             for one in groups:
@@ -158,8 +187,6 @@ class Events:
         self._removed({group: list(hashes) for group, hashes in gone.items()})
 
     def missing(self, hashes: Sequence[bytes], stored: Sequence[int], asked_at: float) -> None:
-        """At `asked_at` (`time.monotonic`) the index had so many leading blocks of each group of a request
-        and not the next. If this engine had announced that, it has been evicted since."""
         gone: dict[int, list[bytes]] = {}
         for number, group in enumerate(self._groups):
             if group.rule.reach != "prefix":
@@ -190,7 +217,6 @@ class Events:
                     )
 
     def restart(self, ownership: str) -> None:
-        """Blocks belong to another namespace from now on; this engine serves none of those announced."""
         self._events.clear()
         self._saving.clear()
         gone: dict[int, list[bytes]] = {}
@@ -199,10 +225,9 @@ class Events:
         self._removed(gone)
         self._ownership = ownership
 
-    def take(self) -> list[BlockStored | BlockRemoved]:
-        """What happened since the last call, in order."""
+    def take(self) -> Sequence[BlockStored | BlockRemoved]:
         if not self._events:
-            return []
+            return ()
         events = list(self._events)
         self._events.clear()
         return events

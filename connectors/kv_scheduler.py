@@ -35,12 +35,15 @@ from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
 from connectors.kv_admission import Admission, Note
 from connectors.kv_epochs import Epochs
+from connectors.kv_events import NoEvents
 from connectors.kv_handoff import Handoffs, Receiving, Sending, finished_well
 from connectors.kv_match import Found, Matcher, PendingMatch
 from connectors.kv_saving import NULL_BLOCK, Progress, Saving
+from connectors.kv_stats import RENAMED, KVStoreStats
 from connectors.kv_types import GroupLoad, KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
 from connectors.layout import Group
 from connectors.planning import EVERY_BLOCK, external_tokens, savable_tokens, slice_runs
+from connectors.stats import Tally
 from connectors.weights import Naming, agreed
 from kvstore.keys import SegmentId, canonical_json
 from kvstore.ports import Run
@@ -56,6 +59,8 @@ log = logging.getLogger(__name__)
 
 #: Total time per scheduler step that may be spent waiting for matches that are under way.
 _PATIENCE_S = 0.001
+#: Ends of a match that say that the next block is not in the store, or of no use.
+_GONE = ("absent", "quarantined")
 
 
 @dataclass(slots=True)
@@ -77,6 +82,8 @@ class Tracked:
     #: The request whose load brings what this one waits for.
     waits_for: str | None = None
     loading: bool = False
+    #: Tokens that its load brings.
+    load_tokens: int = 0
     load_failed: bool = False
     #: Its prompt is handed over to another engine, or was by another one.
     sending: Sending | None = None
@@ -101,10 +108,13 @@ class KVScheduler:
         ranks: int = 1,
         holds_blocks: Callable[[], bool] | None = None,
         handoffs: Handoffs | None = None,
+        events: NoEvents | None = None,
     ) -> None:
         """`segment_blocks`: blocks per segment, of each group. `fits`: see kv_match.Matcher. `ranks`: how
-        many workers report. `holds_blocks`: see kv_epochs.Epochs."""
+        many workers report. `holds_blocks`: see kv_epochs.Epochs. `events`: if somebody listens."""
         self._store = store
+        self._events = events or NoEvents()
+        self._tally = Tally(store.counters, RENAMED)
         self._groups = groups
         self._settings = store.settings.kv
         self._hash_tokens = hash_tokens
@@ -192,6 +202,8 @@ class KVScheduler:
         tracked.progress.saved = list(match.stored)
         tracked.local_tokens = computed
         tracked.seen_tokens = 0
+        if tracked.match is not None and match.reason in _GONE:
+            self._events.missing(request.block_hashes, match.stored, tracked.match.asked_at)
         if not tokens:
             missed = (match.tokens - computed) // self._hash_tokens
             if missed > 0 and tracked.receiving is None:
@@ -271,7 +283,12 @@ class KVScheduler:
         matcher, space = self._matcher, self._space
 
         def job() -> None:
-            pending.finish(self._find(matcher, hashes, tokens, pending.end, first))
+            found = self._find(matcher, hashes, tokens, pending.end, first)
+            pending.finish(found)
+            self._tally.add("matches")
+            self._tally.add("asked_tokens", len(hashes) * self._hash_tokens)
+            self._tally.add("matched_tokens", found.tokens)
+            self._tally.timed("match_seconds", time.monotonic() - pending.asked_at)
             if note is not None:
                 note.run(space)
 
@@ -310,7 +327,9 @@ class KVScheduler:
             if (load := self._group_load(number, group, hashes, runs[number], tables, first, stop))
         ]
         self._loads.append(Load(request.request_id, groups))
-        tracked.loading = True
+        tracked.loading, tracked.load_tokens = True, external
+        self._tally.add("promised_tokens", external)
+        self._events.loading(request.request_id, groups)
         # Consumed: after a preemption the index is asked again.
         tracked.match = tracked.receiving = None
         if self._prefix_caching:
@@ -357,6 +376,8 @@ class KVScheduler:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVStoreWorkerMetadata):
             self._store.mark_bad(meta.bad_segments)
+            if meta.bad_segments:
+                self._events.bad(meta.bad_segments)
             for rank, down in meta.payloads_down.items():
                 (self._down.add if down else self._down.discard)(rank)
             # This half reads no payloads, so nothing else tells it what not to promise.
@@ -367,16 +388,26 @@ class KVScheduler:
                 if (tracked := self._requests.get(request_id)) is not None and tracked.sending is not None:
                     tracked.sending.failed = True
             for segment, (count, written) in meta.ended_saves.items():
-                self._saving.ended(segment, count, written=written)
+                self._save_ended(segment, count, written=written)
             if meta.weights:
                 self._weights_named(meta.weights)
         for request_id in output.finished_recving or ():
             self._load_ended(request_id)
 
+    def _save_ended(self, segment: SegmentId, count: int, *, written: bool) -> None:
+        blocks = self._saving.ended(segment, count, written=written)
+        if blocks is None:
+            return
+        if blocks and blocks[0][0] == 0:
+            self._tally.add("saved_tokens", len(blocks) * self._groups[0].rule.block_tokens)
+        self._events.ended(segment, written=bool(blocks))
+
     def _load_failed(self, request_id: str, groups: dict[int, int]) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
-            tracked.load_failed = True
+            if tracked.load_tokens:
+                self._tally.add("loads{failed}")
+            tracked.load_failed, tracked.load_tokens = True, 0
             saved = tracked.progress.saved
             for group, block in groups.items():
                 saved[group] = min(saved[group], block)
@@ -392,6 +423,11 @@ class KVScheduler:
     def _load_ended(self, request_id: str) -> None:
         if (tracked := self._requests.get(request_id)) is not None:
             tracked.loading = False
+            if tracked.load_tokens:
+                self._tally.add("loads{complete}")
+                self._tally.add("loaded_tokens", tracked.load_tokens)
+                tracked.load_tokens = 0
+        self._events.load_ended(request_id)
         for block_hash in self._arriving_of.pop(request_id, ()):
             if self._arriving.get(block_hash) == request_id:
                 del self._arriving[block_hash]
@@ -462,6 +498,8 @@ class KVScheduler:
             saves += self._saving.take_offers(progress, hashes, offers, admitted, done)
         if sending is not None and self._handoffs is not None:
             self._handoffs.mark(name, sending, saves)
+        if saves:
+            self._events.planned(request, saves)
         return saves
 
     def _done(self, tracked: Tracked) -> int:
@@ -504,9 +542,11 @@ class KVScheduler:
             # An answer that comes too late for the last step is too late: nothing of it is saved.
             admitted = self._admission.admitted(request, tracked.note) or 0
             done = min([self._done(tracked), *sizes])
-            self._flushes += self._saving.plan(
+            flushes = self._saving.plan(
                 tracked.progress, request.block_hashes, done, admitted, lambda: tables, final=True
             )
+            self._events.planned(request, flushes)
+            self._flushes += flushes
         if tracked is not None and tracked.sending is not None and self._handoffs is not None:
             return self._hand_over(request, tracked.sending, self._handoffs)
         return False, None
@@ -529,6 +569,7 @@ class KVScheduler:
         Nothing that was stored before is loaded after it, and loads under way are abandoned. Always True.
         """
         self._epochs.reset()
+        self._tally.add("resets{left_alone}" if self._epochs.space is None else "resets{renamed}")
         self._namings.clear()
         self._abandon_loads = True
         self._start_over()
@@ -541,7 +582,9 @@ class KVScheduler:
         if naming is None:
             return
         self._namings.clear()
-        if self._epochs.name(naming) and self._epochs.space is not self._space:
+        taken = self._epochs.name(naming)
+        self._tally.add("resets{named}" if taken else "resets{refused_name}")
+        if taken and (self._retired or self._epochs.space is not self._space):
             self._start_over()
 
     def _start_over(self) -> None:
@@ -550,10 +593,32 @@ class KVScheduler:
         self._enter(space)
         self._saving.restart(self._flushes, _abandon_in(space or self._space))
         self._flushes.clear()
+        self._events.restart((space or self._space).id)
         for tracked in self._requests.values():
             # Of a load under way the match has been consumed; its end is reported in any case.
             tracked.match = tracked.note = None
             tracked.progress = self._saving.start()
+
+    # ---- what vLLM asks of its doings -----------------------------------------------------------
+
+    @guarded(None)
+    def take_stats(self) -> KVStoreStats | None:
+        """What happened since the last call; None if nothing has."""
+        report = self._tally.take(self._saving.under_way > 0, self._gauges)
+        return None if report is None else KVStoreStats(report)
+
+    def _gauges(self) -> dict[str, float]:
+        breaker = self._store.index_breaker
+        return {
+            "queued_calls": self._store.transfers.queued["calls"],
+            "pending_segments": self._saving.under_way,
+            "index_down": int(breaker is not None and not breaker.is_closed),
+        }
+
+    @guarded(())
+    def take_events(self) -> Sequence[Any]:
+        """KV events since the last call, in order."""
+        return self._events.take()
 
     def shutdown(self) -> None:
         """Close the store of this half."""

@@ -25,10 +25,12 @@ import torch
 
 from connectors.guard import guarded
 from connectors.kv_handoff_saves import KeptSaves
+from connectors.kv_stats import RENAMED, KVStoreStats
 from connectors.kv_types import GroupLoad, KVStoreWorkerMetadata, Load, Save
 from connectors.layout import LocalGroup
 from connectors.planning import gaps, split_run
 from connectors.shards import Place, read_part
+from connectors.stats import Tally
 from connectors.tensors import Blocks, Chunk, Copied, PagedCache, Staging
 from connectors.weights import Naming
 from kvstore.codec import Slot
@@ -76,6 +78,7 @@ class Ticket:
     #: Pieces that are being copied to the paged cache at this moment.
     writing: int = 0
     expired: bool = False
+    began: float = field(default_factory=time.monotonic)
 
 
 class KVWorker:
@@ -112,6 +115,7 @@ class KVWorker:
         self._failed_handoffs: set[str] = set()
         self._said_down = False
         self._naming: Naming | None = None
+        self._tally = Tally(store.counters, RENAMED)
         #: Saves of hand-offs that found no room.
         self.kept = KeptSaves(self._start_save, self._drop_save)
 
@@ -256,6 +260,7 @@ class KVWorker:
             failed, self._failed_requests = self._failed_requests, set()
         for ticket in done:
             if not ticket.failed:
+                self._tally.timed("load_seconds", now - ticket.began)
                 segments = [run.segment for group in ticket.load.groups for run in group.runs]
                 space = ticket.space
                 self._store.transfers.call(lambda s=space, g=segments: s.touch(g))  # type: ignore[misc]
@@ -344,7 +349,7 @@ class KVWorker:
     @guarded(False)
     def _start_save(self, save: Save) -> bool:
         # Kept for when it is written: by then the scheduler's half may have named another namespace.
-        space = self._space
+        space, began = self._space, time.monotonic()
         assert self._save_staging is not None and space is not None
         cache = self._caches[save.group]
         nbytes = len(save.hashes) * cache.slot_bytes
@@ -355,7 +360,7 @@ class KVWorker:
         except Exception:
             self._save_staging.release(chunk)
             raise
-        if self._store.transfers.write(nbytes, lambda: self._save(space, save, chunk, copied)):
+        if self._store.transfers.write(nbytes, lambda: self._save(space, save, chunk, copied, began)):
             return True
         # The copy may still be under way on a side stream, and the chunk is free when it is done.
         if not self._store.transfers.call(lambda: self._discard(chunk, copied)):
@@ -367,7 +372,7 @@ class KVWorker:
         copied.wait()
         self._save_staging.release(chunk)
 
-    def _save(self, space: Space, save: Save, chunk: Chunk, copied: Copied) -> None:
+    def _save(self, space: Space, save: Save, chunk: Chunk, copied: Copied, began: float) -> None:
         """Transfer thread: one segment."""
         assert self._save_staging is not None
         group, written, lost = self._groups[save.group], False, True
@@ -388,6 +393,8 @@ class KVWorker:
                 insist=save.handed_over is not None,
             )
             written = saved.outcome in ("stored", "waiting")
+            if written:
+                self._tally.timed("save_seconds", time.monotonic() - began)
             lost = not written and saved.outcome != "present"
         except KVStoreError as exc:
             log.warning("%d blocks are not cached: %s", len(save.hashes), exc)
@@ -428,6 +435,27 @@ class KVWorker:
             cache.scatter(blocks, chunk, cache.mark())
         finally:
             self._ready().release(chunk)
+
+    @guarded(None)
+    def take_stats(self) -> KVStoreStats | None:
+        """What happened since the last call; None if nothing has."""
+        staging = self._save_staging
+        busy = bool(self._live) or (staging is not None and staging.free < staging.chunks)
+        report = self._tally.take(busy, self._gauges)
+        return None if report is None else KVStoreStats(report)
+
+    def _gauges(self) -> dict[str, float]:
+        queued = self._store.transfers.queued
+        values: dict[str, float] = {
+            "queued_reads": queued["reads"],
+            "queued_writes": queued["writes"],
+            "queued_write_bytes": queued["write_bytes"],
+            "payloads_down": int(self._said_down),
+        }
+        for name, staging in (("load", self._load_staging), ("save", self._save_staging)):
+            used = (staging.chunks - staging.free) * staging.chunk_bytes if staging is not None else 0
+            values[f"{name}_staging_used_bytes"] = used
+        return {f"{name}{{{self._place.number}}}": value for name, value in values.items()}
 
     def shutdown(self) -> None:
         """Let queued saves finish (bounded), then close the store of this half."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from kvstore.build import describe, open_store
 from kvstore.keys import namespace_id
@@ -37,3 +38,23 @@ def segment_blocks(settings: Settings, slot_bytes: int) -> int:
     """Blocks per segment: the target size, the maximum count, or what staging holds, if that is less."""
     fits = min(settings.segment.target_bytes, settings.kv.staging_bytes) // slot_bytes
     return max(1, min(settings.segment.max_blocks, fits))
+
+
+def is_remote(settings: Settings) -> bool:
+    """Whether the store is elsewhere than this machine, as far as its URLs tell: a folder whose index other
+    machines can reach is taken for one that they have mounted."""
+    return settings.origin.startswith("s3:") or settings.index_url.startswith(("redis:", "rediss:"))
+
+
+def hit_source(settings: Settings) -> Any:
+    """What vLLM's statistics call the place that loads come from (vllm.v1.metrics.cache_hit_source).
+
+    It asks when a load has been planned. Of a store with a local tier it isn't known by then which of the two
+    will answer, and that of a remote store is none of its tiers: both are "unspecified", as vLLM says of a
+    remote store. The metrics of the connector tell the tiers apart after the load.
+    """
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    if settings.tiers is not None or is_remote(settings):
+        return CacheHitSource.EXTERNAL_UNSPECIFIED
+    return CacheHitSource.HOST if settings.origin.startswith("memory:") else CacheHitSource.DISK
