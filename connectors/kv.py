@@ -77,7 +77,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 "block that can't be loaded would fail its request"
             )
         self._settings = load_settings(transfer.kv_connector_extra_config)
-        self._cache_hit_source = hit_source(self._settings)
+        source: Any = getattr(self, "_cache_hit_source", None)
+        if source is not None:  # vLLM 0.31 doesn't ask
+            self._cache_hit_source = type(source)(hit_source(self._settings))
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | None = None
         self._block_pool: BlockPool | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from kvstore.build import describe, open_store
 from kvstore.keys import namespace_id
@@ -46,15 +45,13 @@ def is_remote(settings: Settings) -> bool:
     return settings.origin.startswith("s3:") or settings.index_url.startswith(("redis:", "rediss:"))
 
 
-def hit_source(settings: Settings) -> Any:
-    """What vLLM's statistics call the place that loads come from (vllm.v1.metrics.cache_hit_source).
+def hit_source(settings: Settings) -> str:
+    """What vLLM's statistics call the place that loads come from: a value of its CacheHitSource.
 
     It asks when a load has been planned. Of a store with a local tier it isn't known by then which of the two
     will answer, and that of a remote store is none of its tiers: both are "unspecified", as vLLM says of a
     remote store. The metrics of the connector tell the tiers apart after the load.
     """
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
     if settings.tiers is not None or is_remote(settings):
-        return CacheHitSource.EXTERNAL_UNSPECIFIED
-    return CacheHitSource.HOST if settings.origin.startswith("memory:") else CacheHitSource.DISK
+        return "external_unspecified"
+    return "host" if settings.origin.startswith("memory:") else "disk"
