@@ -499,6 +499,29 @@ class IndexConformance(NoteConformance):
             assert state is CommitState.REFUSED
         assert index.match(name, digests) == []
 
+    @pytest.mark.parametrize("slots", [1, 5])
+    def test_commit_of_ranks_whose_slots_differ_in_size(
+        self, index: Index, name: NamespaceId, slots: int
+    ) -> None:
+        """Stages of a pipeline hold more or fewer layers each."""
+        digests, segment = chain(slots), new_segment_id()
+        parts = [record(slots, sizes=[300 * (1 + rank)] * slots) for rank in range(3)]
+        states = [index.commit(name, segment, digests, parts[rank], rank=rank, ranks=3) for rank in (2, 0, 1)]
+        assert states[-1] is CommitState.VISIBLE
+        (run,) = index.match(name, digests)
+        assert [part.slot_sizes for part in run.record.parts] == [
+            (300,) * slots,
+            (600,) * slots,
+            (900,) * slots,
+        ]
+        # Each of them is told from another that would come under its rank.
+        for rank in range(3):
+            other = parts[(rank + 1) % 3]
+            state = index.commit(name, segment, digests, other, rank=rank, ranks=3)
+            assert state is CommitState.REFUSED
+            state = index.commit(name, segment, digests, parts[rank], rank=rank, ranks=3)
+            assert state is CommitState.VISIBLE
+
     def test_commit_of_many_ranks(self, index: Index, name: NamespaceId) -> None:
         digests, segment = chain(3), new_segment_id()
         parts = [record(3, sizes=[rank + 1, 1, 2], codec="lz4") for rank in range(255)]
