@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from connectors.boundary import alignment, most_tokens
 from connectors.kv_types import Save
 from connectors.layout import Group
 from connectors.planning import EVERY_BLOCK, pieces, saves_due
@@ -34,6 +35,8 @@ class Progress:
     saved: list[int]
     #: Leading blocks that are counted, if they weren't saved, as not worth it.
     passed_over: list[int]
+    #: Tokens at which the request may be resumed in any case: windows before them are saved.
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -57,6 +60,8 @@ class Saving:
     #: Called with segments of which some rank has not written its part, after all have ended.
     abandon: Callable[[SegmentId], None]
     clock: Callable[[], float] = time.time
+    #: Windows are saved only before every so many tokens, and before a request's ends; 0: everywhere.
+    window_interval: int = 0
     #: Blocks being saved by this engine, by group and hash, so that requests of one batch that share a prefix
     #: save it once. Emptied as the workers report.
     _busy: set[tuple[int, bytes]] = field(default_factory=set)
@@ -65,6 +70,11 @@ class Saving:
     def start(self) -> Progress:
         """Of a request of which nothing is known yet."""
         return Progress([0] * len(self.groups), [0] * len(self.groups))
+
+    def ends(self, prompt_tokens: int) -> tuple[int, ...]:
+        """Where a prompt may be resumed when it comes again, and when a longer one does."""
+        rules = [group.rule for group in self.groups]
+        return prompt_tokens, most_tokens(rules, prompt_tokens), most_tokens(rules, prompt_tokens + 1)
 
     @property
     def under_way(self) -> int:
@@ -106,8 +116,27 @@ class Saving:
                 break
             for run in due:
                 assert blocks is not None
-                saves += self._cut(number, run, hashes, {table: blocks[table] for table in group.tables})
+                own = {table: blocks[table] for table in group.tables}
+                for piece in self._worth_resuming(group, run, progress.ends):
+                    saves += self._cut(number, piece, hashes, own)
         return saves
+
+    def _worth_resuming(self, group: Group, run: range, ends: Sequence[int]) -> list[range]:
+        """The blocks of `run` that some token at which a request may be resumed needs of a window."""
+        if not self.window_interval or group.rule.reach == "prefix":
+            return [run]
+        size = group.rule.block_tokens
+        align = alignment([one.rule for one in self.groups])
+        interval = -(-self.window_interval // align) * align
+
+        def needed(block: int) -> bool:
+            # Of the regular places, the first one after the block looks back the furthest.
+            regular = -(-(block + 1) * size // interval) * interval
+            return any(
+                group.rule.skipped_tokens(end) // size <= block < -(-end // size) for end in (regular, *ends)
+            )
+
+        return pieces(run, needed)
 
     def _due(
         self,

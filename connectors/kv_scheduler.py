@@ -124,7 +124,13 @@ class KVScheduler:
         self._epochs = Epochs(store, space, holds_blocks=holds_blocks)
         self._namings: dict[int, Naming] = {}
         self._saving = Saving(
-            groups, hash_tokens, segment_blocks, store.counters, _abandon_in(space), clock=store.clock
+            groups,
+            hash_tokens,
+            segment_blocks,
+            store.counters,
+            _abandon_in(space),
+            clock=store.clock,
+            window_interval=store.settings.kv.window_interval_tokens,
         )
         self._enter(space)
         self._prefix_caching = prefix_caching
@@ -480,6 +486,7 @@ class KVScheduler:
         if state is None:
             return ()
         hashes, progress = request.block_hashes, tracked.progress
+        progress.ends = self._saving.ends(request.num_prompt_tokens)
         if sending is not None and self._handoffs is not None and final:
             saves = self._handoffs.last_saves(
                 sending, self._saving, progress, state.get_block_ids(name), done_tokens
@@ -542,6 +549,8 @@ class KVScheduler:
             # An answer that comes too late for the last step is too late: nothing of it is saved.
             admitted = self._admission.admitted(request, tracked.note) or 0
             done = min([self._done(tracked), *sizes])
+            # A window that decoding has reached is left whole.
+            tracked.progress.ends = (*self._saving.ends(request.num_prompt_tokens), done)
             flushes = self._saving.plan(
                 tracked.progress, request.block_hashes, done, admitted, lambda: tables, final=True
             )

@@ -222,6 +222,10 @@ class KVSettings(Closed):
     match_ttl_s: Seconds = 10.0
     #: From submission to the last byte; past it the rest is recomputed.
     load_deadline_s: Seconds = 30.0
+    #: Of layers with a sliding window or chunks: save only what lies before every so many tokens, and before
+    #: the ends of prompts. Fewer bytes, and a prompt that departs in between is resumed further back. 0: save
+    #: all, so that it is resumed where it departs.
+    window_interval_tokens: int = Field(default=0, ge=0)
     #: Loading fewer blocks than this is not worth a request's detour.
     min_load_blocks: int = Field(default=1, ge=1)
     #: Pinned host memory for loads and, the same again, for saves.

@@ -94,6 +94,42 @@ def test_every_block_is_saved_before_its_window_leaves_it_behind(seed: int) -> N
     assert covered(saves, 1) == list(range(total // HASH * HASH // 16))
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_windows_at_intervals_let_a_prompt_be_resumed_there_and_at_its_ends(seed: int) -> None:
+    source = random.Random(seed)
+    total = source.randint(100, 900)
+    hashes = chain(*range(total // HASH))
+    made = saving(FULL, WINDOW, blocks=64)
+    made.window_interval = source.choice([1, 50, 128, 400])
+    progress, done, saves = made.start(), 0, []
+    while done < total:
+        done = min(total, done + source.choice([16, 64, 300]))
+        tables = [
+            list(range(1, 2 + done // 8)),
+            list(range(1, 2 + done // 16)),
+            list(range(1, 2 + done // 16)),
+        ]
+        progress.ends = made.ends(total)
+        saves += made.plan(
+            progress,
+            hashes,
+            done // HASH * HASH,
+            EVERY_BLOCK,
+            partial(list, tables),
+            computed=done,
+            final=done == total,
+        )
+    assert covered(saves, 0) == list(range(total // 8))
+    interval = -(-made.window_interval // 16) * 16
+    places = [*range(interval, total + 1, interval), (total - 1) // 16 * 16, total // 16 * 16]
+    needed = {block for place in places for block in WINDOW.rule.needed(place)}
+    # A regular place that lies beyond the prompt's end may have been prepared, and costs a block or two.
+    assert needed <= set(covered(saves, 1))
+    beyond = set(WINDOW.rule.needed(-(-total // interval) * interval))
+    ending = set(range(WINDOW.rule.skipped_tokens(total) // 16, total // 16))
+    assert set(covered(saves, 1)) <= needed | beyond | ending
+
+
 def test_what_is_left_behind_is_not_saved_and_what_is_there_is() -> None:
     """After a hit in vLLM's own cache, the blocks before its window were never this request's."""
     made = saving(FULL, WINDOW, blocks=16)
