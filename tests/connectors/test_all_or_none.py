@@ -292,6 +292,21 @@ def test_who_loses_the_claim_between_two_ranks_leaves_no_half_behind(
     assert ours.payloads(tmp_path) == 2
 
 
+def test_ranks_save_the_same_blocks_whatever_they_find_stored(made: Any) -> None:
+    """Another engine stores some of the blocks between two ranks: leaving them out would spoil the rest."""
+    ours, theirs = made(), made()
+    [save] = ours.plan()
+    [other] = theirs.plan(A[:2])
+    ours.all[0].run([save])
+    time.sleep(0.1)
+    for rank in theirs.all:
+        rank.run([other])
+    assert ours.seen == 2
+    ours.all[1].run([save])
+    ours.report(*ours.all)
+    assert (ours.seen, ours.abandoned) == (COUNT, [])
+
+
 def test_a_part_that_comes_after_the_end_is_refused(made: Any, tmp_path: Path) -> None:
     """Of a rank that was thought to have failed, whose commit was only late."""
     ranks = made()
@@ -299,6 +314,7 @@ def test_a_part_that_comes_after_the_end_is_refused(made: Any, tmp_path: Path) -
     ranks.all[0].run([save])
     ranks.space.abandon(save.segment)
     ranks.all[1].run([save])
+    assert ranks.payloads(tmp_path) == 1, "what was refused is deleted at once"
     ranks.report(*ranks.all)
     assert ranks.seen == 0
     assert ranks.abandoned == [save.segment]

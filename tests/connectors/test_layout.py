@@ -211,6 +211,11 @@ def test_sizes_of_tensor_parallelism_never_meet_elsewhere(of: Any) -> None:
     assert len({only(merge([one], any_tp=True)).spec for one in found}) == 2
 
 
+def test_states_keep_their_shards_for_any_size() -> None:
+    group = only(merge([local_groups(config(([0], mamba())), tp=4)], any_tp=True))
+    assert (group.spec.shards, group.writers) == (4, 4)
+
+
 def test_what_all_ranks_hold_is_shared_by_every_size() -> None:
     found = [local_groups(config(([0], mla())), tp=tp) for tp in (1, 2, 8)]
     assert len({only(merge([one], any_tp=True)).spec for one in found}) == 1
@@ -247,6 +252,8 @@ def test_stages_of_which_one_lacks_a_table() -> None:
     merged = merge(stages, any_tp=False)
     assert [(group.spec.shape[0], group.tables) for group in merged] == [(2, (2,)), (4, (0, 1))]
     assert fails_by_request(second, stages[1])
+    other_way = merge(list(reversed(stages)), any_tp=False)
+    assert [group.tables for group in other_way] == [(2,), (0, 1)]
     # Though a stage has layers of one table only, the others' failures can't be told by block ids.
     lone = config(([0], full()), ([], full()))
     assert fails_by_request(lone, local_groups(lone, tp=1))
