@@ -31,6 +31,7 @@ TAKEN: Final[dict[str, Taken]] = {
             "_vllm_config": "kept by the base for later calls",
             "_kv_cache_config": "kept by the base; its own hooks read it too",
             "_get_connector_metadata": "this step's work, as bound by the model runner",
+            "_cache_hit_source": "what vLLM's statistics call the place that loads come from",
         },
     ),
     f"{_KV}:SupportsHMA": Taken("without it vLLM turns the hybrid KV cache manager off"),
@@ -60,6 +61,26 @@ TAKEN: Final[dict[str, Taken]] = {
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": Taken(
         "the blocks allocated for a load", {"get_block_ids": "one list per KV cache group"}
     ),
+    "vllm.distributed.kv_transfer:get_kv_transfer_group": Taken("the worker's connector, to name weights to"),
+    "vllm.distributed.kv_transfer:has_kv_transfer_group": Taken("whether there is one"),
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats": Taken(
+        "base of the statistics", {"__init__": "takes the data"}
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": Taken(
+        "base of the metrics", {"__init__": "keeps the labels"}
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": Taken(
+        "", {"register_connector": "the connector by its name alone"}
+    ),
+    # ---- KV events ------------------------------------------------------------------------------
+    "vllm.distributed.kv_events:KVCacheEvent": Taken("annotation of take_events"),
+    "vllm.distributed.kv_events:BlockStored": Taken("tells routers what the store has"),
+    "vllm.distributed.kv_events:BlockRemoved": Taken("tells routers what it has no more"),
+    "vllm.distributed.kv_events:MEDIUM_STORAGE": Taken("what events call the store"),
+    "vllm.v1.core.kv_cache_utils:maybe_convert_block_hash": Taken("hashes as vLLM's own events have them"),
+    "vllm.v1.kv_cache_interface:get_kv_cache_spec_kind": Taken("kind of a group, in events"),
+    "vllm.v1.kv_cache_interface:get_kv_cache_spec_sliding_window": Taken("window of a group, in events"),
+    "vllm.v1.kv_cache_interface:KVCacheSpecKind": Taken("", {"value": "in events"}),
     # ---- KV caches ------------------------------------------------------------------------------
     "vllm.v1.kv_cache_interface:KVCacheConfig": Taken(
         "which layers form which group",
@@ -96,6 +117,13 @@ TAKEN: Final[dict[str, Taken]] = {
             "tp_replicated": "states that all ranks hold alike",
         },
     ),
+    "vllm.v1.core.block_pool:BlockPool": Taken(
+        "whether the engine's own cache is empty, so that nothing computed with old weights is in it",
+        {
+            "get_usage": "blocks that requests hold",
+            "cached_block_hash_to_block": "blocks that another request could find",
+        },
+    ),
     # ---- the scheduler --------------------------------------------------------------------------
     "vllm.v1.request:Request": Taken(
         "a request in the scheduler",
@@ -110,14 +138,33 @@ TAKEN: Final[dict[str, Taken]] = {
             "resumable": "a streaming session, whose prompt may go on",
             "mm_features": "its images and other inputs",
             "get_num_encoder_embeds": "rows of an item's encoder output",
+            "get_skip_reading_prefix_cache": "the same, asked of a request that was shortened",
+            "all_token_ids": "tokens of its blocks, for events and for the name of a partial one",
+            "kv_transfer_params": "what a proxy says of the prefill's side",
+            "max_tokens": "of a prompt that is prefilled for another engine: one",
+            "prompt_token_ids": "shortened where the last tokens are the decode engine's to compute",
+            "_all_token_ids": "shortened alike",
+            "prompt_embeds": "a prompt without tokens isn't shortened",
+            "status": "how it ended",
             "ec_transfer_params": "what a proxy says of the encoder's side",
         },
+    ),
+    "vllm.v1.request:RequestStatus": Taken(
+        "",
+        {
+            "FINISHED_STOPPED": "ended by itself: its prompt is computed",
+            "FINISHED_LENGTH_CAPPED": "ended by itself: its prompt is computed",
+        },
+    ),
+    "vllm.lora.request:LoRARequest": Taken(
+        "an adapter, in events", {"adapter_id": "its number", "name": "its name"}
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": Taken(
         "what a step does",
         {
             "num_scheduled_tokens": "tokens of each request in this step",
             "kv_connector_block_state": "block tables, for saving",
+            "preempted_req_ids": "requests whose blocks are gone",
             "free_encoder_mm_hashes": "items that leave the encoder caches",
         },
     ),
@@ -130,6 +177,8 @@ TAKEN: Final[dict[str, Taken]] = {
     ),
     "vllm.v1.core.kv_cache_utils:resolve_none_hash_seed": Taken("what the first block's hash starts from"),
     "vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes": Taken("tokens per block hash"),
+    "vllm.v1.core.kv_cache_utils:hash_block_tokens": Taken("names a partial block, by vLLM's own means"),
+    "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys": Taken("what such a name covers besides"),
     "vllm.utils.hashing:get_hash_fn_by_name": Taken("the hash algorithm that the seed belongs to"),
     # ---- configuration --------------------------------------------------------------------------
     "vllm.config:VllmConfig": Taken(
@@ -142,6 +191,8 @@ TAKEN: Final[dict[str, Taken]] = {
             "ec_transfer_config": "the connector's own configuration",
             "lora_config": "adapters",
             "compilation_config": "holds the layers, whose instruction set fills pages",
+            "kv_events_config": "whether anybody listens to events",
+            "num_prefill_lookahead_tokens": "tokens that speculative decoding computes beyond a prompt",
             "speculative_config": "a draft model's layers may have a place in a chunk",
         },
     ),
@@ -163,6 +214,8 @@ TAKEN: Final[dict[str, Taken]] = {
     "vllm.config:CacheConfig": Taken(
         "",
         {
+            "mamba_cache_dtype": "of states, in the namespace",
+            "mamba_ssm_cache_dtype": "of states, in the namespace",
             "cache_dtype": "of KV pages, in the namespace",
             "enable_prefix_caching": "whether loaded blocks are found again locally",
             "prefix_caching_hash_algo": "in the namespace",
@@ -173,6 +226,7 @@ TAKEN: Final[dict[str, Taken]] = {
         {
             "tensor_parallel_size": "in the namespace",
             "pipeline_parallel_size": "in the namespace",
+            "decode_context_parallel_size": "told to the proxy",
             "world_size": "whether workers are on this node",
             "nnodes_within_dp": "whether workers are on this node",
             "distributed_executor_backend": "whether workers are on this node",
@@ -222,10 +276,9 @@ TAKEN: Final[dict[str, Taken]] = {
     f"{_EC}.base:ECConnectorRole": Taken("which half this process needs", {"SCHEDULER": "that half"}),
     f"{_EC}.base:ECConnectorMetadata": Taken("base of what the scheduler's half tells the workers"),
     f"{_EC}.base:ECConnectorWorkerMetadata": Taken("base of what workers report every step"),
-    f"{_EC}.metrics:ECConnectorStats": Taken(
-        "base of the statistics", {"__init__": "takes the data", "data": "what travels between processes"}
-    ),
+    f"{_EC}.metrics:ECConnectorStats": Taken("base of the statistics", {"__init__": "takes the data"}),
     f"{_EC}.metrics:ECConnectorPromMetrics": Taken("base of the metrics", {"__init__": "keeps the labels"}),
+    f"{_EC}.factory:ECConnectorFactory": Taken("", {"register_connector": "the connector by its name alone"}),
     f"{_EC}.utils:collect_ec_item_metadata": Taken("what vLLM's proxies expect of a producer"),
     "vllm.v1.outputs:ECConnectorOutput": Taken(
         "", {"ec_connector_worker_meta": "the workers' reports, aggregated over ranks"}
@@ -336,6 +389,8 @@ RESULTS: Final = {
     "KVCacheConfig.kv_cache_groups": "KVCacheGroupSpec",
     "KVCacheGroupSpec.kv_cache_spec": "KVCacheSpec",
     "KVCacheSpec.kv_cache_specs": "KVCacheSpec",
+    "Request.lora_request": "LoRARequest",
+    "get_kv_cache_spec_kind()": "KVCacheSpecKind",
     "Request.mm_features": "MultiModalFeatureSpec",
     "MultiModalFeatureSpec.mm_position": "PlaceholderRange",
     "SchedulerOutput.kv_connector_block_state": "KVConnectorBlockState",
@@ -369,8 +424,9 @@ NAMES: Final = {
 
 #: Attributes that only newer versions have, which connectors/ must therefore read with a default.
 SINCE: Final = {
+    "KVConnectorBase_V1._cache_hit_source": (0, 32),
     "ECTransferConfig.mm_encoder_output_widths": (0, 32),
 }
 
-#: Read where the search does not follow: it takes what lists and dictionaries have for theirs.
-UNSEEN: Final = {"TransferJob.keys"}
+#: Used where the search does not follow: it takes what lists have for theirs, and what we set for ours.
+UNSEEN: Final = {"TransferJob.keys", "KVConnectorBase_V1._cache_hit_source"}
