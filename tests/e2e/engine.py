@@ -42,6 +42,8 @@ _ENVIRONMENT = {
     # theirs to the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # The n-gram speculator counts its own, and leaves OpenMP with as many.
+    "NUMBA_NUM_THREADS": "1",
     # Loopback only, and no guess from the machine's name.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -211,16 +213,19 @@ class Engine:
         max_tokens: int = 16,
         cache_salt: str | None = None,
         timeout_s: float = 120.0,
-        abort_after: Mapping[int, int] | None = None,
+        abort_after: Mapping[int, int | str] | None = None,
         **sampling: Any,
     ) -> list[Result]:
         """Runs the prompts as one batch, greedily, to exactly `max_tokens` each; results in order.
 
-        A prompt has `prompt_token_ids` or `prompt`, and may have `images` (encoded, as `random_image`
-        makes them), `uuids` (one for each image, None allowed) and its own `cache_salt`; instead of images
-        `descriptions`, the model's fields that say how many placeholders each has. `abort_after`
-        maps a prompt's position to the number of engine steps after which it is aborted; its result then
-        has no tokens. `sampling` goes to SamplingParams.
+        A prompt has `prompt_token_ids`, `prompt` or `embeds_of` (token ids, handed in as their embeddings),
+        and may have `images` (encoded, as `random_image` makes them), `uuids` (one for each image, None
+        allowed), its own `cache_salt`, and `lora` (an adapter's folder, named `<name>-<number>`); instead
+        of images `descriptions`, the model's fields that say how many placeholders each has.
+        `abort_after` maps a prompt's position to the number of engine steps after which it is aborted, or
+        to the state in which it is: `waiting` (for a place in the batch), `loading` (from the store),
+        `prefilling` (some of its prompt is computed) or `saving` (all of it is, and the store is writing).
+        Its result then has no tokens. `sampling` goes to SamplingParams.
         """
         value = self._call(
             "generate",
@@ -228,7 +233,7 @@ class Engine:
             prompts=[_encoded(prompt, cache_salt) for prompt in prompts],
             max_tokens=max_tokens,
             timeout_s=timeout_s,
-            abort_after={str(position): steps for position, steps in (abort_after or {}).items()},
+            abort_after={str(position): when for position, when in (abort_after or {}).items()},
             sampling=sampling,
         )
         return [Result(**result) for result in value]
@@ -252,6 +257,30 @@ class Engine:
 
     def finish_generate(self) -> list[Result]:
         return [Result(**result) for result in self._receive(150.0)]
+
+    def session(
+        self, turns: Sequence[Sequence[int]], *, max_tokens: int = 16, timeout_s: float = 60.0
+    ) -> list[Result]:
+        """Runs a streaming session, greedily: the tokens of each turn are handed in when the answer to the
+        one before is there. One result per turn; what was cached is that of the first."""
+        made = [list(turn) for turn in turns]
+        value = self._call(
+            "session", timeout_s * len(made) + 30, turns=made, max_tokens=max_tokens, timeout_s=timeout_s
+        )
+        return [Result(**result) for result in value]
+
+    def held(self) -> dict[str, int]:
+        """What the engine and its KV connector hold at the moment: KV blocks, requests, staging buffers,
+        transfers. One process only."""
+        return dict(self._call("held"))
+
+    def idle_steps(self) -> int:
+        """Steps so far that gave no request a token."""
+        return int(self._call("idle_steps"))
+
+    def delay_transfers(self, *, read_s: float = 0.0, write_s: float = 0.0) -> None:
+        """From now on the store's reads and writes begin so much later. One process only."""
+        self._call("delay_transfers", read_s=read_s, write_s=write_s)
 
     def encoder_calls(self) -> int:
         """Images the engine has run its encoder on since it became ready."""

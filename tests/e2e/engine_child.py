@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import copy
 import faulthandler
 import gc
 import io
@@ -22,7 +23,10 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
+
+from tests.e2e import engine_patches
 
 IDLE_STEP_S = 0.001
 
@@ -72,14 +76,19 @@ class Served:
         gc.freeze()
         gc.enable()
         if arguments.pop("split_mamba2_prefills", False):
-            _split_mamba2_prefills()
+            engine_patches.split_mamba2_prefills()
+        if arguments.get("async_scheduling"):
+            engine_patches.allow_async_scheduling()
+        self.slow = engine_patches.SlowTransfers()
         self.llm = LLM(**arguments)
+        self._model = Path(arguments["model"])
         self.llm.collective_rpc("count_encoder_items")
         if arguments.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc("make_pipeline_buffers")
         self._prefills: dict[str, Any] = {}
         self._first_token_at: dict[str, float] = {}
         self._core_outputs = 0
+        self._sessions = self._idle_steps = 0
         self._observe_core_outputs()
 
     def _observe_core_outputs(self) -> None:
@@ -112,7 +121,7 @@ class Served:
         prompts: list[dict[str, Any]],
         max_tokens: int,
         timeout_s: float,
-        abort_after: dict[str, int],
+        abort_after: dict[str, int | str],
         sampling: dict[str, Any],
     ) -> list[dict[str, Any]]:
         from vllm import SamplingParams
@@ -122,29 +131,121 @@ class Served:
         self._prefills.clear()
         self._first_token_at.clear()
         began = time.monotonic()
-        names = self.llm.enqueue(
-            [_decoded(prompt) for prompt in prompts],
+        ids = self.llm.enqueue(
+            [_decoded(prompt, self._model) for prompt in prompts],
             [SamplingParams(max_tokens=max_tokens, **options) for _ in prompts],
+            lora_request=[_adapter(prompt) for prompt in prompts],
             use_tqdm=False,
         )
-        # The engine's own ids may carry a random suffix; outputs carry the plain one.
-        names = [name.split("-")[0] for name in names]
-        aborts = {names[int(i)]: steps for i, steps in abort_after.items()}
+        # The engine's own ids carry a random suffix; outputs carry the plain one.
+        names = [one.split("-")[0] for one in ids]
+        aborts = {ids[int(i)]: when for i, when in abort_after.items()}
         finished: dict[str, Any] = {}
         steps = 0
         while engine.has_unfinished_requests():
             if time.monotonic() - began > timeout_s:
                 engine.abort_request(names)
                 raise TimeoutError(f"requests unfinished after {timeout_s:g} s and {steps} steps")
-            due = [name for name, at in aborts.items() if at <= steps]
+            due = [one for one, when in aborts.items() if self._is_due(one, when, steps)]
             if due:
-                engine.abort_request(due)
-                for name in due:
-                    del aborts[name]
+                engine.abort_request(due, internal=True)
+                for one in due:
+                    del aborts[one]
                 continue
             self._step(finished)
             steps += 1
         return [self._result(finished.get(name), name, began) for name in names]
+
+    def _is_due(self, request_id: str, when: int | str, steps: int) -> bool:
+        """Whether a request is to be aborted now: after so many steps, or in the state that `when` names."""
+        if isinstance(when, int):
+            return when <= steps
+        from vllm.v1.request import RequestStatus
+
+        request = self._scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        if when in ("waiting", "loading"):
+            status = {"waiting": "WAITING", "loading": "WAITING_FOR_REMOTE_KVS"}[when]
+            return steps > 0 and request.status is RequestStatus[status]
+        if request.status is not RequestStatus.RUNNING:
+            return False
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        if when == "prefilling":
+            return 0 < left < request.num_prompt_tokens
+        if when == "saving":
+            return left <= 0 and self.slow.under_way("writes") > 0
+        raise ValueError(f"unknown state {when!r}")
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def session(self, turns: list[list[int]], max_tokens: int, timeout_s: float) -> list[dict[str, Any]]:
+        """A streaming session: each turn's tokens are added to a request that goes on living."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self.llm.llm_engine
+        params = SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=max_tokens,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        tasks = engine.get_supported_tasks()
+
+        def request(prompt: list[int], request_id: str, resumable: bool) -> Any:
+            return engine.input_processor.process_inputs(
+                request_id, {"prompt_token_ids": prompt}, params, tasks, resumable=resumable
+            )
+
+        def hand_in(made: Any) -> None:
+            # Both halves append to the list of tokens; between two processes each has its own.
+            theirs = copy.copy(made)
+            theirs.prompt_token_ids = list(made.prompt_token_ids)
+            engine.output_processor.add_request(made, None)
+            engine.engine_core.add_request(theirs)
+
+        self._sessions += 1
+        name = f"session{self._sessions}"
+        # Says at the end that no more input comes; its token is ignored.
+        last = request([0], name, resumable=False)
+        engine.input_processor.assign_request_id(last)
+        self._prefills.clear()
+        results = []
+        for turn in turns:
+            began = time.monotonic()
+            self._first_token_at.clear()
+            made = request(turn, last.request_id, resumable=True)
+            made.external_req_id = name
+            hand_in(made)
+            tokens: list[int] = []
+            while len(tokens) < max_tokens:
+                if time.monotonic() - began > timeout_s:
+                    engine.abort_request([name])
+                    raise TimeoutError(f"a turn unfinished after {timeout_s:g} s")
+                for output in engine.step():
+                    tokens += output.outputs[0].token_ids
+            results.append(self._result(None, name, began) | {"token_ids": tokens, "finish_reason": None})
+        hand_in(last)
+        return results
+
+    def held(self) -> dict[str, int]:
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return {
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "requests": len(self._scheduler.requests),
+            "transfers": self.slow.under_way("reads") + self.slow.under_way("writes"),
+            **engine_patches.held_by_connector(self._scheduler.connector),
+        }
+
+    def idle_steps(self) -> int:
+        return self._idle_steps
+
+    def delay_transfers(self, read_s: float, write_s: float) -> None:
+        self.slow.read_s, self.slow.write_s = read_s, write_s
 
     def _step(self, finished: dict[str, Any]) -> None:
         before = self._core_outputs
@@ -152,6 +253,7 @@ class Served:
             if output.finished:
                 finished[output.request_id] = output
         if self._core_outputs == before:
+            self._idle_steps += 1
             # What EngineCoreProc does between steps that had nothing to run: let transfer threads have
             # the interpreter. In one process no one else does it.
             time.sleep(IDLE_STEP_S)
@@ -212,19 +314,17 @@ class Served:
         self.llm.llm_engine.engine_core.shutdown(timeout=60)
 
 
-def _split_mamba2_prefills() -> None:
-    """Makes prefills of Mamba2 layers end at block boundaries, as those of other recurrent layers do.
+def _adapter(prompt: dict[str, Any]) -> Any:
+    """The LoRA adapter of a prompt: the folder `lora`, whose name ends in the adapter's number."""
+    if "lora" not in prompt:
+        return None
+    from vllm.lora.request import LoRARequest
 
-    By default these layers store the state at a boundary from inside a longer step, which the CPU's kernel
-    can't: with prefix caching on, its first such step ends the engine. Works in one process only.
-    """
-    from vllm.model_executor.layers.mamba.abstract import MambaBase
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-
-    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+    folder = Path(prompt["lora"])
+    return LoRARequest(folder.name, int(folder.name.rpartition("-")[2]), str(folder))
 
 
-def _decoded(prompt: dict[str, Any]) -> dict[str, Any]:
+def _decoded(prompt: dict[str, Any], model: Path) -> dict[str, Any]:
     made: dict[str, Any] = {
         key: prompt[key] for key in ("prompt", "prompt_token_ids", "cache_salt") if key in prompt
     }
@@ -245,6 +345,11 @@ def _decoded(prompt: dict[str, Any]) -> dict[str, Any]:
                 for name in prompt["descriptions"][0]
             }
         }
+    if prompt.get("embeds_of"):
+        from safetensors import safe_open
+
+        with safe_open(model / "model.safetensors", "pt") as weights:
+            made["prompt_embeds"] = weights.get_tensor("model.embed_tokens.weight")[prompt["embeds_of"]]
     if prompt.get("uuids"):
         made["multi_modal_uuids"] = {"image": prompt["uuids"]}
     return made
