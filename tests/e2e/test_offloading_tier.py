@@ -114,7 +114,12 @@ def test_whatever_happens_to_the_store(
     """
     config = store_config("sqlite") | {"index": f"sqlite://{tmp_path}/elsewhere/index.sqlite"}
     config["kv"] |= {"load_deadline_s": 5.0}
-    tier = {"segment": {"max_blocks": 4}, "breaker": {"backoff_s": 0.1, "max_backoff_s": 0.1}}
+    tier = {
+        "segment": {"max_blocks": 4},
+        "breaker": {"backoff_s": 0.1, "max_backoff_s": 0.1},
+        # For so long nobody saves what a save has claimed that then failed.
+        "claim_ttl_s": 0.2,
+    }
     payloads = tmp_path / "payloads"
     with start(text_model, config, tmp_path / "engine.log", blocks=18, per_chunk=2, tier=tier) as engine:
 
