@@ -20,12 +20,12 @@ from tests.e2e.storm import MOST_TOKENS
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SECONDS = float(os.environ.get("STORM_SECONDS", "12"))
-#: A pool of about three of the longest requests, so that twelve preempt one another.
+#: A pool of less than two of the longest requests, so that twelve preempt one another.
 OPTIONS = {
     "max_num_batched_tokens": 256,
     "max_num_seqs": 12,
     "max_model_len": 1024,
-    "kv_cache_memory_bytes": 14 << 20,
+    "kv_cache_memory_bytes": 6 << 20,
 }
 
 
