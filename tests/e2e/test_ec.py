@@ -181,18 +181,45 @@ def test_counted_identifiers_are_refused_at_the_start(
 
 
 def test_both_connectors_on_one_engine(image_model: Path, tmp_path: Path, store_config: Any) -> None:
-    config = store_config("sqlite")
-    long = {
-        "prompt": " ".join(f"w{20 + i % 200}" for i in range(200)) + f" {IMAGE_TOKEN['image']} w40",
-        "images": [ONE],
-    }
+    """KV hits that end before an image, inside it and after it: each needs other things from the store."""
+    config = store_config("redis")
+
+    def words(count: int, first: int = 20) -> str:
+        return " ".join(f"w{first + i % 200}" for i in range(count))
+
+    def shown(before: int, after: int, image: bytes, first: int = 20) -> dict[str, Any]:
+        # 16 tokens per image, 32 per block.
+        text = f"{words(before, first)} {IMAGE_TOKEN['image']} {words(after, 300)}"
+        return {"prompt": text, "images": [image]}
+
+    ahead = shown(200, 1, ONE)  # 6 blocks, then the image
+    inside = shown(24, 20, TWO, first=40)  # the block's boundary is 8 tokens into the image
+    behind = shown(8, 60, THREE, first=60)  # the image ends before the first boundary
+    # The same first block, and with it half of the image; then it goes on differently.
+    branch = {**inside, "prompt": inside["prompt"].rsplit(" ", 10)[0] + " w900 w901 w902"}
+    prompts = [ahead, inside, behind]
     with Engine(image_model, log_path=tmp_path / "0.log") as engine:
-        expected = engine.generate([long])[0].token_ids
+        expected = [engine.generate([one])[0].token_ids for one in [*prompts, branch]]
+        assert len({tuple(one) for one in expected}) == 4
     with Engine(image_model, kv=config, ec=config, log_path=tmp_path / "1.log") as engine:
-        assert engine.generate([long])[0].token_ids == expected
+        assert [engine.generate([one])[0].token_ids for one in prompts] == expected[:3]
+        assert engine.encoder_calls() == 3
     with Engine(image_model, kv=config, ec=config, log_path=tmp_path / "2.log") as engine:
-        [warm] = engine.generate([long])
-        assert warm.token_ids == expected
-        assert warm.external_tokens >= 192
+        warm = engine.generate([*prompts, branch])
+        assert [one.token_ids for one in warm] == expected
+        assert [one.external_tokens + one.local_tokens for one in warm] == [192, 32, 64, 32]
+        assert [one.external_tokens for one in warm[:3]] == [192, 32, 64]
         assert engine.encoder_calls() == 0
+        # What a hit covers is not even looked up.
+        assert scheduler_counters(engine, "ec")["match_calls"] == 2
+        # Its own prefix cache covers half of the image, its encoder cache is empty: the store has it.
+        engine.reset_mm_cache()
+        [again] = engine.generate([branch])
+        assert (again.token_ids, again.local_tokens > 0) == (expected[3], True)
+        # Both stores are told apart, and neither item nor block is taken for the other.
+        engine.reset_mm_cache()
+        engine.reset_prefix_cache()
+        assert [one.token_ids for one in engine.generate([branch, *prompts])] == [expected[3], *expected[:3]]
+        assert engine.encoder_calls() == 0
+        assert (engine.metrics()["vllm:kvstore_ec_items_total"]) >= 2
     assert check_store(config)["namespaces"] == 2
