@@ -58,6 +58,15 @@ def check_vllm_version(version: str | None = None) -> None:
         )
 
 
+def vllm_release() -> str:
+    """What the running vLLM is called by those that must agree on it: `0.32`, or all of an odd version."""
+    import vllm
+
+    version = str(vllm.__version__)
+    release = _release(version)
+    return version if release is None else ".".join(map(str, release))
+
+
 def tried() -> str:
     """The range in words: `0.31 to 0.32`."""
     oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))

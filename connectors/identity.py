@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from connectors.boundary import Rule
+from connectors.compat import vllm_release
 from connectors.layout import LocalGroup
 from kvstore.errors import ConfigError
 from kvstore.weights import weights_digest
@@ -83,6 +84,14 @@ def ec_namespace(vllm_config: Any, settings: Settings) -> Namespace:
         codec=settings.segment.codec,
         epoch=settings.identity.epoch,
     )
+
+
+def of_release(page_format: str, settings: Settings) -> str:
+    """A page format with the release of vLLM whose kernels fill it.
+
+    How they fill a page of a given shape is their own business and may change with any release.
+    """
+    return page_format if settings.identity.any_vllm else f"vllm{vllm_release()}/{page_format}"
 
 
 def _draft_model(vllm_config: Any) -> Any:

@@ -17,6 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from connectors.compat import check_vllm_version  # isort: skip
+
+check_vllm_version()  # in words, before an older one lacks a name
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -26,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from connectors.identity import hash_tokens, kv_namespace, page_format, refuse_unsupported_kv
+from connectors.identity import hash_tokens, kv_namespace, of_release, page_format, refuse_unsupported_kv
 from connectors.kv_events import Events, tables_of
 from connectors.kv_handoff import open_handoffs
 from connectors.kv_scheduler import KVScheduler
@@ -191,7 +195,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         groups = merge(stages, any_tp=settings.identity.any_tp)
         tokens = hash_tokens(config, self._kv_cache_config, [group.rule for group in groups])
         specs = [group.spec for group in groups]
-        namespace = kv_namespace(config, specs, settings, hash_tokens=tokens, page_format=formats.pop())
+        filled = of_release(formats.pop(), settings)
+        namespace = kv_namespace(config, specs, settings, hash_tokens=tokens, page_format=filled)
         store = open_for(settings, "KV connector", namespace)
         shards = [group.page.shards for group in stages[0]]
         space = store.open(namespace, block_bytes=max(spec.slot_bytes for spec in specs))

@@ -176,6 +176,9 @@ class IdentitySettings(Closed):
     #: Engines of different tensor-parallel sizes share KV blocks, each reading the heads it needs of them. Their
     #: sums are rounded differently, as on different hardware, so tokens may differ where they are nearly tied.
     any_tp: bool = False
+    #: Engines of different minor releases of vLLM share KV blocks. Nothing tells when a release fills a page
+    #: of the same shape in another way, so this is for those who have made sure of it.
+    any_vllm: bool = False
 
 
 class SegmentSettings(Closed):

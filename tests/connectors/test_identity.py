@@ -14,11 +14,12 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 
 from safetensors.numpy import save_file
 
-from connectors.identity import kv_namespace
+from connectors.compat import vllm_release
+from connectors.identity import kv_namespace, of_release
 from kvstore.errors import ConfigError
 from kvstore.keys import namespace_id
 from schemas.namespace import GroupSpec, Namespace
-from schemas.settings import Settings
+from schemas.settings import IdentitySettings, Settings
 
 pytestmark = pytest.mark.engine
 
@@ -87,6 +88,13 @@ def test_engines_of_any_tp_size_share_only_if_told_to(tmp_path: Path) -> None:
     target = model(tmp_path / "target", 1)
     assert namespace(target).parallel.tp == 2
     assert namespace(target, settings={"identity": {"any_tp": True}}).parallel.tp == 0
+
+
+def test_releases_of_vllm_share_only_if_told_to() -> None:
+    usual = Settings(payloads="file:///tmp/x")
+    trusting = Settings(payloads="file:///tmp/x", identity=IdentitySettings(any_vllm=True))
+    assert of_release("cpu/X", usual) == f"vllm{vllm_release()}/cpu/X"
+    assert of_release("cpu/X", trusting) == "cpu/X"
 
 
 def test_weights_that_cannot_be_sampled_need_a_label(tmp_path: Path) -> None:

@@ -383,7 +383,7 @@ def test_every_kind_of_kv_cache_is_decided() -> None:
 
 
 #: Modules that vLLM loads by their names.
-LOADED = ("ec", "tier")
+LOADED = ("ec", "kv", "tier")
 
 
 @pytest.mark.parametrize("module", LOADED)
