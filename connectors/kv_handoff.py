@@ -386,7 +386,8 @@ def _shorten(request: Request, tokens: int) -> bool:
     features = getattr(request, "mm_features", None) or ()
     if any(one.mm_position.offset + one.mm_position.length > rest for one in features):
         return False
-    del prompt[rest:]
+    # Samples of one request share their prompt's list; the other one is the request's own, and looked at.
+    request.prompt_token_ids = prompt[:rest]
     del request._all_token_ids[rest:]
     request.num_prompt_tokens = rest
     # What would follow the shortened prompt is not what follows the prompt.

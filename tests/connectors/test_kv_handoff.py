@@ -1,0 +1,471 @@
+"""Disaggregated prefill: names of partial blocks, what is handed over, the wait for it, and both ends.
+
+Requests are vLLM's own, so that hashes, extra keys and cut-off prompts are what an engine has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
+
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
+
+from connectors.boundary import Rule
+from connectors.kv_handoff import Handoffs, tail_name
+from connectors.kv_scheduler import KVScheduler
+from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Save
+from connectors.layout import Group
+from kvstore.errors import TransientError
+from kvstore.keys import SegmentId, block_key, digest, new_segment_id
+from kvstore.store import Space, Store
+from tests.connectors.groups import SCHEDULERS, TOKENS
+from tests.store.world import GROUP, SLOT_BYTES, chain, make_store, open_space, slots
+
+pytestmark = pytest.mark.engine
+
+HASH = get_hash_fn_by_name("sha256")
+SEND = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+
+
+@pytest.fixture(autouse=True)
+def _root() -> None:
+    init_none_hash(HASH)
+
+
+def group(reach: Any, size: int = TOKENS, window: int = 0, table: int = 0) -> Group:
+    rule = Rule(reach, size, window)
+    return Group(GROUP, rule, (table,), offered=reach == "state", writers=1, part_bytes=SLOT_BYTES)
+
+
+def image(name: str, offset: int, length: int) -> Any:
+    where = PlaceholderRange(offset=offset, length=length)
+    return MultiModalFeatureSpec(data=None, modality="image", identifier=name, mm_position=where)
+
+
+def made(tokens: list[int], params: Any = None, max_tokens: int = 1, **more: Any) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": params})
+    sampling.skip_reading_prefix_cache = more.pop("skip", False)
+    hasher = get_request_block_hasher(TOKENS, HASH)
+    name = more.pop("name", "r")
+    return Request(name, tokens, sampling, None, block_hasher=hasher, **more)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = make_store(tmp_path, kv={"match_deadline_s": 5.0, "handoff_wait_s": 5.0})
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def space(store: Store) -> Space:
+    return open_space(store)
+
+
+def handoffs(space: Space, groups: list[Group] | None = None, **more: Any) -> Handoffs:
+    return Handoffs(
+        space,
+        groups or SCHEDULERS,
+        hash_tokens=TOKENS,
+        tail_name=tail_name(HASH, TOKENS),
+        fits=lambda group, parts: True,
+        **more,
+    )
+
+
+# ---- names ------------------------------------------------------------------------------------------
+
+
+def test_a_partial_block_is_named_by_all_that_is_in_it_and_before_it() -> None:
+    name, base = tail_name(HASH, TOKENS), list(range(20))
+    lora = LoRARequest("adapter", 1, "/adapter")
+    names = [
+        name(made(base), 20),
+        name(made(base), 19),
+        name(made(base), 16),
+        name(made(base[:4]), 4),
+        name(made([*base[:19], 99]), 20),
+        name(made([99, *base[1:]]), 20),
+        name(made(base, cache_salt="s"), 20),
+        name(made(base[:4], cache_salt="s"), 4),
+        name(made(base, lora_request=lora), 20),
+        name(made(base, mm_features=[image("a", 17, 2)]), 20),
+        name(made(base, mm_features=[image("b", 17, 2)]), 20),
+        name(made(base, mm_features=[image("a", 16, 2)]), 20),
+    ]
+    full = [one for request in (made(base), made(list(range(24)))) for one in request.block_hashes]
+    assert len({*names, *full}) == len(names) + 3
+    assert {len(one) for one in names} == {len(full[0])}
+    assert name(made([*base, 21, 22], name="other"), 20) == names[0], "what follows is no part of it"
+
+
+def test_every_group_finds_the_partial_block_at_its_own_place(space: Space) -> None:
+    groups = [group("prefix"), group("window", 2 * TOKENS, 12, 1)]
+    handing, base = handoffs(space, groups), list(range(64))
+    request = made(base)
+    for tokens in range(1, 50):
+        names = handing._names(request, tokens)
+        assert len(names) * TOKENS == -(-tokens // 16) * 16
+        for number, size in ((0, 8), (1, 16)):
+            last = -(-tokens // size) - 1
+            [packed] = [handing._packed(names, number, range(last, last + 1))]
+            whole = tokens % size == 0
+            expected = (
+                request.block_hashes[tokens // 8 - 1] if whole else tail_name(HASH, TOKENS)(request, tokens)
+            )
+            assert packed == digest(block_key(expected, number)), (tokens, size)
+            if last:
+                before = handing._packed(names, number, range(last))
+                ratio = size // 8
+                assert before[-16:] == digest(block_key(request.block_hashes[last * ratio - 1], number))
+
+
+# ---- what is handed over ----------------------------------------------------------------------------
+
+
+def test_a_prompt_is_handed_over_whole_or_as_far_as_a_state_allows(space: Space) -> None:
+    base = list(range(20))
+    whole = handoffs(space).sending(made(base, SEND))
+    assert whole is not None and (whole.tokens, whole.keeps_blocks) == (20, True)
+    several = handoffs(space).sending(made(base, SEND, max_tokens=9))
+    assert several is not None and not several.keeps_blocks
+    assert handoffs(space).sending(made(base)) is None
+    assert handoffs(space).sending(made(base, {"do_remote_decode": False})) is None
+    assert handoffs(space).sending(made(base, SEND, resumable=True)) is None
+
+    states = handoffs(space, [group("prefix"), group("state", table=1)])
+    request = made(base, SEND, max_tokens=9)
+    cut = states.sending(request)
+    assert cut is not None and cut.tokens == request.num_prompt_tokens == 19
+    assert request.prompt_token_ids == list(request.all_token_ids) == base[:19]
+    assert (request.num_tokens, request.max_tokens) == (19, 1)
+    assert cut.names == states._names(made(base), 19)
+    for refused in (
+        made([1], SEND),
+        made(base, SEND, skip=True),
+        made(base, SEND, mm_features=[image("a", 16, 4)]),
+    ):
+        before = list(refused.all_token_ids)
+        assert states.sending(refused) is None
+        assert list(refused.all_token_ids) == before
+    assert states.sending(made(base, SEND, mm_features=[image("a", 15, 4)])) is not None
+    ahead = handoffs(space, lookahead=4).sending(made(base, SEND))
+    assert ahead is not None and ahead.tokens == 17
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens"),
+    [
+        ([group("prefix")], 20),
+        ([group("prefix"), group("window", TOKENS, 12, 1)], 19),
+        ([group("prefix"), group("state", table=1)], 19),
+    ],
+)
+def test_a_handle_fits_what_it_was_made_for(space: Space, groups: list[Group], tokens: int) -> None:
+    here, base = handoffs(space, groups), list(range(20))
+    request = made(base, SEND)
+    sending = here.sending(request)
+    assert sending is not None
+    handle = here.handle(request, sending)
+    assert handle["do_remote_prefill"] and not handle["do_remote_decode"] and handle["remote_block_ids"]
+    there = here.receiving(made(base, handle, max_tokens=9))
+    assert there is not None and (there.tokens, there.names) == (tokens, sending.names)
+    # Proxies that pass on less: the prompt says it all.
+    assert here.receiving(made(base, {"do_remote_prefill": True})) is not None
+
+    assert here.receiving(made(base)) is None
+    assert here.receiving(made(base, {**handle, "do_remote_prefill": False})) is None
+    assert here.receiving(made(base, {**handle, "remote_engine_id": "of another connector"})) is None
+    assert here.receiving(made([*base, 21], handle)) is None, "another prompt than was prefilled"
+    assert here.receiving(made(base, {**handle, "remote_num_tokens": 1 << 62})) is None
+    assert here.receiving(made(base, "text")) is None
+
+
+# ---- the decode engine ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scheduler(store: Store, space: Space) -> Callable[..., KVScheduler]:
+    def build(groups: list[Group] | None = None, **changes: Any) -> KVScheduler:
+        options: dict[str, Any] = {
+            "hash_tokens": TOKENS, "segment_blocks": [4] * len(groups or SCHEDULERS), "prefix_caching": True,
+            "can_load": True, "can_save": True, "handoffs": handoffs(space, groups),
+        }  # fmt: skip
+        return KVScheduler(store, space, groups or SCHEDULERS, **options | changes)
+
+    return build
+
+
+def step(
+    half: KVScheduler,
+    *scheduled: tuple[Request, int],
+    tables: Any = None,
+    preempted: set[str] | None = None,
+    offers: Any = None,
+) -> KVStoreMetadata:
+    block_ids = tables or (list(range(100, 150)), list(range(200, 250)))
+    output = SimpleNamespace(
+        num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
+        preempted_req_ids=preempted,
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda name: block_ids, boundary_state_offloads=offers or {}
+        ),
+    )
+    metadata = half.build_connector_meta(output)  # type: ignore[arg-type]
+    for request, tokens in scheduled:
+        request.num_computed_tokens += tokens
+    return metadata
+
+
+def ask(half: KVScheduler, request: Request, computed: int = 0, within_s: float = 3.0) -> Any:
+    end = time.monotonic() + within_s
+    while (got := half.get_num_new_matched_tokens(request, computed))[0] is None:
+        if time.monotonic() > end:
+            return None
+        step(half)
+        time.sleep(0.001)
+    return got
+
+
+def given(base: list[int], **more: Any) -> Request:
+    return made(base, {"do_remote_prefill": True}, max_tokens=9, **more)
+
+
+def test_a_decode_engine_waits_for_all_of_the_prompt(scheduler: Any, space: Space) -> None:
+    half, base = scheduler(), list(range(20))
+    request = given(base)
+    names = handoffs(space)._names(request, 20)
+    half.on_new_request(request)
+    assert ask(half, request, within_s=0.1) is None
+    space.save(slots(names[:2]))
+    assert ask(half, request, within_s=0.1) is None, "the partial block is missing"
+    space.save(slots(names[2:]), depth=2)
+    assert ask(half, request) == (20, True)
+    half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],)), 20)
+    [load] = step(half).loads
+    assert (load.groups[0].hashes, load.groups[0].tables) == (names, {0: [7, 8, 9]})
+    assert sum(run.count for run in load.groups[0].runs) == 3
+    # It was handed over once: preempted later, the request is one like any other.
+    half.update_connector_output(
+        SimpleNamespace(finished_recving={"r"}, kv_connector_worker_meta=None)  # type: ignore[arg-type]
+    )
+    assert ask(half, request) == (16, True)
+    assert half.request_finished(request, ([7, 8, 9],)) == (False, None)
+    assert half._requests == {}
+
+
+@pytest.mark.parametrize(("prompt", "computed", "expected"), [(20, 16, 4), (17, 16, 0), (16, 8, 8)])
+def test_what_the_engine_has_itself_is_not_loaded(
+    scheduler: Any, space: Space, prompt: int, computed: int, expected: int
+) -> None:
+    base = list(range(prompt))
+    request = given(base)
+    space.save(slots(handoffs(space)._names(request, prompt)))
+    half = scheduler()
+    half.on_new_request(request)
+    assert ask(half, request, computed) == (expected, expected > 0)
+
+
+def test_windows_and_states_take_their_last_blocks(scheduler: Any, store: Store) -> None:
+    groups = [group("prefix"), group("window", TOKENS, 12, 1), group("state", table=2)]
+    for one, needed in ((Rule("window", 8, 12), [1, 2]), (Rule("state", 8), [2])):
+        assert list(one.needed(19)) == needed
+    space = open_space(store, groups=(GROUP, GROUP, GROUP))
+    handing, base = handoffs(space, groups), list(range(20))
+    request = given(base)
+    receiving = handing.receiving(request)
+    assert receiving is not None and receiving.tokens == 19
+
+    def put(number: int, blocks: range) -> None:
+        from kvstore.codec import Slot
+
+        shape, data = GROUP.shape, memoryview(bytes(SLOT_BYTES))
+        keys = [block_key(receiving.names[block], number) for block in blocks]
+        space.save([Slot(key, data, "BF16", shape) for key in keys], depth=blocks.start)
+
+    put(0, range(3))
+    put(2, range(2, 3))
+    assert handing.look(receiving.names, 19) == "missing"
+    put(1, range(2, 3))
+    assert handing.look(receiving.names, 19) == "missing", "the window needs a block before the last"
+    put(1, range(1, 2))
+    found = handing.look(receiving.names, 19)
+    assert not isinstance(found, str)
+    assert [[(run.start, run.count) for run in runs] for runs in found.runs] == [
+        [(0, 3)], [(1, 1), (2, 1)], [(2, 1)]
+    ]  # fmt: skip
+    assert (found.tokens, found.stored) == (19, (2, 2, 2))
+
+
+def test_what_does_not_come_in_time_is_computed(scheduler: Any, store: Store, space: Space) -> None:
+    object.__setattr__(store.settings.kv, "handoff_wait_s", 0.2)
+    half, base = scheduler(), list(range(20))
+    request = given(base)
+    space.save(slots(handoffs(space)._names(request, 20)[:1]))
+    began = time.monotonic()
+    half.on_new_request(request)
+    # What is there is loaded all the same.
+    assert ask(half, request) == (8, True)
+    assert 0.2 <= time.monotonic() - began < 2.0
+
+
+def test_nobody_waits_for_an_index_that_fails(scheduler: Any, store: Store, space: Space) -> None:
+    def failing(*args: Any) -> Any:
+        raise TransientError("down")
+
+    store.index.find = store.index.match = failing  # type: ignore[method-assign]
+    half, request = scheduler(), given(list(range(20)))
+    began = time.monotonic()
+    half.on_new_request(request)
+    assert ask(half, request) == (0, False)
+    assert time.monotonic() - began < 1.0
+
+
+def test_an_aborted_wait_leaves_nothing(scheduler: Any) -> None:
+    half, request = scheduler(), given(list(range(20)))
+    half.on_new_request(request)
+    assert ask(half, request, within_s=0.05) is None
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert half.request_finished(request, ([],)) == (False, None)
+    assert half._requests == {} and half._unsaved == {}
+    assert step(half) == KVStoreMetadata()
+
+
+def test_a_load_of_it_that_failed_is_not_tried_again(scheduler: Any, space: Space) -> None:
+    half, request = scheduler(), given(list(range(20)))
+    space.save(slots(handoffs(space)._names(request, 20)))
+    half.on_new_request(request)
+    assert ask(half, request) == (20, True)
+    half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],)), 20)
+    report = KVStoreWorkerMetadata(failed_loads={"r": {0: 2}})
+    half.update_connector_output(
+        SimpleNamespace(finished_recving={"r"}, kv_connector_worker_meta=report)  # type: ignore[arg-type]
+    )
+    assert ask(half, request, 16) == (0, False)
+
+
+# ---- the prefill engine -----------------------------------------------------------------------------
+
+
+def prefilled(half: KVScheduler, request: Request, *chunks: int, **more: Any) -> list[Save]:
+    half.on_new_request(request)
+    assert ask(half, request) == (0, False)
+    return [save for tokens in chunks for save in step(half, (request, tokens), **more).saves]
+
+
+def finish(half: KVScheduler, request: Request, status: Any = RequestStatus.FINISHED_LENGTH_CAPPED) -> Any:
+    request.status = status
+    return half.request_finished(request, ([], []))
+
+
+def reported(half: KVScheduler, saves: list[Save], *, failed: set[str] | None = None) -> None:
+    ended: dict[SegmentId, tuple[int, bool]] = {save.segment: (1, not failed) for save in saves}
+    report = KVStoreWorkerMetadata(ended, failed_handoffs=failed or set())
+    half.update_connector_output(
+        SimpleNamespace(finished_recving=None, kv_connector_worker_meta=report)  # type: ignore[arg-type]
+    )
+
+
+def test_a_prefill_engine_saves_the_partial_block_with_the_rest(scheduler: Any, store: Store) -> None:
+    # Admission is about what might be of use; this will be.
+    object.__setattr__(store.settings.admission, "second_use", True)
+    object.__setattr__(store.settings.admission, "min_blocks", 50)
+    half, request = scheduler(), made(list(range(20)), SEND)
+    saves = prefilled(half, request, 16, 4)
+    assert [save.tables for save in saves] == [{0: [100, 101, 102]}], "one segment, at the end"
+    [save] = saves
+    assert save.hashes[:2] == request.block_hashes[:2]
+    assert save.hashes[2] == tail_name(HASH, TOKENS)(request, 20)
+    assert (save.handed_over, save.blocks_stay) == ("r", True)
+
+    kept, handle = finish(half, request)
+    assert kept and handle["remote_num_tokens"] == 20
+    assert step(half).kept == {"r": 5.0}
+    assert step(half).kept == {}
+    reported(half, saves)
+    assert half._saving.under_way == 0 and half._requests == {}
+
+    # All of it read by then: nothing is kept.
+    again = made(list(range(100, 120)), SEND, name="s")
+    reported(half, prefilled(half, again, 20))
+    assert finish(half, again)[0] is False
+
+
+def test_windows_and_states_are_saved_with_the_partial_block(scheduler: Any, store: Store) -> None:
+    groups = [group("prefix"), group("window", TOKENS, 12, 1), group("state", table=2)]
+    half, request = scheduler(groups), made(list(range(21)), SEND)
+    tables = (list(range(100, 150)), [0, *range(201, 250)], [0, 0, 302])
+    saves = prefilled(half, request, 16, 4, tables=tables, offers={})
+    assert request.num_prompt_tokens == 20
+    got = {save.group: (save.first, next(iter(save.tables.values())), save.blocks_stay) for save in saves}
+    assert got == {
+        0: (0, [100, 101, 102], True),
+        1: (1, [201, 202], True),
+        2: (2, [302], True),
+    }
+    assert len({save.hashes[-1] for save in saves}) == 1
+    assert finish(half, request)[1]["remote_num_tokens"] == 20
+
+
+def test_a_state_past_the_prompt_is_not_handed_over(scheduler: Any) -> None:
+    half = scheduler([group("prefix"), group("state", table=1)])
+    request = made(list(range(21)), SEND)
+    assert prefilled(half, request, 23) == [], "drafts were computed with the last token"
+    assert finish(half, request) == (False, None)
+
+
+@pytest.mark.parametrize("how", ["aborted", "partial", "failed", "reset"])
+def test_what_is_not_all_there_is_not_promised(scheduler: Any, how: str) -> None:
+    half, request = scheduler(), made(list(range(20)), SEND)
+    saves = prefilled(half, request, *((8,) if how == "partial" else (20,)))
+    if how == "failed":
+        reported(half, saves, failed={"r"})
+    if how == "reset":
+        half.reset_cache()
+    ended = how in ("failed", "reset")
+    status = RequestStatus.FINISHED_STOPPED if ended else RequestStatus.FINISHED_ABORTED
+    assert finish(half, request, status) == (False, None)
+    assert step(half).released == {"r"}
+    assert step(half).released == set()
+
+
+def test_a_preempted_prefill_starts_over(scheduler: Any) -> None:
+    half, request = scheduler(), made(list(range(20)), SEND)
+    prefilled(half, request, 20)
+    request.num_computed_tokens = 0
+    assert step(half, preempted={"r", "other"}).released == {"r", "other"}
+    reported(half, [], failed={"r"})
+    assert ask(half, request) == (0, False)
+    assert finish(half, request) == (False, None), "nothing is computed any more"
+
+
+def test_one_engine_that_is_both(scheduler: Any, space: Space) -> None:
+    """Handed over to it, and by it to the next."""
+    half = scheduler()
+    request = made(list(range(20)), {**SEND, "do_remote_prefill": True})
+    space.save(slots(handoffs(space)._names(request, 20)))
+    half.on_new_request(request)
+    assert ask(half, request) == (20, True)
+
+
+def test_a_copy_of_its_own_while_another_writer_is_at_it(space: Space, store: Store) -> None:
+    one = chain(1, 2, 3)
+    packed = b"".join(digest(block_key(name)) for name in one)
+    space.register()
+    store.index.claim(space.id, packed, new_segment_id(), 60.0)
+    assert space.save(slots(one)).outcome == "held"
+    assert space.save(slots(one), insist=True).outcome == "stored"
+    assert space.save(slots(one), insist=True).outcome == "present"
+    assert space.match(packed).blocks == 3

@@ -1,0 +1,154 @@
+"""A worker without room for a hand-off's saves: they wait, their blocks with them, and not for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the connectors' tests need the full set-up: make setup")
+pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
+
+from connectors.kv_handoff_saves import KeptSaves
+from connectors.kv_types import Save
+from connectors.kv_worker import KVWorker
+from kvstore.blobs.faulty import Plan, Rule
+from kvstore.keys import new_segment_id
+from kvstore.store import Space, Store
+from tests.connectors.groups import LAYERS, WORKERS
+from tests.store.world import SLOT_BYTES, chain, make_store, match, open_space
+
+pytestmark = pytest.mark.engine
+
+BLOCKS = 20
+
+
+def save(request: str, *steps: int, stays: bool = True) -> Save:
+    hashes = chain(*steps)
+    blocks = {0: [1 + step % 10 for step in steps]}
+    return Save(0, new_segment_id(), 1_700_000_000, 0, hashes, blocks, request, stays)
+
+
+def test_saves_are_tried_in_order_and_given_up_with_their_blocks() -> None:
+    room, started, dropped = [0], [], []
+
+    def start(one: Save) -> bool:
+        room[0] -= 1
+        if room[0] >= 0:
+            started.append(one)
+        return room[0] >= 0
+
+    kept = KeptSaves(start, dropped.append)
+    saves = [save("a", 1), save("b", 2), save("a", 3), save("c", 4)]
+    assert [kept.keep(one) for one in saves] == [True] * 4
+    assert not kept.keep(save("a", 5, stays=False)), "its blocks won't be there"
+    kept.finished({"a": 60.0, "b": 60.0, "c": 0.0, "d": 60.0})
+    # Nothing was to be read of d; c has waited long enough.
+    assert kept.take_read() == {"c", "d"} and dropped == saves[3:]
+    room[0] = 1
+    kept.retry()
+    assert started == saves[:1] and kept.take_read() == set()
+    room[0] = 1
+    kept.retry()
+    assert started == saves[:2] and kept.take_read() == {"b"}
+    kept.release({"a", "e"})
+    assert dropped == [saves[3], saves[2]] and kept.take_read() == {"a"}
+    assert kept.take_read() == set()
+    assert kept.keep(saves[0])
+    kept.give_up()
+    assert dropped[-1] is saves[0]
+    room[0] = 9
+    kept.retry()
+    assert len(started) == 2
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return Plan()
+
+
+@pytest.fixture
+def store(tmp_path: Path, plan: Plan) -> Iterator[Store]:
+    made = make_store(tmp_path, plan=plan, kv={"staging_bytes": SLOT_BYTES})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def space(store: Store) -> Space:
+    return open_space(store)
+
+
+@pytest.fixture
+def worker(store: Store, space: Space) -> KVWorker:
+    """With memory for one block at a time."""
+    made = KVWorker(store, WORKERS, segment_blocks=[1])
+    made.register({name: torch.randn(BLOCKS, 2, 8, 16).to(torch.bfloat16) for name in LAYERS}, BLOCKS)
+    made.use(space.namespace)
+    return made
+
+
+def until(worker: KVWorker, store: Store, names: set[str]) -> None:
+    end = time.monotonic() + 5
+    read: set[str] = set()
+    while read != names and time.monotonic() < end:
+        worker.start_saves([])  # every step
+        read |= worker.kept.take_read()
+        time.sleep(0.001)
+    assert read == names
+    assert store.transfers.drain(5)
+
+
+def test_blocks_are_kept_until_there_was_room_to_read_them(
+    worker: KVWorker, space: Space, store: Store
+) -> None:
+    saves = [save("r", step) for step in range(4)]
+    other = save("x", 9)
+    other.handed_over, other.blocks_stay = None, False
+    worker.start_saves([*saves, other])
+    worker.kept.finished({"r": 30.0})
+    assert store.counters.snapshot()["save_blocks{dropped}"] == 1, "what is nobody's hand-off isn't kept"
+    until(worker, store, {"r"})
+    assert all(match(space, one.hashes).blocks == 1 for one in saves)
+    report = worker.take_report()
+    assert report is not None and not report.failed_handoffs
+    assert {one.segment for one in saves} <= set(report.ended_saves)
+
+
+def test_a_hand_off_that_failed_is_reported(
+    worker: KVWorker, space: Space, store: Store, plan: Plan, monkeypatch: Any
+) -> None:
+    there = save("a", 1)
+    worker.start_saves([there])
+    assert store.transfers.drain(5)
+    again = save("a", 1)
+    worker.start_saves([again])
+    assert store.transfers.drain(5)
+    report = worker.take_report()
+    assert report is not None and report.ended_saves[again.segment] == (1, False)
+    assert not report.failed_handoffs, "it is stored already"
+
+    plan.replace(Rule("transient", verbs=("put",)))
+    worker.start_saves([save("b", 2)])
+    assert store.transfers.drain(5)
+    # And one whose blocks are gone before there was room.
+    busy, late = save("c", 3), save("d", 4)
+    monkeypatch.setattr(worker._save_staging, "try_acquire", lambda: None)
+    worker.start_saves([busy, late])
+    worker.kept.release({"d"})
+    monkeypatch.undo()
+    plan.replace()
+    until(worker, store, set())
+    report = worker.take_report()
+    assert report is not None and report.failed_handoffs == {"b", "d"}
+    assert report.aggregate(type(report)(failed_handoffs={"z"})).failed_handoffs == {"b", "d", "z"}
+    # Another namespace: what waits was meant for the last one.
+    monkeypatch.setattr(worker._save_staging, "try_acquire", lambda: None)
+    worker.start_saves([save("e", 5)])
+    monkeypatch.undo()
+    worker.use(space.namespace.model_copy(update={"weights": "others"}))
+    report = worker.take_report()
+    assert report is not None and report.failed_handoffs == {"e"}
