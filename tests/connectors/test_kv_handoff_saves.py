@@ -141,7 +141,8 @@ def test_a_hand_off_that_failed_is_reported(
     worker.kept.release({"d"})
     monkeypatch.undo()
     plan.replace()
-    until(worker, store, set())
+    worker.kept.finished({"c": 30.0})
+    until(worker, store, {"c"})
     report = worker.take_report()
     assert report is not None and report.failed_handoffs == {"b", "d"}
     assert report.aggregate(type(report)(failed_handoffs={"z"})).failed_handoffs == {"b", "d", "z"}
