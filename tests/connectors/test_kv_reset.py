@@ -1,0 +1,385 @@
+"""Resets and new weights: nothing old is served, and nothing old is saved under a new name."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
+
+from connectors.kv_epochs import Epochs
+from connectors.kv_scheduler import KVScheduler
+from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Save
+from connectors.weights import UNNAMED, NamedWeights, Naming, agreed, check_name, unnamed
+from kvstore.codec import Slot
+from kvstore.keys import block_key
+from kvstore.store import Space, Store
+from schemas.namespace import Namespace
+from tests.connectors.groups import SCHEDULERS, TOKENS
+from tests.store.world import SHAPE, chain, content, make_store, match, open_space
+
+pytestmark = pytest.mark.engine
+
+
+class Pool:
+    """The engine's own cache, as far as a reset is concerned."""
+
+    def __init__(self) -> None:
+        self.used = False
+
+    def holds_blocks(self) -> bool:
+        return self.used
+
+
+class Request(SimpleNamespace):
+    """What the scheduler's half reads of a request."""
+
+
+def request(name: str, *steps: int) -> Any:
+    tokens = len(steps) * TOKENS + 3
+    return Request(
+        request_id=name, block_hashes=chain(*steps), num_prompt_tokens=tokens, num_tokens=tokens,
+        num_computed_tokens=0, skip_reading_prefix_cache=False, all_token_ids=list(range(tokens)),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def make(tmp_path: Path, pool: Pool) -> Iterator[Callable[..., KVScheduler]]:
+    stores: list[Store] = []
+
+    def scheduler(writers: int = 1, ranks: int = 1, **settings: Any) -> KVScheduler:
+        store = make_store(tmp_path, kv={"match_deadline_s": 5.0, "save_decode": True}, **settings)
+        stores.append(store)
+        return KVScheduler(
+            store, open_space(store), [replace(group, writers=writers) for group in SCHEDULERS],
+            hash_tokens=TOKENS, segment_blocks=[4], prefix_caching=True, can_load=True, can_save=True,
+            ranks=ranks, holds_blocks=pool.holds_blocks,
+        )  # fmt: skip
+
+    yield scheduler
+    for store in stores:
+        store.close()
+
+
+def matched(scheduler: KVScheduler, one: Any, computed: int = 0, *, arrives: bool = True) -> int:
+    if arrives:
+        scheduler.on_new_request(one)
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        tokens, _ = scheduler.get_num_new_matched_tokens(one, computed)
+        if tokens is not None:
+            return tokens
+        step(scheduler)
+    raise AssertionError("no answer")
+
+
+def step(scheduler: KVScheduler, *scheduled: tuple[Any, int]) -> KVStoreMetadata:
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens={one.request_id: tokens for one, tokens in scheduled},
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda name: (list(range(100, 200)),), boundary_state_offloads={}
+        ),
+    )
+    metadata = scheduler.build_connector_meta(output)
+    for one, tokens in scheduled:
+        one.num_computed_tokens += tokens
+    return metadata
+
+
+def report(scheduler: KVScheduler, **fields: Any) -> None:
+    output: Any = SimpleNamespace(
+        finished_recving=fields.pop("finished", None),
+        kv_connector_worker_meta=KVStoreWorkerMetadata(**fields),
+    )
+    scheduler.update_connector_output(output)
+
+
+def name(scheduler: KVScheduler, label: str, *, at_s: float | None = None, ranks: int = 1) -> None:
+    naming = Naming(label, time.time() if at_s is None else at_s)
+    for rank in range(ranks):
+        report(scheduler, weights={rank: naming})
+
+
+def weights_of(metadata: KVStoreMetadata) -> str:
+    assert metadata.namespace is not None
+    return str(json.loads(metadata.namespace)["weights"])
+
+
+def compute(scheduler: KVScheduler, one: Any) -> KVStoreMetadata:
+    """All of a prompt in one step, all of it missed."""
+    assert matched(scheduler, one) == 0
+    return step(scheduler, (one, one.num_prompt_tokens))
+
+
+def write(scheduler: KVScheduler, metadata: KVStoreMetadata) -> Space:
+    """Do what a worker does with a step's saves."""
+    namespace = Namespace.model_validate_json(metadata.namespace or "")
+    space = open_space(scheduler._store, weights=namespace.weights)
+    for save in metadata.saves:
+        blocks = [Slot(block_key(one), memoryview(content(one)), "BF16", SHAPE) for one in save.hashes]
+        space.save(blocks, depth=save.first, segment=save.segment, created_s=save.created_s)
+        report(scheduler, ended_saves={save.segment: (1, True)})
+    return space
+
+
+def blocks_in(store: Store, weights: str) -> int:
+    return store.catalogue.usage(open_space(store, weights=weights).id).blocks
+
+
+def drained(store: Store) -> None:
+    assert store.transfers.drain(10)
+
+
+# ---- the scheduler's half ---------------------------------------------------------------------------
+
+
+def test_after_a_reset_it_goes_on_under_a_name_of_its_own(make: Any) -> None:
+    scheduler = make()
+    first = write(scheduler, compute(scheduler, request("a", *range(8))))
+    assert matched(scheduler, request("b", *range(8))) == 64
+    assert scheduler.reset_cache() is True
+    assert matched(scheduler, request("c", *range(8))) == 0
+    second = compute(scheduler, request("d", *range(8)))
+    assert weights_of(second).startswith(UNNAMED)
+    assert sum(len(save.hashes) for save in second.saves) == 8
+    space = write(scheduler, second)
+    assert space.id != first.id
+    assert matched(scheduler, request("e", *range(8))) == 64
+    assert len(match(first, chain(*range(8))).runs) > 0  # others go on with it
+
+
+def test_a_match_that_was_asked_before_the_reset_is_void(make: Any) -> None:
+    scheduler = make()
+    write(scheduler, compute(scheduler, request("a", *range(8))))
+    waiting = request("b", *range(8))
+    assert matched(scheduler, waiting) == 64
+    scheduler.reset_cache()
+    assert matched(scheduler, waiting, arrives=False) == 0
+
+
+def test_while_blocks_are_in_use_a_reset_leaves_the_store_alone(make: Any, pool: Pool) -> None:
+    scheduler = make()
+    write(scheduler, compute(scheduler, request("a", *range(8))))
+    running = request("r", *range(20, 28))
+    assert matched(scheduler, running) == 0
+    step(scheduler, (running, 16))
+    pool.used = True
+    scheduler.reset_cache()
+    # What the running request has computed is of the old weights, and what follows depends on it.
+    assert step(scheduler, (running, running.num_prompt_tokens - 16)).saves == []
+    assert matched(scheduler, request("b", *range(8))) == 0
+    assert compute(scheduler, request("c", *range(30, 38))).saves == []
+    scheduler.request_finished(running, [list(range(100, 200))])
+    assert step(scheduler).flushes == []
+    name(scheduler, "step-1")
+    assert compute(scheduler, request("d", *range(40, 48))).saves == []
+    pool.used = False
+    scheduler.reset_cache()
+    assert weights_of(compute(scheduler, request("e", *range(50, 58)))).startswith(UNNAMED)
+
+
+def test_if_the_engines_cache_can_not_be_seen_a_reset_is_never_clean(tmp_path: Path) -> None:
+    with make_store(tmp_path) as store:
+        epochs = Epochs(store, open_space(store))
+        epochs.reset()
+        assert epochs.space is None
+        assert not epochs.name(Naming.now("step-1"))
+
+
+def test_saves_under_way_belong_to_the_weights_they_were_computed_with(make: Any) -> None:
+    scheduler = make(writers=2)
+    abandoned: list[tuple[str, Any]] = []
+    scheduler._space.abandon = lambda segment: abandoned.append(("old", segment))
+    planned = compute(scheduler, request("a", *range(4)))
+    [save] = planned.saves
+    assert weights_of(planned) == "w"
+    scheduler.reset_cache()
+    # Of the same prompt: what is being saved elsewhere is no reason to leave it out here.
+    again = compute(scheduler, request("b", *range(4)))
+    assert [len(one.hashes) for one in again.saves] == [4]
+    scheduler._space.abandon = lambda segment: abandoned.append(("new", segment))
+    report(scheduler, ended_saves={save.segment: (2, False)})
+    drained(scheduler._store)
+    assert abandoned == [("old", save.segment)]
+    # The end of the old one's save does not make room for a third.
+    assert compute(scheduler, request("c", *range(4))).saves == []
+
+
+def test_what_was_to_be_read_at_the_next_step_is_dropped(make: Any) -> None:
+    scheduler = make()
+    one = request("a", *range(6))
+    compute(scheduler, one)
+    one.block_hashes = chain(*range(8))
+    one.num_tokens = 8 * TOKENS + 1
+    step(scheduler, (one, 2 * TOKENS - 3))
+    scheduler.request_finished(one, [list(range(100, 200))])
+    under_way = scheduler._saving.under_way
+    scheduler.reset_cache()
+    assert step(scheduler).flushes == []
+    assert scheduler._saving.under_way < under_way
+
+
+def test_names_are_believed_once_after_a_clean_reset(make: Any) -> None:
+    scheduler = make()
+    name(scheduler, "step-1")
+    assert scheduler._space.namespace.weights == "w"  # no reset before
+    scheduler.reset_cache()
+    name(scheduler, "old", at_s=time.time() - 60)
+    assert scheduler._space.namespace.weights.startswith(UNNAMED)  # said before the reset
+    waiting = request("a", *range(4))
+    assert matched(scheduler, waiting) == 0
+    name(scheduler, "step-1")
+    assert weights_of(step(scheduler, (waiting, waiting.num_prompt_tokens))) == "step-1"
+    name(scheduler, "step-2")
+    assert scheduler._space.namespace.weights == "step-1"  # no reset since
+    scheduler.reset_cache()
+    name(scheduler, "")
+    assert scheduler._space.namespace.weights == "w"
+
+
+def test_all_ranks_have_to_say_the_same(make: Any) -> None:
+    scheduler = make(ranks=2)
+    scheduler.reset_cache()
+    name(scheduler, "step-1", ranks=1)
+    assert scheduler._space.namespace.weights.startswith(UNNAMED)
+    report(scheduler, weights={1: Naming.now("step-2")})
+    assert scheduler._space.namespace.weights.startswith(UNNAMED)
+    report(scheduler, weights={1: Naming.now("step-1")})
+    assert scheduler._space.namespace.weights == "step-1"
+    assert agreed({}, 1) is None
+    early, late = Naming("x", 1.0), Naming("x", 2.0)
+    assert agreed({0: late, 1: early}, 2) == early
+
+
+def test_the_same_name_is_the_same_namespace_on_every_engine(make: Any) -> None:
+    one, other = make(), make()
+    for scheduler in (one, other):
+        scheduler.reset_cache()
+        name(scheduler, "step-1")
+    write(one, compute(one, request("a", *range(8))))
+    assert matched(other, request("b", *range(8))) == 64
+    one.reset_cache()
+    other.reset_cache()
+    write(one, compute(one, request("c", *range(8))))
+    assert matched(other, request("d", *range(8))) == 0  # nobody knows whether they are the same
+
+
+def test_left_alone_until_the_weights_are_named_if_that_is_wanted(make: Any) -> None:
+    scheduler = make(identity={"after_reset": "nothing"})
+    scheduler.reset_cache()
+    assert compute(scheduler, request("a", *range(8))).saves == []
+    name(scheduler, "step-1")
+    assert weights_of(compute(scheduler, request("b", *range(8)))) == "step-1"
+
+
+def test_what_nobody_has_named_is_emptied_when_it_is_left(make: Any, tmp_path: Path) -> None:
+    scheduler = make()
+    store = scheduler._store
+    write(scheduler, compute(scheduler, request("a", *range(8))))
+    scheduler.reset_cache()
+    private = write(scheduler, compute(scheduler, request("b", *range(8)))).namespace.weights
+    late = compute(scheduler, request("c", *range(20, 24)))
+    assert blocks_in(store, private) == 8
+    scheduler.reset_cache()
+    drained(store)
+    assert blocks_in(store, private) == 0
+    # A rank that was still writing commits after that; the next time it is gone, too.
+    write(scheduler, late)
+    assert blocks_in(store, private) == 4
+    second = write(scheduler, compute(scheduler, request("d", *range(8)))).namespace.weights
+    name(scheduler, "step-1")
+    write(scheduler, compute(scheduler, request("e", *range(8))))
+    drained(store)
+    assert (blocks_in(store, private), blocks_in(store, second)) == (0, 0)
+    scheduler.shutdown()
+    assert {folder.name for folder in tmp_path.glob("*/*/*") if folder.is_file()}
+    with make_store(tmp_path) as again:
+        assert (blocks_in(again, "w"), blocks_in(again, "step-1")) == (8, 8)
+        assert not list(tmp_path.glob(f"{open_space(again, weights=private).id}/*/*"))
+
+
+def test_an_engine_that_ends_takes_its_unnamed_blocks_along(make: Any, tmp_path: Path) -> None:
+    scheduler = make()
+    scheduler.reset_cache()
+    private = write(scheduler, compute(scheduler, request("a", *range(8)))).namespace.weights
+    scheduler.shutdown()
+    with make_store(tmp_path) as again:
+        assert blocks_in(again, private) == 0
+
+
+# ---- names ------------------------------------------------------------------------------------------
+
+
+def test_names_that_can_not_be() -> None:
+    check_name("")
+    check_name("runs/42 step 1200")
+    for bad in (" x", "x ", "a\nb", "ä", "x" * 129, unnamed()):
+        with pytest.raises(ValueError, match="printable"):
+            check_name(bad)
+    assert unnamed() != unnamed()
+
+
+def test_the_worker_extension_tells_every_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.distributed.kv_transfer as transfer
+
+    told: list[str] = []
+    ours = SimpleNamespace(name_weights=told.append)
+    monkeypatch.setattr(transfer, "has_kv_transfer_group", lambda: True)
+    for connector, count in (
+        (ours, 1),
+        (SimpleNamespace(sub_connectors=[SimpleNamespace(), ours, ours]), 2),
+        (SimpleNamespace(), 0),
+    ):
+        told.clear()
+        monkeypatch.setattr(transfer, "get_kv_transfer_group", lambda c=connector: c)
+        assert NamedWeights().name_weights("step-1") == count == len(told)
+    with pytest.raises(ValueError, match="printable"):
+        NamedWeights().name_weights("\n")
+    monkeypatch.setattr(transfer, "has_kv_transfer_group", lambda: False)
+    assert NamedWeights().name_weights("step-1") == 0
+
+
+# ---- the worker's half ------------------------------------------------------------------------------
+
+
+def test_a_worker_keeps_the_namespace_of_what_it_has_gathered(tmp_path: Path) -> None:
+    import torch
+
+    from connectors.kv_worker import KVWorker
+    from tests.connectors.groups import LAYERS, WORKERS
+
+    store = make_store(tmp_path, transfers={"write_threads": 1})
+    worker = KVWorker(store, WORKERS, segment_blocks=[4])
+    _, heads, tokens, width = SHAPE
+    caches = {name: torch.zeros((16, heads, tokens, width), dtype=torch.bfloat16) for name in LAYERS}
+    worker.register(caches, 16)
+    old, new = open_space(store), open_space(store, weights="step-1")
+    hold, hashes = threading.Event(), chain(*range(2))
+    store.transfers.write(0, lambda: void(hold.wait(30)))
+    worker.use(old.namespace)
+    worker.start_saves([Save(0, b"12345678", 1, 0, hashes, {0: [3, 4]})])
+    worker.use(new.namespace)
+    hold.set()
+    drained(store)
+    assert (match(old, hashes).blocks, match(new, hashes).blocks) == (2, 0)
+    worker.name_weights("step-1")
+    reported = worker.take_report()
+    assert reported is not None and reported.weights[0].name == "step-1"
+    assert worker.take_report() is None
+    store.close()
+
+
+def void(_: Any) -> None: ...
