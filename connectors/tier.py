@@ -199,7 +199,6 @@ class KVStoreTier(SecondaryTierManager):
         """
         log.warning("reset: this engine uses the store no more, since its weights may have changed in place")
         self._retired = True
-        self._saves.drop_all()
         self._jobs.end_all()
 
     # ---- the rest -------------------------------------------------------------------------------

@@ -97,10 +97,6 @@ class Saves:
         for place in list(self._open):
             self._close(place)
 
-    def drop_all(self) -> None:
-        """Everything gathered is let go of."""
-        self._open.clear()
-
     def _close(self, place: tuple[str, int]) -> None:
         rows = self._open.pop(place).rows
         nbytes = len(rows) * self._primary.row_bytes

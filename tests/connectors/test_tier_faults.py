@@ -319,6 +319,17 @@ def test_a_job_whose_rows_are_being_copied_ends_after_that() -> None:
     assert job.done == []
 
 
+def test_a_job_that_is_given_up_half_submitted_is_over_for_its_threads_too() -> None:
+    jobs = Jobs(60.0)
+    job = jobs.start(1, [b"a", b"b"], is_load=True)
+    jobs.report(job, [b"a"], done=True)
+    jobs.give_up(1, [b"a", b"b"], is_load=True)
+    assert [(each.number, each.done) for each, _ in jobs.take()] == [(1, [b"a"])]
+    assert not jobs.enter([job])
+    jobs.give_up(2, [b"c"], is_load=False)
+    assert [(each.number, each.is_load, each.done) for each, _ in jobs.take()] == [(2, False, [])]
+
+
 def test_the_end_of_all_jobs_waits_for_copies_only() -> None:
     jobs = Jobs(60.0)
     hung = jobs.start(1, [b"a"], is_load=True)
