@@ -5,7 +5,9 @@ Only the copies between "GPU" and CPU tier are not vLLM's: its own need CUDA (te
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ BLOCK_BYTES = 4 * 2 * 32 * 128 * 4
 PROMPTS = [prompt(320 + 64 * i, 200 + i) for i in range(4)]
 LONG = prompt(1500, 210)
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_module_path": None}
+#: vLLM's CPU tier is a file there, named after the engine, and outlives an engine that is killed.
+MEMORY = Path("/dev/shm")
 _TIER = "llm.llm_engine.engine_core.engine_core.scheduler.connector"
 _TIER += ".connector_scheduler.manager.secondary_tiers[0]"
 
@@ -45,7 +49,15 @@ def start(
             {"type": "KVStoreTier", "module_path": "connectors.tier", **store, **(tier or {})}
         ],
     }
-    return Engine(model, kv=kv, kv_config=OFFLOADING, log_path=log, **more)
+    config = OFFLOADING | {"engine_id": f"kvstore-e2e-{os.getpid()}-{log.stem}"}
+    return Engine(model, kv=kv, kv_config=config, log_path=log, **more)
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    yield
+    for path in MEMORY.glob(f"vllm_offload_kvstore-e2e-{os.getpid()}-*"):
+        path.unlink()
 
 
 def counters(engine: Engine) -> dict[str, int]:
