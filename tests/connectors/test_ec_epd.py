@@ -65,8 +65,13 @@ def announced(store: Store, *identifiers: str) -> dict[str, Any]:
 
 
 def hasten(store: Store) -> None:
-    ec = store.settings.ec.model_copy(update={"fetch_deadline_s": DEADLINE_S})
-    store.settings = store.settings.model_copy(update={"ec": ec})
+    configure(store, fetch_deadline_s=DEADLINE_S)
+
+
+def configure(store: Store, **ec: Any) -> None:
+    """Of engines opened later."""
+    made = store.settings.ec.model_copy(update=ec)
+    store.settings = store.settings.model_copy(update={"ec": made})
 
 
 def evict(store: Store, identifier: str) -> None:
@@ -204,7 +209,7 @@ def test_a_described_item_that_can_not_be_had_fails_its_request_alone(
 def test_a_second_try_does_not_rely_on_what_the_first_one_found(
     store: Store, engine: Any, brings: Any
 ) -> None:
-    object.__setattr__(store.settings.ec, "absent_ttl_s", 100.0)
+    configure(store, absent_ttl_s=100.0)
     one = engine(**CONSUMER)
     put(open_space(store), "a")
     for path in Path(store.payloads._root).glob("*/??/*"):  # type: ignore[attr-defined]
@@ -410,8 +415,11 @@ def test_new_weights_have_other_outputs(store: Store, engine: Any) -> None:
     put(new, "a")
     assert set(one.run(FakeRequest("t", ["a"])).loads) == set(), "in the encoder cache"
 
+    assert other.run(FakeRequest("known", ["a"])).encoded == set(), "stored"
+    assert other.half.take_stats()["counts"]["items{skipped}"] == 1
     weights_are(None)
     one.cached.clear()
+    other.cached.clear()
     step = one.run(FakeRequest("u", ["a", "b"]))
     assert (step.loads, step.encoded, step.saves) == ({}, {"a", "b"}, set())
     one.fails(FakeRequest("v", ["a"], brings=DESCRIPTION))
@@ -419,6 +427,7 @@ def test_new_weights_have_other_outputs(store: Store, engine: Any) -> None:
     other.half._media = DescribingMedia({})
     other.run(request)
     assert other.finish(request) == {"a": {"item_indices": [0], "metadata": {}}}
+    assert other.half.take_stats()["counts"] == {"items{encoder}": 1}
     store.transfers.drain(5.0)
     assert store.catalogue.usage(new.id).segments == 0, "nobody else can read it"
 

@@ -83,11 +83,12 @@ def test_a_consumer_notes_though_it_saves_nothing(opened: Any, engine: Any) -> N
     assert engine(opened(**SECOND_USE)).run(FakeRequest("s", ["a"])).saves == {"a"}
 
 
-def test_a_producer_saves_what_it_is_sent(opened: Any, engine: Any) -> None:
+def test_a_producer_saves_what_it_is_sent(opened: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is sent there for others, so a second use is certain."""
     store = opened(**SECOND_USE)
+    monkeypatch.setattr(store.index, "note", lambda *_, **__: pytest.fail("noted"))
     assert engine(store, consumer=False).run(FakeRequest("r", ["a"])).saves == {"a"}
-    assert not_admitted(store) == 0
+    assert (not_admitted(store), store.counters.snapshot()["note_failures"]) == (0, 0)
 
 
 def test_a_request_that_waits_is_not_its_own_first_use(opened: Any, engine: Any) -> None:
