@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from connectors.ec_epochs import weights_are
 from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
 from connectors.kv_admission import Admission, Note
@@ -603,6 +604,7 @@ class KVScheduler:
         self._saving.restart(self._flushes, _abandon_in(space or self._space))
         self._flushes.clear()
         self._events.restart((space or self._space).id)
+        weights_are(None if space is None else space.namespace.weights)
         for tracked in self._requests.values():
             # Of a load under way the match has been consumed; its end is reported in any case.
             tracked.match = tracked.note = None
