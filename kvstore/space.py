@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+#: Of a claim that is given back: the shortest that an index knows.
+_AT_ONCE_S = 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -371,7 +374,14 @@ class Space:
             writer=self._writer,
         )
         name = payload_name(self.id, segment, rank)
-        store.payloads.put(name, encoded.buffers)
+        try:
+            store.payloads.put(name, encoded.buffers)
+        except KVStoreError:
+            # Whoever comes next need not wait for the claim to expire. The claim of several ranks is all theirs.
+            if ranks == 1:
+                with contextlib.suppress(KVStoreError):
+                    store.index.claim(self.id, digests, segment, _AT_ONCE_S)
+            raise
         record = SegmentRecord(
             parts=(encoded.part,),
             slots=len(rest),

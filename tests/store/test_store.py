@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,15 @@ def test_two_writers_of_one_run_upload_it_once(store: Store, space: Space) -> No
     assert counts(store)["save_blocks{held}"] == 4
     # The claim names the segment: its own writer may go on.
     assert space.save(slots(A[:4]), segment=other).outcome == "stored"
+
+
+def test_a_save_that_fails_gives_its_claim_back(tmp_path: Path) -> None:
+    with make_store(tmp_path, plan=Plan(Rule("transient", ("put",), times=1))) as store:
+        space = open_space(store)
+        with pytest.raises(TransientError):
+            space.save(slots(A[:4]))
+        time.sleep(0.01)
+        assert space.save(slots(A[:4])).outcome == "stored"
 
 
 def test_all_ranks_or_none(store: Store) -> None:
