@@ -143,8 +143,10 @@ class Space:
         return Match(runs, blocks, "complete" if blocks == asked else reason)
 
     def find(self, digests: bytes) -> list[Run | None] | None:
-        """Each packed digest by itself: a run of one slot (`start` = its position), or None if it can't be
-        served. None instead of a list, and counted, if the index or the payloads don't answer. Never raises."""
+        """Each packed digest by itself: a run of one slot (`start` = its position), or None if it can't be served.
+
+        None instead of a list, and counted, if the index or the payloads don't answer. Never raises.
+        """
         counters = self.store.counters
         asked = len(digests) // 16
         reason = "error"
@@ -377,7 +379,7 @@ class Space:
         try:
             store.payloads.put(name, encoded.buffers)
         except KVStoreError:
-            # Whoever comes next need not wait for the claim to expire. The claim of several ranks is all theirs.
+            # Whoever comes next need not wait for the claim to expire. That of several ranks is all theirs.
             if ranks == 1:
                 with contextlib.suppress(KVStoreError):
                     store.index.claim(self.id, digests, segment, _AT_ONCE_S)
