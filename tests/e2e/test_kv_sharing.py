@@ -142,42 +142,6 @@ def test_mla(mla_model: Path, tmp_path: Path, store_config: Any) -> None:
         assert [r.external_tokens for r in warm] == [992, 320]
 
 
-def test_preemption_abort_and_decode_saves(text_model: Path, tmp_path: Path, store_config: Any) -> None:
-    """A pool too small for the batch, requests aborted in every state, decoded blocks saved too."""
-    # On a bucket, where loads and saves take long enough to be met in every state.
-    config = store_config("s3") | {"kv": {"save_decode": True}}
-    batch = [prompt(256 + 32 * i, 60 + i) for i in range(8)]
-    small = {"num_gpu_blocks_override": 40, "max_model_len": 1024}
-    with Engine(text_model, log_path=tmp_path / "0.log") as engine:
-        reference = tokens(engine.generate(batch, max_tokens=160))
-    for run in ("cold", "warm", "aborts"):
-        with Engine(text_model, kv=config, log_path=tmp_path / f"{run}.log", **small) as engine:
-            if run == "aborts":
-                for step in (0, 1, 2, 3, 5, 8, 40):
-                    engine.generate(batch, max_tokens=80, abort_after=dict.fromkeys(range(0, 8, 2), step))
-                engine.reset_prefix_cache()
-            results = engine.generate(batch, max_tokens=160)
-            assert tokens(results) == reference, run
-            assert engine.metrics()["vllm:num_preemptions_total"] > 0
-            if run != "cold":
-                assert sum(r.external_tokens for r in results) > 0
-            engine.idle(0.2)
-            free = engine.evaluate(
-                "llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()"
-            )
-            assert free == 39, "blocks leaked"
-            assert not engine.evaluate(
-                "len(llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._requests)"
-            )
-    # Decoded text is stored too: prompt and first answer together are a longer prompt that hits.
-    follow_up = {"prompt_token_ids": batch[0]["prompt_token_ids"] + reference[0]}
-    with Engine(text_model, kv=config, log_path=tmp_path / "follow.log") as engine:
-        [result] = engine.generate([follow_up])
-        # The last token's KV was never computed.
-        assert result.external_tokens == (256 + 160 - 1) // 32 * 32
-    check_store(config)
-
-
 def test_roles(text_model: Path, expected: dict[str, Any], tmp_path: Path, store_config: Any) -> None:
     config = store_config("sqlite")
     with Engine(text_model, kv=config, kv_role="kv_consumer", log_path=tmp_path / "1.log") as engine:
