@@ -51,7 +51,6 @@ def vllm_config(settings: Settings, *, kv: bool, ec: bool, role: Role) -> VllmCo
     return VllmConfigReport(
         kv_transfer_config={
             "kv_connector": "KVStoreConnector",
-            "kv_connector_module_path": "connectors.kv",
             "kv_role": f"kv_{role}",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": tree,
@@ -60,7 +59,6 @@ def vllm_config(settings: Settings, *, kv: bool, ec: bool, role: Role) -> VllmCo
         else None,
         ec_transfer_config={
             "ec_connector": "ECStoreConnector",
-            "ec_connector_module_path": "connectors.ec",
             "ec_role": f"ec_{role}",
             "ec_connector_extra_config": tree,
         }

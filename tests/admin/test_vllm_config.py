@@ -30,14 +30,12 @@ def test_the_flags_are_those_of_the_readme(admin: Admin) -> None:
     assert flags(ran.out) == {
         "--kv-transfer-config": {
             "kv_connector": "KVStoreConnector",
-            "kv_connector_module_path": "connectors.kv",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         },
         "--ec-transfer-config": {
             "ec_connector": "ECStoreConnector",
-            "ec_connector_module_path": "connectors.ec",
             "ec_role": "ec_both",
             "ec_connector_extra_config": extra,
         },

@@ -1,0 +1,182 @@
+"""Statistics: from counters in several processes to vLLM's log and Prometheus, each thing once."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+
+from connectors.kv_stats import (
+    COUNTERS,
+    RANK_GAUGES,
+    RENAMED,
+    SCHEDULER_GAUGES,
+    SECONDS,
+    KVStorePromMetrics,
+    KVStoreStats,
+)
+from connectors.stats import MOST, Tally, empty, is_empty
+from kvstore.metrics import MISS_REASONS, SAVE_OUTCOMES, Counters
+
+pytestmark = pytest.mark.engine
+
+
+def take(
+    tally: Tally, gauges: dict[str, float] | None = None, *, busy: bool = False
+) -> dict[str, Any] | None:
+    return tally.take(busy, lambda: gauges or {})
+
+
+def test_a_tally_reports_increases_once() -> None:
+    counters = Counters()
+    counters.miss("absent", 3)  # before anybody looked: opened for this connector, so it counts
+    tally = Tally(counters, RENAMED)
+    tally.add("matches")
+    report = take(tally)
+    assert report == {"counts": {"matches": 1, "misses{absent}": 3}, "seconds": {}, "gauges": {}}
+    assert take(tally) is None
+    counters.saved("stored", 2)
+    counters.add("save_bytes", 100)
+    tally.timed("save_seconds", 0.5)
+    report = take(tally)
+    assert report is not None
+    assert report["counts"] == {"saves{stored}": 2, "saved_bytes": 100}
+    assert report["seconds"] == {"save_seconds": [0.5]}
+    assert take(tally) is None
+
+
+def test_a_step_without_anything_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = Counters()
+    tally = Tally(counters, RENAMED)
+    take(tally)
+    monkeypatch.setattr(counters, "snapshot", lambda: pytest.fail("looked"))
+    assert tally.take(False, lambda: pytest.fail("looked")) is None
+
+
+def test_states_are_told_when_they_change_and_once_they_are_over() -> None:
+    tally = Tally(Counters(), RENAMED)
+    assert take(tally, {"queued": 4, "down": 0}, busy=True) == empty() | {"gauges": {"queued": 4}}
+    assert take(tally, {"queued": 4, "down": 0}, busy=True) is None
+    # Not busy any more, but the last word was 4.
+    assert take(tally, {"queued": 0, "down": 0}) == empty() | {"gauges": {"queued": 0}}
+    assert take(tally, {"queued": 7, "down": 0}) is None
+
+
+def test_every_counter_of_the_store_that_is_reported_exists_and_has_a_metric() -> None:
+    known = Counters().snapshot()
+    assert set(RENAMED) <= set(known)
+    children = {f"{metric.name}{{{value}}}" for metric in COUNTERS for value in metric.values}
+    children |= {metric.name for metric in COUNTERS if not metric.label}
+    assert set(RENAMED.values()) <= children
+    assert {f"misses{{{one}}}" for one in MISS_REASONS} | {
+        f"saves{{{one}}}" for one in SAVE_OUTCOMES
+    } <= children
+
+
+def test_ranks_and_steps_add_up_and_states_do_not() -> None:
+    one = KVStoreStats(
+        {"counts": {"saved_bytes": 5}, "seconds": {"load_seconds": [1.0]}, "gauges": {"q{0}": 3}}
+    )
+    other = KVStoreStats({"counts": {"saved_bytes": 7}, "seconds": {}, "gauges": {"q{1}": 4}})
+    later = KVStoreStats({"counts": {}, "seconds": {"load_seconds": [3.0]}, "gauges": {"q{0}": 1}})
+    travelled = pickle.loads(pickle.dumps(one)).aggregate(other)
+    total = KVStoreStats(travelled.to_dict()).aggregate(later)
+    assert total.data == {
+        "counts": {"saved_bytes": 12},
+        "seconds": {"load_seconds": [1.0, 3.0]},
+        "gauges": {"q{0}": 1, "q{1}": 4},
+    }
+    assert total.reduce() == {
+        "saved_bytes": 12, "q{0}": 1, "q{1}": 4, "mean load ms": 2000.0, "max load ms": 3000.0,
+    }  # fmt: skip
+    total.reset()
+    assert total.is_empty() and KVStoreStats().is_empty()
+
+
+def test_nothing_grows_while_nobody_logs() -> None:
+    tally = Tally(Counters(), RENAMED)
+    for _ in range(3 * MOST):
+        tally.timed("match_seconds", 0.1)
+        tally.add("matches")
+    report = take(tally)
+    assert report is not None and len(report["seconds"]["match_seconds"]) == MOST
+    assert report["counts"]["matches"] == 3 * MOST
+    interval = KVStoreStats()
+    for _ in range(5):
+        interval.aggregate(KVStoreStats(report))
+    assert len(interval.data["seconds"]["match_seconds"]) == MOST
+    assert interval.data["counts"]["matches"] == 15 * MOST
+    assert not is_empty(report)
+
+
+class Parallel:
+    world_size = 2
+
+
+class Config:
+    kv_transfer_config = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
+    parallel_config = Parallel()
+
+
+def exported() -> tuple[CollectorRegistry, KVStorePromMetrics]:
+    registry = CollectorRegistry()
+
+    def made(kind: Any) -> Any:
+        return lambda **options: kind(**options, registry=registry)
+
+    types = {kind: made(kind) for kind in (Counter, Gauge, Histogram)}
+    engines: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    metrics = KVStorePromMetrics(Config(), types, ["model_name", "engine"], engines)  # type: ignore[arg-type]
+    return registry, metrics
+
+
+def test_every_child_is_there_from_the_start() -> None:
+    registry, _ = exported()
+    samples = [s for metric in registry.collect() for s in metric.samples if not s.name.endswith("_created")]
+    assert {s.value for s in samples} == {0.0}
+    assert {s.labels["engine"] for s in samples} == {"0", "1"}
+    names = {s.name for s in samples}
+    for metric in COUNTERS:
+        assert f"vllm:kvstore_kv_{metric.name}_total" in names
+    for gauge in SCHEDULER_GAUGES + RANK_GAUGES:
+        assert f"vllm:kvstore_kv_{gauge.name}" in names
+    for histogram in SECONDS:
+        assert f"vllm:kvstore_kv_{histogram}_count" in names
+
+
+def test_a_report_is_added_to_its_engine() -> None:
+    registry, metrics = exported()
+    report = {
+        "counts": {"misses{absent}": 3, "saved_bytes": 10, "of_a_newer_version": 1},
+        "seconds": {"load_seconds": [0.2, 0.4], "of_a_newer_version": [1.0]},
+        "gauges": {"queued_reads{1}": 4, "index_down": 1, "queued_reads{9}": 1},
+    }
+    for _ in range(2):
+        metrics.observe(report, 1)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"vllm:kvstore_kv_{name}", {"model_name": "m", **labels})
+
+    assert value("misses_total", engine="1", reason="absent") == 6
+    assert value("misses_total", engine="0", reason="absent") == 0
+    assert value("saved_bytes_total", engine="1") == 20
+    assert value("load_seconds_count", engine="1") == 4
+    assert value("queued_reads", engine="1", rank="1") == 4
+    assert value("index_down", engine="1") == 1
+
+
+def test_the_table_in_the_documentation_is_complete() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    for metric in (*COUNTERS, *SCHEDULER_GAUGES, *RANK_GAUGES):
+        assert f"`vllm:kvstore_kv_{metric.name}" in text, metric.name
+    for name in SECONDS:
+        assert f"`vllm:kvstore_kv_{name}`" in text
+    for one in (*MISS_REASONS, *SAVE_OUTCOMES):
+        assert f"`{one}`" in text, one
