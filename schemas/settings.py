@@ -173,8 +173,9 @@ class IdentitySettings(Closed):
     #: `skip`: requests with a LoRA adapter are not cached, because vLLM's block hash names an adapter and
     #: its path, not its weights. `trust`: an adapter's name and path never get other weights.
     lora: Literal["skip", "trust"] = "skip"
-    #: Engines of different tensor-parallel sizes share KV blocks, each reading the heads it needs of them. Their
-    #: sums are rounded differently, as on different hardware, so tokens may differ where they are nearly tied.
+    #: Engines of different tensor-parallel sizes share KV blocks, each reading the heads it needs of them.
+    #: Their sums are rounded differently, as on different hardware, so tokens may differ where they are
+    #: nearly tied.
     any_tp: bool = False
     #: Engines of different minor releases of vLLM share KV blocks. Nothing tells when a release fills a page
     #: of the same shape in another way, so this is for those who have made sure of it.

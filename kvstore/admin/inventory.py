@@ -52,7 +52,7 @@ _MEANINGS = {
     "hash_root": "what the block hashes start from: PYTHONHASHSEED must be the same in every engine",
     "kv_dtype": "--kv-cache-dtype",
     "page_order": "the order of a slot's dimensions",
-    "page_format": "what fills a page: vLLM's release, the device, the attention backend, a CPU's instructions",
+    "page_format": "what fills a page: vLLM's release, the device, the attention backend, a CPU's abilities",
     "groups": "shape of one block: layers, heads, tokens and content, as the model and the layout have it",
     "parallel": "the parallel layout (--tensor-parallel-size, --pipeline-parallel-size)",
     "codec": "segment.codec of the settings",

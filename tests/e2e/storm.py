@@ -146,8 +146,8 @@ class Storm:
         while self.engine.has_unfinished_requests() and time.monotonic() < end:
             self._step()
         self.live.clear()
-        # What requests leave behind is saved with the next step, what has ended is reported with the one after
-        # that, and an engine without requests takes none.
+        # What requests leave behind is saved with the next step, what has ended is reported with the one
+        # after that, and an engine without requests takes none.
         for _ in range(2):
             self.served.generate([{"prompt_token_ids": [5, 6, 7]}], 1, 60.0, {}, {})
             assert self.worker._store.transfers.drain(30) and self.half._store.transfers.drain(30)
