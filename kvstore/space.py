@@ -143,7 +143,7 @@ class Space:
         return Match(runs, blocks, "complete" if blocks == asked else reason)
 
     def find(self, digests: bytes) -> list[Run | None] | None:
-        """Each packed digest by itself: a run of one slot (`start` = its position), None if it can't be served.
+        """Each packed digest by itself: a run of one slot (`start` = its position), None if it isn't there.
 
         None instead of a list, and counted, if the index or the payloads don't answer. Never raises.
         """
