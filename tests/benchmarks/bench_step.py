@@ -66,10 +66,13 @@ class Ours:
     def finish(self) -> None:
         self.worker.take_finished()
         self.worker.take_failed_blocks()
+        self.worker.take_stats()
         report = self.worker.take_report()
         self.scheduler.update_connector_output(
             SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set())  # type: ignore[arg-type]
         )
+        self.scheduler.take_stats()
+        self.scheduler.take_events()
 
 
 def decoding(scheduler: KVScheduler) -> dict[str, int]:
