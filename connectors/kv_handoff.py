@@ -157,7 +157,7 @@ class Handoffs:
             return None
         if getattr(request, "resumable", False) or request.num_prompt_tokens <= self._backoff:
             return None
-        if self._backoff and not _shorten(request, self._backoff):
+        if self._backoff and not _shorten(request, self._backoff, self._hash_tokens):
             return None
         tokens = request.num_prompt_tokens
         return Sending(tokens, self._names(request, tokens), keeps_blocks=request.max_tokens <= 1)
@@ -374,7 +374,7 @@ def finished_well(request: Request) -> bool:
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
-def _shorten(request: Request, tokens: int) -> bool:
+def _shorten(request: Request, tokens: int, hash_tokens: int) -> bool:
     """Drop so many tokens from the end of a prompt that only this connector's decode engine goes on with."""
     prompt = request.prompt_token_ids
     if prompt is None or getattr(request, "prompt_embeds", None) is not None:
@@ -389,6 +389,7 @@ def _shorten(request: Request, tokens: int) -> bool:
     # Samples of one request share their prompt's list; the other one is the request's own, and looked at.
     request.prompt_token_ids = prompt[:rest]
     del request._all_token_ids[rest:]
+    del request.block_hashes[rest // hash_tokens :]
     request.num_prompt_tokens = rest
     # What would follow the shortened prompt is not what follows the prompt.
     request.max_tokens = 1

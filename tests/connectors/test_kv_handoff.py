@@ -5,6 +5,8 @@ Requests are vLLM's own, so that hashes, extra keys and cut-off prompts are what
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from connectors.boundary import Rule
-from connectors.kv_handoff import Handoffs, tail_name
+from connectors.kv_handoff import Handoffs, open_handoffs, tail_name
 from connectors.kv_scheduler import KVScheduler
 from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Save
 from connectors.layout import Group
@@ -161,6 +163,8 @@ def test_a_prompt_is_handed_over_whole_or_as_far_as_a_state_allows(space: Space)
         assert states.sending(refused) is None
         assert list(refused.all_token_ids) == before
     assert states.sending(made(base, SEND, mm_features=[image("a", 15, 4)])) is not None
+    full = made(list(range(24)), SEND)
+    assert states.sending(full) is not None and len(full.block_hashes) == 2
     ahead = handoffs(space, lookahead=4).sending(made(base, SEND))
     assert ahead is not None and ahead.tokens == 17
 
@@ -191,6 +195,35 @@ def test_a_handle_fits_what_it_was_made_for(space: Space, groups: list[Group], t
     assert here.receiving(made([*base, 21], handle)) is None, "another prompt than was prefilled"
     assert here.receiving(made(base, {**handle, "remote_num_tokens": 1 << 62})) is None
     assert here.receiving(made(base, "text")) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "several", "on"),
+    [(None, False, True), (None, True, False), (True, True, True), (False, False, False)],
+)
+def test_only_one_of_several_connectors_answers(
+    store: Store, space: Space, monkeypatch: Any, setting: bool | None, several: bool, on: bool
+) -> None:
+    object.__setattr__(store.settings.kv, "handoff", setting)
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+    importlib.import_module(name)
+    if not several:
+        monkeypatch.delitem(sys.modules, name)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=2, pipeline_parallel_size=1, decode_context_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+        num_prefill_lookahead_tokens=0,
+    )
+    opened = open_handoffs(config, space, SCHEDULERS, hash_tokens=TOKENS, fits=lambda group, parts: True)
+    assert (opened is not None) == on
+    if opened is not None:
+        request = made(list(range(20)), SEND)
+        sending = opened.sending(request)
+        assert sending is not None
+        assert opened.handle(request, sending)["tp_size"] == 2
+        assert sending.names == handoffs(space)._names(made(list(range(20))), 20)
 
 
 # ---- the decode engine ------------------------------------------------------------------------------
