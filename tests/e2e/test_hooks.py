@@ -188,11 +188,8 @@ OFFLOADING = {
 }
 
 
-@pytest.mark.parametrize("first", ["store", "offloading"])
-def test_with_vllms_own_cpu_offloading(
-    first: str, text_model: Path, tmp_path: Path, store_config: Any
-) -> None:
-    config = store_config("sqlite")
+def multi(config: dict[str, Any], *, first: str) -> dict[str, Any]:
+    """Arguments of an engine with both connectors, one of them first."""
     ours = {
         "kv_connector": "KVStoreConnector",
         "kv_role": "kv_both",
@@ -200,37 +197,56 @@ def test_with_vllms_own_cpu_offloading(
         "kv_connector_extra_config": config,
     }
     children = [ours, OFFLOADING] if first == "store" else [OFFLOADING, ours]
-    multi = {**BY_NAME, "kv_connector": "MultiConnector"}
-    arguments = {"kv": {"connectors": children}, "kv_config": multi}
-    with Engine(text_model, log_path=tmp_path / "0.log") as engine:
+    return {
+        "kv": {"connectors": children},
+        "kv_config": {**BY_NAME, "kv_connector": "MultiConnector"},
+    }
+
+
+def test_with_vllms_own_cpu_offloading(text_model: Path, tmp_path: Path, store_config: Any) -> None:
+    config = store_config("sqlite")
+    before = Engine(text_model, kv=None, log_path=tmp_path / "0.log")
+    first = Engine(text_model, log_path=tmp_path / "1.log", **multi(config, first="store"))
+    with before as engine:
         expected = [engine.generate([one])[0].token_ids for one in (LONG, OTHER)]
-    with Engine(text_model, log_path=tmp_path / "1.log", **arguments) as engine:
+    with first as engine:
         assert [engine.generate([one])[0].token_ids for one in (LONG, OTHER)] == expected
         engine.idle(0.3)
         engine.reset_prefix_cache()
         [near] = engine.generate([LONG])
         assert (near.token_ids, near.external_tokens) == (expected[0], 992)
-    assert check_store(config)["blocks"] == (992 + 480) // 32
-
-    # Another engine: only the store can know, in either order; the statistics arrive under both.
-    with Engine(text_model, log_path=tmp_path / "2.log", **arguments) as engine:
-        warm = engine.generate([LONG])[0]
-        assert (warm.token_ids, warm.external_tokens) == (expected[0], 992)
-        engine.generate([OTHER])
-        assert stats(engine)["loaded_tokens_total"] == 992 + 480
+        engine.generate([prompt(40, 9)])
+        assert stats(engine)["loaded_tokens_total"] == 992
+        shared = {file.parts[-3] for file in segment_files(tmp_path / "payloads")}
+        assert check_store(config)["blocks"] == (992 + 480) // 32 + 1
         # Nobody serves anything from before a reset.
         assert engine.reset_prefix_cache(reset_connector=True)
         [fresh] = engine.generate([LONG])
         assert (fresh.token_ids, fresh.external_tokens) == (expected[0], 0)
-        # Segments that went bad: recomputed, while vLLM's own tier goes on serving what it has.
-        engine.idle(0.2)
+        engine.idle(0.3)
+        # What it has stored since goes bad: the request is computed, whatever the other one has of it.
         for file in segment_files(tmp_path / "payloads"):
-            data = bytearray(file.read_bytes())
-            data[-1] ^= 1
-            file.write_bytes(data)
+            if file.parts[-3] not in shared:
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
         engine.reset_prefix_cache()
         [bad] = engine.generate([LONG])
         assert bad.token_ids == expected[0]
-        if first == "store":
-            assert stats(engine)["loads_total"] == 3
-    assert full_blocks(LONG) == 992
+        assert stats(engine)["loads_total"] == 2
+
+    # Another engine, and the other order: only the store can know; afterwards, the CPU tier is asked first.
+    # In processes of its own, so that statistics travel.
+    options = multi(config, first="offloading") | {"multiprocess": True}
+    with Engine(text_model, log_path=tmp_path / "2.log", **options) as engine:
+        warm = [engine.generate([one])[0] for one in (LONG, OTHER)]
+        assert [one.token_ids for one in warm] == expected
+        assert [one.external_tokens for one in warm] == [full_blocks(LONG), full_blocks(OTHER)]
+        engine.reset_prefix_cache()
+        [near] = engine.generate([LONG])
+        assert (near.token_ids, near.external_tokens) == (expected[0], 992)
+        assert stats(engine)["promised_tokens_total"] == full_blocks(LONG) + full_blocks(OTHER)
+        assert engine.metrics()["vllm:kv_offload_load_bytes_total"] >= 0
+        assert engine.reset_prefix_cache(reset_connector=True)
+        [fresh] = engine.generate([LONG])
+        assert (fresh.token_ids, fresh.external_tokens) == (expected[0], 0)
