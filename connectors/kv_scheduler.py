@@ -549,7 +549,8 @@ class KVScheduler:
             ]
             # An answer that comes too late for the last step is too late: nothing of it is saved.
             admitted = self._admission.admitted(request, tracked.note) or 0
-            done = min([self._done(tracked), *sizes])
+            # The token that was sampled last has no KV of its own yet; there may be a rejected draft's.
+            done = min([self._done(tracked), request.num_tokens - 1, *sizes])
             # A window that decoding has reached is left whole.
             tracked.progress.ends = (*self._saving.ends(request.num_prompt_tokens), done)
             flushes = self._saving.plan(

@@ -97,7 +97,7 @@ def test_prompts_without_an_adapter_are_stored_beside_one_that_has_one(world: Wo
         {"tp": 2},
         {"pp": 2},
     ],
-    ids=str,
+    ids=lambda change: "-".join(f"{k}" for k in change),
 )
 def test_what_makes_other_bytes_is_another_namespace(world: World, change: dict[str, Any]) -> None:
     names = []
