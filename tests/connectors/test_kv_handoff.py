@@ -21,7 +21,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from connectors.boundary import Rule
@@ -109,6 +109,7 @@ def test_a_partial_block_is_named_by_all_that_is_in_it_and_before_it() -> None:
     ]
     full = [one for request in (made(base), made(list(range(24)))) for one in request.block_hashes]
     assert len({*names, *full}) == len(names) + 3
+    assert names[0] != hash_block_tokens(HASH, full[1], base[16:], None), "marked"
     assert {len(one) for one in names} == {len(full[0])}
     assert name(made([*base, 21, 22], name="other"), 20) == names[0], "what follows is no part of it"
 

@@ -16,7 +16,7 @@ from connectors.kv_handoff_saves import KeptSaves
 from connectors.kv_types import Save
 from connectors.kv_worker import KVWorker
 from kvstore.blobs.faulty import Plan, Rule
-from kvstore.keys import new_segment_id
+from kvstore.keys import block_key, digest, new_segment_id
 from kvstore.store import Space, Store
 from tests.connectors.groups import LAYERS, WORKERS
 from tests.store.world import SLOT_BYTES, chain, make_store, match, open_space
@@ -106,6 +106,9 @@ def test_blocks_are_kept_until_there_was_room_to_read_them(
     worker: KVWorker, space: Space, store: Store
 ) -> None:
     saves = [save("r", step) for step in range(4)]
+    # Another engine is at one of them, and nobody knows when it will be done.
+    space.register()
+    store.index.claim(space.id, digest(block_key(saves[2].hashes[0])), new_segment_id(), 60.0)
     other = save("x", 9)
     other.handed_over, other.blocks_stay = None, False
     worker.start_saves([*saves, other])
