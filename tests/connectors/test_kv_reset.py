@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
@@ -383,3 +386,135 @@ def test_a_worker_keeps_the_namespace_of_what_it_has_gathered(tmp_path: Path) ->
 
 
 def void(_: Any) -> None: ...
+
+
+# ---- any order of events ----------------------------------------------------------------------------
+
+
+class World:
+    """An engine, as far as it matters which weights a block was computed with.
+
+    Known of every block: with which weights it and all before it were computed. The connector isn't told.
+    """
+
+    def __init__(self, scheduler: KVScheduler, pool: Pool) -> None:
+        self.scheduler, self.pool = scheduler, pool
+        self.weights = 0
+        self.count = 0
+        #: The engine's own cache: block hash -> versions of the weights.
+        self.cached: dict[bytes, frozenset[int]] = {}
+        self.running: list[tuple[Any, list[frozenset[int]]]] = []
+        #: What the store holds: (namespace, hash) -> versions.
+        self.stored: dict[tuple[str, bytes], frozenset[int]] = {}
+        self.loads = self.saves = 0
+
+    def arrive(self, prompt: int) -> None:
+        self.count += 1
+        one = request(f"r{self.count}", *(prompt * 10 + step for step in range(6)))
+        one.prompt = prompt
+        blocks: list[frozenset[int]] = []
+        for block_hash in one.block_hashes:
+            if block_hash not in self.cached:
+                break
+            blocks.append(self.cached[block_hash])
+        local = len(blocks) * TOKENS
+        found = matched(self.scheduler, one, local) // TOKENS
+        label = self.scheduler._space.namespace.weights
+        for block_hash in one.block_hashes[len(blocks) : len(blocks) + found]:
+            versions = self.stored[label, block_hash]
+            assert versions == {self.weights}, "an old block is served"
+            blocks.append(versions)
+            self.loads += 1
+        one.num_computed_tokens = len(blocks) * TOKENS
+        self.running.append((one, blocks))
+
+    def step(self) -> None:
+        """One chunk of every running request; what was planned to be saved is written."""
+        left = [(one, one.num_prompt_tokens - one.num_computed_tokens) for one, _ in self.running]
+        metadata = step(self.scheduler, *[(one, min(24, tokens)) for one, tokens in left if tokens])
+        for one, blocks in self.running:
+            while len(blocks) < min(one.num_computed_tokens // TOKENS, len(one.block_hashes)):
+                blocks.append((blocks[-1] if blocks else frozenset()) | {self.weights})
+            self.cached.update(zip(one.block_hashes, blocks, strict=False))
+        for save in (*metadata.saves, *metadata.flushes):
+            for block_hash in save.hashes:
+                versions = self.cached[block_hash]
+                assert versions == {self.weights}, "an old block gets a new name"
+                self.stored[weights_of(metadata), block_hash] = versions
+                self.saves += 1
+        if metadata.saves:
+            write(self.scheduler, metadata)
+
+    def finish(self) -> None:
+        for one, _ in self.running:
+            self.scheduler.request_finished(one, [list(range(100, 200))])
+        self.running.clear()
+
+    def serve(self, prompt: int) -> None:
+        """A request from its arrival to its end, and whatever else is running a few steps further."""
+        self.arrive(prompt)
+        for _ in range(3):
+            self.step()
+        one, _ = self.running.pop()
+        self.scheduler.request_finished(one, [list(range(100, 200))])
+
+    def forget(self) -> None:
+        """vLLM's own prefix cache is reset, and the connector's isn't."""
+        if not self.running:
+            self.cached.clear()
+
+    def change(self, *, first: bool, preempt: bool, label: bool) -> None:
+        """New weights, and a reset before or after them, as vLLM does it."""
+        if first:
+            self.weights += 1
+        if preempt:
+            waiting, self.running = self.running, []
+        else:
+            waiting = []
+        if not self.running:
+            self.cached.clear()
+        self.pool.used = bool(self.running)
+        self.scheduler.reset_cache()
+        if not first:
+            self.weights += 1
+        if label:
+            name(self.scheduler, f"v{self.weights}", at_s=time.time() + 1)
+        for one, _ in waiting:
+            self.scheduler.request_finished(one, [[]])
+        for one, _ in waiting:
+            self.arrive(one.prompt)
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("arrive"), st.integers(0, 1)),
+    st.tuples(st.just("serve"), st.integers(0, 1), st.booleans()),
+    st.tuples(st.sampled_from(["step", "finish"])),
+    st.tuples(st.just("change"), st.booleans(), st.booleans(), st.booleans()),
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(OPERATIONS, min_size=8, max_size=30))
+def test_whatever_happens_every_block_has_the_name_of_its_weights(tmp_path: Path, operations: Any) -> None:
+    pool = Pool()
+    with make_store(tmp_path / secrets.token_hex(4), kv={"match_deadline_s": 5.0}) as store:
+        scheduler = KVScheduler(
+            store, open_space(store), SCHEDULERS, hash_tokens=TOKENS, segment_blocks=[2],
+            prefix_caching=False, can_load=True, can_save=True, holds_blocks=pool.holds_blocks,
+        )  # fmt: skip
+        world = World(scheduler, pool)
+        for operation in operations:
+            match operation:
+                case ("arrive", prompt):
+                    world.arrive(prompt)
+                case ("change", first, preempt, label):
+                    world.change(first=first, preempt=preempt, label=label)
+                case ("serve", prompt, afresh):
+                    if afresh:
+                        world.forget()
+                    world.serve(prompt)
+                case ("step",):
+                    world.step()
+                case ("finish",):
+                    world.finish()
+        event(f"saves: {world.saves > 0}, loads: {world.loads > 0}")
