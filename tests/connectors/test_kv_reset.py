@@ -406,6 +406,8 @@ class World:
         self.running: list[tuple[Any, list[frozenset[int]]]] = []
         #: What the store holds: (namespace, hash) -> versions.
         self.stored: dict[tuple[str, bytes], frozenset[int]] = {}
+        #: Name -> version of the weights that it was used for.
+        self.meant: dict[str, int] = {}
         self.loads = self.saves = 0
 
     def arrive(self, prompt: int) -> None:
@@ -440,7 +442,9 @@ class World:
             for block_hash in save.hashes:
                 versions = self.cached[block_hash]
                 assert versions == {self.weights}, "an old block gets a new name"
-                self.stored[weights_of(metadata), block_hash] = versions
+                label = weights_of(metadata)
+                assert self.meant.setdefault(label, self.weights) == self.weights, "a name is used twice"
+                self.stored[label, block_hash] = versions
                 self.saves += 1
         if metadata.saves:
             write(self.scheduler, metadata)
