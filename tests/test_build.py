@@ -57,7 +57,7 @@ def test_a_mapping_given_is_not_changed() -> None:
         (
             PAYLOADS | {"kv": {"savedecode": 1}},
             {},
-            "unknown key 'kv.savedecode'; allowed here: load_deadline_s",
+            "unknown key 'kv.savedecode'; allowed here: handoff",
         ),
         (PAYLOADS, {"KVSTORE_INDX": "x"}, "KVSTORE_INDX is not a setting; did you mean KVSTORE_INDEX?"),
         (PAYLOADS, {"KVSTORE_KV__SAVE_DECODE": "maybe"}, "kv.save_decode = 'maybe'"),

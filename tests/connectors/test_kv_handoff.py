@@ -32,6 +32,7 @@ from connectors.layout import Group
 from kvstore.errors import TransientError
 from kvstore.keys import SegmentId, block_key, digest, new_segment_id
 from kvstore.store import Space, Store
+from schemas.settings import AdmissionSettings
 from tests.connectors.groups import SCHEDULERS, TOKENS
 from tests.store.world import GROUP, SLOT_BYTES, chain, make_store, open_space, slots
 
@@ -253,6 +254,9 @@ def step(
     output = SimpleNamespace(
         num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
         preempted_req_ids=preempted,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+        new_block_ids_to_zero=None,
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda name: block_ids, boundary_state_offloads=offers or {}
         ),
@@ -414,8 +418,8 @@ def reported(half: KVScheduler, saves: list[Save], *, failed: set[str] | None = 
 
 def test_a_prefill_engine_saves_the_partial_block_with_the_rest(scheduler: Any, store: Store) -> None:
     # Admission is about what might be of use; this will be.
-    object.__setattr__(store.settings.admission, "second_use", True)
-    object.__setattr__(store.settings.admission, "min_blocks", 50)
+    admission = AdmissionSettings(second_use=True, min_blocks=50)
+    store.settings = store.settings.model_copy(update={"admission": admission})
     half, request = scheduler(), made(list(range(20)), SEND)
     saves = prefilled(half, request, 16, 4)
     assert [save.tables for save in saves] == [{0: [100, 101, 102]}], "one segment, at the end"

@@ -94,6 +94,9 @@ def step(scheduler: KVScheduler, *scheduled: tuple[FakeRequest, int]) -> KVStore
     tables = {request.request_id: list(range(100, 200)) for request, _ in scheduled}
     output = SimpleNamespace(
         num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+        new_block_ids_to_zero=None,
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda name: (tables[name],), boundary_state_offloads={}
         ),
@@ -261,6 +264,15 @@ def test_decoded_blocks_are_flushed_at_the_end_if_wanted(make: Any, store: Store
     [flush] = step(scheduler).flushes
     assert (flush.first, flush.tables) == (3, {0: [103, 104]})
     assert not scheduler._requests
+    # The last token sampled has no KV of its own, though with drafts more than it may have been scheduled.
+    drafted = FakeRequest("d", [7])
+    assert answer(scheduler, drafted) == (0, False)
+    step(scheduler, (drafted, drafted.num_prompt_tokens))
+    drafted.block_hashes, drafted.num_tokens = chain(7, 60, 61), 3 * TOKENS
+    step(scheduler, (drafted, 3 * TOKENS - drafted.num_computed_tokens))
+    scheduler.request_finished(drafted, [list(range(100, 105))])
+    [flush] = step(scheduler).flushes
+    assert (flush.first, flush.tables) == (1, {0: [101]})
     object.__setattr__(store.settings.kv, "save_decode", False)
 
 

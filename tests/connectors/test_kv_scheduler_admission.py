@@ -212,6 +212,7 @@ def test_decoded_blocks_follow_the_prompt(opened: Any, known: int, saved: list[t
         open_space(store).note(digests(chain(*range(known))))
     found = prefill(scheduler, request)
     request.block_hashes = chain(0, 1, 2, 50, 51)
+    request.num_tokens = 5 * TOKENS + 1
     found += spans(step(scheduler, (request, 5 * TOKENS - request.num_computed_tokens)).saves)
     scheduler.request_finished(request, [list(range(100, 105))])  # type: ignore[arg-type]
     found += spans(step(scheduler).flushes)
@@ -226,7 +227,7 @@ def test_decoding_after_a_prompt_shorter_than_a_block(opened: Any) -> None:
         scheduler.on_new_request(request)  # type: ignore[arg-type]
         assert answer(scheduler, request) == (0, False)
         assert step(scheduler, (request, 3)).saves == []
-        request.block_hashes = chain(50, 51)
+        request.block_hashes, request.num_tokens = chain(50, 51), 2 * TOKENS + 4
         assert step(scheduler, (request, 2 * TOKENS)).saves == []
         scheduler.request_finished(request, [[100, 101]])  # type: ignore[arg-type]
         assert spans(step(scheduler).flushes) == ([(0, 2)] if kept else [])
