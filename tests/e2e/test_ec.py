@@ -208,7 +208,9 @@ def test_both_connectors_on_one_engine(image_model: Path, tmp_path: Path, store_
         warm = engine.generate([*prompts, branch])
         assert [one.token_ids for one in warm] == expected
         assert [one.external_tokens + one.local_tokens for one in warm] == [192, 32, 64, 32]
-        assert [one.external_tokens for one in warm[:3]] == [192, 32, 64]
+        # Of two that share a block, one may find what the other has just loaded.
+        first, half, whole, other = (one.external_tokens for one in warm)
+        assert (first, whole, max(half, other)) == (192, 64, 32)
         assert engine.encoder_calls() == 0
         # What a hit covers is not even looked up.
         assert scheduler_counters(engine, "ec")["match_calls"] == 2
