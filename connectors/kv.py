@@ -117,8 +117,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._namespaced(kv_connector_metadata)
         if metadata.abandon_loads:
             self._on_worker.abandon_loads()
-        self._on_worker.start_saves(metadata.flushes)
+        # Before anything is tried again: a model runner may have touched blocks that were handed out again.
         self._on_worker.kept.release(metadata.released)
+        self._on_worker.start_saves(metadata.flushes)
         self._on_worker.kept.finished(metadata.kept)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

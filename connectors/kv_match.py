@@ -44,13 +44,18 @@ class Found:
 class PendingMatch:
     """A match under way on a call thread."""
 
-    def __init__(self, hashes: int, end: float) -> None:
-        #: Block hashes that the request had when it was asked for.
-        self.hashes = hashes
+    def __init__(self, hashes: Sequence[bytes], end: float) -> None:
+        """`hashes`: block hashes that the request has when it is asked for."""
+        self.hashes = len(hashes)
+        self._last = hashes[-1] if hashes else b""
         self.end = end
         self.asked_at = time.monotonic()
         self._done = threading.Event()
         self._result: Found | None = None
+
+    def is_of(self, hashes: Sequence[bytes]) -> bool:
+        """Whether it was asked for these block hashes: a chain, so the last one stands for all."""
+        return len(hashes) == self.hashes and (not hashes or hashes[-1] == self._last)
 
     def finish(self, result: Found) -> None:
         """Call thread: here is the answer."""

@@ -255,6 +255,13 @@ class Saving:
             state.abandon(segment)
         return []
 
+    def drop(self, save: Save) -> None:
+        """No rank will hear of this one."""
+        state = self._segments.pop(save.segment, None)
+        if state is not None:
+            self._busy.difference_update(state.hashes)
+            self.counters.saved("dropped", len(save.hashes))
+
     def restart(self, never_sent: Iterable[Save], abandon: Callable[[SegmentId], None]) -> None:
         """Blocks belong to another namespace from now on: what is being saved for the former one is no reason
         to leave them out. `never_sent` are planned saves that no rank will hear of."""

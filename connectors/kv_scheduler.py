@@ -197,6 +197,7 @@ class KVScheduler:
         tracked = self._track(request)
         self._unsaved[request.request_id] = tracked  # starts, or starts over after a preemption
         tracked.prompt_ended = tracked.undecided = False
+        tracked.seen_tokens = 0
         if tracked.sending is not None:
             tracked.sending.restart()
         if not self._wants_match(tracked) and tracked.receiving is None:
@@ -208,7 +209,6 @@ class KVScheduler:
         # What this engine is saving, or another has saved since, is left out again when it is planned.
         tracked.progress.saved = list(match.stored)
         tracked.local_tokens = computed
-        tracked.seen_tokens = 0
         if tracked.match is not None and match.reason in _GONE:
             self._events.missing(request.block_hashes, match.stored, tracked.match.asked_at)
         if not tokens:
@@ -266,7 +266,7 @@ class KVScheduler:
         now = time.monotonic()
         stale = pending is not None and (
             now - pending.asked_at > self._settings.match_ttl_s
-            or pending.hashes != len(tracked.request.block_hashes)
+            or not pending.is_of(tracked.request.block_hashes)
         )
         if pending is None or stale:
             pending = self._ask(tracked)
@@ -282,7 +282,7 @@ class KVScheduler:
     def _ask(self, tracked: Tracked, note: Note | None = None) -> PendingMatch:
         request = tracked.request
         hashes, tokens = list(request.block_hashes), request.num_tokens
-        pending = PendingMatch(len(hashes), time.monotonic() + self._settings.match_deadline_s)
+        pending = PendingMatch(hashes, time.monotonic() + self._settings.match_deadline_s)
         tracked.match = pending
         known = note is not None and note.blocks == len(hashes) and self._groups[0].spec.block_tokens
         first = note.digests if note is not None and known == self._hash_tokens else None
@@ -454,12 +454,31 @@ class KVScheduler:
                 if tracked is not None:
                     saves += self._saves_of(tracked, tokens, output)
         loads, self._loads = self._loads, []
-        flushes, self._flushes = self._flushes, []
+        flushes, self._flushes = list(self._still_there(self._flushes, output)), []
         abandon, self._abandon_loads = self._abandon_loads, False
         kept, self._kept = self._kept, {}
         released, self._released = self._released, set()
         namespace = self._namespace_json if loads or saves or flushes else None
         return KVStoreMetadata(namespace, loads, saves, flushes, abandon, kept, released)
+
+    @guarded(())
+    def _still_there(self, flushes: Sequence[Save], output: SchedulerOutput) -> Sequence[Save]:
+        """Those of which no block is handed out again with this step: before a worker can read them, a model
+        runner may have zeroed such blocks or copied something into them."""
+        if not flushes:
+            return ()
+        tables = [one.block_ids for one in output.scheduled_new_reqs]
+        tables += [one for one in output.scheduled_cached_reqs.new_block_ids if one is not None]
+        taken = {block for one in tables for blocks in one for block in blocks}
+        taken.update(output.new_block_ids_to_zero or ())
+        rest = []
+        for save in flushes:
+            if taken.isdisjoint(block for blocks in save.tables.values() for block in blocks):
+                rest.append(save)
+            else:
+                self._saving.drop(save)
+                self._events.ended(save.segment, written=False)
+        return rest
 
     @guarded(())
     def _saves_of(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> Sequence[Save]:
@@ -535,12 +554,15 @@ class KVScheduler:
         """Forget the request; save what its last segment lacks, if decoded or undecided until now.
 
         `tables`: its block ids in every KV cache group of vLLM's. Blocks to be saved are read at the start of
-        the next step, before anything can overwrite them. They are held back only for a hand-off.
+        the next step, but for those that it hands out again. They are held back only for a hand-off.
         """
         tracked = self._requests.pop(request.request_id, None)
         self._unsaved.pop(request.request_id, None)
+        if tracked is not None and tracked.sending is not None:
+            # Unless it is handed over, and also if something below fails.
+            self._released.add(request.request_id)
         if tracked is not None and self._flushable(tracked):
-            # Not num_computed_tokens: it counts tokens that a load only promised.
+            # Not num_computed_tokens alone: it counts tokens that a load only promised.
             sizes = [
                 len(tables[table]) * group.rule.block_tokens
                 for group in self._groups
@@ -549,8 +571,10 @@ class KVScheduler:
             ]
             # An answer that comes too late for the last step is too late: nothing of it is saved.
             admitted = self._admission.admitted(request, tracked.note) or 0
-            # The token that was sampled last has no KV of its own yet; there may be a rejected draft's.
-            done = min([self._done(tracked), request.num_tokens - 1, *sizes])
+            # The token that was sampled last has no KV of its own yet; there may be a rejected draft's, or
+            # that of one which a session has taken back.
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            done = min([self._done(tracked), computed, *sizes])
             # A window that decoding has reached is left whole.
             tracked.progress.ends = (*self._saving.ends(request.num_prompt_tokens), done)
             flushes = self._saving.plan(
@@ -567,12 +591,13 @@ class KVScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         if not sending.complete or sending.failed or self._retired or not finished_well(request):
             # The decode engine, told nothing, computes the prompt at once.
-            self._released.add(request.request_id)
             return False, None
+        handle = handoffs.handle(request, sending)
+        self._released.discard(request.request_id)
         unread = any(self._saving.is_under_way(segment) for segment in sending.segments)
         if unread:
             self._kept[request.request_id] = self._settings.handoff_wait_s
-        return unread, handoffs.handle(request, sending)
+        return unread, handle
 
     def reset_cache(self) -> bool:
         """The engine forgets its KV blocks, perhaps because its weights change in place: see kv_epochs.
@@ -610,6 +635,10 @@ class KVScheduler:
             # Of a load under way the match has been consumed; its end is reported in any case.
             tracked.match = tracked.note = None
             tracked.progress = self._saving.start()
+            # What was handed over is of the former weights, and so is what is stored of what is to be.
+            tracked.receiving = None
+            if tracked.sending is not None:
+                tracked.sending.restart()
 
     # ---- what vLLM asks of its doings -----------------------------------------------------------
 

@@ -69,7 +69,7 @@ class KVStoreMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     #: Blocks that this step's forward pass completes.
     saves: list[Save] = field(default_factory=list)
-    #: Blocks of requests that are gone: to be read before this step's forward pass overwrites them.
+    #: Blocks of requests that are gone, and that nobody has been given since.
     flushes: list[Save] = field(default_factory=list)
     #: The engine's weights or caches were reset: what is being loaded now must not be used.
     abandon_loads: bool = False

@@ -12,8 +12,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the connectors' tests need the full set-up: make setup")
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
+from connectors.kv import KVStoreConnector
 from connectors.kv_handoff_saves import KeptSaves
-from connectors.kv_types import Save
+from connectors.kv_types import KVStoreMetadata, Save
 from connectors.kv_worker import KVWorker
 from kvstore.blobs.faulty import Plan, Rule
 from kvstore.keys import block_key, digest, new_segment_id
@@ -156,3 +157,19 @@ def test_a_hand_off_that_failed_is_reported(
     worker.use(space.namespace.model_copy(update={"weights": "others"}))
     report = worker.take_report()
     assert report is not None and report.failed_handoffs == {"e"}
+
+
+def test_a_block_that_was_handed_out_again_is_not_tried_again(
+    worker: KVWorker, space: Space, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's second model runner may have zeroed it by the time that a connector hears of the preemption."""
+    connector: Any = object.__new__(KVStoreConnector)
+    connector._worker = worker
+    with monkeypatch.context() as busy:
+        busy.setattr(worker._save_staging, "try_acquire", lambda: None)
+        worker.start_saves([late := save("r", 1)])
+    connector.handle_preemptions(KVStoreMetadata(released={"r"}))
+    assert store.transfers.drain(5)
+    assert match(space, late.hashes).blocks == 0
+    report = worker.take_report()
+    assert report is not None and report.failed_handoffs == {"r"}

@@ -92,6 +92,9 @@ def matched(scheduler: KVScheduler, one: Any, computed: int = 0, *, arrives: boo
 def step(scheduler: KVScheduler, *scheduled: tuple[Any, int]) -> KVStoreMetadata:
     output: Any = SimpleNamespace(
         num_scheduled_tokens={one.request_id: tokens for one, tokens in scheduled},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+        new_block_ids_to_zero=None,
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda name: (list(range(100, 200)),), boundary_state_offloads={}
         ),

@@ -1,0 +1,208 @@
+"""The scheduler's half where the engine knows other things of a request: drafts that were rejected, loads of
+somebody else, blocks that are handed out again, resets while a prompt that was handed over waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
+
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+from connectors.kv_scheduler import KVScheduler
+from kvstore.store import Store
+from tests.connectors.groups import SCHEDULERS, TOKENS
+from tests.connectors.test_kv_handoff import HASH, SEND, ask, finish, given, handoffs, made, step
+from tests.store.world import make_store, open_space, slots
+
+pytestmark = pytest.mark.engine
+
+IDS = list(range(100, 150))
+
+
+@pytest.fixture(autouse=True)
+def _root() -> None:
+    init_none_hash(HASH)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with make_store(tmp_path, kv={"match_deadline_s": 5.0, "handoff_wait_s": 30.0}) as opened:
+        yield opened
+
+
+@pytest.fixture
+def decoding(tmp_path: Path) -> Iterator[KVScheduler]:
+    """Saves what is decoded, too."""
+    with make_store(tmp_path, kv={"match_deadline_s": 5.0, "save_decode": True}) as opened:
+        yield half(opened)
+
+
+def half(store: Store, **changes: Any) -> KVScheduler:
+    options: dict[str, Any] = {
+        "hash_tokens": TOKENS, "segment_blocks": [4], "prefix_caching": True, "can_load": True,
+        "can_save": True, "handoffs": handoffs(open_space(store)),
+    }  # fmt: skip
+    return KVScheduler(store, open_space(store), SCHEDULERS, **options | changes)
+
+
+def plain(base: list[int]) -> Any:
+    return made(base, None)
+
+
+# ---- what is surely computed ------------------------------------------------------------------------
+
+
+def test_the_place_of_a_rejected_draft_is_not_flushed(decoding: KVScheduler) -> None:
+    request = plain(list(range(TOKENS + 4)))
+    decoding.on_new_request(request)
+    assert ask(decoding, request) == (0, False)
+    step(decoding, (request, TOKENS + 4))
+    request.append_output_token_ids([70])
+    # One token and three drafts, which would fill the second block; the last one is rejected, and what was
+    # sampled in its place fills the block's name, but nobody has computed it.
+    step(decoding, (request, 4))
+    request.append_output_token_ids([71, 72, 73])
+    request.num_computed_tokens -= 1
+    assert len(request.block_hashes) == 2 and request.num_computed_tokens == 2 * TOKENS - 1
+    decoding.request_finished(request, ([100, 101],))
+    assert step(decoding).flushes == []
+
+
+@pytest.mark.parametrize("why", ["producer", "load failed"])
+def test_what_somebody_else_only_promised_after_a_preemption_is_not_flushed(
+    decoding: KVScheduler, why: str
+) -> None:
+    request = plain(list(range(4 * TOKENS + 3)))
+    decoding._can_load = why != "producer"
+    decoding.on_new_request(request)
+    assert ask(decoding, request) == (0, False)
+    decoding._requests["r"].load_failed = why == "load failed"
+    step(decoding, (request, 2 * TOKENS))
+    # It loses its blocks, and another connector of MultiConnector promises to load all of them.
+    request.num_computed_tokens = 0
+    step(decoding, preempted={"r"})
+    assert ask(decoding, request) == (0, False)
+    decoding._requests["r"].progress.saved = [0]
+    request.num_computed_tokens = 4 * TOKENS
+    decoding.request_finished(request, (IDS[:4],))
+    assert step(decoding).flushes == []
+
+
+# ---- resets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_reset_voids_a_prompt_that_was_handed_over(store: Store, clean: bool) -> None:
+    space = open_space(store)
+    one = half(store, holds_blocks=lambda: not clean)
+    request = given(list(range(20)))
+    space.save(slots(handoffs(space)._names(request, 20)))
+    one.on_new_request(request)
+    assert ask(one, request) == (20, True)
+    one.reset_cache()
+    assert ask(one, request) == (0, False)
+    assert one._requests["r"].receiving is None
+
+
+def test_a_hand_over_of_former_weights_is_not_promised_under_new_ones(store: Store) -> None:
+    one = half(store, holds_blocks=lambda: False)
+    request = made(list(range(20)), SEND)
+    one.on_new_request(request)
+    assert ask(one, request) == (0, False)
+    assert step(one, (request, 20)).saves
+    one.reset_cache()
+    request.num_computed_tokens = 20
+    assert finish(one, request) == (False, None)
+
+
+def test_what_a_session_takes_back_is_not_flushed_under_what_comes_instead(decoding: KVScheduler) -> None:
+    """Asynchronous scheduling computes the last token while its turn ends; the next turn overwrites it."""
+    request = plain(list(range(2 * TOKENS - 1)))
+    decoding.on_new_request(request)
+    assert ask(decoding, request) == (0, False)
+    step(decoding, (request, 2 * TOKENS - 1))
+    step(decoding, (request, 1))
+    # As vLLM's scheduler does: back to what was computed of the turn, and its last token makes room.
+    request.num_computed_tokens = 2 * TOKENS - 1
+    request.append_output_token_ids(list(range(80, 90)))
+    request.num_prompt_tokens = request.num_tokens
+    decoding.request_finished(request, ([100, 101],))
+    assert step(decoding).flushes == []
+
+
+def test_a_match_of_other_content_is_void(store: Store) -> None:
+    one, request = half(store), plain(list(range(2 * TOKENS)))
+    open_space(store).save(slots(request.block_hashes))
+    one.on_new_request(request)
+    assert ask(one, request) == (2 * TOKENS, True)
+    request.block_hashes = plain(list(range(1, 2 * TOKENS + 1))).block_hashes
+    assert ask(one, request) == (0, False)
+
+
+# ---- blocks that are handed out again ---------------------------------------------------------------
+
+
+def step_that_hands_out(half: KVScheduler, **fields: Any) -> Any:
+    output: Any = SimpleNamespace(**(EMPTY_STEP | fields))
+    return half.build_connector_meta(output)
+
+
+EMPTY_STEP: dict[str, Any] = {
+    "num_scheduled_tokens": {}, "kv_connector_block_state": None, "preempted_req_ids": None,
+    "scheduled_new_reqs": [], "scheduled_cached_reqs": SimpleNamespace(new_block_ids=[]),
+    "new_block_ids_to_zero": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, True),
+        ({"scheduled_new_reqs": [SimpleNamespace(block_ids=([7, 8],))]}, True),
+        ({"scheduled_new_reqs": [SimpleNamespace(block_ids=([7, 101],))]}, False),
+        ({"scheduled_cached_reqs": SimpleNamespace(new_block_ids=[None, ([101],)])}, False),
+        ({"new_block_ids_to_zero": [101]}, False),
+    ],
+    ids=["none", "others", "to a new request", "to a running one", "to be zeroed"],
+)
+def test_a_block_that_is_handed_out_again_is_not_flushed(
+    decoding: KVScheduler, fields: dict[str, Any], kept: bool
+) -> None:
+    """vLLM's second model runner zeroes and fills new blocks before a connector may read old ones."""
+    one = decoded(decoding)
+    metadata = step_that_hands_out(decoding, **fields)
+    assert [save.tables for save in metadata.flushes] == ([{0: [101]}] if kept else [])
+    assert decoding._saving.under_way == (2 if kept else 1), "the prompt's, and this one"
+    # What wasn't saved may be saved by the next one.
+    decoding.request_finished(again := decoded(decoding, finish=False), ([100, 101],))
+    assert bool(step_that_hands_out(decoding).flushes) == (not kept)
+    assert again.block_hashes == one.block_hashes
+
+
+def decoded(half: KVScheduler, *, finish: bool = True) -> Any:
+    request = plain(list(range(TOKENS)))
+    half.on_new_request(request)
+    assert ask(half, request) == (0, False)
+    step(half, (request, TOKENS))
+    request.append_output_token_ids(list(range(70, 71 + TOKENS)))
+    step(half, (request, TOKENS))
+    if finish:
+        half.request_finished(request, ([100, 101],))
+    return request
+
+
+def test_the_workers_hear_of_a_prompts_end_whatever_happens(store: Store, monkeypatch: Any) -> None:
+    one, request = half(store), made(list(range(20)), SEND)
+    one.on_new_request(request)
+    assert ask(one, request) == (0, False)
+    step(one, (request, 20))
+    monkeypatch.setattr(one._handoffs, "handle", lambda *_: 1 / 0)
+    assert finish(one, request) == (False, None)
+    metadata = step(one)
+    assert metadata.released == {"r"} and not metadata.kept
