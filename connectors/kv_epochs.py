@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from connectors.ec_epochs import weights_are
 from connectors.weights import UNNAMED, Naming, unnamed
 from kvstore.errors import KVStoreError
 from kvstore.store import Space, Store
@@ -70,6 +71,7 @@ class Epochs:
             self._enter(unnamed())
             return
         self._leave()
+        weights_are(None)
         if clean:
             log.warning("reset: the store is left alone until the engine's weights are named")
         else:
@@ -99,6 +101,7 @@ class Epochs:
         block_bytes = max(spec.slot_bytes for spec in namespace.groups)
         self._space = self._store.open(namespace, block_bytes=block_bytes)
         self._space.register_soon()
+        weights_are(weights)
         log.info("the engine's weights are now called %s: namespace %s", weights, self._space.id)
 
     def _leave(self) -> None:
