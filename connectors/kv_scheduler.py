@@ -76,7 +76,7 @@ class Tracked:
     prompt_ended: bool = False
     #: When it was last looked at, it wasn't known what is worth saving.
     undecided: bool = False
-    #: Block-aligned local hit of the last promise, in tokens.
+    #: Block-aligned local hit, in tokens, and what was planned to be loaded after it.
     local_tokens: int = 0
     #: Tokens that were scheduled since blocks were allocated last: what is surely computed.
     seen_tokens: int = 0
@@ -197,7 +197,7 @@ class KVScheduler:
         tracked = self._track(request)
         self._unsaved[request.request_id] = tracked  # starts, or starts over after a preemption
         tracked.prompt_ended = tracked.undecided = False
-        tracked.seen_tokens = 0
+        tracked.seen_tokens, tracked.local_tokens = 0, computed
         if tracked.sending is not None:
             tracked.sending.restart()
         if not self._wants_match(tracked) and tracked.receiving is None:
@@ -208,7 +208,6 @@ class KVScheduler:
         tokens = self._worth_loading(tracked, match.tokens, computed)
         # What this engine is saving, or another has saved since, is left out again when it is planned.
         tracked.progress.saved = list(match.stored)
-        tracked.local_tokens = computed
         if tracked.match is not None and match.reason in _GONE:
             self._events.missing(request.block_hashes, match.stored, tracked.match.asked_at)
         if not tokens:
@@ -334,7 +333,7 @@ class KVScheduler:
             if (load := self._group_load(number, group, hashes, runs[number], tables, first, stop))
         ]
         self._loads.append(Load(request.request_id, groups))
-        tracked.loading, tracked.load_tokens = True, external
+        tracked.loading, tracked.load_tokens, tracked.local_tokens = True, external, stop
         self._tally.add("promised_tokens", external)
         self._events.loading(request.request_id, groups)
         # Consumed: after a preemption the index is asked again.
@@ -486,6 +485,7 @@ class KVScheduler:
         if not self._cacheable(request):
             del self._unsaved[request.request_id]
             return ()
+        brought = not tracked.seen_tokens and request.num_computed_tokens > tracked.local_tokens
         # The scheduler advances num_computed_tokens after this call.
         done_tokens = tracked.seen_tokens = request.num_computed_tokens + scheduled
         if done_tokens - scheduled < request.num_prompt_tokens <= done_tokens:
@@ -494,8 +494,10 @@ class KVScheduler:
             self._admission.send(note)
         sending = tracked.sending
         admitted = EVERY_BLOCK if sending is not None else self._admission.admitted(request, tracked.note)
-        tracked.undecided = admitted is None
-        if admitted is None:
+        # What another connector loads within this step may not arrive, and then nothing of it holds.
+        unsure = brought and getattr(output, "has_sync_kv_loads", True)
+        tracked.undecided = admitted is None or unsure
+        if admitted is None or unsure:
             return ()
         finished = done_tokens >= request.num_prompt_tokens and not self._settings.save_decode
         if finished and not getattr(request, "resumable", False):

@@ -257,6 +257,7 @@ def step(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
         new_block_ids_to_zero=None,
+        has_sync_kv_loads=False,
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda name: block_ids, boundary_state_offloads=offers or {}
         ),

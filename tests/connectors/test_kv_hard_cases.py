@@ -206,3 +206,37 @@ def test_the_workers_hear_of_a_prompts_end_whatever_happens(store: Store, monkey
     assert finish(one, request) == (False, None)
     metadata = step(one)
     assert metadata.released == {"r"} and not metadata.kept
+
+
+# ---- somebody else's loads --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_what_somebody_else_loads_within_a_step_is_saved_when_it_has_arrived(
+    store: Store, arrives: bool
+) -> None:
+    """MultiConnector: it is known after the step, and a failure voids what was computed with it."""
+    one, request = half(store), plain(list(range(6 * TOKENS)))
+    one.on_new_request(request)
+    assert ask(one, request) == (0, False)
+    one.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (IDS,)), 0)
+    request.num_computed_tokens = 2 * TOKENS
+    step_of = EMPTY_STEP | {
+        "kv_connector_block_state": SimpleNamespace(
+            get_block_ids=lambda name: (IDS,), boundary_state_offloads={}
+        ),
+        "num_scheduled_tokens": {"r": 4 * TOKENS},
+    }
+    assert step_that_hands_out(one, **step_of, has_sync_kv_loads=True).saves == []
+    request.num_computed_tokens = 6 * TOKENS if arrives else TOKENS
+    if arrives:
+        request.append_output_token_ids([9])
+        one.request_finished(request, (IDS[:6],))
+        saved = step(one).flushes
+    else:
+        # vLLM takes it back to the last block that is there.
+        assert one.build_connector_meta(SimpleNamespace(**EMPTY_STEP)).saves == []  # type: ignore[arg-type]
+        saved = step_that_hands_out(
+            one, **step_of | {"num_scheduled_tokens": {"r": 5 * TOKENS}}, has_sync_kv_loads=False
+        ).saves
+    assert [(save.first, len(save.hashes)) for save in saved] == [(0, 4), (4, 2)]

@@ -97,6 +97,7 @@ def step(scheduler: KVScheduler, *scheduled: tuple[FakeRequest, int]) -> KVStore
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
         new_block_ids_to_zero=None,
+        has_sync_kv_loads=False,
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda name: (tables[name],), boundary_state_offloads={}
         ),

@@ -167,6 +167,7 @@ TAKEN: Final[dict[str, Taken]] = {
             "preempted_req_ids": "requests whose blocks are gone",
             "scheduled_new_reqs": "with the blocks that they were given",
             "scheduled_cached_reqs": "with the blocks that they were given",
+            "has_sync_kv_loads": "whether another connector loads within this step, and may fail to",
             "new_block_ids_to_zero": "blocks that are zeroed before a connector can read them",
             "free_encoder_mm_hashes": "items that leave the encoder caches",
         },
