@@ -200,6 +200,7 @@ class KVScheduler:
         tracked.seen_tokens, tracked.local_tokens = 0, computed
         if tracked.sending is not None:
             tracked.sending.restart()
+            tracked.progress = self._saving.start()
         if not self._wants_match(tracked) and tracked.receiving is None:
             return 0, False
         match = self._matched(tracked)

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from connectors.kv_scheduler import KVScheduler
 from kvstore.store import Store
 from tests.connectors.groups import SCHEDULERS, TOKENS
-from tests.connectors.test_kv_handoff import HASH, SEND, ask, finish, given, handoffs, made, step
+from tests.connectors.test_kv_handoff import HASH, SEND, ask, finish, given, handoffs, made, reported, step
 from tests.store.world import make_store, open_space, slots
 
 pytestmark = pytest.mark.engine
@@ -206,6 +206,21 @@ def test_the_workers_hear_of_a_prompts_end_whatever_happens(store: Store, monkey
     assert finish(one, request) == (False, None)
     metadata = step(one)
     assert metadata.released == {"r"} and not metadata.kept
+
+
+def test_a_hand_over_that_starts_over_saves_again_what_was_lost(store: Store) -> None:
+    """An engine that only prefills never asks the index what is there."""
+    one, request = half(store, can_load=False), made(list(range(6 * TOKENS)), SEND)
+    one.on_new_request(request)
+    assert ask(one, request) == (0, False)
+    lost = step(one, (request, 4 * TOKENS)).saves
+    request.num_computed_tokens = 0
+    step(one, preempted={"r"})
+    reported(one, lost, failed={"r"})
+    assert ask(one, request) == (0, False)
+    saves = step(one, (request, 6 * TOKENS)).saves
+    assert [(save.first, len(save.hashes)) for save in saves] == [(0, 4), (4, 2)]
+    assert finish(one, request)[1] is not None
 
 
 # ---- somebody else's loads --------------------------------------------------------------------------
