@@ -72,6 +72,8 @@ class Sending:
     #: Its blocks stay where they are until the request is finished, so what finds no room now may wait.
     keeps_blocks: bool
     segments: set[SegmentId] = field(default_factory=set)
+    #: Segments of other requests that bring blocks of it.
+    others: set[SegmentId] = field(default_factory=set)
     #: All of it is stored or is being stored.
     complete: bool = False
     failed: bool = False
@@ -79,6 +81,7 @@ class Sending:
     def restart(self) -> None:
         """The request has lost its blocks and is computed once more."""
         self.segments.clear()
+        self.others.clear()
         self.complete = self.failed = False
 
 
@@ -193,8 +196,19 @@ class Handoffs:
             skipped = self._rules[save.group].skipped_tokens(tokens)
             first = skipped // self._rules[save.group].block_tokens
             save.blocks_stay = sending.keeps_blocks and save.first >= first
+        sending.others = saving.carrying(self._blocks(sending)) - {save.segment for save in saves}
+        sending.others -= sending.segments
         sending.complete = True
         return saves
+
+    def _blocks(self, sending: Sending) -> list[tuple[int, bytes]]:
+        """What a decode engine needs of it, by group and hash."""
+        found = []
+        for number in self._numbers:
+            ratio = self._rules[number].block_tokens // self._hash_tokens
+            needed = self._needed(number, sending.tokens)
+            found += [(number, sending.names[(block + 1) * ratio - 1]) for block in needed]
+        return found
 
     def mark(self, request_id: str, sending: Sending, saves: Sequence[Save]) -> None:
         """These saves are part of what a request hands over."""

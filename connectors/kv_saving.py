@@ -62,9 +62,9 @@ class Saving:
     clock: Callable[[], float] = time.time
     #: Windows are saved only before every so many tokens, and before a request's ends; 0: everywhere.
     window_interval: int = 0
-    #: Blocks being saved by this engine, by group and hash, so that requests of one batch that share a prefix
-    #: save it once. Emptied as the workers report.
-    _busy: set[tuple[int, bytes]] = field(default_factory=set)
+    #: Blocks being saved by this engine, by group and hash, and in which segment, so that requests of a batch
+    #: that share a prefix save it once. Emptied as the workers report.
+    _busy: dict[tuple[int, bytes], SegmentId] = field(default_factory=dict)
     _segments: dict[SegmentId, _Segment] = field(default_factory=dict)
 
     def start(self) -> Progress:
@@ -84,6 +84,10 @@ class Saving:
     def is_under_way(self, segment: SegmentId) -> bool:
         """Whether some rank has not ended it."""
         return segment in self._segments
+
+    def carrying(self, blocks: Iterable[tuple[int, bytes]]) -> set[SegmentId]:
+        """Segments under way that have some of these blocks, by group and hash."""
+        return {self._busy[block] for block in blocks if block in self._busy}
 
     def plan(
         self,
@@ -228,7 +232,7 @@ class Saving:
             segment = new_segment_id()
             own = [names[block] for block in piece]
             keys = [(number, name) for name in own]
-            self._busy.update(keys)
+            self._busy.update(dict.fromkeys(keys, segment))
             self._segments[segment] = _Segment(keys, self.groups[number].writers, self.abandon)
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
             saves.append(Save(number, segment, int(self.clock()), piece.start, own, ids))
@@ -248,7 +252,7 @@ class Saving:
         if state.ended < state.writers:
             return None
         del self._segments[segment]
-        self._busy.difference_update(state.hashes)
+        self._forget(state)
         if state.written:
             return state.hashes
         if state.writers > 1:
@@ -259,8 +263,12 @@ class Saving:
         """No rank will hear of this one."""
         state = self._segments.pop(save.segment, None)
         if state is not None:
-            self._busy.difference_update(state.hashes)
+            self._forget(state)
             self.counters.saved("dropped", len(save.hashes))
+
+    def _forget(self, state: _Segment) -> None:
+        for block in state.hashes:
+            self._busy.pop(block, None)
 
     def restart(self, never_sent: Iterable[Save], abandon: Callable[[SegmentId], None]) -> None:
         """Blocks belong to another namespace from now on: what is being saved for the former one is no reason

@@ -405,6 +405,10 @@ class KVScheduler:
         blocks = self._saving.ended(segment, count, written=written)
         if blocks is None:
             return
+        if not blocks:
+            for tracked in self._requests.values():
+                if tracked.sending is not None and segment in tracked.sending.others:
+                    tracked.sending.failed = True
         if blocks and blocks[0][0] == 0:
             self._tally.add("saved_tokens", len(blocks) * self._groups[0].rule.block_tokens)
         self._events.ended(segment, written=bool(blocks))

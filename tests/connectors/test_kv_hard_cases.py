@@ -223,6 +223,20 @@ def test_a_hand_over_that_starts_over_saves_again_what_was_lost(store: Store) ->
     assert finish(one, request)[1] is not None
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_another_request_was_to_save_of_a_hand_over(store: Store, lost: bool) -> None:
+    one = half(store)
+    first, second = made(list(range(32)), SEND), made(list(range(32)), SEND, name="second")
+    saves = []
+    for request in (first, second):
+        one.on_new_request(request)
+        assert ask(one, request) == (0, False)
+        saves.append(step(one, (request, 32)).saves)
+    assert saves[0] and not saves[1]
+    reported(one, saves[0], failed={"r"} if lost else None)
+    assert (finish(one, second)[1] is None) == lost
+
+
 # ---- somebody else's loads --------------------------------------------------------------------------
 
 
