@@ -56,6 +56,8 @@ class Epochs:
         self._space: Space | None = space
         #: When the last reset was, if it was a clean one.
         self._clean_at: float | None = None
+        #: When something was first computed since then.
+        self._ran_at: float | None = None
         self._left: deque[Space] = deque(maxlen=_LEFT)
 
     @property
@@ -67,6 +69,7 @@ class Epochs:
         """The engine forgets its KV blocks; its weights may have changed, or are about to."""
         clean = self._holds_blocks is not None and not self._holds_blocks()
         self._clean_at = self._wall() if clean else None
+        self._ran_at = None
         if clean and self._store.settings.identity.after_reset == "unnamed":
             self._enter(unnamed())
             return
@@ -80,7 +83,8 @@ class Epochs:
     def name(self, naming: Naming) -> bool:
         """All ranks say what the weights are called now; whether that is to be believed.
 
-        Once after every clean reset, and not if it was said before that: it may have been of older weights.
+        Once after every clean reset, and not if it was said before that, nor if something was computed since:
+        the one or the other may be of older weights.
         """
         weights = naming.name or self._first.weights
         if self._space is not None and self._space.namespace.weights == weights:
@@ -91,9 +95,18 @@ class Epochs:
         if naming.at_s <= self._clean_at:
             log.error("weights were named %r before the last reset; name them after it", naming.name)
             return False
+        if self._ran_at is not None and self._ran_at <= naming.at_s:
+            # Perhaps with the weights that were there before these.
+            log.error("requests ran before weights were named %r; reset, then name them", naming.name)
+            return False
         self._clean_at = None
         self._enter(weights)
         return True
+
+    def ran(self) -> None:
+        """Something is computed with this step."""
+        if self._clean_at is not None and self._ran_at is None:
+            self._ran_at = self._wall()
 
     def _enter(self, weights: str) -> None:
         namespace = self._first.model_copy(update={"weights": weights})

@@ -448,6 +448,8 @@ class KVScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
         """This step's work for the workers."""
         self._patience = _PATIENCE_S
+        if output.num_scheduled_tokens:
+            self._epochs.ran()
         saves: list[Save] = []
         if self._handoffs is not None:
             # What they hand over and nobody has read yet is about to be overwritten.

@@ -134,8 +134,8 @@ def test_metrics_events_resets_and_new_weights(
         assert engine.reset_prefix_cache(reset_connector=True)
         [after] = engine.generate([LONG])
         assert (after.token_ids, after.external_tokens) == (new.token_ids, 0)
+        assert engine.reset_prefix_cache(reset_connector=True)
         assert engine.evaluate("llm.collective_rpc('name_weights', args=('step-1',))") == [1]
-        engine.reset_prefix_cache()
         engine.generate([prompt(40, 10)])
         assert namespace(engine) == "step-1"
         [named] = engine.generate([LONG])
