@@ -26,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from connectors.ec_epochs import weights_are
 from connectors.weights import UNNAMED, Naming, unnamed
 from kvstore.errors import KVStoreError
 from kvstore.store import Space, Store
@@ -74,7 +73,6 @@ class Epochs:
             self._enter(unnamed())
             return
         self._leave()
-        weights_are(None)
         if clean:
             log.warning("reset: the store is left alone until the engine's weights are named")
         else:
@@ -114,7 +112,6 @@ class Epochs:
         block_bytes = max(spec.slot_bytes for spec in namespace.groups)
         self._space = self._store.open(namespace, block_bytes=block_bytes)
         self._space.register_soon()
-        weights_are(weights)
         log.info("the engine's weights are now called %s: namespace %s", weights, self._space.id)
 
     def _leave(self) -> None:

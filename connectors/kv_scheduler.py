@@ -1,9 +1,9 @@
 """The KV connector in the scheduler: what to promise, what to load, what to save.
 
 Everything here runs on the scheduler's thread and never waits for a backend: a match is asked on
-the store's call threads when its request arrives and picked up when the scheduler comes to it. The
-only wait is `_PATIENCE_S` per step, which spares the engine idle steps for an answer that is
-microseconds away.
+the store's call threads when its request arrives and picked up when the scheduler comes to it.
+Matching and loading are in connectors.kv_loading, what to save of a request in connectors.kv_saving; here
+is the life of requests, and of the namespace they belong to.
 
 A request, as this module sees it:
 
@@ -26,9 +26,7 @@ unreadable bytes for ever.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from connectors.ec_epochs import weights_are
@@ -37,17 +35,17 @@ from connectors.identity import CONTENT_HASH
 from connectors.kv_admission import Admission, Note
 from connectors.kv_epochs import Epochs
 from connectors.kv_events import NoEvents
-from connectors.kv_handoff import Handoffs, Receiving, Sending, finished_well
-from connectors.kv_match import Found, Matcher, PendingMatch
-from connectors.kv_saving import NULL_BLOCK, Progress, Saving
+from connectors.kv_handoff import Handoffs, Sending, finished_well
+from connectors.kv_loading import Loading, Tracked
+from connectors.kv_match import Found
+from connectors.kv_saving import Saving
 from connectors.kv_stats import RENAMED, KVStoreStats
-from connectors.kv_types import GroupLoad, KVStoreMetadata, KVStoreWorkerMetadata, Load, Save
+from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Save
 from connectors.layout import Group
-from connectors.planning import EVERY_BLOCK, external_tokens, savable_tokens, slice_runs
+from connectors.planning import EVERY_BLOCK, external_tokens, savable_tokens
 from connectors.stats import Tally
 from connectors.weights import Naming, agreed
 from kvstore.keys import SegmentId, canonical_json
-from kvstore.ports import Run
 from kvstore.store import Space, Store
 
 if TYPE_CHECKING:
@@ -58,37 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Total time per scheduler step that may be spent waiting for matches that are under way.
-_PATIENCE_S = 0.001
 #: Ends of a match that say that the next block is not in the store, or of no use.
 _GONE = ("absent", "quarantined")
-
-
-@dataclass(slots=True)
-class Tracked:
-    """What the scheduler's half knows of one request. Owned by the scheduler's thread."""
-
-    request: Request
-    progress: Progress
-    match: PendingMatch | None = None
-    note: Note | None = None
-    #: The prompt is computed, and what its last segment lacks isn't saved yet.
-    prompt_ended: bool = False
-    #: When it was last looked at, it wasn't known what is worth saving.
-    undecided: bool = False
-    #: Block-aligned local hit, in tokens, and what was planned to be loaded after it.
-    local_tokens: int = 0
-    #: Tokens that were scheduled since blocks were allocated last: what is surely computed.
-    seen_tokens: int = 0
-    #: The request whose load brings what this one waits for.
-    waits_for: str | None = None
-    loading: bool = False
-    #: Tokens that its load brings.
-    load_tokens: int = 0
-    load_failed: bool = False
-    #: Its prompt is handed over to another engine, or was by another one.
-    sending: Sending | None = None
-    receiving: Receiving | None = None
 
 
 class KVScheduler:
@@ -119,7 +88,6 @@ class KVScheduler:
         self._groups = groups
         self._settings = store.settings.kv
         self._hash_tokens = hash_tokens
-        self._fits = fits
         self._handoffs = handoffs
         self._ranks = ranks
         self._epochs = Epochs(store, space, holds_blocks=holds_blocks)
@@ -133,24 +101,27 @@ class KVScheduler:
             clock=store.clock,
             window_interval=store.settings.kv.window_interval_tokens,
         )
+        self._loading = Loading(
+            store,
+            groups,
+            hash_tokens,
+            fits,
+            prefix_caching=prefix_caching,
+            events=self._events,
+            tally=self._tally,
+        )
         self._enter(space)
-        self._prefix_caching = prefix_caching
         self._can_load = can_load
         self._can_save = can_save
         self._requests: dict[str, Tracked] = {}
         #: Those that may have something to save.
         self._unsaved: dict[str, Tracked] = {}
-        self._loads: list[Load] = []
         self._flushes: list[Save] = []
         #: For the workers: see kv_types.KVStoreMetadata.
         self._kept: dict[str, float] = {}
         self._released: set[str] = set()
-        #: Block hashes being loaded -> request; others wait for them in the GPU's prefix cache.
-        self._arriving: dict[bytes, str] = {}
-        self._arriving_of: dict[str, list[bytes]] = {}
         #: Ranks at which payloads can't be read.
         self._down: set[int] = set()
-        self._patience = _PATIENCE_S
         self._abandon_loads = False
         space.register_soon()
 
@@ -161,7 +132,7 @@ class KVScheduler:
         self._retired = space is None
         if space is not None:
             self._space = space
-            self._matcher = Matcher(space, self._groups, self._hash_tokens, self._fits)
+            self._loading.use(space)
             self._admission = Admission(self._store, space, self._hash_tokens)
             self._namespace_json = canonical_json(space.namespace)
             if self._handoffs is not None:
@@ -176,7 +147,7 @@ class KVScheduler:
         self._begin_handoff(tracked)
         note = self._begin_note(tracked) if self._cacheable(request) and not self._retired else None
         if tracked.receiving is None and self._wants_match(tracked):
-            self._ask(tracked, note)
+            self._loading.ask(tracked, note)
         elif note is not None:
             self._admission.send(note)
 
@@ -216,12 +187,10 @@ class KVScheduler:
             if missed > 0 and tracked.receiving is None:
                 self._store.counters.miss("below_threshold", missed)
             return 0, False
-        if self._arriving and computed // self._hash_tokens < len(request.block_hashes):
-            first = request.block_hashes[computed // self._hash_tokens]
-            tracked.waits_for = self._arriving.get(first)
-            if tracked.waits_for is not None:
-                # Another request is loading this very block; in a moment it is a local hit for both.
-                return None, False
+        tracked.waits_for = self._loading.brought_by(request, computed)
+        if tracked.waits_for is not None:
+            # In a moment it is a local hit for both.
+            return None, False
         return tokens, True
 
     def _worth_loading(self, tracked: Tracked, matched: int, computed: int) -> int:
@@ -261,61 +230,8 @@ class KVScheduler:
             # It doesn't come, or not in time: load what is there, and compute the rest.
             tracked.receiving = None
             if not self._wants_match(tracked):
-                return self._matcher.nothing("absent")
-        pending = tracked.match
-        now = time.monotonic()
-        stale = pending is not None and (
-            now - pending.asked_at > self._settings.match_ttl_s
-            or not pending.is_of(tracked.request.block_hashes)
-        )
-        if pending is None or stale:
-            pending = self._ask(tracked)
-        before = time.monotonic()
-        match = pending.poll(self._patience)
-        self._patience = max(0.0, self._patience - (time.monotonic() - before))
-        if match is None and time.monotonic() >= pending.end:
-            self._store.counters.miss("deadline", pending.hashes)
-            match = self._matcher.nothing("deadline")
-            pending.finish(match)
-        return match
-
-    def _ask(self, tracked: Tracked, note: Note | None = None) -> PendingMatch:
-        request = tracked.request
-        hashes, tokens = list(request.block_hashes), request.num_tokens
-        pending = PendingMatch(hashes, time.monotonic() + self._settings.match_deadline_s)
-        tracked.match = pending
-        known = note is not None and note.blocks == len(hashes) and self._groups[0].spec.block_tokens
-        first = note.digests if note is not None and known == self._hash_tokens else None
-
-        matcher, space = self._matcher, self._space
-
-        def job() -> None:
-            found = self._find(matcher, hashes, tokens, pending.end, first)
-            pending.finish(found)
-            self._tally.add("matches")
-            self._tally.add("asked_tokens", len(hashes) * self._hash_tokens)
-            self._tally.add("matched_tokens", found.tokens)
-            self._tally.timed("match_seconds", time.monotonic() - pending.asked_at)
-            if note is not None:
-                note.run(space)
-
-        if not self._store.transfers.call(job):
-            self._store.counters.miss("capacity", len(hashes))
-            pending.finish(self._matcher.nothing("capacity"))
-            if note is not None:
-                note.noted = 0
-        return pending
-
-    def _find(
-        self, matcher: Matcher, hashes: list[bytes], tokens: int, end: float, first: bytes | None
-    ) -> Found:
-        """Call thread. Whatever happens, the request that waits for it gets an answer."""
-        try:
-            return matcher.find(hashes, tokens, end, first)
-        except Exception:
-            log.exception("match failed unexpectedly")
-            self._store.counters.miss("error", len(hashes))
-            return matcher.nothing("error")
+                return self._loading.nothing("absent")
+        return self._loading.matched(tracked)
 
     # ---- loading --------------------------------------------------------------------------------
 
@@ -323,60 +239,7 @@ class KVScheduler:
         """The scheduler took the promise: plan the load into the blocks it allocated."""
         if not external:
             return
-        tracked = self._track(request)
-        match, hashes = self._promised(tracked)
-        runs = match.runs if match is not None else tuple([] for _ in self._groups)
-        tables = blocks.get_block_ids()
-        first, stop = tracked.local_tokens, tracked.local_tokens + external
-        groups = [
-            load
-            for number, group in enumerate(self._groups)
-            if (load := self._group_load(number, group, hashes, runs[number], tables, first, stop))
-        ]
-        self._loads.append(Load(request.request_id, groups))
-        tracked.loading, tracked.load_tokens, tracked.local_tokens = True, external, stop
-        self._tally.add("promised_tokens", external)
-        self._events.loading(request.request_id, groups)
-        # Consumed: after a preemption the index is asked again.
-        tracked.match = tracked.receiving = None
-        if self._prefix_caching:
-            full = list(request.block_hashes[first // self._hash_tokens : stop // self._hash_tokens])
-            self._arriving.update(dict.fromkeys(full, request.request_id))
-            self._arriving_of[request.request_id] = full
-
-    def _promised(self, tracked: Tracked) -> tuple[Found | None, Sequence[bytes]]:
-        """What the scheduler was told can be loaded, and the names of the request's blocks."""
-        if tracked.receiving is not None:
-            return tracked.receiving.found, tracked.receiving.names
-        return tracked.match.poll(0.0) if tracked.match else None, tracked.request.block_hashes
-
-    def _group_load(
-        self,
-        number: int,
-        group: Group,
-        hashes: Sequence[bytes],
-        runs: list[Run],
-        tables: Sequence[Sequence[int]],
-        first_token: int,
-        stop_token: int,
-    ) -> GroupLoad | None:
-        """The blocks of one group that vLLM has allocated for tokens from `first_token` on; None if none.
-
-        Every block that isn't null is to be filled. One that the match doesn't cover, which would mean that
-        vLLM and connectors.boundary disagree, fails at the worker, and the request is computed.
-        """
-        size, ratio = group.rule.block_tokens, group.rule.block_tokens // self._hash_tokens
-        wanted = range(-(-first_token // size), -(-stop_token // size))
-        own = {table: tables[table] for table in group.tables}
-        start = next((i for i in wanted if any(ids[i] != NULL_BLOCK for ids in own.values())), wanted.stop)
-        wanted = range(start, wanted.stop)
-        if not wanted:
-            return None
-        if any(block == NULL_BLOCK for ids in own.values() for block in ids[wanted.start : wanted.stop]):
-            runs = []
-        names = list(hashes[(wanted.start + 1) * ratio - 1 : wanted.stop * ratio : ratio])
-        ids = {table: list(ids[wanted.start : wanted.stop]) for table, ids in own.items()}
-        return GroupLoad(number, wanted.start, slice_runs(runs, wanted), names, ids)
+        self._loading.plan(self._track(request), blocks, external)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Workers' report: loads that ended, loads that failed, saves that ended."""
@@ -439,15 +302,12 @@ class KVScheduler:
                 self._tally.add("loaded_tokens", tracked.load_tokens)
                 tracked.load_tokens = 0
         self._events.load_ended(request_id)
-        for block_hash in self._arriving_of.pop(request_id, ()):
-            if self._arriving.get(block_hash) == request_id:
-                del self._arriving[block_hash]
+        self._loading.ended(request_id)
 
     # ---- saving ---------------------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
         """This step's work for the workers."""
-        self._patience = _PATIENCE_S
         if output.num_scheduled_tokens:
             self._epochs.ran()
         saves: list[Save] = []
@@ -459,7 +319,7 @@ class KVScheduler:
                 tracked = self._unsaved.get(request_id)
                 if tracked is not None:
                     saves += self._saves_of(tracked, tokens, output)
-        loads, self._loads = self._loads, []
+        loads = self._loading.take()
         flushes, self._flushes = list(self._still_there(self._flushes, output)), []
         abandon, self._abandon_loads = self._abandon_loads, False
         kept, self._kept = self._kept, {}

@@ -290,7 +290,7 @@ def test_an_abort_leaves_nothing_behind(when: str, make: Any, space: Space) -> N
     scheduler.request_finished(request, [[]])
     report(scheduler, finished={"r"} if when == "loading" else None)
     assert not scheduler._requests and not scheduler._unsaved
-    assert not scheduler._arriving and not scheduler._arriving_of
+    assert scheduler._loading.held == 0
     again = FakeRequest("again", list(range(4)))
     assert answer(scheduler, again) == (32, True)
 
