@@ -68,7 +68,7 @@ def leftovers(engine: Engine) -> int:
     # With a step of something else the workers' last reports come in.
     engine.generate([prompt(1, 0)], max_tokens=2)
     half = f"{_SCHEDULER}.connector._scheduler"
-    names = ("_requests", "_unsaved", "_kept", "_released", "_arriving", "_saving._segments")
+    names = ("_requests", "_unsaved", "_kept", "_released", "_loading._arriving", "_saving._segments")
     parts = [f"len({_SCHEDULER}.requests)", *(f"len({half}.{name})" for name in names)]
     worker = _TRANSFERS.replace("._store.transfers", "")
     parts += [f"len({worker}.{name})" for name in ("_live", "kept._saves", "kept._finished")]
