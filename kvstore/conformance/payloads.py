@@ -49,6 +49,8 @@ class PayloadConformance:
 
     #: Whether `delete` knows which names existed. One that doesn't counts them all.
     delete_tells = True
+    #: Bytes of payloads that replace one another while others read them.
+    sizes: tuple[int, ...] = (1, 5000, 70_000)
 
     @pytest.fixture
     def payloads(self) -> PayloadStore | Iterator[PayloadStore]:
@@ -393,12 +395,12 @@ class PayloadConformance:
                 name = rng.choice(names)
                 verb = rng.choice(("put", "put", "read", "read", "read", "delete", "list"))
                 if verb == "put":
-                    data = content(name, rng.choice((1, 5000, 70_000)))
+                    data = content(name, rng.choice(self.sizes))
                     middle = rng.randrange(len(data))
                     payloads.put(name, views(data[:middle], data[middle:]))
                 elif verb == "read":
                     got = fetch(payloads, name, 100_000)
-                    assert got is None or (len(got) in (1, 5000, 70_000) and got == content(name, len(got)))
+                    assert got is None or (len(got) in self.sizes and got == content(name, len(got)))
                 elif verb == "delete":
                     assert payloads.delete([name]) in (0, 1)
                 else:
