@@ -106,11 +106,6 @@ class ECStoreConnector(ECConnectorBase):
     def has_cache_item(self, identifier: str) -> bool:
         return self._on_scheduler.has_cache_item(identifier)
 
-    def has_caches(self, request: Request) -> list[bool]:
-        """The question of vLLM 0.12 to 0.14, which can't defer: an item counts once it is here."""
-        self._on_scheduler.ensure_cache_available(request, 0)
-        return [self.has_cache_item(feature.identifier) for feature in request.mm_features]
-
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         self._on_scheduler.update_state_after_alloc(request, index)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
-from connectors.stats import Exports, Metric, empty, is_empty, merge, summary
+from connectors.stats import TIER_EVENTS, Exports, Mergeable, Metric, empty
 from kvstore.metrics import MISS_REASONS, SAVE_OUTCOMES
 
 if TYPE_CHECKING:
@@ -29,11 +29,6 @@ SOURCES: Final = (
 #: Why an item that was looked for was computed all the same; "mismatch": it is not of the expected size.
 REASONS: Final = (*MISS_REASONS, "mismatch")
 
-_TIER: Final = (
-    "hits_fast", "hits_slow", "fills", "fills_skipped", "waits", "evictions", "fast_errors", "uploads",
-    "upload_failures",
-)  # fmt: skip
-
 COUNTERS: Final = (
     Metric("items", "Encoder inputs scheduled, by where the output came from", "source", SOURCES),
     Metric("misses", "Encoder inputs computed though the store was asked, by reason", "reason", REASONS),
@@ -42,7 +37,7 @@ COUNTERS: Final = (
     Metric("saves", "Encoder outputs offered to the store", "outcome", SAVE_OUTCOMES),
     Metric("save_failures", "Saves that failed, by reason", "reason", MISS_REASONS),
     Metric("saved_bytes", "Bytes of segments written"),
-    Metric("tier", "Events of the local tier", "event", _TIER),
+    Metric("tier", "Events of the local tier", "event", TIER_EVENTS),
 )
 SECONDS: Final = {
     "fetch_seconds": "From the look-up of an item to its verified bytes on this node",
@@ -53,7 +48,7 @@ SECONDS: Final = {
 RENAMED: Final = {
     **{f"save_blocks{{{one}}}": f"saves{{{one}}}" for one in SAVE_OUTCOMES},
     **{f"save_failures{{{one}}}": f"save_failures{{{one}}}" for one in MISS_REASONS},
-    **{f"tier_{one}": f"tier{{{one}}}" for one in _TIER},
+    **{f"tier_{one}": f"tier{{{one}}}" for one in TIER_EVENTS},
     "save_bytes": "saved_bytes",
 }
 
@@ -63,25 +58,11 @@ def no_gauges() -> dict[str, float]:
     return {}
 
 
-class ECStoreStats(ECConnectorStats):
+class ECStoreStats(Mergeable, ECConnectorStats):
     """A report (connectors.stats), of one half or of several together."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data or empty())
-
-    def reset(self) -> None:
-        self.data = empty()
-
-    def aggregate(self, other: ECConnectorStats) -> ECConnectorStats:
-        assert isinstance(other, ECStoreStats)
-        merge(self.data, other.data)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return summary(self.data)
-
-    def is_empty(self) -> bool:
-        return is_empty(self.data)
 
 
 class ECStorePromMetrics(ECConnectorPromMetrics):

@@ -51,11 +51,11 @@ def kv_namespace(
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algo = cache.prefix_caching_hash_algo
     tp = 0 if settings.identity.any_tp else parallel.tensor_parallel_size
-    fields = _model_fields(model, settings)
+    fields = model_fields(model, settings)
     draft = _draft_model(vllm_config)
     if draft is not None and not settings.identity.weights:
         # Its layers are among those of a block, with bytes of their own.
-        fields["weights"] += "+" + _model_fields(draft, settings)["weights"]
+        fields["weights"] += "+" + model_fields(draft, settings)["weights"]
     kv_dtype = str(cache.cache_dtype)
     if any(group.kind == "mamba" for group in groups):
         # Its pages are bytes, whatever they hold.
@@ -80,7 +80,7 @@ def ec_namespace(vllm_config: Any, settings: Settings) -> Namespace:
     """The namespace of an engine's encoder outputs. Raises ConfigError for what can't be shared."""
     return Namespace(
         kind="ec",
-        **_model_fields(vllm_config.model_config, settings),
+        **model_fields(vllm_config.model_config, settings),
         codec=settings.segment.codec,
         epoch=settings.identity.epoch,
     )
@@ -102,27 +102,10 @@ def _draft_model(vllm_config: Any) -> Any:
 
 def refuse_unsupported_kv(vllm_config: Any) -> None:
     """Raise ConfigError, in words, for an engine whose KV blocks can't be shared. Both halves ask."""
-    _refuse_sizes(
-        vllm_config.parallel_config, "prefill_context_parallel_size", "decode_context_parallel_size"
-    )
-    refuse_counter_identifiers(vllm_config)
-
-
-def refuse_parallel(parallel: Any) -> None:
-    """Raise ConfigError for more than one rank."""
-    _refuse_sizes(
-        parallel,
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    )
-
-
-def _refuse_sizes(parallel: Any, *names: str) -> None:
-    for name in names:
-        if (size := getattr(parallel, name, 1)) != 1:
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(vllm_config.parallel_config, name, 1)) != 1:
             raise ConfigError(f"kvstore: {name} = {size} is not supported yet; only 1")
+    refuse_counter_identifiers(vllm_config)
 
 
 def hash_tokens(vllm_config: Any, kv_cache_config: Any, rules: Sequence[Rule]) -> int:
@@ -176,7 +159,8 @@ def _hash_root(algo: str) -> str:
     return hashlib.sha256(str(seed).encode()).hexdigest()[:16]
 
 
-def _model_fields(model: Any, settings: Settings) -> dict[str, Any]:
+def model_fields(model: Any, settings: Settings) -> dict[str, Any]:
+    """The fields of a namespace that a model decides. Raises ConfigError if it can't be told from others."""
     identity = settings.identity
     name = str(model.model)
     local = Path(name).exists()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from connectors.stats import Exports, Metric, empty, is_empty, merge, summary
+from connectors.stats import TIER_EVENTS, Exports, Mergeable, Metric, empty
 from kvstore.metrics import MISS_REASONS, SAVE_OUTCOMES
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ PREFIX: Final = "vllm:kvstore_kv_"
 LOADS: Final = ("complete", "failed")
 #: What a reset of the engine's caches led to (connectors.kv_epochs).
 RESETS: Final = ("renamed", "left_alone", "named", "refused_name")
-_TIER: Final = (
-    "hits_fast", "hits_slow", "fills", "fills_skipped", "waits", "evictions", "fast_errors", "uploads",
-    "upload_failures",
-)  # fmt: skip
 _EVENTS: Final = (
     "evicted_segments", "deleted_payloads", "quarantined_segments", "dropped_copies", "note_failures",
 )  # fmt: skip
@@ -46,7 +42,7 @@ COUNTERS: Final = (
     Metric("save_failures", "Segments that could not be saved, by reason", "reason", MISS_REASONS),
     Metric("saved_segments", "Segments, or a rank's parts of segments, written"),
     Metric("saved_bytes", "Bytes of them"),
-    Metric("tier", "Events of the local tier", "event", _TIER),
+    Metric("tier", "Events of the local tier", "event", TIER_EVENTS),
     Metric("events", "What else the store did", "event", _EVENTS),
     Metric("resets", "Resets of the cache and names for new weights", "outcome", RESETS),
 )
@@ -76,7 +72,7 @@ RENAMED: Final = {
     **{f"miss_blocks{{{one}}}": f"misses{{{one}}}" for one in MISS_REASONS},
     **{f"save_blocks{{{one}}}": f"saves{{{one}}}" for one in SAVE_OUTCOMES},
     **{f"save_failures{{{one}}}": f"save_failures{{{one}}}" for one in MISS_REASONS},
-    **{f"tier_{one}": f"tier{{{one}}}" for one in _TIER},
+    **{f"tier_{one}": f"tier{{{one}}}" for one in TIER_EVENTS},
     **{one: f"events{{{one}}}" for one in _EVENTS},
     "load_blocks": "loaded_blocks",
     "load_bytes": "loaded_bytes",
@@ -85,25 +81,11 @@ RENAMED: Final = {
 }
 
 
-class KVStoreStats(KVConnectorStats):
+class KVStoreStats(Mergeable, KVConnectorStats):
     """A report (connectors.stats), of one half or of several together."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data or empty())
-
-    def reset(self) -> None:
-        self.data = empty()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        assert isinstance(other, KVStoreStats)
-        merge(self.data, other.data)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return summary(self.data)
-
-    def is_empty(self) -> bool:
-        return is_empty(self.data)
 
 
 class KVStorePromMetrics(KVConnectorPromMetrics):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -32,6 +32,12 @@ MOST: Final = 1024
 
 _BUCKETS: Final = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+
+#: What a local tier reports: the store's counters of that name, after `tier_`.
+TIER_EVENTS: Final = (
+    "hits_fast", "hits_slow", "fills", "fills_skipped", "waits", "evictions", "fast_errors", "uploads",
+    "upload_failures",
 )  # fmt: skip
 
 Report = dict[str, Any]
@@ -68,6 +74,25 @@ def summary(report: Report) -> dict[str, int | float]:
         made[f"mean {what} ms"] = round(1000 * sum(values) / len(values), 3)
         made[f"max {what} ms"] = round(1000 * max(values), 3)
     return made
+
+
+class Mergeable:
+    """What vLLM asks of a connector's statistics, whichever connector's: to be mixed into its base class."""
+
+    data: Report
+
+    def reset(self) -> None:
+        self.data = empty()
+
+    def aggregate(self, other: Any) -> Self:
+        merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return summary(self.data)
+
+    def is_empty(self) -> bool:
+        return is_empty(self.data)
 
 
 class Tally:

@@ -11,7 +11,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.identity import _model_fields
+from connectors.identity import model_fields as fields_of_model
 from connectors.v0_pages import Pages, Rows
 from connectors.v0_planning import HASH_ALGO, hash_root
 from kvstore.errors import ConfigError
@@ -91,7 +91,7 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
 
 def model_fields(config: Any, settings: Settings) -> dict[str, Any]:
     """The namespace's fields that name the model. Reads samples of its weights, under a second."""
-    return _model_fields(config.model_config, settings)
+    return fields_of_model(config.model_config, settings)
 
 
 def namespace_of(

@@ -215,7 +215,7 @@ INTERFACES = [
             "has_pending_push_work": "nothing is pushed to another engine",
             "update_state_after_free": "the step's list of freed items says the same",
         },
-        {"has_caches": "vLLM 0.12 to 0.14 asks so instead of has_cache_item"},
+        {},
     ),
     Interface(
         "connectors.tier:KVStoreTier",
@@ -299,7 +299,8 @@ def test_what_we_override_is_a_hook(interface: Interface) -> None:
 def test_every_hook_is_decided(interface: Interface) -> None:
     ours = resolve(interface.path)
     theirs = hooks(ours)
-    overridden = {name for name in theirs if name in vars(ours)}
+    own = [base for base in ours.__mro__ if base.__module__.startswith("connectors")]
+    overridden = {name for name in theirs if any(name in vars(base) for base in own)}
     new = theirs.keys() - overridden - interface.left.keys()
     assert not new, (
         f"vLLM {running()} has hooks that {interface.path} neither overrides nor leaves for a reason; "
