@@ -105,6 +105,7 @@ def encode(
     depth: int,
     created_s: int,
     writer: str,
+    cost_us: int = 0,
 ) -> Encoded:
     """Lay out one rank's part of a segment."""
     stored: list[memoryview] = []
@@ -141,6 +142,7 @@ def encode(
         codec=codec,
         depth=depth,
         created_s=created_s,
+        cost_us=cost_us,
         writer=writer,
         slots=tuple(metas),
     )
@@ -164,6 +166,8 @@ def _compress(raw: memoryview, codec: Codec, dtype: str) -> tuple[memoryview, Co
 
 def _header_bytes(meta: SegmentMeta, tensors: dict[str, dict[str, Any]]) -> bytes:
     fields = meta.model_dump(mode="json")
+    if not meta.cost_us:
+        del fields["cost_us"]  # as segments were written before there was one
     metadata = {
         name: value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
         for name, value in fields.items()

@@ -2,7 +2,8 @@
 
 PayloadStore   bytes under a name. Knows nothing of segments.
 Index          digest -> (segment, slot), segment -> record. A hint: it can be lost and rebuilt.
-Catalogue      what maintenance and people need of the same index, off the request path.
+
+What maintenance and people need of the same index, off the request path: kvstore.catalogue.
 
 Rules for every implementation: batch first; sync; safe for many threads and many processes; no call
 blocks without a deadline; a miss is a value, a failure is an exception of kvstore.errors; no
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.keys import NamespaceId, SegmentId
 from schemas.namespace import Namespace
-from schemas.records import SegmentRecord
+from schemas.records import EvictionRule, OutcomeOp, SegmentRecord
 
 if TYPE_CHECKING:
     from typing import Self
@@ -136,6 +137,30 @@ class CommitState(Enum):
     REFUSED = "refused"  # the ranks disagree on the segment, or it was evicted meanwhile
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of blocks that a request asked for, or offered for saving."""
+
+    at_s: float
+    #: The engine's name of the request; text of a client's, at most REQUEST_CHARS of it are kept.
+    request: str
+    op: OutcomeOp
+    #: Blocks asked for or offered, and how many of them were found, loaded or stored.
+    asked: int
+    served: int
+    #: Why not all were: of kvstore.metrics.MISS_REASONS or SAVE_OUTCOMES; "" if all were.
+    reason: str
+    #: Position in the chain of the first block that was not served.
+    position: int
+    #: Packed digests from that block on, at most MISSING_DIGESTS of them: what an evicted segment is
+    #: recognised by.
+    missing: bytes
+
+
+REQUEST_CHARS = 128
+MISSING_DIGESTS = 256
+
+
 class Index(ABC):
     """What is where. Digests travel packed: 16 bytes each, one blob per call, one round trip."""
 
@@ -197,8 +222,17 @@ class Index(ABC):
         """Note a use. Segments that are gone are ignored. Recency is per segment, to the minute."""
 
     @abstractmethod
-    def evict(self, namespace: NamespaceId, segments: Sequence[SegmentId], *, delete_after_s: float) -> int:
+    def evict(
+        self,
+        namespace: NamespaceId,
+        segments: Sequence[SegmentId],
+        *,
+        delete_after_s: float,
+        rule: EvictionRule,
+    ) -> int:
         """Make segments invisible and put them in the trash until `delete_after_s` (unix time).
+
+        `rule` is why, for people. Pinned segments go as well.
 
         Returns how many were visible. O(1) per segment: their digests' entries dangle, are ignored
         by every other verb and are swept later. A segment whose commit is incomplete is refused
@@ -225,6 +259,14 @@ class Index(ABC):
         """
 
     @abstractmethod
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+        """Remember what became of requests (kvstore.catalogue.Journal): in a ring of bounded length, in
+        totals, and, of match outcomes that ended "absent", how much more capacity would have served them.
+
+        One round trip. Nothing for an unknown namespace.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Release connections. Idempotent."""
 
@@ -233,70 +275,3 @@ class Index(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What the visible segments of one namespace amount to; exact, kept in the same transaction."""
-
-    nbytes: int
-    segments: int
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """A segment as the catalogue lists it."""
-
-    segment: SegmentId
-    record: SegmentRecord
-    #: Unix seconds, to the minute.
-    last_use_s: float
-
-
-class Catalogue(ABC):
-    """The index as maintenance and people see it. Nothing here runs on a request's path."""
-
-    @abstractmethod
-    def namespaces(self) -> dict[NamespaceId, str]:
-        """Every registered namespace: id -> canonical JSON."""
-
-    @abstractmethod
-    def usage(self, namespace: NamespaceId) -> Usage:
-        """Zeros for an unknown namespace."""
-
-    @abstractmethod
-    def segments(self, namespace: NamespaceId) -> Iterator[Listing]:
-        """Every visible segment, in no order, weakly consistent, in bounded pages."""
-
-    @abstractmethod
-    def get(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[Listing | None]:
-        """The named segments, None where one is not visible."""
-
-    @abstractmethod
-    def cull(
-        self, namespace: NamespaceId, *, keep_bytes: int, delete_after_s: float, limit: int
-    ) -> list[SegmentId]:
-        """Evict least recently used segments, tails of chains first, until at most `keep_bytes` remain.
-
-        At most `limit` per call, so that no call holds the index for long. Returns those evicted.
-        """
-
-    @abstractmethod
-    def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
-        """Trashed segments whose time has come, with their number of ranks."""
-
-    @abstractmethod
-    def bury(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> None:
-        """Their payloads are deleted: forget the trash entries."""
-
-    @abstractmethod
-    def sweep(self, namespace: NamespaceId, limit: int) -> int:
-        """Drop up to about `limit` entries that point at no visible segment; returns how many.
-
-        Remembers where it stopped, so that repeated calls cover everything.
-        """
-
-    @abstractmethod
-    def ping(self) -> None:
-        """Raise TransientError or PermissionDenied if the index can't be read and written."""

@@ -43,6 +43,8 @@ class SegmentMeta(Closed):
     #: Index in its chain of slot 0.
     depth: int = Field(ge=0)
     created_s: int = Field(ge=0)
+    #: What an engine says it took to compute, in microseconds; 0: unknown.
+    cost_us: int = Field(default=0, ge=0)
     #: Who wrote it: product version and host, for a person who asks.
     writer: str
     slots: tuple[SlotMeta, ...] = Field(min_length=1)

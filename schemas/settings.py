@@ -255,6 +255,66 @@ class ECSettings(Closed):
     staging_bytes: Bytes = Field(default=256 << 20, ge=1)
 
 
+class EvictionSettings(Closed):
+    """What goes when, besides `capacity_bytes`. Quotas set with `cache-admin quota` outrank the settings'."""
+
+    #: Bytes of payload that one namespace may hold: one model, layout and set of settings. Left out: no bound
+    #: but the store's.
+    namespace_bytes: Bytes | None = Field(default=None, ge=1)
+    #: Bytes that all namespaces of one tenant may hold.
+    tenant_bytes: Bytes | None = Field(default=None, ge=1)
+    #: Eviction begins above this share of a quota, and goes on down to the lower one.
+    high: float = Field(default=0.95, gt=0, le=1)
+    low: float = Field(default=0.90, gt=0, le=1)
+    #: What was used within this time goes only if there is nothing else.
+    fresh_s: Seconds = 120.0
+    #: Keep what takes long to compute, for its size, somewhat longer.
+    cost_aware: bool = True
+    #: Of a namespace's quota, how much may be pinned.
+    pinned_share: float = Field(default=0.5, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low = {self.low:g} is larger than high = {self.high:g}")
+        return self
+
+
+class JournalSettings(Closed):
+    """Rings in the index, per namespace: what explains misses, and what routers and warmers read. 0: none."""
+
+    #: Commits and evictions, about 150 bytes each.
+    events: int = Field(default=4096, ge=0, le=1_000_000)
+    #: Requests that were not served or saved in full, about 150 bytes each.
+    outcomes: int = Field(default=4096, ge=0, le=1_000_000)
+    #: Evicted segments that are remembered to say what more capacity would bring, about 60 bytes each.
+    ghosts: int = Field(default=8192, ge=0, le=1_000_000)
+
+
+class JanitorSettings(Closed):
+    """`cache-admin serve`."""
+
+    #: From one round of eviction, reaping and sweeping to the next.
+    interval_s: Seconds = 5.0
+    #: Of several janitors one works; another takes over when it has not renewed its lease for so long.
+    lease_s: Seconds = 15.0
+    #: Percent of all segments whose bytes are read and verified in a day.
+    scrub_percent: float = Field(default=3.0, ge=0, le=100)
+    #: From one count of what there is, against the accounts, to the next.
+    reconcile_s: Seconds = 3600.0
+    #: An empty namespace that no engine has registered for so long is forgotten.
+    forget_after_s: Seconds = 7 * 86400.0
+
+
+class TraceSettings(Closed):
+    """A record of which blocks requests ask for, for `cache-admin simulate`."""
+
+    #: Folder for the files, one per process; left out: nothing is recorded.
+    folder: str | None = None
+    #: Bound of one process's files; the older half goes when it is reached.
+    most_bytes: Bytes = Field(default=256 << 20, ge=1 << 16)
+
+
 def _shape(value: Any) -> str:
     return "<tiers>" if isinstance(value, dict | Tiers) else "<url>"
 
@@ -285,7 +345,12 @@ class Settings(Closed):
     breaker: BreakerSettings = BreakerSettings()
     kv: KVSettings = KVSettings()
     ec: ECSettings = ECSettings()
-    #: Bytes of payload one namespace may hold; the least recently used segments go first.
+    eviction: EvictionSettings = EvictionSettings()
+    journal: JournalSettings = JournalSettings()
+    janitor: JanitorSettings = JanitorSettings()
+    trace: TraceSettings = TraceSettings()
+    #: Bytes of payload that the store may hold, of all namespaces in its index together; the least recently
+    #: used segments go first.
     capacity_bytes: Bytes = Field(default=100 << 30, ge=1)
     #: An advisory claim on a run expires by itself after this.
     claim_ttl_s: Seconds = 30.0

@@ -16,7 +16,7 @@ from kvstore.errors import CorruptPayload
 from kvstore.index.contract import MAX_RANKS, MAX_SLOTS
 from kvstore.keys import ContentKey, canonical_json, digest
 from schemas.namespace import Namespace
-from schemas.records import SegmentRecord, pack_record
+from schemas.records import SegmentRecord, pack_record, rounded_cost
 
 
 def digests_of(header: Header) -> bytes:
@@ -40,6 +40,7 @@ def record_of(headers: Sequence[Header]) -> SegmentRecord:
         depth=first.depth,
         # Stages of a pipeline differ in theirs, so of several ranks the index keeps none.
         raw_bytes=sum(slot.raw_bytes for slot in first.slots) if first.ranks == 1 else 0,
+        cost_us=rounded_cost(first.cost_us),
     )
     try:
         pack_record(record)
@@ -52,7 +53,7 @@ def record_of(headers: Sequence[Header]) -> SegmentRecord:
 
 def check_same_segment(one: Header, other: Header) -> None:
     """Whether two headers are ranks of one segment that can be committed together. Raises CorruptPayload."""
-    for name in ("namespace_id", "segment", "kind", "ranks", "codec", "depth", "created_s"):
+    for name in ("namespace_id", "segment", "kind", "ranks", "codec", "depth", "created_s", "cost_us"):
         if getattr(one.meta, name) != getattr(other.meta, name):
             raise CorruptPayload(f"ranks {one.meta.rank} and {other.meta.rank} differ in {name}")
     if digests_of(one) != digests_of(other):

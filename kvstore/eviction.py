@@ -1,0 +1,68 @@
+"""Which segments go: the order of eviction, and how several quotas are met at once. Pure code.
+
+The order inside a namespace is that of
+
+    keep = minute of the last use + WORTH_MINUTES * worth      ascending
+    depth in its chain                                         descending: tails before heads
+    segment id                                                 ascending
+
+`worth` is 0 for blocks of a chain, so that no head goes before its tail because its cost was measured on a
+busier day. An encoder item stands alone, and its worth is that of its own cost. Across namespaces, where a
+whole chain is worth the same, a namespace of chains is moved by the worth of its average (`shift_s`).
+
+    worth = log2(1 + microseconds to compute / KiB), from 0 to 15
+
+so each doubling of what a byte costs to compute is worth ten minutes of not being used. GreedyDual-Size (Cao
+and Irani, 1997) adds cost / size to a clock that moves with every eviction; here the clock is time, which all
+processes share without writing it, and the logarithm keeps an outlier from staying for a week.
+
+What was used in the last `fresh_s` goes only if nothing else is left in the quota's scope. Pinned segments
+don't go. A quota is met in three scopes, the smallest first: a namespace, a tenant, the store. Above `high`
+of it as much goes as brings it down to `low`.
+
+The plan says how many bytes each namespace keeps, not which segments go; the index drops the first of its
+order until it holds no more than that. So a plan that two processes carry out at once evicts what one of
+them would have.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+MINUTE_S = 60
+WORTH_MINUTES = 10
+MAX_WORTH = 15
+
+
+def worth(cost_us: int, nbytes: int) -> int:
+    """What the cost of computing `nbytes` adds to their last use, in units of WORTH_MINUTES."""
+    return min(MAX_WORTH, int(log2(1 + cost_us * 1024 / nbytes))) if nbytes > 0 else 0
+
+
+class Scope:
+    """How a quota's scope is spelled."""
+
+    STORE = "store"
+
+    @staticmethod
+    def tenant(name: str) -> str:
+        return f"tenant/{name}"
+
+    @staticmethod
+    def namespace(name: str) -> str:
+        return f"namespace/{name}"
+
+
+#: Ghosts are counted by how many bytes more would have kept them, in steps of a fourth root of two.
+GHOST_LEAST = 1 << 26
+GHOST_STEPS = 4
+
+
+def ghost_step(evicted_bytes: int) -> int:
+    """The step for a segment since whose eviction so many bytes were evicted, its own included."""
+    return max(0, ceil(GHOST_STEPS * log2(evicted_bytes / GHOST_LEAST))) if evicted_bytes > 0 else 0
+
+
+def ghost_bytes(step: int) -> int:
+    """The capacity that a step stands for."""
+    return round(GHOST_LEAST * 2 ** (step / GHOST_STEPS))
