@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import singledispatch
 
-from kvstore.admin.exports import Refused
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, PermissionDenied, TransientError
 from schemas.bench import BenchReport
 from schemas.reports import DoctorReport, SegmentReport, StatusReport
@@ -18,17 +18,17 @@ class ExitCode(IntEnum):
     ERROR = 1
     USAGE = 2
     PROBLEMS = 3
-    REFUSED = 4
+    PARTIAL = 4
     UNREACHABLE = 5
     CANCELLED = 130
 
 
 MEANINGS = {
     ExitCode.OK: "ok",
-    ExitCode.ERROR: "error, such as an unknown id",
+    ExitCode.ERROR: "error, such as an unknown id or something in the way; the message says what",
     ExitCode.USAGE: "wrong usage or wrong settings",
     ExitCode.PROBLEMS: "the command ran and found problems",
-    ExitCode.REFUSED: "refused, because something is in the way; the message says what",
+    ExitCode.PARTIAL: "partial: some of it was done, and the report says what was not",
     ExitCode.UNREACHABLE: "index or payloads unreachable, or the disk failed",
     ExitCode.CANCELLED: "cancelled (Ctrl-C)",
 }
@@ -47,29 +47,62 @@ def of_error(exc: KVStoreError) -> ExitCode:
         return ExitCode.USAGE
     if isinstance(exc, CorruptPayload):
         return ExitCode.PROBLEMS
-    if isinstance(exc, Refused):
-        return ExitCode.REFUSED
     if isinstance(exc, (TransientError, PermissionDenied)):
         return ExitCode.UNREACHABLE
     return ExitCode.ERROR
 
 
+@singledispatch
 def of_report(report: object) -> ExitCode:
-    """The code for what a command has found."""
-    if isinstance(report, StatusReport):
-        down = "unreachable" in (report.index.state, report.payloads.state)
-        return ExitCode.UNREACHABLE if down else ExitCode.OK
-    if isinstance(report, DoctorReport):
-        return ExitCode.PROBLEMS if report.state == "problem" else ExitCode.OK
-    if isinstance(report, SegmentReport):
-        if report.damaged:
-            return ExitCode.PROBLEMS
-        return ExitCode.UNREACHABLE if report.index.state == "unreachable" else ExitCode.OK
-    if isinstance(report, BenchReport):
-        return _ENDS[report.ended]
-    if isinstance(report, (ExportReport, ImportReport, WarmReport)):
-        return _ENDS[report.ended] or (ExitCode.PROBLEMS if report.left_out else ExitCode.OK)
+    """The code for what a command has found. A report that has no rule below is ok."""
     return ExitCode.OK
+
+
+@of_report.register
+def _of_status(report: StatusReport) -> ExitCode:
+    down = "unreachable" in (report.index.state, report.payloads.state)
+    return ExitCode.UNREACHABLE if down else ExitCode.OK
+
+
+@of_report.register
+def _of_doctor(report: DoctorReport) -> ExitCode:
+    return ExitCode.PROBLEMS if report.state == "problem" else ExitCode.OK
+
+
+@of_report.register
+def _of_segment(report: SegmentReport) -> ExitCode:
+    if report.damaged:
+        return ExitCode.PROBLEMS
+    return ExitCode.UNREACHABLE if report.index.state == "unreachable" else ExitCode.OK
+
+
+@of_report.register
+def _of_bench(report: BenchReport) -> ExitCode:
+    failed = any(speed.latency is None and speed.errors for speed in report.transfers)
+    return _ENDS[report.ended] or (ExitCode.PARTIAL if failed else ExitCode.OK)
+
+
+@of_report.register
+def _of_export(report: ExportReport) -> ExitCode:
+    return _of_transfer(report, report.exported.segments)
+
+
+@of_report.register
+def _of_import(report: ImportReport) -> ExitCode:
+    return _of_transfer(report, report.imported.segments + report.present.segments)
+
+
+@of_report.register
+def _of_warm(report: WarmReport) -> ExitCode:
+    return _of_transfer(report, report.warm.segments)
+
+
+def _of_transfer(report: ExportReport | ImportReport | WarmReport, done: int) -> ExitCode:
+    """Left out, or cut short by a damaged archive: partial if anything at all was done."""
+    code = _ENDS[report.ended]
+    if report.left_out and code is ExitCode.OK:
+        code = ExitCode.PROBLEMS
+    return ExitCode.PARTIAL if code is ExitCode.PROBLEMS and done and not report.dry_run else code
 
 
 def table() -> list[tuple[int, str]]:

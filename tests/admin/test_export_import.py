@@ -205,13 +205,13 @@ def test_an_archive_is_not_overwritten(admin: Admin, filled: Filled, tmp_path: P
     path = tmp_path / "a.tar"
     path.write_text("precious")
     ran = admin("export", "--to", str(path), *filled.options)
-    assert (ran.code, ran.out) == (4, "")
+    assert (ran.code, ran.out) == (1, "")
     assert "--force" in ran.err
     assert path.read_text() == "precious"
     archive_of(admin, filled, path, "--force")
     assert tarfile.is_tarfile(path)
     (tmp_path / "folder").mkdir()
-    assert admin("export", "--force", "--to", str(tmp_path / "folder"), *filled.options).code == 4
+    assert admin("export", "--force", "--to", str(tmp_path / "folder"), *filled.options).code == 1
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.tar", "cache", "folder"]
 
 
@@ -269,10 +269,10 @@ def test_damaged_and_vanished_segments_are_left_out(
     imported = ImportReport.model_validate_json(ran.out)
     assert imported.imported == report.exported
     # A pipe can't be cut back: the first rank of the damaged segment is in it, and is not imported.
-    assert (ran.code, imported.left_out) == ((3, 1) if pipe else (0, 0))
+    assert (ran.code, imported.left_out) == ((4, 1) if pipe else (0, 0))
     stored = [each for each in (tmp_path / "there").glob("*/??/*") if each.is_file()]
     assert len(stored) == 3
-    assert admin("export", "--to", str(tmp_path / "b.tar"), *filled.options).code == 3
+    assert admin("export", "--to", str(tmp_path / "b.tar"), *filled.options).code == 4
 
 
 def test_a_store_that_fails_ends_an_export_without_a_file(
@@ -313,7 +313,7 @@ def test_a_namespace_that_is_full_takes_no_more(admin: Admin, filled: Filled, tm
         "import", str(archive), "--json", "--payloads", there, env={"KVSTORE_CAPACITY_BYTES": str(size * 3)}
     )
     report = ImportReport.model_validate_json(ran.out)
-    assert (ran.code, report.imported.segments, report.left_out) == (3, 2, 1)
+    assert (ran.code, report.imported.segments, report.left_out) == (4, 2, 1)
     assert "capacity_bytes" in report.left[0].reason
     # The heads of the chain are there.
     assert loaded({"payloads": there}, filled.kv, CHAIN) == contents(CHAIN)[: 2 * BLOCKS_PER_SEGMENT]
@@ -354,7 +354,7 @@ def test_what_was_evicted_here_a_moment_ago_waits_for_its_grace(
     before = filled.payload_files()
     ran = admin("import", str(archive), "--json", *filled.options)
     report = ImportReport.model_validate_json(ran.out)
-    assert (ran.code, report.imported.segments, report.left_out) == (3, 0, 3)
+    assert (ran.code, report.imported.segments, report.left_out) == (4, 0, 3)
     assert "grace_s" in report.left[0].reason
     assert filled.payload_files() == before
     with Cache(settings) as cache:

@@ -9,13 +9,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import BaseModel
 
 import schemas.archive
 import schemas.bench
 import schemas.reports
 import schemas.transfers
+from kvstore.admin.cache import UnknownName
+from kvstore.admin.exports import Refused
 from kvstore.cli import exits
+from kvstore.errors import CapacityExceeded, ConfigError, CorruptPayload, DeadlineExceeded, PermissionDenied
+from schemas.bench import BenchReport, Latency, TransferSpeed
+from schemas.reports import Amount
+from schemas.transfers import Ended, ExportReport, ImportReport, WarmReport
 
 GOLDEN = Path(__file__).with_name("reports.json")
 
@@ -38,13 +45,98 @@ def test_the_shapes_are_those_that_were_promised() -> None:
 def test_exit_codes_are_a_table() -> None:
     assert exits.table() == [
         (0, "ok"),
-        (1, "error, such as an unknown id"),
+        (1, "error, such as an unknown id or something in the way; the message says what"),
         (2, "wrong usage or wrong settings"),
         (3, "the command ran and found problems"),
-        (4, "refused, because something is in the way; the message says what"),
+        (4, "partial: some of it was done, and the report says what was not"),
         (5, "index or payloads unreachable, or the disk failed"),
         (130, "cancelled (Ctrl-C)"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ended", "done", "left_out", "dry_run", "code"),
+    [
+        ("complete", 3, 0, False, 0),
+        ("complete", 0, 0, False, 0),
+        ("complete", 3, 1, False, 4),
+        ("complete", 0, 1, False, 3),
+        ("complete", 3, 1, True, 3),
+        ("broken", 2, 0, False, 4),
+        ("broken", 0, 0, False, 3),
+        # Why it stopped says more than how far it came.
+        ("failed", 2, 1, False, 5),
+        ("cancelled", 2, 1, False, 130),
+    ],
+)
+def test_partial_is_what_was_done_in_part(
+    ended: Ended, done: int, left_out: int, dry_run: bool, code: int
+) -> None:
+    amount = Amount(segments=done, blocks=done, stored_bytes=done)
+    common: dict[str, Any] = {
+        "dry_run": dry_run,
+        "ended": ended,
+        "problem": "",
+        "namespaces": (),
+        "left_out": left_out,
+        "left": (),
+        "seconds": 1.0,
+    }
+    reports = (
+        ExportReport(**common, to="-", planned=amount, beyond=Amount(), exported=amount, archive_bytes=1),
+        ImportReport(
+            **common,
+            source="-",
+            announced_segments=4,
+            found_segments=4,
+            verified=amount,
+            imported=amount,
+            present=Amount(),
+        ),
+        # What was there before is there.
+        ImportReport(
+            **common,
+            source="-",
+            announced_segments=4,
+            found_segments=4,
+            verified=amount,
+            imported=Amount(),
+            present=amount,
+        ),
+        WarmReport(
+            **common,
+            fast="file:///fast",
+            capacity_bytes=1,
+            used_before_bytes=0,
+            used_bytes=0,
+            planned=amount,
+            beyond=Amount(),
+            warm=amount,
+        ),
+    )
+    assert [exits.of_report(report) for report in reports] == [code] * 4
+
+
+def test_a_bench_of_which_a_part_failed_is_partial() -> None:
+    good = TransferSpeed.model_construct(latency=Latency(count=1, p50_s=1, p99_s=1), errors={"throttled": 1})
+    skipped = TransferSpeed.model_construct(latency=None, errors={}, skipped="no room")
+    failed = TransferSpeed.model_construct(latency=None, errors={"unavailable": 4})
+    for transfers, code in (((good, skipped), 0), ((good, failed), 4)):
+        assert exits.of_report(BenchReport.model_construct(ended="complete", transfers=transfers)) == code
+    assert exits.of_report(BenchReport.model_construct(ended="failed", transfers=(failed,))) == 5
+
+
+def test_errors_have_codes_by_what_is_to_be_done() -> None:
+    codes = {
+        ConfigError("no such key"): 2,
+        CorruptPayload("checksum"): 3,
+        Refused("the file exists"): 1,
+        UnknownName("no such id"): 1,
+        CapacityExceeded("full"): 1,
+        DeadlineExceeded("slow"): 5,
+        PermissionDenied("no"): 5,
+    }
+    assert {error: exits.of_error(error) for error in codes} == codes
 
 
 if __name__ == "__main__":

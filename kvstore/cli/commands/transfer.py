@@ -61,8 +61,8 @@ def export(
     """Write segments into one archive: a tar of safetensors files, for `cache-admin import`.
 
     The most recently used come first. Everything is verified on the way; what is damaged or gone is left
-    out and reported, and the exit code is 3. FILE appears when it is complete. KV blocks tell what prompts
-    said: keep an archive as you keep the prompts.
+    out and reported, and the exit code is 4, or 3 if nothing remains. FILE appears when it is complete. KV
+    blocks tell what prompts said: keep an archive as you keep the prompts.
     """
     if not to and not dry_run:
         raise typer.BadParameter("--to FILE is missing (or - for stdout)")
@@ -96,8 +96,9 @@ def import_(
     """Verify an archive and commit its segments, as a save does.
 
     What is stored already is skipped, so an import that was cut short is continued by running it again.
-    What is damaged is refused and reported, and the exit code is 3. An archive proves that its bytes are
-    whole, not who wrote them: import only what comes from those who may write to this cache.
+    What is damaged is refused and reported, and the exit code is 4, or 3 if nothing was good. An archive
+    proves that its bytes are whole, not who wrote them: import only what comes from those who may write to
+    this cache.
     """
     with _opened(archive) as (stream, total_bytes), progress.shown() as shows:
         if dry_run:
