@@ -124,11 +124,17 @@ def _leaves(model: type[BaseModel], prefix: str) -> list[str]:
 def open_index(settings: Settings) -> RedisIndex | SqliteIndex:
     """The index leaf of these settings, for reading, writing and maintenance. No I/O for Redis."""
     url = settings.index_url
+    journal, cost_aware = settings.journal, settings.eviction.cost_aware
     if url.startswith("sqlite://"):
-        return SqliteIndex(url.removeprefix("sqlite://"), busy_timeout_s=settings.sqlite.busy_timeout_s)
+        return SqliteIndex(
+            url.removeprefix("sqlite://"),
+            busy_timeout_s=settings.sqlite.busy_timeout_s,
+            journal=journal,
+            cost_aware=cost_aware,
+        )
     if url.startswith("memory://"):
-        return SqliteIndex.in_memory(url.removeprefix("memory://"))
-    return RedisIndex.from_settings(url, settings.redis)
+        return SqliteIndex.in_memory(url.removeprefix("memory://"), journal=journal, cost_aware=cost_aware)
+    return RedisIndex.from_settings(url, settings.redis, journal=journal, cost_aware=cost_aware)
 
 
 def open_payloads(settings: Settings) -> PayloadStore:

@@ -27,7 +27,13 @@ them would have.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
 from math import ceil, log2
+
+from kvstore.catalogue import Candidate, Usage
+from kvstore.keys import NamespaceId
 
 MINUTE_S = 60
 WORTH_MINUTES = 10
@@ -66,3 +72,55 @@ def ghost_step(evicted_bytes: int) -> int:
 def ghost_bytes(step: int) -> int:
     """The capacity that a step stands for."""
     return round(GHOST_LEAST * 2 ** (step / GHOST_STEPS))
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A namespace in the plan of one quota."""
+
+    namespace: NamespaceId
+    nbytes: int
+    #: What its average block is worth, for namespaces of chains.
+    shift_s: float
+    #: The first of its order, and whether there are more.
+    first: Sequence[Candidate]
+    more: bool
+
+
+def shift_s(kind: str, usage: Usage) -> float:
+    """By how much a namespace's whole order is moved against others'."""
+    return worth(usage.cost_us, usage.nbytes) * WORTH_MINUTES * MINUTE_S if kind == "kv" else 0.0
+
+
+def plan(holders: Sequence[Holder], excess: int, *, spare_from_s: float | None) -> dict[NamespaceId, int]:
+    """How many bytes each namespace gives so that together they give `excess`.
+
+    The merge of their orders, without what was used at or after `spare_from_s`. It ends early where a
+    namespace has more than is known of it here: the rest is for the next plan.
+    """
+    given: dict[NamespaceId, int] = {}
+    left = excess
+    for number, candidate in _merged(holders, spare_from_s):
+        if left <= 0 or candidate is None:
+            break
+        name = holders[number].namespace
+        given[name] = given.get(name, 0) + candidate.nbytes
+        left -= candidate.nbytes
+    return given
+
+
+def _merged(holders: Sequence[Holder], spare_from_s: float | None) -> Iterator[tuple[int, Candidate | None]]:
+    """The holders' candidates in one order; None where one holder's are at an end, but not its segments."""
+
+    def queue(number: int, holder: Holder) -> Iterator[tuple[float, int, int, Candidate | None]]:
+        at = float("-inf")
+        for place, candidate in enumerate(holder.first):
+            at = candidate.keep_s + holder.shift_s
+            if spare_from_s is None or candidate.used_s < spare_from_s:
+                yield at, number, place, candidate
+        if holder.more and at > float("-inf"):
+            yield at, number, len(holder.first), None
+
+    queues = (queue(number, holder) for number, holder in enumerate(holders))
+    for _, number, _, candidate in merge(*queues, key=lambda item: item[:3]):
+        yield number, candidate

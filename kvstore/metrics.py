@@ -46,9 +46,11 @@ _PLAIN: Final = (
     "load_runs",
     "load_blocks",
     "load_bytes",
+    "load_cost_us",  # what computing the loaded blocks took those who saved them, in microseconds
     "save_segments",
     "save_bytes",
     "note_failures",
+    "outcomes_lost",  # requests of which the index was not told what became of them
     "evicted_segments",
     "deleted_payloads",
     "quarantined_segments",

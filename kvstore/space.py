@@ -39,10 +39,10 @@ from kvstore.keys import (
     payload_name,
 )
 from kvstore.metrics import MISS_REASONS
-from kvstore.ports import CommitState, Run
+from kvstore.ports import CommitState, Outcome, Run
 from kvstore.reader import PayloadLate, PayloadMissing, read_run
 from schemas.namespace import Namespace
-from schemas.records import SegmentRecord
+from schemas.records import SegmentRecord, rounded_cost
 from schemas.segment import SlotMeta
 
 if TYPE_CHECKING:
@@ -202,6 +202,9 @@ class Space:
         counters.add("load_runs")
         counters.add("load_blocks", run.count)
         counters.add("load_bytes", sum(view.nbytes for view in into))
+        # Of several ranks, each has saved its share.
+        shares = run.record.slots * len(run.record.parts)
+        counters.add("load_cost_us", run.record.cost_us * run.count // shares)
         return slots
 
     def _read(
@@ -302,6 +305,18 @@ class Space:
         store.counters.add("note_failures")
         return 0
 
+    def tell(self, outcomes: Sequence[Outcome]) -> bool:
+        """Have the index remember what became of requests. False, and counted, if it can't. Never raises."""
+        try:
+            self.store.index.tell(self.id, outcomes)
+            return True
+        except KVStoreError as exc:
+            log.debug("tell failed: %s", exc)
+        except Exception:
+            log.exception("tell failed unexpectedly")
+        self.store.counters.add("outcomes_lost", len(outcomes))
+        return False
+
     def save(
         self,
         slots: Sequence[codec.Slot],
@@ -311,20 +326,24 @@ class Space:
         created_s: int | None = None,
         rank: int = 0,
         ranks: int = 1,
+        cost_us: float = 0,
         insist: bool = False,
     ) -> Saved:
         """Store a run of consecutive blocks of one chain (or one item) as one segment.
 
         `depth` is the chain position of `slots[0]`. Blocks at the start that are stored already are
         left out, unless there are several ranks, which need not find the same. All ranks of one segment
-        give the same `segment`, keys and `created_s` (unix time; now, if left out). `insist`: also while
+        give the same `segment`, keys, `created_s` (unix time; now, if left out) and `cost_us` (what computing
+        all of it took, in microseconds; 0: unknown). `insist`: also while
         another writer is at it, for callers that somebody waits for. The buffers may be reused when the call
         returns. Raises KVStoreError, and nothing else, after counting it.
         """
         counters = self.store.counters
         try:
             created = int(self.store.clock()) if created_s is None else created_s
-            saved = self._save(slots, depth, segment or new_segment_id(), created, rank, ranks, insist)
+            saved = self._save(
+                slots, depth, segment or new_segment_id(), created, rank, ranks, cost_us, insist
+            )
         except KVStoreError as exc:
             counters.saved("failed", len(slots))
             counters.add(f"save_failures{{{miss_reason(exc)}}}")
@@ -350,6 +369,7 @@ class Space:
         created: int,
         rank: int,
         ranks: int,
+        cost_us: float,
         insist: bool,
     ) -> Saved:
         store, settings = self.store, self.store.settings
@@ -363,6 +383,7 @@ class Space:
         # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
         present = claim.present if ranks == 1 else 0
         rest = slots[present:]
+        cost = rounded_cost(cost_us * len(rest) / len(slots))
         encoded = codec.encode(
             rest,
             namespace_json=self._json,
@@ -374,6 +395,7 @@ class Space:
             depth=depth + present,
             created_s=created,
             writer=self._writer,
+            cost_us=cost,
         )
         name = payload_name(self.id, segment, rank)
         try:
@@ -391,6 +413,7 @@ class Space:
             created_s=created,
             depth=depth + present,
             raw_bytes=sum(slot.data.nbytes for slot in rest) if ranks == 1 else 0,
+            cost_us=cost,
         )
         new = digests[16 * present :]
         try:
@@ -406,7 +429,7 @@ class Space:
         if state is CommitState.REFUSED:
             store.payloads.delete([name])
             return Saved("refused", present, 0, 0)
-        store.committed(self.id, encoded.part.nbytes)
+        store.committed(encoded.part.nbytes)
         outcome = "stored" if state is CommitState.VISIBLE else "waiting"
         return Saved(outcome, present, len(rest), encoded.part.nbytes)
 
@@ -418,7 +441,8 @@ class Space:
         """
         store = self.store
         try:
-            store.index.evict(self.id, [segment], delete_after_s=store.clock() + store.settings.grace_s)
+            after = store.clock() + store.settings.grace_s
+            store.index.evict(self.id, [segment], delete_after_s=after, rule="abandoned")
         except KVStoreError as exc:
             log.debug("segment %s could not be abandoned: %s", segment.hex(), exc)
 

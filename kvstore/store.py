@@ -7,19 +7,24 @@ can still be read. A segment that fails verification goes the same way, at once.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Self
 
 from kvstore.breaker import Breaker
-from kvstore.errors import KVStoreError, TransientError
-from kvstore.keys import NamespaceId, SegmentId, payload_name
+from kvstore.catalogue import Maintenance
+from kvstore.errors import KVStoreError
+from kvstore.keys import NamespaceId, SegmentId
 from kvstore.metrics import Counters
-from kvstore.ports import Catalogue, Index, PayloadStore
+from kvstore.ports import Index, PayloadStore
 from kvstore.space import Match, Saved, Space, miss_reason
+from kvstore.tending import Tending
 from kvstore.transfers import Crew, Transfers
 from schemas.namespace import Namespace
 from schemas.records import SegmentRecord
@@ -31,11 +36,13 @@ log = logging.getLogger(__name__)
 
 #: Segments remembered as bad in this process, for when the index can't be told.
 _QUARANTINE = 4096
-#: Share of the capacity that culling leaves, so that not every save culls again.
-_CULL_TO = 0.95
-_CULL_STEP = 256
-#: Segments deleted with one call, so that a bucket is asked once for hundreds.
-_DELETE_STEP = 256
+#: Who saves looks at the quotas after this share of the room that it knew of.
+_WRITERS = 16
+#: From one round of tidying to the next, and how long one may take before another process begins its own.
+_TEND_S = 10.0
+_LEASE_S = 60.0
+#: The lease of who deletes payloads and sweeps: a janitor all the time, an engine for a moment.
+JANITOR = "janitor"
 #: Evictions in the index, within an hour, for segments that this process finds bad.
 _TELL_MOST = 256
 _HOUR_S = 3600.0
@@ -51,7 +58,7 @@ class Store:
     payloads: PayloadStore
     index: Index
     #: The same index for maintenance; not behind the breaker.
-    catalogue: Catalogue
+    catalogue: Maintenance
     transfers: Transfers
     counters: Counters
     #: Parts of long reads; None if the payload store has none.
@@ -64,13 +71,22 @@ class Store:
     _quarantined: OrderedDict[SegmentId, None] = field(default_factory=OrderedDict, repr=False)
     _untold: dict[NamespaceId, set[SegmentId]] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _unaccounted: dict[NamespaceId, int] = field(default_factory=dict, repr=False)
-    _tend_at: float = field(default=0.0, repr=False)
+    #: Bytes committed since the last look at the quotas, and how many there was room for then.
+    _unaccounted: int = field(default=0, repr=False)
+    _headroom: int = field(default=0, repr=False)
+    _tended_s: float = field(default=float("-inf"), repr=False)
+    #: As a holder of leases.
+    name: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{token_hex(4)}")
     _probing: bool = field(default=False, repr=False)
     _telling_since: float = field(default=float("-inf"), repr=False)
     _told: int = field(default=0, repr=False)
     #: Said by those who read: the payloads can't be read now. For a half that never reads them itself.
     payloads_down: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.tending = Tending(
+            self.catalogue, self.payloads, self.settings, self.counters, lambda: self.clock()
+        )
 
     def open(self, namespace: Namespace, *, block_bytes: int) -> Space:
         """Open one namespace. No I/O: the index learns of it when it can be reached.
@@ -175,102 +191,62 @@ class Store:
         if not segments:
             return
         try:
-            self.index.evict(namespace, segments, delete_after_s=self.clock() + self.settings.grace_s)
+            self.index.evict(
+                namespace, segments, delete_after_s=self.clock() + self.settings.grace_s, rule="bad"
+            )
         except KVStoreError as exc:
             log.warning("%d bad segments could not be evicted yet: %s", len(segments), exc)
             return
         with self._lock:
             self._untold[namespace].difference_update(segments)
 
-    def committed(self, namespace: NamespaceId, nbytes: int) -> None:
-        """Account a commit and, from time to time, keep the namespace within its capacity.
+    def committed(self, nbytes: int) -> None:
+        """Account a commit and keep the store within its quotas. Runs on the saving thread.
 
-        Runs on the saving thread. Any number of engines may do this at once: the index decides
-        what goes, atomically.
+        Looks again after a share of what there was room for: so that a dozen processes that all save, and
+        don't know of each other, stay within it together. Where there is no room, after every commit.
         """
         now = self.clock()
         with self._lock:
-            pending = self._unaccounted.get(namespace, 0) + nbytes
-            due = pending > self.settings.capacity_bytes // 64 or now >= self._tend_at
-            self._unaccounted[namespace] = 0 if due else pending
-            if due:
-                self._tend_at = now + 10.0
-        if due:
-            try:
-                self.tend(namespace)
-            except KVStoreError as exc:
-                log.warning("could not tidy namespace %s: %s", namespace, exc)
+            self._unaccounted += nbytes
+            upkeep = not self._tended_s <= now < self._tended_s + _TEND_S
+            look = upkeep or self._unaccounted > self._headroom // _WRITERS
+            if look:
+                self._unaccounted = 0
+            if upkeep:
+                self._tended_s = now
+        try:
+            if look:
+                self.make_room()
+            if upkeep:
+                self.tend()
+        except KVStoreError as exc:
+            log.warning("could not tidy the store: %s", exc)
 
-    def tend(self, namespace: NamespaceId) -> int:
-        """Evict down to the capacity, delete payloads whose grace has passed. Returns evictions.
-
-        Raises what the backends raise.
-        """
-        evicted = 0
-        capacity = self.settings.capacity_bytes
-        if self.catalogue.usage(namespace).nbytes > capacity:
-            delete_after = self.clock() + self.settings.grace_s
-            while True:
-                gone = self.catalogue.cull(
-                    namespace,
-                    keep_bytes=int(capacity * _CULL_TO),
-                    delete_after_s=delete_after,
-                    limit=_CULL_STEP,
-                )
-                evicted += len(gone)
-                if len(gone) < _CULL_STEP:
-                    break
-            self.counters.add("evicted_segments", evicted)
-            self.catalogue.sweep(namespace, 4096)
-        due = self.catalogue.due(namespace, self.clock(), 1024)
-        for at in range(0, len(due), _DELETE_STEP):
-            self._bury(namespace, due[at : at + _DELETE_STEP])
+    def make_room(self) -> int:
+        """Evict down to the quotas, if one is exceeded. Returns evictions. Raises what the index raises."""
+        evicted, headroom = self.tending.evict()
+        with self._lock:
+            self._headroom = headroom
         return evicted
+
+    def tend(self) -> None:
+        """Delete payloads whose grace has passed, of all namespaces, and sweep what dangles.
+
+        Unless somebody else does: a janitor, or another engine for a moment. Raises what the index raises.
+        """
+        if not self.catalogue.lease(JANITOR, self.name, _LEASE_S):
+            return
+        try:
+            for account in self.catalogue.accounts():
+                if account.bygone:
+                    self.tending.drain(account.namespace)
+                if account.trashed or account.bygone:
+                    self.tending.reap(account.namespace)
+                self.tending.sweep(account.namespace)
+        finally:
+            self.catalogue.release(JANITOR, self.name)
 
     def forget(self, namespace: NamespaceId) -> int:
-        """Evict all that a namespace holds and delete it at once, without the grace that a load of another
-        engine would need: for one that nobody else knows. Returns evictions. Raises what the backends raise.
-        """
-        # An index keeps these times to the second.
-        evicted, now = 0, self.clock()
-        past = now - 2.0
-        while True:
-            gone = self.catalogue.cull(namespace, keep_bytes=0, delete_after_s=past, limit=_CULL_STEP)
-            evicted += len(gone)
-            if len(gone) < _CULL_STEP:
-                break
-        self.counters.add("evicted_segments", evicted)
-        while due := self.catalogue.due(namespace, now, _DELETE_STEP):
-            self._delete(namespace, due)
-        while self.catalogue.sweep(namespace, 4096):
-            pass
-        return evicted
-
-    def _bury(self, namespace: NamespaceId, due: Sequence[tuple[SegmentId, int]]) -> None:
-        """Delete payloads of evicted segments in one call; if that fails, those that can be, one by one.
-
-        What can't be deleted stays in the trash for the next time; the others need not wait for it. Several
-        failures in a row are one: nothing can be deleted.
-        """
-        try:
-            self._delete(namespace, due)
-            return
-        except TransientError as exc:
-            log.warning("evicted segments could not be deleted: %s", exc)
-            return
-        except KVStoreError as exc:
-            failure, failures = exc, 0
-        for one in due:
-            try:
-                self._delete(namespace, [one])
-                failures = 0
-            except KVStoreError as exc:
-                failure, failures = exc, failures + 1
-                if failures == 3:
-                    break
-        log.warning("evicted segments could not all be deleted: %s", failure)
-
-    def _delete(self, namespace: NamespaceId, due: Sequence[tuple[SegmentId, int]]) -> None:
-        names = [payload_name(namespace, segment, rank) for segment, ranks in due for rank in range(ranks)]
-        self.counters.add("deleted_payloads", self.payloads.delete(names))
-        self.catalogue.bury(namespace, [segment for segment, _ in due])
+        """As Tending.forget."""
+        return self.tending.forget(namespace)
