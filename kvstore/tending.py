@@ -71,8 +71,16 @@ def quotas(accounts: Sequence[Account], settings: Settings, given: Mapping[str, 
     return [*found, Quota(Scope.STORE, "capacity", store, tuple(accounts))]
 
 
+def _warn(problem: KVStoreError) -> None:
+    log.warning("evicted segments could not all be deleted: %s", problem)
+
+
 class Tending:
-    """Upkeep of one index and its payloads. Holds nothing between calls; safe for threads."""
+    """Upkeep of one index and its payloads. Holds nothing between calls; safe for threads.
+
+    `proceed` is asked before every batch of changes, and what it raises ends the step there. `failed` is told
+    why payloads could not be deleted.
+    """
 
     def __init__(
         self,
@@ -81,12 +89,17 @@ class Tending:
         settings: Settings,
         counters: Counters,
         clock: Callable[[], float],
+        *,
+        proceed: Callable[[], None] = lambda: None,
+        failed: Callable[[KVStoreError], None] = _warn,
     ) -> None:
         self._index = index
         self._payloads = payloads
         self._settings = settings
         self._counters = counters
         self._clock = clock
+        self._proceed = proceed
+        self._failed = failed
 
     def quotas(self) -> list[Quota]:
         """Every quota with what is used of it now. Raises what the index raises."""
@@ -152,6 +165,7 @@ class Tending:
     ) -> int:
         evicted = 0
         while True:
+            self._proceed()
             gone = self._index.cull(
                 namespace,
                 keep_bytes=keep_bytes,
@@ -176,21 +190,26 @@ class Tending:
     def reap(self, namespace: NamespaceId, most: int = 1024) -> int:
         """Delete payloads whose grace has passed, of up to `most` segments; returns how many payloads.
 
-        What can't be deleted stays in the trash for the next time, and is no error but a warning in the log.
+        What can't be deleted stays in the trash for the next time, and is no error but told to `failed`.
         Raises what the index raises.
         """
         due = self._index.due(namespace, self._clock(), most)
-        return sum(
-            self._bury(namespace, due[at : at + _DELETE_STEP]) for at in range(0, len(due), _DELETE_STEP)
-        )
+        deleted = 0
+        for at in range(0, len(due), _DELETE_STEP):
+            self._proceed()
+            deleted += self._bury(namespace, due[at : at + _DELETE_STEP])
+        return deleted
 
     def drain(self, namespace: NamespaceId, *, delete_after_s: float | None = None) -> int:
         """Put what was invalidated into the trash; returns how many segments. Raises what it raises."""
         after = self._delete_after_s() if delete_after_s is None else delete_after_s
         moved = 0
-        while step := self._index.drain(namespace, delete_after_s=after, limit=_CULL_STEP):
+        while True:
+            self._proceed()
+            step = self._index.drain(namespace, delete_after_s=after, limit=_CULL_STEP)
             moved += step
-        return moved
+            if not step:
+                return moved
 
     def sweep(self, namespace: NamespaceId) -> int:
         """Drop some of the entries that dangle; returns how many. Raises what the index raises."""
@@ -220,7 +239,7 @@ class Tending:
         try:
             return self._delete(namespace, due)
         except TransientError as exc:
-            log.warning("evicted segments could not be deleted: %s", exc)
+            self._failed(exc)
             return 0
         except KVStoreError as exc:
             failure, failures = exc, 0
@@ -233,7 +252,7 @@ class Tending:
                 failure, failures = exc, failures + 1
                 if failures == 3:
                     break
-        log.warning("evicted segments could not all be deleted: %s", failure)
+        self._failed(failure)
         return deleted
 
     def _delete(self, namespace: NamespaceId, due: Sequence[tuple[SegmentId, int]]) -> int:
