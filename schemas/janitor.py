@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Final, Literal, get_args
 
 from schemas.base import Closed
-from schemas.records import EvictionRule
 
 #: In the order of a round.
 Step = Literal["evict", "drain", "reap", "sweep", "cool", "reconcile", "scrub", "erase"]
@@ -74,17 +73,6 @@ class Fault(Closed):
     problem: str
 
 
-class Evicted(Closed):
-    """A segment that was evicted lately, by whomever."""
-
-    at_s: float
-    namespace: str
-    segment: str
-    stored_bytes: int
-    slots: int
-    rule: EvictionRule
-
-
 class JanitorState(Closed):
     """One janitor. Of several one is the leader, and only that one works."""
 
@@ -108,5 +96,3 @@ class JanitorState(Closed):
     scrub: ScrubState = ScrubState()
     #: The newest first; the last few dozen.
     faults: tuple[Fault, ...] = ()
-    #: The newest first; the last few dozen. A janitor that is not the leader knows them as well.
-    evictions: tuple[Evicted, ...] = ()
