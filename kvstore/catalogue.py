@@ -67,7 +67,10 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A segment in the order of eviction, which is that of (keep_s, -depth, id), ascending."""
+    """A segment in the order of eviction, which is that of (keep_s, -depth, used_s, id), ascending.
+
+    Depths from 2**22 - 1 on are alike.
+    """
 
     segment: SegmentId
     nbytes: int
@@ -218,7 +221,9 @@ class Upkeep(ABC):
         """Make all that a namespace holds invisible in O(1); returns how many segments that were.
 
         Pinned ones too. Incomplete commits are refused from then on. What engines commit afterwards is
-        visible as usual. `drain` puts what was there into the trash.
+        visible as usual. `drain` puts what was there into the trash; until it is deleted, a commit of one
+        of those segments is refused, as that of an evicted one is. An invalidation of what holds nothing
+        visible is no event.
         """
 
     @abstractmethod
@@ -314,8 +319,9 @@ class Journal(ABC):
     @abstractmethod
     def seen(self, namespace: NamespaceId) -> Mapping[str, int]:
         """Totals of what engines have told: `requests`, `asked`, `served` (blocks of match outcomes),
-        `offered`, `stored` (of save outcomes), `miss:<reason>`, `unsaved:<reason>` (blocks), and `evicted`
-        (bytes evicted by a quota). Names that were never counted are absent."""
+        `offered`, `stored` (of save outcomes), `miss:<reason>` (of match and load outcomes),
+        `unsaved:<reason>` (blocks), and `evicted` (bytes evicted by a quota). Names that were never
+        counted, or counted nothing, are absent."""
 
     @abstractmethod
     def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:

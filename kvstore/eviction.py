@@ -4,6 +4,7 @@ The order inside a namespace is that of
 
     keep = minute of the last use + WORTH_MINUTES * worth      ascending
     depth in its chain                                         descending: tails before heads
+    minute of the last use                                     ascending
     segment id                                                 ascending
 
 `worth` is 0 for blocks of a chain, so that no head goes before its tail because its cost was measured on a
