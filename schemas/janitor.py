@@ -64,7 +64,9 @@ class ScrubState(Closed):
 class Fault(Closed):
     """Something that should not have been."""
 
+    #: When it was seen last, and how often.
     at_s: float
+    times: int = 1
     #: `lease`: the index didn't answer, or another janitor took over while this one was at work.
     step: Step | Literal["lease"]
     #: "": of none in particular.

@@ -1,0 +1,139 @@
+"""What a janitor has done and what went wrong: written by its thread, read by any."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstore.admin.leadership import Leadership
+from schemas.janitor import STEPS, Fault, JanitorState, ScrubState, Step, StepState
+
+log = logging.getLogger(__name__)
+
+#: Faults that are remembered.
+_FAULTS = 50
+
+
+@dataclass
+class _Line:
+    """A StepState that changes."""
+
+    runs: int = 0
+    failures: int = 0
+    done: int = 0
+    seconds: float = 0.0
+    last_run_s: float | None = None
+    failing: bool = False
+    problem: str = ""
+    problem_s: float | None = None
+
+
+class Logbook:
+    """All of it, behind one lock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lines: dict[Step, _Line] = {step: _Line() for step in STEPS}
+        #: The oldest first, by all but when and how often.
+        self._faults: OrderedDict[tuple[str, str, str, str], Fault] = OrderedDict()
+        self._problems: dict[Step, int] = dict.fromkeys(STEPS, 0)
+        self._since_s: float | None = None
+        self._ended_s: float | None = None
+        self._seconds: float | None = None
+        self.rounds = 0
+
+    def elected(self) -> None:
+        """It is the leader from now on."""
+        with self._lock:
+            self._since_s = self._clock()
+
+    def round_ended(self, seconds: float) -> None:
+        """A round is over, complete or not."""
+        with self._lock:
+            self.rounds += 1
+            self._ended_s, self._seconds = self._clock(), seconds
+
+    def begin(self, step: Step) -> None:
+        """A run of a step."""
+        with self._lock:
+            line = self._lines[step]
+            line.runs += 1
+            line.last_run_s = self._clock()
+            self._problems[step] = 0
+
+    def did(self, step: Step, count: int) -> None:
+        """So much more of what the step counts (schemas.janitor.DONE)."""
+        with self._lock:
+            self._lines[step].done += count
+
+    def failed(self, step: Step, problem: str, *, namespace: str = "") -> None:
+        """Something in this run of the step."""
+        with self._lock:
+            line = self._lines[step]
+            is_news = not line.failing or line.problem != problem
+            self._problems[step] += 1
+            line.failing, line.problem, line.problem_s = True, problem, self._clock()
+        if is_news:
+            log.warning("janitor: %s%s: %s", step, f" of {namespace}" if namespace else "", problem)
+        self.fault(step, problem, namespace=namespace)
+
+    def end(self, step: Step, seconds: float) -> bool:
+        """The run is over; whether anything in it failed."""
+        with self._lock:
+            line, failed = self._lines[step], self._problems[step] > 0
+            line.seconds += seconds
+            line.failures += failed
+            recovered = line.failing and not failed
+            line.failing = failed
+        if recovered:
+            log.info("janitor: %s works again", step)
+        return failed
+
+    def is_failing(self, step: Step) -> bool:
+        """Whether anything in the present run failed."""
+        with self._lock:
+            return self._problems[step] > 0
+
+    def fault(
+        self, step: Step | Literal["lease"], problem: str, *, namespace: str = "", segment: str = ""
+    ) -> None:
+        """Remember it; the same one again is one that was seen more often."""
+        key = (step, namespace, segment, problem)
+        with self._lock:
+            known = self._faults.pop(key, None)
+            self._faults[key] = Fault(
+                at_s=self._clock(),
+                step=step,
+                namespace=namespace,
+                segment=segment,
+                problem=problem,
+                times=known.times + 1 if known else 1,
+            )
+            while len(self._faults) > _FAULTS:
+                self._faults.popitem(last=False)
+
+    def state(self, lead: Leadership, scrub: ScrubState) -> JanitorState:
+        """All of it at one moment."""
+        leads = lead.leads
+        with self._lock:
+            return JanitorState(
+                at_s=self._clock(),
+                holder=lead.holder,
+                leaseholder=lead.holder if leads else lead.other,
+                leader=leads,
+                leader_since_s=self._since_s if leads else None,
+                elections=lead.elections,
+                losses=lead.losses,
+                lease_problem=lead.problem,
+                rounds=self.rounds,
+                last_round_s=self._ended_s,
+                last_round_seconds=self._seconds,
+                steps=tuple(StepState(step=step, **vars(line)) for step, line in self._lines.items()),
+                scrub=scrub,
+                faults=tuple(reversed(self._faults.values())),
+            )
