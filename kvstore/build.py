@@ -37,6 +37,7 @@ from kvstore.index.sqlite import SqliteIndex
 from kvstore.metrics import Counters
 from kvstore.ports import PayloadStore
 from kvstore.store import Store
+from kvstore.trace import Trace
 from kvstore.transfers import Crew, Transfers
 from schemas.base import explain, model_of, redact
 from schemas.settings import Settings, Tiers
@@ -244,7 +245,14 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
         # With a tier in front, much can be read while the origin is down.
         breaker=None if tiers else breaker,
         index_breaker=index_breaker,
+        trace=_trace(settings, transfers, counters),
     )
+
+
+def _trace(settings: Settings, transfers: Transfers, counters: Counters) -> Trace | None:
+    if settings.trace.folder is None:
+        return None
+    return Trace(settings.trace, transfers.errand, lost=lambda count: counters.add("trace_lost", count))
 
 
 def describe(settings: Settings) -> str:

@@ -50,6 +50,7 @@ _PLAIN: Final = (
     "save_segments",
     "save_bytes",
     "note_failures",
+    "trace_lost",  # requests that could not be recorded
     "outcomes_lost",  # requests of which the index was not told what became of them
     "evicted_segments",
     "deleted_payloads",

@@ -115,6 +115,8 @@ class Space:
         """The longest stored prefix of a hash chain of packed digests. Never raises."""
         counters = self.store.counters
         asked = len(digests) // 16
+        if self.store.trace is not None:
+            self.store.trace.record(self.id, digests, self.store.clock())
         counters.add("match_calls")
         counters.add("match_blocks_asked", asked)
         if not self.store.payloads_answer():
@@ -306,7 +308,7 @@ class Space:
         return 0
 
     def tell(self, outcomes: Sequence[Outcome]) -> bool:
-        """Have the index remember what became of requests. False, and counted, if it can't. Never raises."""
+        """Have the index remember what became of requests. False if it can't. Never raises."""
         try:
             self.store.index.tell(self.id, outcomes)
             return True
@@ -314,7 +316,6 @@ class Space:
             log.debug("tell failed: %s", exc)
         except Exception:
             log.exception("tell failed unexpectedly")
-        self.store.counters.add("outcomes_lost", len(outcomes))
         return False
 
     def save(

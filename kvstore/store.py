@@ -25,6 +25,7 @@ from kvstore.metrics import Counters
 from kvstore.ports import Index, PayloadStore
 from kvstore.space import Match, Saved, Space, miss_reason
 from kvstore.tending import Tending
+from kvstore.trace import Trace
 from kvstore.transfers import Crew, Transfers
 from schemas.namespace import Namespace
 from schemas.records import SegmentRecord
@@ -80,6 +81,8 @@ class Store:
     _probing: bool = field(default=False, repr=False)
     _telling_since: float = field(default=float("-inf"), repr=False)
     _told: int = field(default=0, repr=False)
+    #: Of what requests ask for; None: none is kept.
+    trace: Trace | None = None
     #: Said by those who read: the payloads can't be read now. For a half that never reads them itself.
     payloads_down: bool = field(default=False, repr=False)
 
@@ -94,12 +97,22 @@ class Store:
         `block_bytes` is the raw size of a typical block of all ranks, which sizes the index.
         """
         expected = max(1, self.settings.capacity_bytes // max(1, block_bytes))
-        return Space(self, namespace, expected)
+        space = Space(self, namespace, expected)
+        if self.trace is not None:
+            self.trace.describe(
+                space.id,
+                kind=namespace.kind,
+                block_tokens=namespace.block_tokens,
+                block_bytes=block_bytes,
+            )
+        return space
 
     def close(self) -> None:
         """Let queued saves finish for `transfers.drain_s`, then release everything. Idempotent."""
         if not self.transfers.close():
             log.warning("closed with saves still queued; they are lost from the cache")
+        if self.trace is not None:
+            self.trace.close()
         if self.crew is not None:
             self.crew.close()
         self.index.close()
@@ -216,27 +229,22 @@ class Store:
             if upkeep:
                 self._tended_s = now
         try:
-            if look:
-                self.make_room()
             if upkeep:
                 self.tend()
+            elif look:
+                self._make_room()
         except KVStoreError as exc:
             log.warning("could not tidy the store: %s", exc)
 
-    def make_room(self) -> int:
-        """Evict down to the quotas, if one is exceeded. Returns evictions. Raises what the index raises."""
-        evicted, headroom = self.tending.evict()
-        with self._lock:
-            self._headroom = headroom
-        return evicted
+    def tend(self) -> int:
+        """Evict down to the quotas, delete payloads whose grace has passed, sweep what dangles; of all
+        namespaces. Returns evictions. Raises what the index raises.
 
-    def tend(self) -> None:
-        """Delete payloads whose grace has passed, of all namespaces, and sweep what dangles.
-
-        Unless somebody else does: a janitor, or another engine for a moment. Raises what the index raises.
+        All but the eviction is left to a janitor if there is one, and otherwise done by one engine at a time.
         """
+        evicted = self._make_room()
         if not self.catalogue.lease(JANITOR, self.name, _LEASE_S):
-            return
+            return evicted
         try:
             for account in self.catalogue.accounts():
                 if account.bygone:
@@ -246,6 +254,13 @@ class Store:
                 self.tending.sweep(account.namespace)
         finally:
             self.catalogue.release(JANITOR, self.name)
+        return evicted
+
+    def _make_room(self) -> int:
+        evicted, headroom = self.tending.evict()
+        with self._lock:
+            self._headroom = headroom
+        return evicted
 
     def forget(self, namespace: NamespaceId) -> int:
         """As Tending.forget."""

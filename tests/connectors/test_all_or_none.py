@@ -251,10 +251,10 @@ def test_what_one_rank_has_not_written_is_abandoned(
     assert written == (2 if how == "answer lost" else 1)
     store = ranks.space.store
     store.clock.now += GRACE_S - 1
-    store.tend(ranks.space.id)
+    store.tend()
     assert ranks.payloads(tmp_path) == written
     store.clock.now += 2
-    store.tend(ranks.space.id)
+    store.tend()
     assert ranks.payloads(tmp_path) == 0
 
     # Nothing is in the way of the next request with these blocks, once the claim has expired.
@@ -288,7 +288,7 @@ def test_who_loses_the_claim_between_two_ranks_leaves_no_half_behind(
     theirs.report(*theirs.all)
     assert (theirs.seen, theirs.abandoned) == (COUNT, [])
     ours.space.store.clock.now += GRACE_S + 1
-    ours.space.store.tend(ours.space.id)
+    ours.space.store.tend()
     assert ours.payloads(tmp_path) == 2
 
 
@@ -319,7 +319,7 @@ def test_a_part_that_comes_after_the_end_is_refused(made: Any, tmp_path: Path) -
     assert ranks.seen == 0
     assert ranks.abandoned == [save.segment]
     ranks.space.store.clock.now += GRACE_S + 1
-    ranks.space.store.tend(ranks.space.id)
+    ranks.space.store.tend()
     assert ranks.payloads(tmp_path) == 0
 
 

@@ -128,7 +128,7 @@ class Storm:
                 limit=64,
             )
             self.happened["evicted"] += len(gone)
-            store.tend(space.id)
+            store.tend()
             return
         files = [path for path in self.payloads.glob("*/??/*") if path.is_file()]
         for path in self.random.sample(files, min(2, len(files))):

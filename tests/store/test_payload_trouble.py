@@ -309,11 +309,11 @@ def test_evicted_payloads_are_deleted_with_one_call_and_a_bad_one_keeps_no_other
     store.index.evict(space.id, [run.segment for run in runs], delete_after_s=now[0] - 1)
     stubborn = payload_name(space.id, runs[3].segment, 0)
     plan.replace(Rule("delay", verbs=("delete",)), Rule("permission", verbs=("delete",), name=stubborn))
-    store.tend(space.id)
+    store.tend()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/??/*")] == [stubborn]
     plan.replace(Rule("delay", verbs=("delete",)))
     before = plan.injected[("delete", "delay")]
-    store.tend(space.id)
+    store.tend()
     assert plan.injected[("delete", "delay")] == before + 1
     assert list(tmp_path.glob("*/??/*")) == []
     assert store.counters.snapshot()["deleted_payloads"] == 10

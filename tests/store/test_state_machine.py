@@ -112,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         with contextlib.suppress(KVStoreError):
-            self.store.tend(self.space.id)
+            self.store.tend()
 
     @rule(
         which=st.integers(0, 1 << 16),

@@ -237,10 +237,10 @@ def test_eviction_leaves_the_payload_readable_for_the_grace_time(tmp_path: Path)
     store.index.evict(space.id, [found.runs[0].segment], delete_after_s=now[0] + store.settings.grace_s)
     assert match(space, A[:4]).blocks == 0
     assert fetch(space, A, found) == [content(one) for one in A[:4]]
-    store.tend(space.id)
+    store.tend()
     assert len(files(tmp_path)) == 1
     now[0] += store.settings.grace_s + 1
-    store.tend(space.id)
+    store.tend()
     assert files(tmp_path) == []
     with pytest.raises(PayloadMissing):
         fetch(space, A, found)
