@@ -1,4 +1,4 @@
-"""CatalogueConformance: the contract of kvstore.ports.Catalogue as tests.
+"""CatalogueConformance: the contract of kvstore.ports.Maintenance as tests.
 
 A catalogue passes if a subclass with two fixtures passes; they may be one object:
 
@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvstore.catalogue import Maintenance, Usage
 from kvstore.conformance.chains import (
     CREATED_S,
     EXPECTED_BLOCKS,
@@ -30,7 +31,7 @@ from kvstore.conformance.chains import (
     served,
 )
 from kvstore.keys import NamespaceId, SegmentId, canonical_json, new_segment_id
-from kvstore.ports import Catalogue, CommitState, Index, Usage
+from kvstore.ports import CommitState, Index
 
 MINUTE = 60
 #: A whole minute after the suites' segments were made.
@@ -49,9 +50,9 @@ class CatalogueConformance:
         raise NotImplementedError
 
     @pytest.fixture
-    def catalogue(self, index: Index) -> Catalogue:
+    def catalogue(self, index: Index) -> Maintenance:
         """Its catalogue."""
-        assert isinstance(index, Catalogue), "override the fixture `catalogue`"
+        assert isinstance(index, Maintenance), "override the fixture `catalogue`"
         return index
 
     @pytest.fixture
@@ -61,7 +62,7 @@ class CatalogueConformance:
 
     # namespaces, usage
 
-    def test_namespaces_are_listed_with_their_json(self, index: Index, catalogue: Catalogue) -> None:
+    def test_namespaces_are_listed_with_their_json(self, index: Index, catalogue: Maintenance) -> None:
         assert catalogue.namespaces() == {}
         models = ["one", "two", "caf\u00e9 \U0001f600"]
         ids = [index.register(namespace(model), expected_blocks=1) for model in models]
@@ -69,7 +70,7 @@ class CatalogueConformance:
             name: canonical_json(namespace(model)) for name, model in zip(ids, models, strict=True)
         }
 
-    def test_usage_is_exact(self, index: Index, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_usage_is_exact(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
         assert catalogue.usage(UNKNOWN) == NOTHING
         assert catalogue.usage(name) == NOTHING
         digests = chain(10)
@@ -81,12 +82,12 @@ class CatalogueConformance:
         copy = put(index, name, digests, 0, 4)
         assert catalogue.usage(name) == Usage(both.nbytes + 4096 + 4 * 512, 3, 14)
         for _ in range(2):
-            index.evict(name, [copy, segments[1]], delete_after_s=DELETE_AFTER_S)
+            index.evict(name, [copy, segments[1]], delete_after_s=DELETE_AFTER_S, rule="admin")
             assert catalogue.usage(name) == Usage(4096 + 4 * 512, 1, 4)
         assert catalogue.usage(UNKNOWN) == NOTHING
 
     def test_usage_counts_all_ranks_once_complete(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         digests, segment = chain(3), new_segment_id()
         parts = [record(3, sizes=[2**31, rank, 5], codec="lz4") for rank in range(3)]
@@ -97,29 +98,31 @@ class CatalogueConformance:
         assert catalogue.usage(name) == total
         index.commit(name, segment, digests, parts[1], rank=1, ranks=3)
         assert catalogue.usage(name) == total
-        index.evict(name, [segment], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, [segment], delete_after_s=DELETE_AFTER_S, rule="admin")
         assert catalogue.usage(name) == NOTHING
 
     def test_usage_of_refused_commits_is_nothing(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         digests, segment = chain(3), new_segment_id()
         index.commit(name, segment, digests, record(3), rank=0, ranks=2)
         index.commit(name, segment, digests, record(3, depth=7), rank=1, ranks=2)
-        index.evict(name, [segment], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, [segment], delete_after_s=DELETE_AFTER_S, rule="admin")
         index.commit(name, segment, digests, record(3), rank=1, ranks=2)
         assert catalogue.usage(name) == NOTHING
 
     def test_usage_stays_exact_under_threads(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         def work(worker: int) -> None:
             digests = chain(40, seed=str(worker % 3))
             for step in range(20):
                 segment = put(index, name, digests, step, 1 + step % 7)
                 if step % 2:
-                    index.evict(name, [segment], delete_after_s=DELETE_AFTER_S)
-                catalogue.cull(name, keep_bytes=60_000, delete_after_s=DELETE_AFTER_S, limit=3)
+                    index.evict(name, [segment], delete_after_s=DELETE_AFTER_S, rule="admin")
+                catalogue.cull(
+                    name, keep_bytes=60_000, delete_after_s=DELETE_AFTER_S, limit=3, rule="capacity"
+                )
 
         with ThreadPoolExecutor(4) as pool:
             for future in [pool.submit(work, worker) for worker in range(4)]:
@@ -132,30 +135,30 @@ class CatalogueConformance:
     # segments, get
 
     def test_segments_lists_every_visible_one(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         assert list(catalogue.segments(name)) == list(catalogue.segments(UNKNOWN)) == []
         beside = index.register(namespace("another"), expected_blocks=EXPECTED_BLOCKS)
         put(index, beside, chain(3))
         segments = put_all(index, name, chain(2200), [1] * 2200)
-        index.evict(name, segments[::100], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, segments[::100], delete_after_s=DELETE_AFTER_S, rule="admin")
         listed = {one.segment: one.record for one in catalogue.segments(name)}
         assert listed == {s: record(1, depth=i) for i, s in enumerate(segments) if i % 100}
 
     def test_segments_survives_changes_while_it_is_read(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         segments = put_all(index, name, chain(2200), [1] * 2200)
         seen = set()
         for i, one in enumerate(catalogue.segments(name)):
             seen.add(one.segment)
             if i < 100:
-                index.evict(name, [segments[i]], delete_after_s=DELETE_AFTER_S)
+                index.evict(name, [segments[i]], delete_after_s=DELETE_AFTER_S, rule="admin")
         assert seen >= set(segments[100:])
 
-    def test_get_answers_in_order(self, index: Index, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_get_answers_in_order(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
         gone, kept = put_all(index, name, chain(5), [2, 3])
-        index.evict(name, [gone], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, [gone], delete_after_s=DELETE_AFTER_S, rule="admin")
         found = catalogue.get(name, [gone, kept, new_segment_id(), kept])
         assert [one and (one.segment, one.record) for one in found] == [
             None,
@@ -167,7 +170,7 @@ class CatalogueConformance:
         assert catalogue.get(UNKNOWN, [kept]) == [None]
 
     def test_last_use_is_kept_to_the_minute(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         digests = chain(128)
         first, second = put_all(index, name, digests, [64, 64])
@@ -190,13 +193,15 @@ class CatalogueConformance:
     # cull
 
     def cull(
-        self, catalogue: Catalogue, name: NamespaceId, keep: int = 0, limit: int = 1000
+        self, catalogue: Maintenance, name: NamespaceId, keep: int = 0, limit: int = 1000
     ) -> list[SegmentId]:
         """Cull with this suite's deletion time."""
-        return catalogue.cull(name, keep_bytes=keep, delete_after_s=DELETE_AFTER_S, limit=limit)
+        return catalogue.cull(
+            name, keep_bytes=keep, delete_after_s=DELETE_AFTER_S, limit=limit, rule="capacity"
+        )
 
     def test_cull_takes_the_least_recently_used(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         segments = [put(index, name, chain(1, seed=str(i))) for i in range(6)]
         for minutes, i in enumerate([3, 0, 5, 1, 4, 2]):
@@ -210,7 +215,7 @@ class CatalogueConformance:
         assert self.cull(catalogue, name) == self.cull(catalogue, UNKNOWN) == []
 
     def test_cull_takes_tails_of_chains_before_heads(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         chains = [chain(400, seed=seed) for seed in "ab"]
         heads, middles, tails = zip(
@@ -221,14 +226,14 @@ class CatalogueConformance:
         assert [set(gone[:2]), set(gone[2:4]), set(gone[4:])] == [set(tails), set(middles), set(heads)]
 
     def test_cull_prefers_an_old_head_to_a_new_tail(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         head, tail = put_all(index, name, chain(100), [50, 50])
         index.touch(name, [tail], SOON_S)
         assert self.cull(catalogue, name, limit=1) == [head]
 
     def test_cull_orders_segments_of_enormous_depth(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         depths = [0, 1, 2**24 - 2, 2**24 - 1]
         segments = [new_segment_id() for _ in depths]
@@ -237,13 +242,15 @@ class CatalogueConformance:
             index.commit(name, segment, digests, record(1, depth=depth), rank=0, ranks=1)
         assert self.cull(catalogue, name) == segments[::-1]
 
-    def test_cull_stops_at_its_limit(self, index: Index, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_cull_stops_at_its_limit(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
         segments = put_all(index, name, chain(50), [1] * 50)
         assert self.cull(catalogue, name, limit=0) == []
         assert self.cull(catalogue, name, limit=20) == segments[:29:-1]
         assert len(self.cull(catalogue, name, limit=31)) == 30
 
-    def test_culled_segments_are_evicted(self, index: Index, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_culled_segments_are_evicted(
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
+    ) -> None:
         digests = chain(20)
         segments = put_all(index, name, digests, [10, 10])
         assert self.cull(catalogue, name, limit=1) == [segments[1]]
@@ -252,11 +259,13 @@ class CatalogueConformance:
 
     # due, bury
 
-    def test_due_when_the_time_has_come(self, index: Index, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_due_when_the_time_has_come(
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
+    ) -> None:
         segments = put_all(index, name, chain(6), [1] * 6)
         times = [1000.0, 1000.5, 2000.0, 2000.0, 3000.0]
         for segment, time_s in zip(segments, times, strict=False):
-            index.evict(name, [segment], delete_after_s=time_s)
+            index.evict(name, [segment], delete_after_s=time_s, rule="admin")
 
         def due(now_s: float, limit: int = 100) -> list[SegmentId]:
             found = catalogue.due(name, now_s, limit)
@@ -274,7 +283,7 @@ class CatalogueConformance:
         assert set(due(5000.0)) == set(segments[:5])
         assert catalogue.due(UNKNOWN, 5000.0, 10) == []
 
-    def test_due_tells_the_ranks(self, index: Index, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_due_tells_the_ranks(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
         expected = {}
         for ranks in (1, 2, 3, 64, 255):
             segment = new_segment_id()
@@ -285,12 +294,12 @@ class CatalogueConformance:
         incomplete = new_segment_id()
         expected[incomplete] = 7
         index.commit(name, incomplete, chain(1, seed="x"), record(1), rank=6, ranks=7)
-        assert index.evict(name, list(expected), delete_after_s=DELETE_AFTER_S) == 5
+        assert index.evict(name, list(expected), delete_after_s=DELETE_AFTER_S, rule="admin") == 5
         assert dict(catalogue.due(name, DELETE_AFTER_S, 100)) == expected
 
-    def test_due_until_buried(self, index: Index, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_due_until_buried(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
         segments = put_all(index, name, chain(4), [1] * 4)
-        index.evict(name, segments[:3], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, segments[:3], delete_after_s=DELETE_AFTER_S, rule="admin")
         catalogue.bury(name, [])
         catalogue.bury(name, [segments[0], segments[2], segments[3], new_segment_id()])
         catalogue.bury(UNKNOWN, segments)
@@ -300,83 +309,85 @@ class CatalogueConformance:
         assert served(index.match(name, part_of(chain(4), 3))) == 1
 
     def test_an_incomplete_commit_that_was_buried_begins_anew(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         """The payload of the first rank is deleted by then: it must be written and committed again."""
         segment = new_segment_id()
         index.commit(name, segment, chain(2), record(2), rank=0, ranks=2)
-        index.evict(name, [segment], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, [segment], delete_after_s=DELETE_AFTER_S, rule="admin")
         catalogue.bury(name, [segment])
         state = index.commit(name, segment, chain(2), record(2), rank=1, ranks=2)
         assert state is CommitState.WAITING
         assert index.match(name, chain(2)) == []
 
     def test_evicting_again_does_not_put_off_the_deletion(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         segment = put(index, name, chain(1))
-        index.evict(name, [segment], delete_after_s=1000.0)
-        index.evict(name, [segment], delete_after_s=9000.0)
+        index.evict(name, [segment], delete_after_s=1000.0, rule="admin")
+        index.evict(name, [segment], delete_after_s=9000.0, rule="admin")
         assert catalogue.due(name, 1000.0, 10) == [(segment, 1)]
         catalogue.bury(name, [segment])
-        index.evict(name, [segment], delete_after_s=1000.0)
+        index.evict(name, [segment], delete_after_s=1000.0, rule="admin")
         assert catalogue.due(name, 9000.0, 10) == []
 
     # sweep
 
-    def sweep(self, catalogue: Catalogue, name: NamespaceId, limit: int, calls: int = 40) -> int:
+    def sweep(self, catalogue: Maintenance, name: NamespaceId, limit: int, calls: int = 40) -> int:
         """Sweep again and again."""
         return sum(catalogue.sweep(name, limit) for _ in range(calls))
 
     @pytest.mark.parametrize("expected_blocks", [1, 1000, 40_000])
     def test_sweep_drops_every_dangling_entry_once(
-        self, index: Index, catalogue: Catalogue, expected_blocks: int
+        self, index: Index, catalogue: Maintenance, expected_blocks: int
     ) -> None:
         name = index.register(namespace(), expected_blocks=expected_blocks)
         digests = chain(1000)
         segments = put_all(index, name, digests, [50] * 20)
         assert self.sweep(catalogue, name, 10_000, 3) == 0
-        index.evict(name, segments[7:], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, segments[7:], delete_after_s=DELETE_AFTER_S, rule="admin")
         assert self.sweep(catalogue, name, 200) == 650
         assert self.sweep(catalogue, name, 10_000, 3) == 0
         assert served(index.match(name, digests)) == 350
         assert [run is not None for run in index.find(name, digests)] == [True] * 350 + [False] * 650
 
     def test_sweep_keeps_entries_that_were_written_anew(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         digests = chain(100)
         old = put(index, name, digests)
-        index.evict(name, [old], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, [old], delete_after_s=DELETE_AFTER_S, rule="admin")
         put(index, name, digests, 0, 60)
         assert self.sweep(catalogue, name, 1000, 3) == 40
         assert served(index.match(name, digests)) == 60
 
     def test_sweep_stops_at_about_its_limit(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        index.evict(name, put_all(index, name, chain(2000), [500] * 4), delete_after_s=DELETE_AFTER_S)
+        index.evict(
+            name, put_all(index, name, chain(2000), [500] * 4), delete_after_s=DELETE_AFTER_S, rule="admin"
+        )
         assert catalogue.sweep(name, 0) == 0
         first = catalogue.sweep(name, 100)
         assert 100 <= first < 1000
         assert first + self.sweep(catalogue, name, 100) == 2000
 
     def test_sweep_goes_on_where_it_stopped(
-        self, index: Index, catalogue: Catalogue, name: NamespaceId
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         # Many more living entries than one call looks at, so that starting anew would find nothing.
         digests = chain(10_000)
         segments = put_all(index, name, digests, [1000] * 10)
-        index.evict(name, [segments[3]], delete_after_s=DELETE_AFTER_S)
+        index.evict(name, [segments[3]], delete_after_s=DELETE_AFTER_S, rule="admin")
         assert self.sweep(catalogue, name, 50, calls=60) == 1000
         assert served(index.match(name, digests)) == 3000
 
-    def test_sweep_of_nothing(self, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_sweep_of_nothing(self, catalogue: Maintenance, name: NamespaceId) -> None:
         assert catalogue.sweep(name, 100) == catalogue.sweep(UNKNOWN, 100) == 0
 
     # ping
 
-    def test_ping_changes_nothing(self, index: Index, catalogue: Catalogue, name: NamespaceId) -> None:
+    def test_ping_changes_nothing(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
         put(index, name, chain(3))
         before = replace(catalogue.usage(name))
         catalogue.ping()

@@ -106,7 +106,7 @@ class IndexConformance(NoteConformance):
         segment = put(index, name, digests)
         assert index.match(beside, digests) == []
         assert index.find(beside, digests) == [None] * 10
-        assert index.evict(beside, [segment], delete_after_s=LATER_S) == 0
+        assert index.evict(beside, [segment], delete_after_s=LATER_S, rule="admin") == 0
         put(index, beside, digests, 0, 4, segment=segment)
         assert served(index.match(name, digests)) == 10
         assert served(index.match(beside, digests)) == 4
@@ -198,16 +198,16 @@ class IndexConformance(NoteConformance):
     def test_match_sees_an_eviction_at_once(self, index: Index, other: Index, name: NamespaceId) -> None:
         digests = chain(150)
         segments = put_all(index, name, digests, [50, 50, 50])
-        assert index.evict(name, [segments[1]], delete_after_s=LATER_S) == 1
+        assert index.evict(name, [segments[1]], delete_after_s=LATER_S, rule="admin") == 1
         for handle in (index, other):
             assert places(handle.match(name, digests)) == [(segments[0], slot) for slot in range(50)]
-        assert other.evict(name, [segments[0]], delete_after_s=LATER_S) == 1
+        assert other.evict(name, [segments[0]], delete_after_s=LATER_S, rule="admin") == 1
         assert index.match(name, digests) == []
 
     def test_match_of_blocks_stored_anew_after_an_eviction(self, index: Index, name: NamespaceId) -> None:
         digests = chain(150)
         segments = put_all(index, name, digests, [50, 50, 50])
-        index.evict(name, segments[1:], delete_after_s=LATER_S)
+        index.evict(name, segments[1:], delete_after_s=LATER_S, rule="admin")
         again = put(index, name, digests, 50, 60)
         expected = [(segments[0], slot) for slot in range(50)] + [(again, slot) for slot in range(60)]
         assert places(index.match(name, digests)) == expected
@@ -219,10 +219,10 @@ class IndexConformance(NoteConformance):
         old = put(index, name, digests, 0, 20)
         new = put(index, name, digests, 0, 30)
         assert served(index.match(name, digests)) == 30
-        index.evict(name, [new], delete_after_s=LATER_S)
+        index.evict(name, [new], delete_after_s=LATER_S, rule="admin")
         left = places(index.match(name, digests))
         assert left == [(old, slot) for slot in range(len(left))]
-        index.evict(name, [old], delete_after_s=LATER_S)
+        index.evict(name, [old], delete_after_s=LATER_S, rule="admin")
         assert index.match(name, digests) == []
 
     def test_match_never_takes_a_new_segment_for_an_evicted_one(
@@ -232,7 +232,7 @@ class IndexConformance(NoteConformance):
         old = chain(10, seed="old")
         segment = put(index, name, old)
         for i in range(5):
-            index.evict(name, [segment], delete_after_s=LATER_S)
+            index.evict(name, [segment], delete_after_s=LATER_S, rule="admin")
             segment = put(index, name, chain(10, seed=f"new {i}"))
             assert index.match(name, old) == []
             assert index.find(name, old) == [None] * 10
@@ -243,14 +243,14 @@ class IndexConformance(NoteConformance):
         runs = index.match(name, digests)
         assert [run.segment for run in runs] == segments
         assert served(runs) == 8192
-        index.evict(name, segments[100:], delete_after_s=LATER_S)
+        index.evict(name, segments[100:], delete_after_s=LATER_S, rule="admin")
         assert served(index.match(name, digests)) == 6400
 
     def test_match_of_thousands_of_segments(self, index: Index, name: NamespaceId) -> None:
         digests = chain(2300)
         segments = put_all(index, name, digests, [1] * 2300)
         assert [run.segment for run in index.match(name, digests)] == segments
-        index.evict(name, [segments[2222]], delete_after_s=LATER_S)
+        index.evict(name, [segments[2222]], delete_after_s=LATER_S, rule="admin")
         assert served(index.match(name, digests)) == 2222
 
     @pytest.mark.parametrize("verb", ["match", "find"])
@@ -283,7 +283,7 @@ class IndexConformance(NoteConformance):
     def test_find_does_not_see_evicted_segments(self, index: Index, name: NamespaceId) -> None:
         digests = chain(4)
         gone, kept = put_all(index, name, digests, [2, 2])
-        index.evict(name, [gone], delete_after_s=LATER_S)
+        index.evict(name, [gone], delete_after_s=LATER_S, rule="admin")
         assert [run and run.segment for run in index.find(name, digests)] == [None, None, kept, kept]
 
     def test_find_of_thousands(self, index: Index, name: NamespaceId) -> None:
@@ -308,7 +308,7 @@ class IndexConformance(NoteConformance):
     def test_claim_does_not_count_evicted_blocks(self, index: Index, name: NamespaceId) -> None:
         digests = chain(100)
         segments = put_all(index, name, digests, [40, 40, 20])
-        index.evict(name, segments[1:], delete_after_s=LATER_S)
+        index.evict(name, segments[1:], delete_after_s=LATER_S, rule="admin")
         assert index.claim(name, digests, new_segment_id(), 60.0) == Claim(40, True)
 
     def test_claim_is_one_segments(self, index: Index, other: Index, name: NamespaceId) -> None:
@@ -337,14 +337,14 @@ class IndexConformance(NoteConformance):
         digests, segment, next_one = chain(10), new_segment_id(), new_segment_id()
         assert index.claim(name, digests, segment, 60.0).granted
         put(index, name, digests, segment=segment)
-        index.evict(name, [segment], delete_after_s=LATER_S)
+        index.evict(name, [segment], delete_after_s=LATER_S, rule="admin")
         assert other.claim(name, digests, next_one, 60.0) == Claim(0, True)
 
     def test_claim_survives_a_strangers_commit(self, index: Index, name: NamespaceId) -> None:
         digests, mine = chain(10), new_segment_id()
         assert index.claim(name, digests, mine, 60.0).granted
         stranger = put(index, name, digests)
-        index.evict(name, [stranger], delete_after_s=LATER_S)
+        index.evict(name, [stranger], delete_after_s=LATER_S, rule="admin")
         assert index.claim(name, digests, new_segment_id(), 60.0) == Claim(0, False)
         assert index.claim(name, digests, mine, 60.0) == Claim(0, True)
 
@@ -381,7 +381,7 @@ class IndexConformance(NoteConformance):
         digests = chain(10)
         kept = put(index, name, digests)
         copy = put(index, name, digests)
-        index.evict(name, [copy], delete_after_s=LATER_S)
+        index.evict(name, [copy], delete_after_s=LATER_S, rule="admin")
         put(index, name, digests, segment=kept)
         assert places(index.match(name, digests)) == [(kept, slot) for slot in range(10)]
         assert None not in index.find(name, digests)
@@ -406,7 +406,7 @@ class IndexConformance(NoteConformance):
     def test_commit_after_an_eviction_is_refused(self, index: Index, other: Index, name: NamespaceId) -> None:
         digests = chain(5)
         segment = put(index, name, digests)
-        other.evict(name, [segment], delete_after_s=LATER_S)
+        other.evict(name, [segment], delete_after_s=LATER_S, rule="admin")
         assert index.commit(name, segment, digests, record(5), rank=0, ranks=1) is CommitState.REFUSED
         assert index.match(name, digests) == []
 
@@ -434,7 +434,7 @@ class IndexConformance(NoteConformance):
         index.commit(name, segment, digest, record(1), rank=0, ranks=2)
         assert places(index.match(name, digest)) == [(segment, 0)]
         index.touch(name, [segment], LATER_S)
-        assert index.evict(name, [segment], delete_after_s=LATER_S) == 1
+        assert index.evict(name, [segment], delete_after_s=LATER_S, rule="admin") == 1
         assert index.find(name, digest) == [None]
 
     @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -493,7 +493,7 @@ class IndexConformance(NoteConformance):
     ) -> None:
         digests, segment = chain(6), new_segment_id()
         index.commit(name, segment, digests, record(6), rank=0, ranks=2)
-        assert other.evict(name, [segment], delete_after_s=LATER_S) == 0
+        assert other.evict(name, [segment], delete_after_s=LATER_S, rule="admin") == 0
         for rank in (1, 0):
             state = index.commit(name, segment, digests, record(6), rank=rank, ranks=2)
             assert state is CommitState.REFUSED
@@ -570,10 +570,10 @@ class IndexConformance(NoteConformance):
         index.touch(name, [], LATER_S)
         index.touch(name, [new_segment_id(), segment, new_segment_id()], LATER_S)
         index.touch(UNKNOWN, [segment], LATER_S)
-        index.evict(name, [segment], delete_after_s=LATER_S)
+        index.evict(name, [segment], delete_after_s=LATER_S, rule="admin")
         index.touch(name, [segment], LATER_S + 600)
         assert index.match(name, digests) == []
-        assert index.evict(name, [segment], delete_after_s=LATER_S) == 0
+        assert index.evict(name, [segment], delete_after_s=LATER_S, rule="admin") == 0
 
     def test_touch_of_thousands(self, index: Index, name: NamespaceId) -> None:
         digests = chain(10)
@@ -583,12 +583,12 @@ class IndexConformance(NoteConformance):
 
     def test_evict_counts_what_was_visible(self, index: Index, other: Index, name: NamespaceId) -> None:
         segments = put_all(index, name, chain(10), [2] * 5)
-        assert index.evict(name, [], delete_after_s=LATER_S) == 0
-        assert index.evict(UNKNOWN, segments, delete_after_s=LATER_S) == 0
+        assert index.evict(name, [], delete_after_s=LATER_S, rule="admin") == 0
+        assert index.evict(UNKNOWN, segments, delete_after_s=LATER_S, rule="admin") == 0
         some = [new_segment_id(), segments[0], segments[1], segments[0]]
-        assert index.evict(name, some, delete_after_s=LATER_S) == 2
-        assert other.evict(name, segments, delete_after_s=LATER_S) == 3
-        assert index.evict(name, segments, delete_after_s=LATER_S) == 0
+        assert index.evict(name, some, delete_after_s=LATER_S, rule="admin") == 2
+        assert other.evict(name, segments, delete_after_s=LATER_S, rule="admin") == 3
+        assert index.evict(name, segments, delete_after_s=LATER_S, rule="admin") == 0
 
     # many at once
 
@@ -615,7 +615,7 @@ class IndexConformance(NoteConformance):
                         failures.append(f"block {position} is not slot {slot} of {found.hex()}")
                 served(runs)
                 if step % 3 == 2:
-                    handle.evict(name, [mine.pop(0)], delete_after_s=LATER_S)
+                    handle.evict(name, [mine.pop(0)], delete_after_s=LATER_S, rule="admin")
 
         with ThreadPoolExecutor(6) as pool:
             for future in [pool.submit(work, worker) for worker in range(6)]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvstore.breaker import Breaker
 from kvstore.keys import NamespaceId, SegmentId
-from kvstore.ports import Claim, CommitState, Index, Run
+from kvstore.ports import Claim, CommitState, Index, Outcome, Run
 from schemas.namespace import Namespace
-from schemas.records import SegmentRecord
+from schemas.records import EvictionRule, SegmentRecord
 
 
 class BreakingIndex(Index):
@@ -58,9 +58,16 @@ class BreakingIndex(Index):
         with self._breaker.guard():
             self._inner.touch(namespace, segments, now_s)
 
-    def evict(self, namespace: NamespaceId, segments: Sequence[SegmentId], *, delete_after_s: float) -> int:
+    def evict(
+        self,
+        namespace: NamespaceId,
+        segments: Sequence[SegmentId],
+        *,
+        delete_after_s: float,
+        rule: EvictionRule,
+    ) -> int:
         with self._breaker.guard():
-            return self._inner.evict(namespace, segments, delete_after_s=delete_after_s)
+            return self._inner.evict(namespace, segments, delete_after_s=delete_after_s, rule=rule)
 
     def note(
         self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int
@@ -69,6 +76,10 @@ class BreakingIndex(Index):
             return self._inner.note(
                 namespace, digests, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes
             )
+
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+        with self._breaker.guard():
+            self._inner.tell(namespace, outcomes)
 
     def close(self) -> None:
         self._inner.close()

@@ -11,7 +11,7 @@ from math import ceil
 import xxhash
 
 from kvstore.keys import DIGEST_BYTES, SEGMENT_ID_BYTES, SegmentId
-from schemas.records import SegmentRecord, pack_head
+from schemas.records import EvictionRule, SegmentRecord, pack_head
 
 #: An incomplete commit is forgotten after this.
 INCOMPLETE_TTL_S = 3600
@@ -22,6 +22,15 @@ SWEEP_MIN = 4096
 #: A namespace's number of ranks is one byte of the packed record.
 MAX_RANKS = 255
 MAX_SLOTS = 0xFFFF
+#: Segments that one cull looks at: those that it evicts, and those that were used too lately.
+CULL_LOOKS = 4096
+#: When more segments than HOT_MOST are watched for how often they begin a load, the HOT_KEPT most used stay.
+HOT_MOST = 2048
+HOT_KEPT = 1024
+#: What `cool` leaves less of than this is forgotten.
+HOT_LEAST = 0.1
+#: Evictions that make room: more capacity would have prevented them.
+QUOTA_RULES: frozenset[EvictionRule] = frozenset({"capacity", "tenant_quota", "namespace_quota"})
 
 
 def count_digests(digests: bytes) -> int:

@@ -1,55 +1,68 @@
-"""SqliteCatalogue: the index in SQLite as maintenance sees it. The schema stands in sqlite_file."""
+"""SqliteCatalogue: the index in SQLite as those see it who only look. The schema stands in sqlite_schema."""
 
 from __future__ import annotations
 
-import math
+import random
+import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
-from kvstore.index.contract import SWEEP_FACTOR, SWEEP_MIN, check_segments, whole_seconds
-from kvstore.index.sqlite_file import SCHEMA_VERSION, SqliteDatabase
-from kvstore.keys import NamespaceId, SegmentId
-from kvstore.ports import Catalogue, Listing, Usage
-from schemas.records import unpack_record
+from kvstore.catalogue import Account, Candidate, Catalogue, Entry, Listing, SegmentState, Usage
+from kvstore.index.contract import check_segments
+from kvstore.index.sqlite_rows import Place, SqlitePart, bygones, place_of, record_of
+from kvstore.index.sqlite_schema import SCHEMA_VERSION
+from kvstore.keys import SEGMENT_ID_BYTES, Digest, NamespaceId, SegmentId
 
-#: Rows of one page of a listing, or of one transaction of a sweep: a few milliseconds.
+#: Rows of one page of a listing: a few milliseconds.
 _PAGE = 1000
-_SWEEP_PAGE = 2048
+_MINUTE_S = 60.0
+#: A sample of fewer segments than this per namespace is drawn from the list of all of them.
+_SAMPLE_ALL = 4096
+#: Neighbours of a random id, of which a sample takes one. Ids are random, so the gaps between them are of
+#: different widths; over so many gaps that evens out.
+_NEIGHBOURS = 16
 
-#: The same prefixes are matched again and again, and unpacking costs as much as a look-up.
-record_of = lru_cache(maxsize=8192)(unpack_record)
+USAGE = "nbytes, segments, blocks, pinned, cost"
 
 
-class SqliteCatalogue(Catalogue):
-    """The maintenance half of SqliteIndex."""
-
-    def __init__(self, database: SqliteDatabase) -> None:
-        self._database = database
+class SqliteCatalogue(SqlitePart, Catalogue):
+    """The looks of SqliteIndex. Reading waits for nobody."""
 
     def namespaces(self) -> dict[NamespaceId, str]:
         with self._database.reading("namespaces") as db:
             rows = db.execute("SELECT id, json FROM namespaces ORDER BY id").fetchall()
         return {NamespaceId(name): text for name, text in rows}
 
+    def accounts(self) -> list[Account]:
+        with self._database.reading("accounts") as db:
+            rows = db.execute(
+                f"SELECT id, kind, tenant, seen, "
+                "(SELECT count(*) FROM trash WHERE namespace = n.key), "
+                "(SELECT coalesce(sum(g.segments), 0) FROM generations AS g "
+                f"WHERE g.namespace = n.key AND g.number <> n.generation), {USAGE} "
+                "FROM namespaces AS n ORDER BY id"
+            ).fetchall()
+        return [
+            Account(NamespaceId(name), kind, tenant, Usage(*usage), trashed, bygone, seen)
+            for name, kind, tenant, seen, trashed, bygone, *usage in rows
+        ]
+
     def usage(self, namespace: NamespaceId) -> Usage:
         with self._database.reading("usage") as db:
-            row = db.execute(
-                "SELECT nbytes, segments, blocks FROM namespaces WHERE id = ?", (namespace,)
-            ).fetchone()
+            row = db.execute(f"SELECT {USAGE} FROM namespaces WHERE id = ?", (namespace,)).fetchone()
         return Usage(*row) if row else Usage(0, 0, 0)
 
     def segments(self, namespace: NamespaceId) -> Iterator[Listing]:
-        after = 0
+        after = b""
         while True:
             # A transaction per page: one over the whole listing would keep the WAL from shrinking.
             with self._database.reading("segments") as db:
                 rows = db.execute(
-                    "SELECT key, id, record, used FROM segments WHERE key > ? AND namespace = "
-                    "(SELECT key FROM namespaces WHERE id = ?) ORDER BY key LIMIT ?",
+                    "SELECT id, record, used, pinned FROM segments WHERE id > ? AND namespace = "
+                    "(SELECT generation FROM namespaces WHERE id = ?) ORDER BY id LIMIT ?",
                     (after, namespace, _PAGE),
                 ).fetchall()
-            yield from (listing for row in rows if (listing := _listing(*row[1:])))
+            yield from (listing for row in rows if (listing := _listing(*row)))
             if len(rows) < _PAGE:
                 return
             after = rows[-1][0]
@@ -57,63 +70,62 @@ class SqliteCatalogue(Catalogue):
     def get(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[Listing | None]:
         check_segments(segments)
         with self._database.reading("get") as db:
-            key = namespace_key(db, namespace)
-            query = "SELECT id, record, used FROM segments WHERE namespace = ? AND id = ?"
-            rows = [db.execute(query, (key, segment)).fetchone() for segment in segments]
-        return [_listing(*row) if row else None for row in rows]
+            place = place_of(db, namespace)
+            return [_get(db, place, segment) if place else None for segment in segments]
 
-    def cull(
-        self, namespace: NamespaceId, *, keep_bytes: int, delete_after_s: float, limit: int
-    ) -> list[SegmentId]:
-        if self.usage(namespace).nbytes <= keep_bytes:
-            return []
-        with self._database.writing("cull") as db:
-            key = namespace_key(db, namespace)
-            row = db.execute("SELECT nbytes FROM namespaces WHERE key = ?", (key,)).fetchone()
-            used = row[0] if row else 0
-            oldest = db.execute(
-                "SELECT id, nbytes FROM segments WHERE namespace = ? ORDER BY used, depth DESC, id LIMIT ?",
-                (key, max(0, limit)),
-            ).fetchall()
-            gone = []
-            for segment, nbytes in oldest:
-                if used <= keep_bytes:
-                    break
-                gone.append(SegmentId(segment))
-                used -= nbytes
-            drop(db, key, gone, delete_after_s)
-        return gone
-
-    def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
-        with self._database.reading("due") as db:
-            rows = db.execute(
-                "SELECT id, ranks FROM trash WHERE namespace = ? AND due <= ? ORDER BY due LIMIT ?",
-                (namespace_key(db, namespace), math.floor(now_s), max(0, limit)),
-            ).fetchall()
-        return [(SegmentId(segment), ranks) for segment, ranks in rows]
-
-    def bury(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> None:
+    def states(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentState | None]:
         check_segments(segments)
-        with self._database.writing("bury") as db:
-            key = namespace_key(db, namespace)
-            db.executemany(
-                "DELETE FROM trash WHERE namespace = ? AND id = ?", [(key, segment) for segment in segments]
-            )
+        with self._database.reading("states") as db:
+            place = place_of(db, namespace)
+            if place is None:
+                return [None] * len(segments)
+            old = bygones(db, place)
+            return [_state(db, place, old, segment, self._clock()) for segment in segments]
 
-    def sweep(self, namespace: NamespaceId, limit: int) -> int:
-        """Drop dangling entries, at most about `limit`, looking at 8 entries for each of them.
+    def sample(self, namespace: NamespaceId, count: int) -> list[Listing]:
+        with self._database.reading("sample") as db:
+            place = place_of(db, namespace)
+            if place is None or count <= 0:
+                return []
+            some = _draw(db, place, count)
+            return [listing for segment in some if (listing := _get(db, place, segment))]
 
-        A call that gets through all entries sooner stops there; it may begin anywhere.
-        """
-        dropped, looked, rounds = 0, 0, 0
-        budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
-        while dropped < limit and looked < budget and rounds < 2:
-            with self._database.writing("sweep") as db:
-                seen, gone, ended = _sweep_page(db, namespace, limit - dropped)
-            looked += seen
-            dropped += gone
-            rounds += ended
-        return dropped
+    def entries(self, namespace: NamespaceId) -> Iterator[Entry]:
+        after = b""
+        while True:
+            with self._database.reading("entries") as db:
+                rows = db.execute(
+                    "SELECT digest, segment, slot FROM blocks WHERE digest > ? AND namespace = "
+                    "(SELECT key FROM namespaces WHERE id = ?) ORDER BY digest LIMIT ?",
+                    (after, namespace, _PAGE),
+                ).fetchall()
+            yield from (Entry(Digest(digest), SegmentId(segment), slot) for digest, segment, slot in rows)
+            if len(rows) < _PAGE:
+                return
+            after = rows[-1][0]
+
+    def order(self, namespace: NamespaceId, limit: int) -> list[Candidate]:
+        with self._database.reading("order") as db:
+            place = place_of(db, namespace)
+            rows = in_order(db, place, limit).fetchall() if place else []
+        return [
+            Candidate(SegmentId(segment), nbytes, keep * _MINUTE_S, used * _MINUTE_S)
+            for segment, nbytes, keep, used in rows
+        ]
+
+    def hottest(self, namespace: NamespaceId, limit: int) -> list[tuple[SegmentId, float]]:
+        with self._database.reading("hottest") as db:
+            place = place_of(db, namespace)
+            rows = db.execute(
+                "SELECT s.id, h.minutes FROM hot AS h JOIN segments AS s ON s.key = h.segment "
+                "WHERE h.namespace = ? AND s.namespace = ? ORDER BY h.minutes DESC, s.id LIMIT ?",
+                (*(place or (None, None))[:2], max(0, limit)),
+            ).fetchall()
+        return [(SegmentId(segment), minutes) for segment, minutes in rows]
+
+    def quotas(self) -> dict[str, int]:
+        with self._database.reading("quotas") as db:
+            return dict(db.execute("SELECT scope, nbytes FROM quotas ORDER BY scope").fetchall())
 
     def ping(self) -> None:
         """Raises CapacityExceeded besides, if the disk is full."""
@@ -122,76 +134,57 @@ class SqliteCatalogue(Catalogue):
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-def namespace_key(db: sqlite3.Connection, namespace: NamespaceId) -> int | None:
-    """The number that stands for a namespace in the other tables; None (equal to nothing) if unknown."""
-    row = db.execute("SELECT key FROM namespaces WHERE id = ?", (namespace,)).fetchone()
-    return row[0] if row else None
-
-
-def drop(
-    db: sqlite3.Connection, key: int | None, segments: Sequence[SegmentId], delete_after_s: float
-) -> list[SegmentId]:
-    """Take segments out of sight and into the trash; returns those that were visible."""
-    gone, nbytes, blocks = [], 0, 0
-    for segment in segments:
-        row = db.execute(
-            "SELECT key, nbytes, slots, ranks FROM segments WHERE namespace = ? AND id = ?", (key, segment)
-        ).fetchone()
-        if row is None:
-            continue
-        db.execute("DELETE FROM segments WHERE key = ?", (row[0],))
-        discard(db, key, segment, row[3], delete_after_s)
-        gone.append(segment)
-        nbytes += row[1]
-        blocks += row[2]
-    if gone:
-        account(db, key, -nbytes, -len(gone), -blocks)
-    return gone
-
-
-def discard(
-    db: sqlite3.Connection, key: int | None, segment: SegmentId, ranks: int, delete_after_s: float
-) -> None:
-    """Put a segment's payloads on record for deletion."""
-    db.execute(
-        "INSERT OR REPLACE INTO trash VALUES (?, ?, ?, ?)",
-        (key, segment, ranks, whole_seconds(delete_after_s)),
+def in_order(db: sqlite3.Connection, place: Place, limit: int) -> sqlite3.Cursor:
+    """Unpinned segments in the order of eviction: id, bytes, minutes of keeping and of the last use."""
+    return db.execute(
+        "SELECT id, nbytes, keep, used FROM segments WHERE namespace = ? AND pinned = 0 "
+        "ORDER BY keep, depth DESC, used, id LIMIT ?",
+        (place.generation, max(0, limit)),
     )
 
 
-def account(db: sqlite3.Connection, key: int | None, nbytes: int, segments: int, blocks: int) -> None:
-    """Change a namespace's usage."""
-    db.execute(
-        "UPDATE namespaces SET nbytes = nbytes + ?, segments = segments + ?, blocks = blocks + ? "
-        "WHERE key = ?",
-        (nbytes, segments, blocks, key),
-    )
+def _get(db: sqlite3.Connection, place: Place, segment: SegmentId) -> Listing | None:
+    row = db.execute(
+        "SELECT id, record, used, pinned FROM segments WHERE namespace = ? AND id = ?",
+        (place.generation, segment),
+    ).fetchone()
+    return _listing(*row) if row else None
 
 
-def _listing(segment: bytes, record: bytes, used: int) -> Listing | None:
+def _listing(segment: bytes, record: bytes, used: int, pinned: int) -> Listing | None:
     unpacked = record_of(record)
-    return Listing(SegmentId(segment), unpacked, used * 60.0) if unpacked else None
+    return Listing(SegmentId(segment), unpacked, used * _MINUTE_S, bool(pinned)) if unpacked else None
 
 
-def _sweep_page(db: sqlite3.Connection, namespace: NamespaceId, limit: int) -> tuple[int, int, bool]:
-    """Entries looked at, entries dropped, and whether the last entry was among them."""
-    row = db.execute("SELECT key, swept FROM namespaces WHERE id = ?", (namespace,)).fetchone()
-    if row is None:
-        return 0, 0, True
-    key, after = row
-    rows = db.execute(
-        "SELECT e.digest, s.key FROM entries e LEFT JOIN segments s ON s.key = e.segment "
-        "WHERE e.namespace = ? AND e.digest > ? ORDER BY e.digest LIMIT ?",
-        (key, after, _SWEEP_PAGE),
-    ).fetchall()
-    dead = [digest for digest, segment in rows if segment is None][:limit]
-    db.executemany(
-        "DELETE FROM entries WHERE namespace = ? AND digest = ?", [(key, digest) for digest in dead]
-    )
-    ended = len(rows) < _SWEEP_PAGE and len(dead) < limit
-    if len(dead) == limit:
-        after = dead[-1]
-    elif rows:
-        after = rows[-1][0]
-    db.execute("UPDATE namespaces SET swept = ? WHERE key = ?", (b"" if ended else after, key))
-    return len(rows), len(dead), ended
+def _state(
+    db: sqlite3.Connection, place: Place, old: list[int], segment: SegmentId, now: float
+) -> SegmentState | None:
+    def known(table: str, number: int, more: str = "") -> bool:
+        query = f"SELECT 1 FROM {table} WHERE namespace = ? AND id = ? {more}"
+        return db.execute(query, (number, segment)).fetchone() is not None
+
+    if known("segments", place.generation):
+        return "visible"
+    if known("parts", place.generation, f"AND expires > {now}"):
+        return "incomplete"
+    if any(known("segments", number) for number in old):
+        return "bygone"
+    return "trash" if known("trash", place.key) else None
+
+
+def _draw(db: sqlite3.Connection, place: Place, count: int) -> list[SegmentId]:
+    """Different visible segments, by chance."""
+    (segments,) = db.execute("SELECT segments FROM namespaces WHERE key = ?", (place.key,)).fetchone()
+    if segments <= max(_SAMPLE_ALL, 4 * count):
+        rows = db.execute("SELECT id FROM segments WHERE namespace = ?", (place.generation,)).fetchall()
+        return [SegmentId(segment) for (segment,) in random.sample(rows, min(count, len(rows)))]
+    drawn: set[SegmentId] = set()
+    for _ in range(8 * count):
+        near = db.execute(
+            "SELECT id FROM segments WHERE namespace = ? AND id >= ? ORDER BY id LIMIT ?",
+            (place.generation, secrets.token_bytes(SEGMENT_ID_BYTES), _NEIGHBOURS),
+        ).fetchall()
+        drawn |= {SegmentId(segment) for (segment,) in random.sample(near, min(1, len(near)))}
+        if len(drawn) == count:
+            break
+    return list(drawn)

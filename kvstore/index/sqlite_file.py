@@ -1,4 +1,4 @@
-"""One SQLite database: its schema, its connections and its errors.
+"""One SQLite database: its connections and its errors. The schema stands in sqlite_schema.
 
     SqliteFile     a file, shared by every process and thread of a machine, in WAL mode
     SqliteMemory   a database inside this process, for tests
@@ -26,65 +26,19 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 from kvstore.errors import (
     CapacityExceeded,
     Closed,
-    ConfigError,
     DeadlineExceeded,
     KVStoreError,
     PermissionDenied,
     TransientError,
 )
-
-#: "kvsi": tells an index from any other SQLite file, and `file` from both.
-APPLICATION_ID = 0x6B767369
-
-# Entries name segments by a number that is never used again (AUTOINCREMENT), so that a dangling entry
-# can't come to name a later segment. `segments_by_use` is the order of eviction.
-_SCHEMA_1 = """
-CREATE TABLE namespaces (
-    key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, json TEXT NOT NULL, nbytes INTEGER NOT NULL DEFAULT 0,
-    segments INTEGER NOT NULL DEFAULT 0, blocks INTEGER NOT NULL DEFAULT 0, swept BLOB NOT NULL DEFAULT x'');
-CREATE TABLE segments (
-    key INTEGER PRIMARY KEY AUTOINCREMENT, namespace INTEGER NOT NULL, id BLOB NOT NULL,
-    checksum BLOB NOT NULL, record BLOB NOT NULL, nbytes INTEGER NOT NULL, slots INTEGER NOT NULL,
-    ranks INTEGER NOT NULL, used INTEGER NOT NULL, depth INTEGER NOT NULL, UNIQUE (namespace, id));
-CREATE INDEX segments_by_use ON segments (namespace, used, depth DESC, id);
-CREATE TABLE entries (
-    namespace INTEGER NOT NULL, digest BLOB NOT NULL, segment INTEGER NOT NULL, slot INTEGER NOT NULL,
-    PRIMARY KEY (namespace, digest)) WITHOUT ROWID;
-CREATE TABLE trash (
-    namespace INTEGER NOT NULL, id BLOB NOT NULL, ranks INTEGER NOT NULL, due INTEGER NOT NULL,
-    PRIMARY KEY (namespace, id)) WITHOUT ROWID;
-CREATE INDEX trash_by_time ON trash (namespace, due);
-CREATE TABLE parts (
-    namespace INTEGER NOT NULL, id BLOB NOT NULL, rank INTEGER NOT NULL, agreement BLOB NOT NULL,
-    part BLOB NOT NULL, nbytes INTEGER NOT NULL, ranks INTEGER NOT NULL, expires REAL NOT NULL,
-    PRIMARY KEY (namespace, id, rank)) WITHOUT ROWID;
-CREATE INDEX parts_by_time ON parts (expires);
-CREATE TABLE claims (
-    namespace INTEGER NOT NULL, digest BLOB NOT NULL, segment BLOB NOT NULL, expires REAL NOT NULL,
-    PRIMARY KEY (namespace, digest)) WITHOUT ROWID;
-CREATE INDEX claims_by_time ON claims (expires);
-"""
-
-# The sketch of uses (kvstore.index.sketch), a row per line that has bits. Two windows take turns in the
-# same rows: a line whose `sketch` is not the one asked for is empty, and is overwritten.
-_SCHEMA_2 = """
-CREATE TABLE uses (
-    namespace INTEGER NOT NULL, parity INTEGER NOT NULL, line INTEGER NOT NULL, sketch TEXT NOT NULL,
-    bits BLOB NOT NULL, PRIMARY KEY (namespace, parity, line)) WITHOUT ROWID;
-"""
-
-#: What each version added to the one before. A file of an older release is brought up to date by the
-#: first that opens it; releases older than a file refuse it.
-SCHEMAS = (_SCHEMA_1, _SCHEMA_2)
-#: Raised with every change of the schema (golden test: tests/index/test_sqlite.py).
-SCHEMA_VERSION = len(SCHEMAS)
+from kvstore.index.sqlite_schema import SCHEMA_VERSION, begun, make_schema, version_of
 
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT}
 _DENIED = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_CANTOPEN}
@@ -216,11 +170,11 @@ class SqliteFile(SqliteDatabase):
             raise PermissionDenied(f"sqlite {self._path}: can't make its folder: {exc.strerror}") from exc
         connection = _connect(self.where, self._timeout_s)
         try:
-            with _begun(connection, "BEGIN"):
-                version = _version(connection, self.where)
+            with begun(connection, "BEGIN"):
+                version = version_of(connection, self.where)
             if version != SCHEMA_VERSION:
                 _set_wal(connection, self._timeout_s)
-                _make_schema(connection, self.where)
+                make_schema(connection, self.where)
             # Safe against a killed process; after a power cut the newest commits may be gone.
             connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
@@ -251,7 +205,7 @@ class SqliteMemory(SqliteDatabase):
         self._turn = threading.Lock()
         self._connection = _connect(":memory:", 0.0)
         atexit.register(self._connection.close)
-        _make_schema(self._connection, self.where)
+        make_schema(self._connection, self.where)
 
     @classmethod
     def named(cls, name: str, turn_timeout_s: float = 10.0) -> SqliteMemory:
@@ -328,40 +282,3 @@ def _set_wal(connection: sqlite3.Connection, timeout_s: float) -> None:
             if _code(exc) not in _BUSY or time.monotonic() > until:
                 raise
             time.sleep(0.005)
-
-
-def _make_schema(connection: sqlite3.Connection, where: str) -> None:
-    with _begun(connection, "BEGIN IMMEDIATE"):
-        # None are missing if another process was faster.
-        for schema in SCHEMAS[_version(connection, where) :]:
-            for statement in schema.strip().split(";\n"):
-                connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
-@contextmanager
-def _begun(connection: sqlite3.Connection, begin: str) -> Iterator[None]:
-    connection.execute(begin)
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        with suppress(sqlite3.Error):
-            connection.execute("ROLLBACK")
-        raise
-
-
-def _version(connection: sqlite3.Connection, where: str) -> int:
-    """The schema's version, 0 for an empty database. Raises ConfigError for any other database."""
-    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    owner = int(connection.execute("PRAGMA application_id").fetchone()[0])
-    tables = int(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
-    if owner != APPLICATION_ID and (owner or version or tables):
-        raise ConfigError(f"sqlite {where}: this is another program's database; name another file")
-    if version > SCHEMA_VERSION:
-        raise ConfigError(
-            f"sqlite {where}: made by a newer kvstore (schema {version}, this one knows {SCHEMA_VERSION}); "
-            "upgrade this one, or delete the file: the cache refills"
-        )
-    return version

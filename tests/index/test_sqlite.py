@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.catalogue import Usage
 from kvstore.conformance.admission import DAY_S, NOON_S, use
 from kvstore.conformance.chains import CREATED_S, chain, namespace, put, put_all, record, served
 from kvstore.errors import (
@@ -26,10 +27,10 @@ from kvstore.errors import (
     PermissionDenied,
     TransientError,
 )
-from kvstore.index import sqlite_file
+from kvstore.index import sqlite_file, sqlite_schema
 from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import NamespaceId, new_segment_id
-from kvstore.ports import CommitState, Usage
+from kvstore.ports import CommitState
 from kvstore.testing import CatalogueConformance, IndexConformance
 from tests.index.writer import STEPS
 
@@ -111,14 +112,14 @@ def test_a_file_of_a_newer_release_is_a_config_error(index: SqliteIndex, path: s
     raw = sqlite3.connect(path)
     raw.execute("PRAGMA user_version = 7")
     raw.close()
-    with pytest.raises(ConfigError, match=r"schema 7.*knows 2.*delete"):
+    with pytest.raises(ConfigError, match=r"schema 7.*knows 3.*delete"):
         SqliteIndex(path)
 
 
 def test_a_file_of_an_older_release_is_brought_up_to_date(path: str) -> None:
     raw = sqlite3.connect(path)
-    raw.executescript(sqlite_file.SCHEMAS[0])
-    raw.execute(f"PRAGMA application_id = {sqlite_file.APPLICATION_ID}")
+    raw.executescript(sqlite_schema.SCHEMAS[0])
+    raw.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
     raw.execute("PRAGMA user_version = 1")
     raw.execute("INSERT INTO namespaces (id, json) VALUES ('0123456789abcdef', '{}')")
     raw.commit()

@@ -25,7 +25,7 @@ def main(path: str, seed: str, mode: str = "") -> None:
             mine.append(put(index, name, digests, 0 if step % 2 else 5))
             index.touch(name, mine, CREATED_S + 60.0 * step)
             if step % 3 == 2:
-                index.evict(name, [mine.pop(0)], delete_after_s=CREATED_S)
+                index.evict(name, [mine.pop(0)], delete_after_s=CREATED_S, rule="admin")
                 index.sweep(name, 10)
             if step == 3:
                 print("under way", flush=True)

@@ -1,0 +1,237 @@
+"""SqliteJournal: what the index in SQLite remembers, and how its transactions write that down.
+
+Rings are rows with numbers that rise by one, so that one range delete keeps them short. A ring's first number
+is a time in milliseconds: a reader's position in a file that was deleted since is before everything that
+happens afterwards, unless a thousand events a second had happened all along.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvstore.catalogue import Event, Ghosts, Journal, Usage
+from kvstore.eviction import ghost_bytes, ghost_step
+from kvstore.index.contract import MAX_SLOTS, QUOTA_RULES, count_digests
+from kvstore.index.sqlite_rows import Place, SqlitePart, place_of
+from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, split_digests
+from kvstore.ports import MISSING_DIGESTS, REQUEST_CHARS, Outcome
+from schemas.records import EvictionRule, SegmentRecord
+from schemas.settings import JournalSettings
+
+#: Larger numbers are no row's.
+_MOST_DIGITS = 18
+
+
+class SqliteJournal(SqlitePart, Journal):
+    """The memory of SqliteIndex."""
+
+    def events(self, namespace: NamespaceId, *, after: str = "", limit: int = 1000) -> list[Event]:
+        with self._database.reading("events") as db:
+            place = place_of(db, namespace)
+            newest = _newest(db, "events", place.key) if place else None
+            number = -1
+            if after:
+                known = after.isascii() and after.isdecimal() and len(after) <= _MOST_DIGITS
+                if not known or newest is None or int(after) > newest:
+                    raise ValueError(f"{after!r} is no position of an event of namespace {namespace}")
+                number = int(after)
+            rows = db.execute(
+                "SELECT number, at, op, segment, first, last, depth, slots, nbytes, rule FROM events "
+                "WHERE namespace = ? AND number > ? ORDER BY number LIMIT ?",
+                (place.key if place else None, number, max(0, limit)),
+            ).fetchall()
+        return [Event(str(row[0]), *row[1:]) for row in rows]
+
+    def last_position(self, namespace: NamespaceId) -> str:
+        with self._database.reading("last_position") as db:
+            place = place_of(db, namespace)
+            newest = _newest(db, "events", place.key) if place else None
+        return "" if newest is None else str(newest)
+
+    def outcomes(self, namespace: NamespaceId, limit: int) -> list[Outcome]:
+        with self._database.reading("outcomes") as db:
+            rows = db.execute(
+                "SELECT at, request, op, asked, served, reason, position, missing FROM outcomes "
+                "WHERE namespace = (SELECT key FROM namespaces WHERE id = ?) ORDER BY number DESC LIMIT ?",
+                (namespace, max(0, limit)),
+            ).fetchall()
+        return [Outcome(row[0], row[1].decode("utf-8", "surrogatepass"), *row[2:]) for row in rows]
+
+    def seen(self, namespace: NamespaceId) -> Mapping[str, int]:
+        with self._database.reading("seen") as db:
+            place = place_of(db, namespace)
+            if place is None:
+                return {}
+            query = "SELECT name, amount FROM totals WHERE namespace = ?"
+            totals = dict(db.execute(query, (place.key,)).fetchall())
+            evicted = _evicted(db, place.key)
+        return {**totals, "evicted": evicted} if evicted else totals
+
+    def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:
+        with self._database.reading("ghosts") as db:
+            rows = db.execute(
+                "SELECT step, blocks FROM credits WHERE namespace = "
+                "(SELECT key FROM namespaces WHERE id = ?) ORDER BY step",
+                (namespace,),
+            ).fetchall()
+        return [Ghosts(ghost_bytes(step), blocks) for step, blocks in rows]
+
+
+class Evicted(NamedTuple):
+    """A visible segment that went."""
+
+    segment: SegmentId
+    first: bytes
+    depth: int
+    slots: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """How the transactions of SqliteIndex write down what they do."""
+
+    settings: JournalSettings
+    clock: Callable[[], float]
+
+    def committed(
+        self, db: sqlite3.Connection, key: int, segment: SegmentId, digests: bytes, record: SegmentRecord
+    ) -> None:
+        """A segment became visible; `record` has all of its parts."""
+        first, last = digests[:DIGEST_BYTES], digests[-DIGEST_BYTES:]
+        place = (record.depth, record.slots, record.nbytes)
+        self._events(db, key, [("commit", segment, first, last, *place, None)])
+        db.execute("DELETE FROM ghosts WHERE namespace = ? AND digest = ?", (key, first))
+
+    def evicted(self, db: sqlite3.Connection, key: int, gone: Sequence[Evicted], rule: EvictionRule) -> None:
+        """Visible segments went, in this order."""
+        self._events(
+            db,
+            key,
+            [
+                ("evict", one.segment, one.first or None, None, one.depth, one.slots, one.nbytes, rule)
+                for one in gone
+            ],
+        )
+        if rule not in QUOTA_RULES:
+            return
+        stamp, ghosts = _evicted(db, key), []
+        for one in gone:
+            if one.first:
+                ghosts.append((key, one.first, stamp, min(one.slots, MAX_SLOTS)))
+            stamp += one.nbytes
+        db.execute("UPDATE namespaces SET evicted = ? WHERE key = ?", (stamp, key))
+        if self.settings.ghosts:
+            db.executemany("INSERT OR REPLACE INTO ghosts VALUES (?, ?, ?, ?)", ghosts)
+        self._lay_ghosts(db, key)
+
+    def invalidated(self, db: sqlite3.Connection, key: int, usage: Usage) -> None:
+        """Everything went at once."""
+        whole = (0, usage.blocks, usage.nbytes)
+        self._events(db, key, [("invalidate", None, None, None, *whole, "invalidated")])
+
+    def told(self, db: sqlite3.Connection, place: Place, outcomes: Sequence[Outcome]) -> None:
+        """What became of requests."""
+        totals: Counter[str] = Counter()
+        credits: Counter[int] = Counter()
+        for outcome in outcomes:
+            totals.update(_totals(outcome))
+            if outcome.op == "match" and outcome.reason == "absent":
+                credits.update(_credits(db, place.key, outcome))
+        db.executemany(
+            "INSERT INTO totals VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET amount = amount + excluded.amount",
+            [(place.key, name, amount) for name, amount in totals.items() if amount],
+        )
+        db.executemany(
+            "INSERT INTO credits VALUES (?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET blocks = blocks + excluded.blocks",
+            [(place.key, step, blocks) for step, blocks in credits.items()],
+        )
+        rows = [_row(outcome) for outcome in outcomes if outcome.reason]
+        self._append(db, "outcomes", place.key, rows, self.settings.outcomes)
+
+    def _events(self, db: sqlite3.Connection, key: int, rows: Sequence[tuple[Any, ...]]) -> None:
+        now = self.clock()
+        self._append(db, "events", key, [(now, *row) for row in rows], self.settings.events)
+
+    def _append(
+        self, db: sqlite3.Connection, ring: str, key: int, rows: Sequence[tuple[Any, ...]], bound: int
+    ) -> None:
+        """Put rows at a ring's end, and let it forget what is over its bound."""
+        if not rows:
+            return
+        newest = _newest(db, ring, key)
+        number = int(self.clock() * 1000) if newest is None else newest + 1
+        marks = ", ".join("?" * (2 + len(rows[0])))
+        db.executemany(
+            f"INSERT INTO {ring} VALUES ({marks})",
+            [(key, number + i, *row) for i, row in enumerate(rows)],
+        )
+        oldest = number + len(rows) - bound
+        db.execute(f"DELETE FROM {ring} WHERE namespace = ? AND number < ?", (key, oldest))
+
+    def _lay_ghosts(self, db: sqlite3.Connection, key: int) -> None:
+        """Forget those that were evicted first."""
+        (count,) = db.execute("SELECT count(*) FROM ghosts WHERE namespace = ?", (key,)).fetchone()
+        if count > self.settings.ghosts:
+            db.execute(
+                "DELETE FROM ghosts WHERE namespace = ? AND digest IN "
+                "(SELECT digest FROM ghosts WHERE namespace = ? ORDER BY stamp, digest LIMIT ?)",
+                (key, key, count - self.settings.ghosts),
+            )
+
+
+def _newest(db: sqlite3.Connection, ring: str, key: int) -> int | None:
+    row = db.execute(f"SELECT max(number) FROM {ring} WHERE namespace = ?", (key,)).fetchone()
+    return None if row[0] is None else int(row[0])
+
+
+def _evicted(db: sqlite3.Connection, key: int) -> int:
+    return int(db.execute("SELECT evicted FROM namespaces WHERE key = ?", (key,)).fetchone()[0])
+
+
+def _row(outcome: Outcome) -> tuple[Any, ...]:
+    # A client's text may hold lone surrogates, which UTF-8 has no bytes for.
+    request = outcome.request[:REQUEST_CHARS].encode("utf-8", "surrogatepass")
+    missing = outcome.missing[:DIGEST_BYTES]
+    counts = (outcome.asked, outcome.served, outcome.reason, outcome.position)
+    return (outcome.at_s, request, outcome.op, *counts, missing)
+
+
+def _totals(outcome: Outcome) -> Mapping[str, int]:
+    lost = outcome.asked - outcome.served if outcome.reason else 0
+    if outcome.op == "save":
+        return {
+            "offered": outcome.asked,
+            "stored": outcome.served,
+            f"unsaved:{outcome.reason}": lost,
+        }
+    missed = {f"miss:{outcome.reason}": lost}
+    if outcome.op == "load":
+        return missed
+    return {"requests": 1, "asked": outcome.asked, "served": outcome.served, **missed}
+
+
+def _credits(db: sqlite3.Connection, key: int, outcome: Outcome) -> Counter[int]:
+    """By step, how many of the missing blocks a larger capacity would have kept."""
+    evicted = _evicted(db, key)
+    missing = outcome.missing[: MISSING_DIGESTS * DIGEST_BYTES]
+    count_digests(missing)
+    query = "SELECT slots, stamp FROM ghosts WHERE namespace = ? AND digest = ?"
+    found: list[tuple[int, int, int]] = []
+    for i, digest in enumerate(split_digests(missing)):
+        row = db.execute(query, (key, Digest(digest))).fetchone()
+        if row:
+            found.append((i, *row))
+    credits: Counter[int] = Counter()
+    wanted = outcome.asked - outcome.position
+    ends = [at for at, _, _ in found[1:]] + [wanted]
+    for (at, slots, stamp), end in zip(found, ends, strict=True):
+        blocks = min(slots, wanted - at, end - at)
+        if blocks > 0:
+            credits[ghost_step(evicted - stamp)] += blocks
+    return credits
