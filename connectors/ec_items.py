@@ -186,7 +186,7 @@ class Items:
                     return
                 path = self._staging.put(name, data)
                 item.name = name
-                item.staged = StagedItem(path, slot.dtype, *slot.shape, data.nbytes)
+                item.staged = StagedItem(path, slot.dtype, *slot.shape, data.nbytes, run.record.cost_us)
                 outcome = "ready"
             self._tally.timed("fetch_seconds", time.monotonic() - item.asked_at)
             self._store.transfers.call(lambda: self._space.touch([run.segment]))

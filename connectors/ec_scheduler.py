@@ -37,11 +37,12 @@ from connectors.ec_stats import RENAMED, no_gauges
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
 from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
+from connectors.outcomes import Outcomes
 from connectors.stats import Report, Tally, merge
 from connectors.tensors import SAFETENSORS_DTYPES
 from connectors.weights import UNNAMED
 from kvstore.errors import KVStoreError
-from kvstore.keys import canonical_json
+from kvstore.keys import canonical_json, digest, item_key
 from kvstore.store import Space, Store
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ log = logging.getLogger(__name__)
 
 #: A pin whose release was lost (a step that never reached a worker) ends after this.
 _PIN_S = 60.0
+#: Saves that may be under way; of more, the oldest's end is not told. (One of vLLM's model runners drops what
+#: the workers of an encoder-only producer report.)
+_MOST_SAVING = 4096
 #: Outcomes that waiting doesn't change.
 _HOPELESS = frozenset({"corrupt", "missing", "namespace_mismatch", "permission", "quarantined", "closed"})
 #: In an announcement: the namespace that the producer saves to.
@@ -89,6 +93,9 @@ class ECScheduler:
         self._tower_lora = tower_lora
         self._staging = StagingFolder(self._settings.staging_dir, self._settings.staging_bytes)
         self._tally = Tally(store.counters, RENAMED)
+        self._outcomes = Outcomes(store)
+        #: Items that the workers are saving, and for which request.
+        self._saving: dict[str, str] = {}
         #: What the workers have reported since it was asked for.
         self._reported: Report | None = None
         #: Identifiers in the workers' encoder caches.
@@ -164,19 +171,20 @@ class ECScheduler:
             return True
         if identifier in self._held:
             # Encoded once, and not (or no longer) in the store: the workers still have it.
-            self._save(identifier)
+            self._save(identifier, request)
             return True
-        return here or self._give_up(request, f"its item is {item.outcome}")
+        return here or self._unavailable_item(request, identifier, item)
 
     def _settled_without_media(self, request: Request, identifier: str, item: Item) -> bool:
         """Promise the item now: when vLLM asks for it, "no" would have it encode what isn't there."""
         if item.outcome == "ready":
             if not self._fits(identifier, item):
+                self._tell(request, identifier, "mismatch")
                 return self._give_up(request, "its item is not of the size it describes")
             if self._promise(identifier, item):
                 return True
         elif item.outcome in _HOPELESS or not self._go_on_waiting(request, identifier):
-            return self._give_up(request, f"its item is {item.outcome}")
+            return self._unavailable_item(request, identifier, item)
         return False
 
     def _go_on_waiting(self, request: Request, identifier: str) -> bool:
@@ -185,6 +193,35 @@ class ECScheduler:
             return False
         self._items.look_again(identifier, request.request_id, waited_s=waited_s)
         return True
+
+    def _unavailable_item(self, request: Request, identifier: str, item: Item) -> bool:
+        self._tell(request, identifier, str(item.outcome))
+        return self._give_up(request, f"its item is {item.outcome}")
+
+    def _tell(self, request: Request, identifier: str, reason: str) -> None:
+        """Have it remembered what became of an item that was asked for; "" if it was served."""
+        if self._space is not None:
+            self._outcomes.note(
+                self._space,
+                request.request_id,
+                "match",
+                asked=1,
+                served=0 if reason else 1,
+                reason=reason,
+                missing=lambda: digest(item_key(identifier)),
+            )
+
+    def _tell_save(self, request_id: str, identifier: str, outcome: str) -> None:
+        if self._space is not None:
+            self._outcomes.note(
+                self._space,
+                request_id,
+                "save",
+                asked=1,
+                served=1 if outcome in ("stored", "present") else 0,
+                reason=outcome,
+                missing=lambda: digest(item_key(identifier)),
+            )
 
     def _give_up(self, request: Request, why: str) -> bool:
         if request.request_id not in self._unavailable:
@@ -252,9 +289,12 @@ class ECScheduler:
             self._loading.setdefault(identifier, deque()).append(pin)
             self._tally.add("items{staging}" if item.used else "items{store}")
             self._tally.add("loaded_bytes", item.staged.nbytes)
+            self._tally.add("saved_compute_seconds", item.staged.cost_us / 1e6)
+            self._tell(request, identifier, "")
             item.used = True
         elif item is not None and item.outcome == "stored":
             self._tally.add("items{skipped}")
+            self._tell(request, identifier, "")
         else:
             self._encoded(request, feature, item)
 
@@ -263,18 +303,24 @@ class ECScheduler:
         self._tally.add("items{encoder}")
         ready = item is not None and item.outcome == "ready"
         if item is not None and item.outcome != "saving":
-            self._tally.add("misses{mismatch}" if ready else f"misses{{{item.outcome}}}")
+            reason = "mismatch" if ready else str(item.outcome)
+            self._tally.add(f"misses{{{reason}}}")
+            self._tell(request, feature.identifier, reason)
         if not self._producer or ready or not self._cacheable(request, feature):
             return
         if not self._consumer:
             self._held.add(feature.identifier)
         if self._second_use and not (item is not None and item.asked_before):
             self._store.counters.saved("not_admitted", 1)
+            self._tell_save(request.request_id, feature.identifier, "not_admitted")
         else:
-            self._save(feature.identifier)
+            self._save(feature.identifier, request)
 
-    def _save(self, identifier: str) -> None:
+    def _save(self, identifier: str, request: Request) -> None:
         self._saves.add(identifier)
+        self._saving[identifier] = request.request_id
+        while len(self._saving) > _MOST_SAVING:
+            del self._saving[next(iter(self._saving))]
         self._items.saving(identifier)
 
     # ---- the rest of a step ---------------------------------------------------------------------
@@ -291,6 +337,7 @@ class ECScheduler:
             self._staging.unpin(name)
         self._promised.clear()
         self._expire_pins()
+        self._outcomes.tick()
         return ECStoreMetadata(self._namespace_json if loads or saves else None, loads, saves)
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
@@ -303,6 +350,9 @@ class ECScheduler:
                 self._staging.unpin(pins.popleft()[0])
                 if not pins:
                     del self._loading[identifier]
+        for identifier, outcome in meta.saved.items():
+            if (request_id := self._saving.pop(identifier, None)) is not None:
+                self._tell_save(request_id, identifier, outcome)
         if meta.stats is not None:
             if self._reported is None:
                 self._reported = meta.stats
@@ -326,6 +376,7 @@ class ECScheduler:
         """
         self._waits.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
+        self._outcomes.tick(idle=True)
         if self._consumer or not request.mm_features:
             return None
         made = self._media.describe(request.mm_features)
@@ -349,6 +400,7 @@ class ECScheduler:
         self._resident.clear()
         self._held.clear()
         self._saves.clear()
+        self._saving.clear()
         if weights is not None:
             namespace = self._first.model_copy(update={"weights": weights})
             self._open(self._store.open(namespace, block_bytes=1 << 20))
@@ -362,6 +414,7 @@ class ECScheduler:
     def shutdown(self) -> None:
         """Close the store of this half and remove the staging folder."""
         self._leave()
+        self._outcomes.tick(idle=True)
         self._store.close()
         self._staging.close()
 

@@ -34,9 +34,11 @@ COUNTERS: Final = (
     Metric("misses", "Encoder inputs computed though the store was asked, by reason", "reason", REASONS),
     Metric("unavailable_requests", "Requests failed for an item that could be neither had nor computed"),
     Metric("loaded_bytes", "Bytes of encoder outputs handed to the workers"),
+    Metric("saved_compute_seconds", "What encoding the outputs that were handed to the workers took"),
     Metric("saves", "Encoder outputs offered to the store", "outcome", SAVE_OUTCOMES),
     Metric("save_failures", "Saves that failed, by reason", "reason", MISS_REASONS),
     Metric("saved_bytes", "Bytes of segments written"),
+    Metric("outcomes_lost", "Outcomes of items that the journal could not be told"),
     Metric("tier", "Events of the local tier", "event", TIER_EVENTS),
 )
 SECONDS: Final = {
@@ -50,6 +52,7 @@ RENAMED: Final = {
     **{f"save_failures{{{one}}}": f"save_failures{{{one}}}" for one in MISS_REASONS},
     **{f"tier_{one}": f"tier{{{one}}}" for one in TIER_EVENTS},
     "save_bytes": "saved_bytes",
+    "outcomes_lost": "outcomes_lost",
 }
 
 

@@ -18,6 +18,8 @@ class StagedItem:
     rows: int
     width: int
     nbytes: int
+    #: What encoding it took, in microseconds; 0: unknown.
+    cost_us: int = 0
 
 
 @dataclass
@@ -40,6 +42,8 @@ class ECStoreWorkerMetadata(ECConnectorWorkerMetadata):
     loaded: set[str] = field(default_factory=set)
     #: What happened since the last one.
     stats: Report | None = None
+    #: Saves that have ended, by identifier: as what (kvstore.metrics.SAVE_OUTCOMES).
+    saved: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         """Of two ranks, one. Every rank of a step has loaded the same items."""
@@ -47,4 +51,6 @@ class ECStoreWorkerMetadata(ECConnectorWorkerMetadata):
         stats = [one for one in (self.stats, other.stats) if one is not None]
         if len(stats) == 2:
             merge(*stats)
-        return ECStoreWorkerMetadata(self.loaded | other.loaded, stats[0] if stats else None)
+        return ECStoreWorkerMetadata(
+            self.loaded | other.loaded, stats[0] if stats else None, self.saved | other.saved
+        )

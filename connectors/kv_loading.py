@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from connectors.kv_match import Found, Matcher, PendingMatch
 from connectors.kv_saving import NULL_BLOCK, Progress
 from connectors.kv_types import GroupLoad, Load
 from connectors.layout import Group
+from connectors.outcomes import Outcomes
 from connectors.planning import slice_runs
 from connectors.stats import Tally
 from kvstore.ports import Run
@@ -53,9 +54,12 @@ class Tracked:
     #: The request whose load brings what this one waits for.
     waits_for: str | None = None
     loading: bool = False
-    #: Tokens that its load brings.
+    #: Tokens that its load brings, and what computing them would take, in microseconds.
     load_tokens: int = 0
+    load_cost_us: float = 0.0
     load_failed: bool = False
+    #: The journal has been told how much of it was found.
+    told: bool = False
     #: Its prompt is handed over to another engine, or was by another one.
     sending: Sending | None = None
     receiving: Receiving | None = None
@@ -74,6 +78,7 @@ class Loading:
         prefix_caching: bool,
         events: NoEvents,
         tally: Tally,
+        outcomes: Outcomes,
     ) -> None:
         """`fits`: see kv_match.Matcher. Call `use` before anything else."""
         self._store = store
@@ -84,6 +89,7 @@ class Loading:
         self._prefix_caching = prefix_caching
         self._events = events
         self._tally = tally
+        self._outcomes = outcomes
         self._loads: list[Load] = []
         #: Block hashes being loaded -> request; others wait for them in the GPU's prefix cache.
         self._arriving: dict[bytes, str] = {}
@@ -182,6 +188,9 @@ class Loading:
         ]
         self._loads.append(Load(request.request_id, groups))
         tracked.loading, tracked.load_tokens, tracked.local_tokens = True, external, stop
+        tracked.load_cost_us = sum(
+            run.record.cost_us * run.count / run.record.slots for load in groups for run in load.runs
+        )
         self._tally.add("promised_tokens", external)
         self._events.loading(request.request_id, groups)
         # Consumed: after a preemption the index is asked again.
@@ -224,6 +233,52 @@ class Loading:
         self._patience = _PATIENCE_S
         loads, self._loads = self._loads, []
         return loads
+
+    def tell(self, tracked: Tracked, match: Found, computed: int, tokens: int) -> None:
+        """Have it remembered what became of a request's match: `tokens` are promised beyond `computed`."""
+        if tracked.told:
+            return
+        tracked.told = True
+        request, size = tracked.request, self._hash_tokens
+        hashes = request.block_hashes
+        limit = match.limit or self._matcher.limit(len(hashes), request.num_tokens)
+        # A prompt that was handed over has a partial block, too.
+        blocks, have, served = -(-max(limit, match.tokens) // size), computed // size, -(-tokens // size)
+        reason, (group, block) = match.reason, match.lacks
+        if not tokens and match.tokens > computed:
+            reason = "below_threshold"
+        if match.tokens < computed or reason == "below_threshold":
+            # What the engine has itself isn't asked of the store, whether that has it or not.
+            group, block = 0, computed // self._groups[0].rule.block_tokens
+        self._outcomes.note(
+            self._space,
+            request.request_id,
+            "match",
+            asked=blocks - have,
+            served=served,
+            reason=reason,
+            position=have + served,
+            missing=self._matcher.missing(hashes, group, block),
+        )
+
+    def failed(self, tracked: Tracked, groups: Mapping[int, int], reason: str) -> None:
+        """A load did not bring the blocks from those of `groups` on: have it remembered."""
+        size = self._hash_tokens
+        first, group = min(
+            (block * self._groups[number].rule.block_tokens, number) for number, block in groups.items()
+        )
+        began = tracked.local_tokens - tracked.load_tokens
+        hashes = tracked.request.block_hashes
+        self._outcomes.note(
+            self._space,
+            tracked.request.request_id,
+            "load",
+            asked=-(-tracked.load_tokens // size),
+            served=max(0, first - began) // size,
+            reason=reason,
+            position=max(first, began) // size,
+            missing=self._matcher.missing(hashes, group, groups[group]),
+        )
 
     def ended(self, request_id: str) -> None:
         """Nobody waits for this request's load any more."""

@@ -18,7 +18,7 @@ from connectors.boundary import Rule, longest_boundary, most_tokens
 from connectors.layout import Group
 from connectors.planning import joined
 from kvstore.keys import digests
-from kvstore.ports import Run
+from kvstore.ports import MISSING_DIGESTS, Run
 from kvstore.store import Match, Space
 
 #: Blocks that are looked up with one call, before those that must be there.
@@ -39,6 +39,11 @@ class Found:
     stored: tuple[int, ...]
     #: Why it ends where it ends: "complete", or a reason of kvstore.metrics.MISS_REASONS.
     reason: str
+    #: How many tokens could have been found.
+    limit: int = 0
+    #: If not all was found: a group that lacks something, and the first block that it lacks (of a window, the
+    #: last one).
+    lacks: tuple[int, int] = (0, 0)
 
 
 class PendingMatch:
@@ -82,9 +87,20 @@ class Matcher:
         self._hash_tokens = hash_tokens
         self._fits = fits
 
-    def nothing(self, reason: str) -> Found:
-        """A match of nothing."""
-        return Found(0, tuple([] for _ in self._rules), tuple(0 for _ in self._rules), reason)
+    def nothing(self, reason: str, limit: int = 0) -> Found:
+        """A match of nothing of `limit` tokens."""
+        return Found(0, tuple([] for _ in self._rules), tuple(0 for _ in self._rules), reason, limit)
+
+    def limit(self, hashes: int, total_tokens: int) -> int:
+        """How many tokens of a request with so many block hashes can be found, at most."""
+        return min(most_tokens(self._rules, total_tokens), hashes * self._hash_tokens)
+
+    def missing(self, hashes: Sequence[bytes], group: int, block: int) -> Callable[[], bytes]:
+        """The digests of a group's blocks from `block` on, packed, as many as a journal keeps. To be called
+        on another thread."""
+        ratio = self._ratios[group]
+        names = hashes[(block + 1) * ratio - 1 : (block + MISSING_DIGESTS) * ratio : ratio]
+        return lambda: digests(names, group)
 
     def find(
         self, hashes: Sequence[bytes], total_tokens: int, end: float, first: bytes | None = None
@@ -94,8 +110,8 @@ class Matcher:
         `first`: the digests of group 0, packed, if they are known already. Never raises.
         """
         whole: dict[int, Match] = {}
-        limit = min(most_tokens(self._rules, total_tokens), len(hashes) * self._hash_tokens)
-        reason = "complete"
+        limit = most = self.limit(len(hashes), total_tokens)
+        reason, lacks = "complete", (0, 0)
         for group, rule in enumerate(self._rules):
             if rule.reach == "prefix":
                 packed = first if first is not None and group == 0 else self._digests(hashes, group)
@@ -103,10 +119,13 @@ class Matcher:
                 whole[group] = match
                 if match.blocks * rule.block_tokens < limit:
                     limit, reason = match.blocks * rule.block_tokens, match.reason
+                    lacks = (group, match.blocks)
         spans = _Spans(self._space, lambda group: self._digests(hashes, group), self._fits, end)
         tokens = longest_boundary(self._rules, limit, spans.present)
         if len(whole) < len(self._rules):
-            reason = self._count(bool(whole), limit, tokens, spans) or reason
+            sparse = self._count(bool(whole), limit, tokens, spans)
+            if sparse is not None:
+                reason, lacks = sparse, self._lacking(limit, spans)
         runs = tuple(
             whole[group].runs if group in whole else spans.runs(group, rule.needed(tokens))
             for group, rule in enumerate(self._rules)
@@ -115,7 +134,7 @@ class Matcher:
             whole[group].blocks if group in whole else tokens // rule.block_tokens
             for group, rule in enumerate(self._rules)
         )
-        return Found(tokens, runs, stored, reason)
+        return Found(tokens, runs, stored, reason, most, lacks)
 
     def _digests(self, hashes: Sequence[bytes], group: int) -> bytes:
         ratio = self._ratios[group]
@@ -128,6 +147,14 @@ class Matcher:
                 self._space.store.counters.miss("namespace_mismatch", match.blocks - run.start)
                 return Match(match.runs[:i], run.start, "namespace_mismatch")
         return match
+
+    def _lacking(self, limit: int, spans: _Spans) -> tuple[int, int]:
+        for group, rule in enumerate(self._rules):
+            if rule.reach != "prefix":
+                for block in reversed(rule.needed(limit)):
+                    if not spans.is_there(group, block):
+                        return group, block
+        return 0, 0
 
     def _count(self, any_whole: bool, limit: int, tokens: int, spans: _Spans) -> str | None:
         """Account what windows and states add to the story; why the match ends at `tokens`, if they say."""
@@ -189,6 +216,10 @@ class _Spans:
         for block, run in zip(wanted, found, strict=True):
             fits = run is not None and self._fits(group, len(run.record.parts))
             known[block] = run if fits else None
+
+    def is_there(self, group: int, block: int) -> bool:
+        """Whether a block was looked up and found."""
+        return self._known[group].get(block) is not None
 
     def runs(self, group: int, blocks: range) -> list[Run]:
         """The present ones of `blocks`, neighbours in one segment put together."""

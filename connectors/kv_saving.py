@@ -19,6 +19,7 @@ from connectors.layout import Group
 from connectors.planning import EVERY_BLOCK, pieces, saves_due
 from kvstore.keys import SegmentId, new_segment_id
 from kvstore.metrics import Counters
+from schemas.records import rounded_cost
 
 #: vLLM's null block.
 NULL_BLOCK = 0
@@ -37,6 +38,15 @@ class Progress:
     passed_over: list[int]
     #: Tokens at which the request may be resumed in any case: windows before them are saved.
     ends: tuple[int, ...] = ()
+    #: Blocks that were counted as not worth it, and the first token of the first of them.
+    refused: int = 0
+    refused_from: int = 0
+
+    def refuse(self, blocks: int, first_token: int) -> None:
+        """So many blocks more, from there on, are not worth saving."""
+        if blocks > 0:
+            self.refused_from = min(self.refused_from, first_token) if self.refused else first_token
+            self.refused += blocks
 
 
 @dataclass(slots=True)
@@ -62,6 +72,8 @@ class Saving:
     clock: Callable[[], float] = time.time
     #: Windows are saved only before every so many tokens, and before a request's ends; 0: everywhere.
     window_interval: int = 0
+    #: What a token takes to compute, in microseconds, as far as it is known (connectors.pace).
+    token_us: float = 0.0
     #: Blocks being saved by this engine, by group and hash, and in which segment, so that requests of a batch
     #: that share a prefix save it once. Emptied as the workers report.
     _busy: dict[tuple[int, bytes], SegmentId] = field(default_factory=dict)
@@ -170,6 +182,7 @@ class Saving:
         if worth < done:
             over = done - max(progress.saved[number], progress.passed_over[number])
             self.counters.saved("not_admitted", max(0, over))
+            progress.refuse(over, (done - over) * size)
             progress.passed_over[number] = max(done, progress.passed_over[number])
         # Decoding fills the partial block, which then has another name.
         progress.saved[number] = min(progress.saved[number], max(saved, done_tokens // size))
@@ -206,6 +219,7 @@ class Saving:
             progress.saved[number] = tokens // size
             if admitted != EVERY_BLOCK and tokens > admitted * self.hash_tokens:
                 self.counters.saved("not_admitted", 1)
+                progress.refuse(1, first * size)
                 continue
             alone = {table: {first: block} for table, block in blocks.items()}
             saves += self._cut(number, range(first, first + 1), hashes, alone)
@@ -235,8 +249,17 @@ class Saving:
             self._busy.update(dict.fromkeys(keys, segment))
             self._segments[segment] = _Segment(keys, self.groups[number].writers, self.abandon)
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
-            saves.append(Save(number, segment, int(self.clock()), piece.start, own, ids))
+            cost = self._cost_us(number, len(own))
+            saves.append(Save(number, segment, int(self.clock()), piece.start, own, ids, cost))
         return saves
+
+    def _cost_us(self, number: int, blocks: int) -> int:
+        """What computing so many blocks takes. A token is computed once for all groups: the first one that is
+        loaded whole carries it, so that what is loaded adds up to what need not be computed."""
+        carrier = next((i for i, group in enumerate(self.groups) if group.rule.reach == "prefix"), 0)
+        if number != carrier:
+            return 0
+        return rounded_cost(blocks * self.groups[number].rule.block_tokens * self.token_us)
 
     def ended(self, segment: SegmentId, count: int, *, written: bool) -> list[tuple[int, bytes]] | None:
         """So many ranks have ended their parts of a segment; `written`: all of them wrote theirs.

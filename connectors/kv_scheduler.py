@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from connectors.ec_epochs import weights_are
@@ -42,10 +43,13 @@ from connectors.kv_saving import Saving
 from connectors.kv_stats import RENAMED, KVStoreStats
 from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Save
 from connectors.layout import Group
+from connectors.outcomes import Outcomes, SaveOutcomes
+from connectors.pace import Pace
 from connectors.planning import EVERY_BLOCK, external_tokens, savable_tokens
 from connectors.stats import Tally
 from connectors.weights import Naming, agreed
-from kvstore.keys import SegmentId, canonical_json
+from kvstore.keys import SegmentId, canonical_json, digests
+from kvstore.ports import MISSING_DIGESTS
 from kvstore.store import Space, Store
 
 if TYPE_CHECKING:
@@ -92,6 +96,9 @@ class KVScheduler:
         self._ranks = ranks
         self._epochs = Epochs(store, space, holds_blocks=holds_blocks)
         self._namings: dict[int, Naming] = {}
+        self._outcomes = Outcomes(store)
+        self._save_outcomes = SaveOutcomes(self._outcomes)
+        self._pace = Pace()
         self._saving = Saving(
             groups,
             hash_tokens,
@@ -109,6 +116,7 @@ class KVScheduler:
             prefix_caching=prefix_caching,
             events=self._events,
             tally=self._tally,
+            outcomes=self._outcomes,
         )
         self._enter(space)
         self._can_load = can_load
@@ -178,6 +186,7 @@ class KVScheduler:
         if match is None:
             return None, False
         tokens = self._worth_loading(tracked, match.tokens, computed)
+        self._loading.tell(tracked, match, computed, tokens)
         # What this engine is saving, or another has saved since, is left out again when it is planned.
         tracked.progress.saved = list(match.stored)
         if tracked.match is not None and match.reason in _GONE:
@@ -253,10 +262,12 @@ class KVScheduler:
             # This half reads no payloads, so nothing else tells it what not to promise.
             self._store.payloads_down = bool(self._down)
             for request_id, groups in meta.failed_loads.items():
-                self._load_failed(request_id, groups)
+                self._load_failed(request_id, groups, meta.load_reasons.get(request_id, "error"))
             for request_id in meta.failed_handoffs:
                 if (tracked := self._requests.get(request_id)) is not None and tracked.sending is not None:
                     tracked.sending.failed = True
+            for segment, reason in meta.save_reasons.items():
+                self._save_outcomes.because(segment, reason)
             for segment, (count, written) in meta.ended_saves.items():
                 self._save_ended(segment, count, written=written)
             if meta.weights:
@@ -275,12 +286,14 @@ class KVScheduler:
         if blocks and blocks[0][0] == 0:
             self._tally.add("saved_tokens", len(blocks) * self._groups[0].rule.block_tokens)
         self._events.ended(segment, written=bool(blocks))
+        self._save_outcomes.ended(self._space, segment, stored=bool(blocks))
 
-    def _load_failed(self, request_id: str, groups: dict[int, int]) -> None:
+    def _load_failed(self, request_id: str, groups: dict[int, int], reason: str) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
             if tracked.load_tokens:
                 self._tally.add("loads{failed}")
+                self._loading.failed(tracked, groups, reason)
             tracked.load_failed, tracked.load_tokens = True, 0
             saved = tracked.progress.saved
             for group, block in groups.items():
@@ -300,6 +313,7 @@ class KVScheduler:
             if tracked.load_tokens:
                 self._tally.add("loads{complete}")
                 self._tally.add("loaded_tokens", tracked.load_tokens)
+                self._tally.add("saved_compute_seconds", tracked.load_cost_us / 1e6)
                 tracked.load_tokens = 0
         self._events.load_ended(request_id)
         self._loading.ended(request_id)
@@ -308,14 +322,18 @@ class KVScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
         """This step's work for the workers."""
-        if output.num_scheduled_tokens:
+        scheduled = output.num_scheduled_tokens
+        self._pace.sent(sum(scheduled.values()), len(scheduled))
+        self._outcomes.tick()
+        if scheduled:
             self._epochs.ran()
         saves: list[Save] = []
         if self._handoffs is not None:
             # What they hand over and nobody has read yet is about to be overwritten.
             self._released.update(output.preempted_req_ids or ())
         if self._can_save and self._unsaved and not self._retired:
-            for request_id, tokens in output.num_scheduled_tokens.items():
+            self._saving.token_us = self._pace.token_us
+            for request_id, tokens in scheduled.items():
                 tracked = self._unsaved.get(request_id)
                 if tracked is not None:
                     saves += self._saves_of(tracked, tokens, output)
@@ -344,6 +362,8 @@ class KVScheduler:
             else:
                 self._saving.drop(save)
                 self._events.ended(save.segment, written=False)
+                self._save_outcomes.because(save.segment, "dropped")
+                self._save_outcomes.ended(self._space, save.segment, stored=False)
         return rest
 
     @guarded(())
@@ -395,8 +415,16 @@ class KVScheduler:
         if sending is not None and self._handoffs is not None:
             self._handoffs.mark(name, sending, saves)
         if saves:
-            self._events.planned(request, saves)
+            self._planned(request, saves)
         return saves
+
+    def _planned(self, request: Request, saves: Sequence[Save]) -> None:
+        self._events.planned(request, saves)
+        for save in saves:
+            first = save.first * self._groups[save.group].rule.block_tokens // self._hash_tokens
+            missing = partial(digests, save.hashes[:MISSING_DIGESTS], save.group)
+            name = request.request_id
+            self._save_outcomes.planned(save.segment, name, len(save.hashes), first, missing)
 
     def _done(self, tracked: Tracked) -> int:
         """Leading tokens that are final, hashed and wanted, as of what was scheduled."""
@@ -449,11 +477,28 @@ class KVScheduler:
             flushes = self._saving.plan(
                 tracked.progress, request.block_hashes, done, admitted, lambda: tables, final=True
             )
-            self._events.planned(request, flushes)
+            self._planned(request, flushes)
             self._flushes += flushes
+        if tracked is not None:
+            self._tell_refused(tracked)
+        self._outcomes.tick(idle=not self._requests)
         if tracked is not None and tracked.sending is not None and self._handoffs is not None:
             return self._hand_over(request, tracked.sending, self._handoffs)
         return False, None
+
+    def _tell_refused(self, tracked: Tracked) -> None:
+        progress = tracked.progress
+        position = progress.refused_from // self._hash_tokens
+        self._outcomes.note(
+            self._space,
+            tracked.request.request_id,
+            "save",
+            asked=progress.refused,
+            served=0,
+            reason="not_admitted",
+            position=position,
+            missing=partial(digests, tracked.request.block_hashes[position : position + MISSING_DIGESTS]),
+        )
 
     def _hand_over(
         self, request: Request, sending: Sending, handoffs: Handoffs
@@ -499,6 +544,7 @@ class KVScheduler:
         self._saving.restart(self._flushes, _abandon_in(space or self._space))
         self._flushes.clear()
         self._events.restart((space or self._space).id)
+        self._save_outcomes.restart()
         weights_are(None if space is None else space.namespace.weights)
         for tracked in self._requests.values():
             # Of a load under way the match has been consumed; its end is reported in any case.
@@ -527,12 +573,14 @@ class KVScheduler:
 
     @guarded(())
     def take_events(self) -> Sequence[Any]:
-        """KV events since the last call, in order."""
+        """KV events since the last call, in order. vLLM asks at the end of each step."""
+        self._pace.ended()
         return self._events.take()
 
     def shutdown(self) -> None:
         """Close the store of this half."""
         self._epochs.close()
+        self._outcomes.tick(idle=True)
         self._store.close()
 
     def _flushable(self, tracked: Tracked) -> bool:

@@ -25,6 +25,7 @@ LOADS: Final = ("complete", "failed")
 RESETS: Final = ("renamed", "left_alone", "named", "refused_name")
 _EVENTS: Final = (
     "evicted_segments", "deleted_payloads", "quarantined_segments", "dropped_copies", "note_failures",
+    "outcomes_lost",
 )  # fmt: skip
 
 COUNTERS: Final = (
@@ -33,6 +34,10 @@ COUNTERS: Final = (
     Metric("matched_tokens", "Leading tokens of them that were found in the store"),
     Metric("promised_tokens", "Tokens that were to be loaded instead of computed"),
     Metric("loaded_tokens", "Tokens that were loaded, of loads that were complete"),
+    Metric(
+        "saved_compute_seconds",
+        "What computing the tokens of complete loads took the engines that saved them, as they estimate it",
+    ),
     Metric("saved_tokens", "Tokens whose blocks were saved, of the first KV cache group"),
     Metric("loads", "Loads of requests, by how they ended", "outcome", LOADS),
     Metric("misses", "Blocks asked for or promised that did not come, by reason", "reason", MISS_REASONS),

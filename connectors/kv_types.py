@@ -54,6 +54,8 @@ class Save:
     first: int
     hashes: list[bytes]
     tables: dict[int, list[int]]
+    #: What computing these blocks takes, in microseconds; 0: unknown. All ranks say the same.
+    cost_us: int = 0
     #: The request that hands these blocks over to another engine.
     handed_over: str | None = None
     #: They stay as they are until that request has been reported as read.
@@ -96,6 +98,10 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     failed_handoffs: set[str] = field(default_factory=set)
     #: Ranks that were told since -> what their weights are called.
     weights: dict[int, Naming] = field(default_factory=dict)
+    #: Of `failed_loads`: why, as one of kvstore.metrics.MISS_REASONS.
+    load_reasons: dict[str, str] = field(default_factory=dict)
+    #: Of `ended_saves` that were not written: why, as one of kvstore.metrics.SAVE_OUTCOMES.
+    save_reasons: dict[SegmentId, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVStoreWorkerMetadata)
@@ -115,4 +121,6 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
             self.payloads_down | other.payloads_down,
             self.failed_handoffs | other.failed_handoffs,
             self.weights | other.weights,
+            other.load_reasons | self.load_reasons,
+            other.save_reasons | self.save_reasons,
         )

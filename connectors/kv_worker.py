@@ -37,7 +37,7 @@ from kvstore.codec import Slot
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError
 from kvstore.keys import SegmentId, block_key
 from kvstore.ports import Run
-from kvstore.store import Space, Store
+from kvstore.store import Space, Store, miss_reason
 from schemas.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,8 @@ class Ticket:
     #: Pieces that are being copied to the paged cache at this moment.
     writing: int = 0
     expired: bool = False
+    #: Why the first of those that failed did: of kvstore.metrics.MISS_REASONS.
+    reason: str = ""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -110,6 +112,8 @@ class KVWorker:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._failed_loads: dict[str, dict[int, int]] = {}
+        self._load_reasons: dict[str, str] = {}
+        self._save_reasons: dict[SegmentId, str] = {}
         self._ended_saves: dict[SegmentId, tuple[int, bool]] = {}
         self._bad_segments: set[SegmentId] = set()
         self._failed_handoffs: set[str] = set()
@@ -184,19 +188,21 @@ class KVWorker:
                 wanted = range(group.first, group.first + len(group.hashes))
                 missing += [(group, gap) for gap in gaps(wanted, group.runs)]
             end = time.monotonic() + self._settings.load_deadline_s
-            ticket = Ticket(load, end, space, after, list(pieces), missing)
+            ticket = Ticket(load, end, space, after, list(pieces), missing, reason="error" if missing else "")
             with self._lock:
                 self._live.append(ticket)
             for piece in pieces:
                 if not self._store.transfers.read(lambda t=ticket, p=piece: self._load(t, p)):  # type: ignore[misc]
                     self._store.counters.miss("capacity", piece.run.count)
-                    self._ended(ticket, piece, failed=True)
+                    self._ended(ticket, piece, "capacity")
 
     def abandon_loads(self) -> None:
         """What is being loaded now must not be used: all of it counts as failed."""
         with self._lock:
             for ticket in self._live:
                 ticket.end = 0.0
+                # What is being read is of the weights that were.
+                ticket.reason = ticket.reason or "namespace_mismatch"
                 ticket.failed = [
                     (group, range(group.first, group.first + len(group.hashes)))
                     for group in ticket.load.groups
@@ -205,7 +211,7 @@ class KVWorker:
     def _load(self, ticket: Ticket, piece: Piece) -> None:
         """Transfer thread: one piece of a load."""
         assert self._load_staging is not None
-        failed = True
+        failed = "deadline"
         chunk: Chunk | None = None
         run, number = piece.run, piece.group.group
         group, cache = self._groups[number], self._caches[number]
@@ -217,21 +223,23 @@ class KVWorker:
             if self._may_write(ticket):
                 try:
                     cache.scatter(piece.blocks, chunk, ticket.after)
-                    failed = False
+                    failed = ""
                 finally:
                     with self._lock:
                         ticket.writing -= 1
         except KVStoreError as exc:
+            failed = miss_reason(exc)
             log.warning("request %s: %d blocks are recomputed: %s", ticket.load.request_id, run.count, exc)
             if isinstance(exc, CorruptPayload):
                 with self._lock:
                     self._bad_segments.add(run.segment)
         except Exception:
+            failed = "error"
             log.exception("request %s: %d blocks are recomputed", ticket.load.request_id, run.count)
         finally:
             if chunk is not None:
                 self._load_staging.release(chunk)
-            self._ended(ticket, piece, failed=failed)
+            self._ended(ticket, piece, failed)
 
     def _may_write(self, ticket: Ticket) -> bool:
         with self._lock:
@@ -240,10 +248,12 @@ class KVWorker:
             ticket.writing += 1
             return True
 
-    def _ended(self, ticket: Ticket, piece: Piece, *, failed: bool) -> None:
+    def _ended(self, ticket: Ticket, piece: Piece, failed: str) -> None:
+        """`failed`: why, of kvstore.metrics.MISS_REASONS; "": it did not."""
         with self._lock:
             ticket.pending.remove(piece)
             if failed:
+                ticket.reason = ticket.reason or failed
                 ticket.failed.append((piece.group, range(piece.run.start, piece.run.start + piece.run.count)))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
@@ -271,6 +281,7 @@ class KVWorker:
         if not ticket.failed:
             return
         name, first = ticket.load.request_id, self._failed_loads.setdefault(ticket.load.request_id, {})
+        self._load_reasons[name] = ticket.reason
         for group, blocks in ticket.failed:
             first[group.group] = min(blocks.start, first.get(group.group, blocks.start))
             cut = slice(blocks.start - group.first, blocks.stop - group.first)
@@ -287,6 +298,7 @@ class KVWorker:
         if now < ticket.end or ticket.writing:
             return False
         ticket.expired = True
+        ticket.reason = ticket.reason or "deadline"
         for piece in ticket.pending:
             ticket.failed.append((piece.group, range(piece.run.start, piece.run.start + piece.run.count)))
         self._store.counters.miss("deadline", sum(piece.run.count for piece in ticket.pending))
@@ -309,6 +321,8 @@ class KVWorker:
             report = KVStoreWorkerMetadata(
                 self._ended_saves, self._failed_loads, self._bad_segments, changed, self._failed_handoffs
             )
+            report.load_reasons, self._load_reasons = self._load_reasons, {}
+            report.save_reasons, self._save_reasons = self._save_reasons, {}
             self._ended_saves, self._failed_loads, self._bad_segments = {}, {}, set()
             self._failed_handoffs = set()
             if named is not None:
@@ -337,13 +351,15 @@ class KVWorker:
 
     def _drop_save(self, save: Save) -> None:
         self._store.counters.saved("dropped", len(save.hashes))
-        self._save_ended(save, written=False, lost=True)
+        self._save_ended(save, "dropped")
 
-    def _save_ended(self, save: Save, *, written: bool, lost: bool) -> None:
-        """`lost`: the blocks are not in the store, not even from elsewhere."""
+    def _save_ended(self, save: Save, outcome: str) -> None:
+        """`outcome`: of kvstore.metrics.SAVE_OUTCOMES."""
         with self._lock:
-            self._ended_saves[save.segment] = (1, written)
-            if lost and save.handed_over is not None:
+            self._ended_saves[save.segment] = (1, outcome == "stored")
+            if outcome != "stored":
+                self._save_reasons[save.segment] = outcome
+            if outcome not in ("stored", "present") and save.handed_over is not None:
                 self._failed_handoffs.add(save.handed_over)
 
     @guarded(False)
@@ -375,7 +391,7 @@ class KVWorker:
     def _save(self, space: Space, save: Save, chunk: Chunk, copied: Copied, began: float) -> None:
         """Transfer thread: one segment."""
         assert self._save_staging is not None
-        group, written, lost = self._groups[save.group], False, True
+        group, outcome = self._groups[save.group], "failed"
         try:
             copied.wait()
             views = chunk.views(len(save.hashes), self._caches[save.group].slot_bytes)
@@ -390,19 +406,19 @@ class KVWorker:
                 created_s=save.created_s,
                 rank=self._place.part(group),
                 ranks=self._place.parts(group),
+                cost_us=save.cost_us,
                 insist=save.handed_over is not None,
             )
-            written = saved.outcome in ("stored", "waiting")
-            if written:
+            outcome = "stored" if saved.outcome == "waiting" else saved.outcome
+            if outcome == "stored":
                 self._tally.timed("save_seconds", time.monotonic() - began)
-            lost = not written and saved.outcome != "present"
         except KVStoreError as exc:
             log.warning("%d blocks are not cached: %s", len(save.hashes), exc)
         except Exception:
             log.exception("%d blocks are not cached", len(save.hashes))
         finally:
             self._save_staging.release(chunk)
-            self._save_ended(save, written=written, lost=lost)
+            self._save_ended(save, outcome)
 
     # ---- the rest -------------------------------------------------------------------------------
 

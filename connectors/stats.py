@@ -109,7 +109,7 @@ class Tally:
         self._reported: Mapping[str, int] = dict.fromkeys(counters.snapshot(), 0)
         self._gauges: dict[str, float] = {}
 
-    def add(self, name: str, amount: int = 1) -> None:
+    def add(self, name: str, amount: float = 1) -> None:
         """Count `amount` more of `name`."""
         with self._lock:
             counts = self._report["counts"]

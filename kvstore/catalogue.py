@@ -271,7 +271,7 @@ class Upkeep(ABC):
 class Event:
     """Something that changed what can be matched."""
 
-    #: Position in the namespace's stream: ask for what comes after it.
+    #: Position in the namespace's stream: ask for what comes after it. Numbers joined by hyphens, ascending.
     position: str
     #: By the index's clock.
     at_s: float
@@ -318,10 +318,10 @@ class Journal(ABC):
 
     @abstractmethod
     def seen(self, namespace: NamespaceId) -> Mapping[str, int]:
-        """Totals of what engines have told: `requests`, `asked`, `served` (blocks of match outcomes),
-        `offered`, `stored` (of save outcomes), `miss:<reason>` (of match and load outcomes),
-        `unsaved:<reason>` (blocks), and `evicted` (bytes evicted by a quota). Names that were never
-        counted, or counted nothing, are absent."""
+        """Totals of what engines have told: `requests`, `asked`, `served` (blocks of match outcomes, the
+        latter without what load outcomes lack), `offered`, `stored` (of save outcomes), `miss:<reason>` (of
+        match and load outcomes; asked = served + all of them), `unsaved:<reason>` (blocks), and `evicted`
+        (bytes evicted by a quota). Names that were never counted, or counted nothing, are absent."""
 
     @abstractmethod
     def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:

@@ -11,6 +11,7 @@ from math import ceil
 import xxhash
 
 from kvstore.keys import DIGEST_BYTES, SEGMENT_ID_BYTES, SegmentId
+from kvstore.ports import Outcome
 from schemas.records import EvictionRule, SegmentRecord, pack_head
 
 #: An incomplete commit is forgotten after this.
@@ -62,6 +63,21 @@ def check_commit(segment: SegmentId, digests: bytes, record: SegmentRecord, rank
 def agreement(digests: bytes, record: SegmentRecord, ranks: int) -> bytes:
     """What all ranks' commits of a segment must share: which blocks they are, and the record's head."""
     return xxhash.xxh3_64_digest(digests) + pack_head(record, ranks)
+
+
+def totals(outcome: Outcome) -> dict[str, int]:
+    """What an outcome adds to the totals of `Journal.seen`.
+
+    What a match found and a load then did not bring was a miss after all, so that
+    asked = served + the sum of all misses.
+    """
+    lost = outcome.asked - outcome.served if outcome.reason else 0
+    if outcome.op == "save":
+        return {"offered": outcome.asked, "stored": outcome.served, f"unsaved:{outcome.reason}": lost}
+    missed = {f"miss:{outcome.reason}": lost}
+    if outcome.op == "load":
+        return {"served": -lost, **missed}
+    return {"requests": 1, "asked": outcome.asked, "served": outcome.served, **missed}
 
 
 def minute(now_s: float) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvstore.catalogue import Event, Ghosts, Journal, Usage
 from kvstore.eviction import ghost_bytes, ghost_step
-from kvstore.index.contract import MAX_SLOTS, QUOTA_RULES, count_digests
+from kvstore.index.contract import MAX_SLOTS, QUOTA_RULES, count_digests, totals
 from kvstore.index.sqlite_rows import Place, SqlitePart, place_of
 from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, split_digests
 from kvstore.ports import MISSING_DIGESTS, REQUEST_CHARS, Outcome
@@ -136,15 +136,15 @@ class Writing:
 
     def told(self, db: sqlite3.Connection, place: Place, outcomes: Sequence[Outcome]) -> None:
         """What became of requests."""
-        totals: Counter[str] = Counter()
+        sums: Counter[str] = Counter()
         credits: Counter[int] = Counter()
         for outcome in outcomes:
-            totals.update(_totals(outcome))
+            sums.update(totals(outcome))
             if outcome.op == "match" and outcome.reason == "absent":
                 credits.update(_credits(db, place.key, outcome))
         db.executemany(
             "INSERT INTO totals VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET amount = amount + excluded.amount",
-            [(place.key, name, amount) for name, amount in totals.items() if amount],
+            [(place.key, name, amount) for name, amount in sums.items() if amount],
         )
         db.executemany(
             "INSERT INTO credits VALUES (?, ?, ?) "
@@ -202,20 +202,6 @@ def _row(outcome: Outcome) -> tuple[Any, ...]:
     return (outcome.at_s, request, outcome.op, *counts, missing)
 
 
-def _totals(outcome: Outcome) -> Mapping[str, int]:
-    lost = outcome.asked - outcome.served if outcome.reason else 0
-    if outcome.op == "save":
-        return {
-            "offered": outcome.asked,
-            "stored": outcome.served,
-            f"unsaved:{outcome.reason}": lost,
-        }
-    missed = {f"miss:{outcome.reason}": lost}
-    if outcome.op == "load":
-        return missed
-    return {"requests": 1, "asked": outcome.asked, "served": outcome.served, **missed}
-
-
 def _credits(db: sqlite3.Connection, key: int, outcome: Outcome) -> Counter[int]:
     """By step, how many of the missing blocks a larger capacity would have kept."""
     evicted = _evicted(db, key)
@@ -228,7 +214,7 @@ def _credits(db: sqlite3.Connection, key: int, outcome: Outcome) -> Counter[int]
         if row:
             found.append((i, *row))
     credits: Counter[int] = Counter()
-    wanted = outcome.asked - outcome.position
+    wanted = outcome.asked - outcome.served
     ends = [at for at, _, _ in found[1:]] + [wanted]
     for (at, slots, stamp), end in zip(found, ends, strict=True):
         blocks = min(slots, wanted - at, end - at)
