@@ -138,7 +138,7 @@ def in_order(db: sqlite3.Connection, place: Place, limit: int) -> sqlite3.Cursor
     """Unpinned segments in the order of eviction: id, bytes, minutes of keeping and of the last use."""
     return db.execute(
         "SELECT id, nbytes, keep, used FROM segments WHERE namespace = ? AND pinned = 0 "
-        "ORDER BY keep, depth DESC, used, id LIMIT ?",
+        "ORDER BY keep, min(depth, 4194303) DESC, used, id LIMIT ?",
         (place.generation, max(0, limit)),
     )
 
@@ -165,7 +165,7 @@ def _state(
 
     if known("segments", place.generation):
         return "visible"
-    if known("parts", place.generation, f"AND expires > {now}"):
+    if any(known("parts", number, f"AND expires > {now}") for number in (place.generation, *old)):
         return "incomplete"
     if any(known("segments", number) for number in old):
         return "bygone"

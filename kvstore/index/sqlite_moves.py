@@ -119,9 +119,13 @@ def drop(
     for one in taken:
         discard(db, place.key, one.segment, one.ranks, delete_after_s)
     if taken:
-        gone = [Evicted(one.segment, one.first, one.depth, one.slots, one.nbytes) for one in taken]
-        writing.evicted(db, place.key, gone, rule)
+        writing.evicted(db, place.key, departed(taken), rule)
     return [one.segment for one in taken]
+
+
+def departed(taken: Sequence[Taken]) -> list[Evicted]:
+    """What the journal says of them."""
+    return [Evicted(one.segment, one.first, one.depth, one.slots, one.nbytes) for one in taken]
 
 
 def abandon(db: sqlite3.Connection, place: Place, segment: SegmentId, delete_after_s: float) -> None:
@@ -202,13 +206,10 @@ def in_use(db: sqlite3.Connection, place: Place, now: float) -> bool:
     def found(query: str, *values: float) -> bool:
         return db.execute(query + " LIMIT 1", values).fetchone() is not None
 
-    return (
-        any(
-            found("SELECT 1 FROM segments WHERE namespace = ?", number)
-            for number in (place.generation, *bygones(db, place))
-        )
-        or found("SELECT 1 FROM trash WHERE namespace = ?", place.key)
-        or found("SELECT 1 FROM parts WHERE namespace = ? AND expires > ?", place.generation, now)
+    return found("SELECT 1 FROM trash WHERE namespace = ?", place.key) or any(
+        found("SELECT 1 FROM segments WHERE namespace = ?", number)
+        or found("SELECT 1 FROM parts WHERE namespace = ? AND expires > ?", number, now)
+        for number in (place.generation, *bygones(db, place))
     )
 
 

@@ -69,7 +69,8 @@ CREATE TABLE uses (
 # Entries name segments by their ids, so that a repair can say what a dangling one means; hence `blocks` and
 # not `entries`. A process of an older release that still has the file open then fails (and its engine goes on
 # without a cache until it is restarted) instead of writing rows that this release would misread.
-# `segments_by_keep` is the order of eviction: pinned segments are not in it.
+# `segments_by_keep` is the order of eviction: pinned segments are not in it, and depths from 2**22 - 1 on are
+# alike.
 _SCHEMA_3 = """
 CREATE TABLE generations (
     number INTEGER PRIMARY KEY AUTOINCREMENT, namespace INTEGER NOT NULL,
@@ -94,7 +95,8 @@ ALTER TABLE segments ADD COLUMN first BLOB NOT NULL DEFAULT x'';
 DROP INDEX segments_by_use;
 UPDATE segments SET keep = used;
 UPDATE segments SET first = e.digest FROM entries AS e WHERE e.segment = segments.key AND e.slot = 0;
-CREATE INDEX segments_by_keep ON segments (namespace, keep, depth DESC, used, id) WHERE pinned = 0;
+CREATE INDEX segments_by_keep ON segments (namespace, keep, min(depth, 4194303) DESC, used, id)
+    WHERE pinned = 0;
 CREATE TABLE blocks (
     namespace INTEGER NOT NULL, digest BLOB NOT NULL, segment BLOB NOT NULL, slot INTEGER NOT NULL,
     PRIMARY KEY (namespace, digest)) WITHOUT ROWID;

@@ -18,6 +18,7 @@ from kvstore.index.sqlite_journal import Writing
 from kvstore.index.sqlite_moves import (
     PAGE,
     count_all,
+    departed,
     drain_some,
     drop,
     erase_rest,
@@ -172,8 +173,10 @@ class SqliteUpkeep(SqlitePart, Upkeep):
                 "WHERE key = ?",
                 (place.key,),
             )
-            db.execute("DELETE FROM hot WHERE namespace = ?", (place.key,))
-            self._writing.invalidated(db, place.key, usage)
+            for table in ("hot", "ghosts"):
+                db.execute(f"DELETE FROM {table} WHERE namespace = ?", (place.key,))
+            if usage.segments:
+                self._writing.invalidated(db, place.key, usage)
         return usage.segments
 
     def drain(self, namespace: NamespaceId, *, delete_after_s: float, limit: int) -> int:
@@ -215,9 +218,11 @@ class SqliteUpkeep(SqlitePart, Upkeep):
                 place = place_of(db, namespace)
                 if place is None:
                     break
-                count += len(take(db, place, some))
+                taken = take(db, place, some)
+                self._writing.evicted(db, place.key, departed(taken), "repair")
                 for segment in some:
                     forget(db, place, segment)
+                count += len(taken)
         return count
 
     def unlink(self, namespace: NamespaceId, entries: Sequence[Entry]) -> int:
