@@ -28,6 +28,7 @@ from kvstore.blobs.local import LocalPayloads
 from kvstore.blobs.memory import MemoryPayloads
 from kvstore.blobs.ranged import RangedPayloads
 from kvstore.blobs.retrying import RetryingPayloads
+from kvstore.blobs.strays import LocalStrays, NoStrays, Strays
 from kvstore.blobs.tiered import TieredPayloads
 from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
@@ -141,6 +142,20 @@ def open_index(settings: Settings) -> RedisIndex | SqliteIndex:
 def open_payloads(settings: Settings) -> PayloadStore:
     """The payload store that all nodes share, for tools: no breaker, no local tier. No I/O for S3."""
     return _retrying(_leaf(settings), settings)
+
+
+def open_strays(settings: Settings) -> Strays:
+    """What lies beside the payloads of the store that all nodes share, for gc. No I/O."""
+    url = settings.origin
+    if url.startswith("memory://"):
+        return NoStrays()
+    if url.startswith("s3://"):
+        from kvstore.blobs.s3_strays import S3Strays
+
+        return S3Strays(s3_location(url), settings.s3)
+    root, index = Path(local_path(url)), Path(settings.index_url.removeprefix("sqlite://"))
+    inside = index.name if index.parent.absolute() == root.absolute() else "index.sqlite"
+    return LocalStrays(str(root), [f"{inside}{end}" for end in ("", "-wal", "-shm", "-journal")])
 
 
 def _leaf(settings: Settings) -> PayloadStore:

@@ -277,7 +277,7 @@ def remove_leftovers(root: str, now: float, unlocked_s: float = UNLOCKED_S) -> b
         for name in names:
             if _TEMPORARY.fullmatch(name):
                 with suppress(OSError):
-                    _remove_if_abandoned(folder, name, now, unlocked_s)
+                    remove_if_abandoned(folder, name, now, unlocked_s)
         return len(names) < MAX_LEFTOVERS
     except OSError:
         return False
@@ -285,21 +285,23 @@ def remove_leftovers(root: str, now: float, unlocked_s: float = UNLOCKED_S) -> b
         os.close(folder)
 
 
-def _remove_if_abandoned(folder: int, name: str, now: float, unlocked_s: float) -> None:
+def remove_if_abandoned(folder: int, name: str, now: float, unlocked_s: float) -> bool:
+    """Remove one temporary file of the folder if its writer is gone; raises OSError. Whether it did."""
     # For writing, because NFS makes of flock a range lock that asks for it.
     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         age = now - os.fstat(fd).st_mtime
         if age < unlocked_s:
-            return
+            return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             if age < UNLOCKABLE_S:
-                return
+                return False
         os.unlink(name, dir_fd=folder)
+        return True
     finally:
         os.close(fd)
 
