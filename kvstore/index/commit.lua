@@ -1,26 +1,31 @@
--- commit: KEYS[1] meta, ARGV segment, packed digests, agreement (what all ranks must share: a
--- checksum of the digests and the head of the packed record), this rank's packed part, its bytes,
--- rank, ranks, time to live in s of an incomplete commit, the first last use.
+-- commit: KEYS[1] meta, ARGV segment, packed digests, agreement (what all ranks must share: the first
+-- digest, a checksum of the digests and the head of the packed record), this rank's packed part, its
+-- bytes, rank, ranks, time to live in s of an incomplete commit, the minute of the first use, its worth to
+-- a namespace of items, how many events are kept.
 -- Answers 0 waiting for other ranks, 1 visible, 2 refused; nil if the namespace is unknown.
 --
 -- Races closed: the last of several ranks makes the record, all entries and the usage visible in one
 -- step, so no reader meets half a segment and no two ranks both think that they were last; and a
--- segment that was evicted while its last rank was writing stays evicted, because the look into the
--- trash and the writes are one step.
+-- segment that was evicted or invalidated while its last rank was writing stays so, because the look at
+-- the trash and the epoch and the writes are one step.
 --
 -- The first write of every path is one that Redis refuses when it is full (HSET): then nothing has
 -- been written. After a first write a script always runs to its end.
-local bits = redis.call('HGET', meta, 'bits')
+local known = redis.call('HMGET', meta, 'bucket_bits', 'kind', 'epoch')
+local bits, epoch = known[1], known[3] or '0'
 if not bits then return false end
 
 local segment, digests, agreement, part = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local nbytes, rank, ranks, ttl, first_use = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8], ARGV[9]
+local nbytes, rank, ranks, ttl = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8]
+local minute, most_events = tonumber(ARGV[9]), tonumber(ARGV[11])
+local worth = known[2] == 'ec' and tonumber(ARGV[10]) or 0
 local slots = #digests / 16
+local first, depth = first_of(agreement, 1), depth_of(agreement, 1)
 local incomplete = prefix .. 'part:' .. hex(segment)
 local WAITING, VISIBLE, REFUSED = 0, 1, 2
 
 local function release()
-  local claim = prefix .. 'claim:' .. hex(string.sub(digests, 1, 16))
+  local claim = prefix .. 'claim:' .. hex(first)
   if redis.call('GET', claim) == segment then redis.call('DEL', claim) end
 end
 
@@ -37,23 +42,31 @@ if value then
   -- Committed before: an answer got lost, or the index is being rebuilt. The entries are written
   -- once more, which repairs those that were lost, and nothing is counted twice.
   local _, _, rest = account(value)
-  local parts = rest + #agreement
-  local size = (#value - parts + 1) / ranks
-  local same = string.sub(value, rest, parts - 1) == agreement
-    and string.sub(value, parts + rank * size, parts + (rank + 1) * size - 1) == part
+  local begin = rest + #agreement
+  local size = (#value - begin + 1) / ranks
+  local same = string.sub(value, rest, begin - 1) == agreement
+    and string.sub(value, begin + rank * size, begin + (rank + 1) * size - 1) == part
   if same then enter() end
   release()
   return same and VISIBLE or REFUSED
 end
-local agreed = redis.call('HGET', incomplete, 'agreement')
-if redis.call('ZSCORE', trash, segment) or agreed and agreed ~= agreement then
+local agreed = redis.call('HMGET', incomplete, 'agreement', 'epoch')
+if redis.call('ZSCORE', trash, segment) or generation_of(segment)
+  or agreed[1] and (agreed[1] ~= agreement or agreed[2] ~= epoch) then
+  -- Parts of another epoch stay until they expire, so that the ranks that are still to come don't begin
+  -- anew what this one no longer takes part in.
   release()
   return REFUSED
 end
 if ranks > 1 then
-  redis.call('HSET', incomplete, 'agreement', agreement, rank, nbytes .. ':' .. part)
+  redis.call('HSET', incomplete, 'agreement', agreement, 'epoch', epoch, rank, nbytes .. ':' .. part)
   redis.call('EXPIRE', incomplete, ttl)
-  if redis.call('HLEN', incomplete) <= ranks then return WAITING end
+  if redis.call('HLEN', incomplete) < ranks + 2 then
+    local now = redis.call('TIME')[1]
+    redis.call('ZREMRANGEBYSCORE', parts, '-inf', now)
+    redis.call('ZADD', parts, now + ttl, segment)
+    return WAITING
+  end
   local total, all = 0, {}
   for i = 0, ranks - 1 do
     local one = redis.call('HGET', incomplete, i)
@@ -66,10 +79,13 @@ end
 
 enter()
 redis.call('HSET', segs, segment, nbytes .. ':' .. slots .. ':' .. agreement .. part)
-redis.call('ZADD', lru, first_use, segment)
-redis.call('HINCRBY', meta, 'bytes', nbytes)
-redis.call('HINCRBY', meta, 'segments', 1)
-redis.call('HINCRBY', meta, 'blocks', slots)
-if ranks > 1 then redis.call('DEL', incomplete) end
+redis.call('ZADD', lru, score_of(minute, depth, worth), segment)
+usage_changed(tonumber(nbytes), 1, slots, cost_of(agreement, 1), 0)
+event(most_events, 'commit', segment, first, string.sub(digests, -16), depth, slots, tonumber(nbytes), '')
+redis.call('ZREM', ghosts, first)
+if ranks > 1 then
+  redis.call('DEL', incomplete)
+  redis.call('ZREM', parts, segment)
+end
 release()
 return VISIBLE

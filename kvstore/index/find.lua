@@ -3,7 +3,7 @@
 --
 -- Race closed: entries and records are read in one step, so no entry is paired with a record that
 -- an eviction removed in between. Reads only, so it also works on a full Redis.
-local bits = redis.call('HGET', meta, 'bits')
+local bits = redis.call('HGET', meta, 'bucket_bits')
 if not bits then return {{}, {}, {}} end
 
 local digests, locate = ARGV[1], locator(tonumber(bits))

@@ -2,7 +2,8 @@
 -- keys of the namespace carry the same hash tag, so a Cluster keeps all of them on one node.
 local meta = KEYS[1]
 local prefix = string.sub(meta, 1, -5)
-local segs, lru, trash = prefix .. 'segs', prefix .. 'lru', prefix .. 'trash'
+local segs, lru, pins, trash = prefix .. 'segs', prefix .. 'lru', prefix .. 'pins', prefix .. 'trash'
+local hot, parts, ghosts = prefix .. 'hot', prefix .. 'parts', prefix .. 'ghosts'
 
 -- Redis allows some 8000 values on Lua's stack: longer lists are passed on in pieces of this size.
 local PIECE = 1000
@@ -30,8 +31,28 @@ local function locator(bits)
   end
 end
 
--- account(value): bytes and slots of a segment, and where the rest of its value begins.
+-- account(value): bytes and slots of a segment, and where the rest of its value, the agreement, begins.
 local function account(value)
   local nbytes, slots, rest = string.match(value, '^(%d+):(%d+):()')
   return tonumber(nbytes), tonumber(slots), rest
 end
+
+-- An agreement that begins at `at`: the first digest (16 bytes), a checksum (8), the record's head (24).
+local function first_of(text, at) return string.sub(text, at, at + 15) end
+
+local function ranks_of(text, at) return string.byte(text, at + 28) end
+
+local function cost_of(text, at)
+  local low, high = string.byte(text, at + 30, at + 31)
+  local packed = low + high * 256
+  return packed % 2048 * 2 ^ math.floor(packed / 2048)
+end
+
+local function word_of(text, at)
+  local a, b, c, d = string.byte(text, at, at + 3)
+  return a + b * 256 + c * 65536 + d * 16777216
+end
+
+local function created_of(text, at) return word_of(text, at + 32) end
+
+local function depth_of(text, at) return word_of(text, at + 36) end

@@ -11,7 +11,7 @@
 -- The first write is one that Redis refuses when it is full (SETRANGE, BITFIELD): then nothing has been
 -- written. After a first write a script always runs to its end.
 local call, byte, floor, unpacked = redis.call, string.byte, math.floor, struct.unpack
-if call('EXISTS', meta) == 0 then return false end
+if call('HEXISTS', meta, 'bucket_bits') == 0 then return false end
 
 local marks, masks, lines, keep = ARGV[1], ARGV[2], tonumber(ARGV[5]), ARGV[6]
 local now, before = prefix .. ARGV[3], prefix .. ARGV[4]

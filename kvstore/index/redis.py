@@ -5,31 +5,64 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
 
     key                      type     what
     kvs:ns                   set      ids of the namespaces that were ever registered
-    kvs:{ns}:meta            hash     json; bits: of a bucket's number; created: unix s; bytes, segments
-                                      and blocks: usage; cursor: the bucket where the sweep goes on
+    kvs:quotas               hash     scope (kvstore.eviction.Scope) -> bytes
+    kvs:lease:<name>         string   who has the lease; expires
+    kvs:ping                 string   written by ping
+    kvs:{ns}:meta            hash     see below
     kvs:{ns}:b:<bucket>      hash     in listpack encoding: digest without its first bits / 8 whole bytes
                                       -> segment id (8 bytes), slot (2 bytes, big endian)
-    kvs:{ns}:segs            hash     segment id -> "<bytes>:<slots>:", agreement (xxh3-64 of the digests,
-                                      head of the packed record), packed parts in rank order
-    kvs:{ns}:lru             zset     segment id -> unix minute of its last use - depth / 2**24
+    kvs:{ns}:segs            hash     segment id -> "<bytes>:<slots>:", agreement (first digest, xxh3-64 of
+                                      all digests, head of the packed record), packed parts in rank order
+    kvs:{ns}:lru             zset     segment id -> its place in the order of eviction, see below
+    kvs:{ns}:pins            zset     the same of pinned segments; a visible one is in just one of the two
     kvs:{ns}:trash           zset     segment id -> unix s of its payloads' deletion + ranks / 256
-    kvs:{ns}:part:<segment>  hash     incomplete commit: agreement; <rank> -> "<bytes>:", packed part;
-                                      expires after an hour
+    kvs:{ns}:old:<epoch>     hash     `segs` as it was when that epoch ended, until drain has emptied it
+    kvs:{ns}:part:<segment>  hash     incomplete commit: agreement; epoch in which it began; <rank> ->
+                                      "<bytes>:", packed part; expires after an hour
+    kvs:{ns}:parts           zset     segment id of an incomplete commit -> unix s when it expires
     kvs:{ns}:claim:<digest>  string   segment id of who may write this block; expires
     kvs:{ns}:use:<window>    string   sketch of the blocks asked for in one window of time; expires. <window>
                                       is "<bytes>:<seconds>:<number since 1970>"; the bits: sketch.py
-    kvs:ping                 string   written by ping
+    kvs:{ns}:hot             zset     segment id -> minutes in which a load began with it, halved by cool; at
+                                      most some 2,048
+    kvs:{ns}:events          stream   ring of what changed: op, segment, first and last digest, depth, slots,
+                                      bytes, rule; about journal.events of them
+    kvs:{ns}:outcomes        stream   ring of what was told: at (unix s), request, op, asked, served, reason,
+                                      position, first missing digest; about journal.outcomes of them
+    kvs:{ns}:seen            hash     totals of what was told, by the names that Journal.seen says
+    kvs:{ns}:ghosts          zset     first digest of a segment that a quota evicted -> 4 KiB that quotas had
+                                      evicted before + slots (at most 4095) / 4096; journal.ghosts of them
+    kvs:{ns}:ghost           hash     step (kvstore.eviction.ghost_step) -> blocks
 
-A bucket's number is the digest's first `bits` bits, in hex; bits is chosen at the first registration
+    meta's field             what
+    schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew
+    json, kind, tenant       of the namespace
+    bucket_bits              of a bucket's number
+    created, seen            unix s of the first and the latest registration
+    bytes, segments, blocks, pinned, cost      usage; pinned in bytes, cost in microseconds
+    changes                  how often the usage changed
+    evicted                  bytes that quotas have evicted
+    epoch, drained           number of invalidations; the first epoch that may be left in old:<epoch>
+    bygone                   segments in all of these
+    cursor, erased           where sweep and erase go on; the latter with the `changes` that it holds for
+
+A bucket's number is the digest's first `bucket_bits` bits, in hex; they are chosen at the first registration
 so that buckets hold 32 to 64 entries when the namespace is full, well inside the 128 that Redis keeps
 in its compact encoding. Records are fields of one hash and not keys of their own so that a match
-fetches all of them in one call. Scores are exact in a double: a minute takes 25 bits and a depth 24,
-a second 31 bits and the ranks 8.
+fetches all of them in one call.
+
+A place in the order of eviction is keep - (depth * 16 + worth) / 2**26, where depth is at most 2**22 - 1,
+worth is that of kvstore.eviction, from 0 to 15, and keep the unix minute of the last use plus 10 * worth. So
+it is rounded up to keep, the rest says depth and worth, and these and keep say the last use. Worth is 0
+but for encoder items (kind ec), and for these too if eviction.cost_aware is off.
+
+Scores are exact in a double: a minute takes 27 bits and depth and worth 26; a second 31 and the ranks 8; the
+4 KiB of 8 PiB 41 and slots 12.
 
 One round trip per verb of a request's path; every change is one script, and what race it closes stands
-at its head. The one verb of two steps is register: first the id goes into kvs:ns, where an id without
-meta is ignored, then the script runs; a crash in between leaves an id that means nothing. No answer is
-wrong because a key has not expired yet, or has.
+at its head. The two verbs of several steps are register and erase, which change kvs:ns apart from the
+namespace's own keys: an id without meta is ignored, and each looks again after the other could have come
+between. No answer is wrong because a key has not expired yet, or has.
 """
 
 from __future__ import annotations
@@ -38,7 +71,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
+from kvstore.catalogue import Maintenance
 from kvstore.errors import NamespaceUnknown
+from kvstore.eviction import worth
 from kvstore.index.contract import (
     INCOMPLETE_TTL_S,
     agreement,
@@ -48,46 +83,62 @@ from kvstore.index.contract import (
     minute,
     whole_seconds,
 )
-from kvstore.index.redis_catalogue import NAMESPACES, RedisCatalogue, key, record_of
+from kvstore.index.redis_catalogue import RedisCatalogue
 from kvstore.index.redis_client import RedisClient, Script
+from kvstore.index.redis_journal import RedisJournal
+from kvstore.index.redis_upkeep import SLICE, RedisUpkeep
+from kvstore.index.redis_values import JOURNAL, NAMESPACES, key, pieces, record_of
 from kvstore.index.sketch import Marks, Window
-from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id
+from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId, canonical_json, namespace_id
 from kvstore.ports import Claim, CommitState, Index, Run
 from schemas.namespace import Namespace
-from schemas.records import SegmentRecord, pack_part
-from schemas.settings import RedisSettings
+from schemas.records import EvictionRule, SegmentRecord, pack_part
+from schemas.settings import JournalSettings, RedisSettings
 
 #: Entries of a full bucket, on average, are between half of this and this.
 BUCKET_ENTRIES = 64
 MAX_BITS = 24
-#: Deeper than this in a chain, segments are alike to the eviction order.
-_MAX_DEPTH = (1 << 24) - 1
+#: Segments that one script of touch is given: 1 to 2 ms of Redis' time.
+_TOUCHED = 1000
 
 _REGISTER = Script.load("register")
 _MATCH = Script.load("match", "walk")
 _FIND = Script.load("find")
 _CLAIM = Script.load("claim", "walk")
-_COMMIT = Script.load("commit")
-_TOUCH = Script.load("touch")
-_EVICT = Script.load("evict", "drop")
+_COMMIT = Script.load("commit", "changes", "score", "generations")
+_TOUCH = Script.load("touch", "score")
+_EVICT = Script.load("evict", "changes", "drop")
 _NOTE = Script.load("note")
 
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
 
-class RedisIndex(RedisCatalogue, Index):
-    """Index and Catalogue over one Redis: a single server, what Sentinel points at, or a Cluster."""
+class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
+    """The index over one Redis: a single server, what Sentinel points at, or a Cluster."""
 
-    def __init__(self, client: RedisClient, *, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(client)
-        self._clock = clock
+    def __init__(
+        self,
+        client: RedisClient,
+        *,
+        journal: JournalSettings = JOURNAL,
+        cost_aware: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(client, journal=journal, cost_aware=cost_aware, clock=clock)
 
     @classmethod
     def from_settings(
-        cls, url: str, settings: RedisSettings, *, clock: Callable[[], float] = time.time
+        cls,
+        url: str,
+        settings: RedisSettings,
+        *,
+        journal: JournalSettings = JOURNAL,
+        cost_aware: bool = True,
+        clock: Callable[[], float] = time.time,
     ) -> Self:
         """For `redis://`, `rediss://` or `unix://`. No I/O. Raises ConfigError."""
-        return cls(RedisClient.from_settings(url, settings), clock=clock)
+        client = RedisClient.from_settings(url, settings)
+        return cls(client, journal=journal, cost_aware=cost_aware, clock=clock)
 
     def __repr__(self) -> str:
         return f"RedisIndex({self._client.where})"
@@ -98,13 +149,18 @@ class RedisIndex(RedisCatalogue, Index):
     def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
         name = namespace_id(namespace)
         self._client.command("SADD", NAMESPACES, name)
-        self._client.run(
+        begun = self._client.run(
             _REGISTER,
             key(name, "meta"),
             canonical_json(namespace),
+            namespace.kind,
+            namespace.tenant,
             bucket_bits(expected_blocks),
             int(self._clock()),
         )
+        if begun:
+            # An erasing that came between the two may have taken the id away.
+            self._client.command("SADD", NAMESPACES, name)
         return name
 
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
@@ -157,13 +213,15 @@ class RedisIndex(RedisCatalogue, Index):
             key(namespace, "meta"),
             segment,
             digests,
-            agreement(digests, record, ranks),
+            digests[:DIGEST_BYTES] + agreement(digests, record, ranks),
             pack_part(record, record.parts[0]),
             record.nbytes,
             rank,
             ranks,
             INCOMPLETE_TTL_S,
-            f"{minute(record.created_s) - min(record.depth, _MAX_DEPTH) / (_MAX_DEPTH + 1):.17g}",
+            minute(record.created_s),
+            worth(record.cost_us, record.nbytes) if self._cost_aware else 0,
+            self._journal.events,
         )
         if state is None:
             raise self._unknown("commit", namespace)
@@ -171,15 +229,26 @@ class RedisIndex(RedisCatalogue, Index):
 
     def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
         check_segments(segments)
-        if segments:
-            self._client.run(_TOUCH, key(namespace, "meta"), b"".join(segments), minute(now_s))
+        for first, some in enumerate(pieces(segments, _TOUCHED)):
+            begins = 0 if first else 1
+            self._client.run(_TOUCH, key(namespace, "meta"), b"".join(some), minute(now_s), begins)
 
-    def evict(self, namespace: NamespaceId, segments: Sequence[SegmentId], *, delete_after_s: float) -> int:
+    def evict(
+        self,
+        namespace: NamespaceId,
+        segments: Sequence[SegmentId],
+        *,
+        delete_after_s: float,
+        rule: EvictionRule,
+    ) -> int:
         check_segments(segments)
-        if not segments:
-            return 0
-        after = whole_seconds(delete_after_s)
-        return int(self._client.run(_EVICT, key(namespace, "meta"), b"".join(segments), after))
+        after, journal = whole_seconds(delete_after_s), self._journal
+        return sum(
+            self._client.run(
+                _EVICT, key(namespace, "meta"), b"".join(some), after, rule, journal.events, journal.ghosts
+            )
+            for some in pieces(segments, SLICE)
+        )
 
     def note(
         self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int

@@ -1,124 +1,166 @@
-"""RedisCatalogue: the index in Redis as maintenance sees it. The schema stands in kvstore.index.redis."""
+"""RedisCatalogue: looking at the index in Redis. The schema stands in kvstore.index.redis."""
 
 from __future__ import annotations
 
-import math
+import random
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from typing import Any
 
+from kvstore.catalogue import Account, Candidate, Catalogue, Entry, Listing, SegmentState, Usage
 from kvstore.errors import KVStoreError
-from kvstore.index.contract import SWEEP_FACTOR, SWEEP_MIN, check_segments, whole_seconds
-from kvstore.index.redis_client import RedisClient, Script
-from kvstore.keys import NamespaceId, SegmentId
-from kvstore.ports import Catalogue, Listing, Usage
-from schemas.records import SegmentRecord, unpack_record
+from kvstore.index.contract import check_segments
+from kvstore.index.redis_client import Script
+from kvstore.index.redis_values import NAMESPACES, QUOTAS, RedisPart, Use, key, pieces, record_of
+from kvstore.keys import Digest, NamespaceId, SegmentId
 
-NAMESPACES = "kvs:ns"
-#: HSCAN's page, a compromise between round trips and how long one call holds Redis.
+#: Of listings, a compromise between round trips and how long one call holds Redis.
 _PAGE = 500
-#: Entries and buckets that one sweep script looks at: 1 to 2 ms of Redis' time.
-_SWEEP_SLICE = 2048
+#: Entries and buckets that one script of `entries` looks at: 1 to 2 ms of Redis' time.
+_ENTRIES_PAGE = 2048
+#: Namespaces that are asked for in one round trip.
+_NAMESPACES_PAGE = 256
+_USAGE = ("bytes", "segments", "blocks", "pinned", "cost")
 
-_CULL = Script.load("cull", "drop")
-_SWEEP = Script.load("sweep")
+_SCORES = Script.load("scores")
+_STATES = Script.load("states", "generations")
+_ORDER = Script.load("order")
+_ENTRIES = Script.load("entries", "buckets")
 _PING = Script.load("ping")
 
-
-def key(namespace: NamespaceId, part: str) -> str:
-    """A key of one namespace; the braces make a Cluster keep all of them on one node."""
-    return f"kvs:{{{namespace}}}:{part}"
+#: By the number that states.lua answers.
+_STATE_NAMES: tuple[SegmentState | None, ...] = (None, "visible", "incomplete", "bygone", "trash")
 
 
-@lru_cache(maxsize=8192)
-def record_of(value: bytes) -> SegmentRecord | None:
-    """The record in a value of the `segs` hash: `<bytes>:<slots>:`, 8 bytes of checksum, the record.
-
-    Cached because the same prefixes are matched again and again, and unpacking 128 records takes
-    longer than Redis takes to find them.
-    """
-    fields = value.split(b":", 2)
-    return unpack_record(fields[2][8:]) if len(fields) == 3 else None
-
-
-class RedisCatalogue(Catalogue):
-    """The maintenance half of RedisIndex."""
-
-    def __init__(self, client: RedisClient) -> None:
-        self._client = client
+class RedisCatalogue(RedisPart, Catalogue):
+    """The part of RedisIndex that looks."""
 
     def namespaces(self) -> dict[NamespaceId, str]:
         found = {}
-        for name in sorted(self._client.command("SMEMBERS", NAMESPACES)):
-            namespace = NamespaceId(name.decode("ascii"))
-            text = self._client.command("HGET", key(namespace, "meta"), "json")
-            if text is not None:
-                found[namespace] = text.decode("ascii")
+        for names in pieces(self._registered(), _NAMESPACES_PAGE):
+            asked = [("HMGET", key(name, "meta"), "schema", "json") for name in names]
+            for name, (schema, text) in zip(names, self._client.many(asked), strict=True):
+                if schema is not None:
+                    found[name] = text.decode("ascii")
         return found
 
+    def accounts(self) -> list[Account]:
+        fields = ("schema", "kind", "tenant", "seen", "bygone", *_USAGE)
+        found = []
+        for names in pieces(self._registered(), _NAMESPACES_PAGE):
+            asked: list[tuple[str, ...]] = []
+            for name in names:
+                asked += [("HMGET", key(name, "meta"), *fields), ("ZCARD", key(name, "trash"))]
+            answers = self._client.many(asked)
+            for name, known, trashed in zip(names, answers[::2], answers[1::2], strict=True):
+                schema, kind, tenant, seen, bygone, *usage = known
+                if schema is not None:
+                    found.append(
+                        Account(
+                            namespace=name,
+                            kind=kind.decode("ascii"),
+                            tenant=tenant.decode(),
+                            usage=usage_of(usage),
+                            trashed=int(trashed),
+                            bygone=int(bygone or 0),
+                            seen_s=float(seen),
+                        )
+                    )
+        return found
+
+    def _registered(self) -> list[NamespaceId]:
+        return [
+            NamespaceId(name.decode("ascii")) for name in sorted(self._client.command("SMEMBERS", NAMESPACES))
+        ]
+
     def usage(self, namespace: NamespaceId) -> Usage:
-        counters = self._client.command("HMGET", key(namespace, "meta"), "bytes", "segments", "blocks")
-        return Usage(*(int(counter or 0) for counter in counters))
+        return usage_of(self._client.command("HMGET", key(namespace, "meta"), *_USAGE))
 
     def segments(self, namespace: NamespaceId) -> Iterator[Listing]:
         cursor = 0
         while True:
             cursor, page = self._client.command("HSCAN", key(namespace, "segs"), cursor, "COUNT", _PAGE)
-            yield from self._listed(namespace, page)
+            for some in pieces(list(page.items()), _PAGE):
+                yield from self._listed(namespace, dict(some))
             if cursor == 0:
                 return
 
     def get(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[Listing | None]:
         check_segments(segments)
-        if not segments:
-            return []
-        values = self._client.command("HMGET", key(namespace, "segs"), *segments)
-        listed = self._listed(namespace, {s: v for s, v in zip(segments, values, strict=True) if v})
-        found = {listing.segment: listing for listing in listed}
+        found: dict[SegmentId, Listing] = {}
+        for some in pieces(segments, _PAGE):
+            values = self._client.command("HMGET", key(namespace, "segs"), *some)
+            listed = self._listed(namespace, {s: v for s, v in zip(some, values, strict=True) if v})
+            found |= {listing.segment: listing for listing in listed}
         return [found.get(segment) for segment in segments]
 
-    def _listed(self, namespace: NamespaceId, values: dict[bytes, bytes]) -> Iterator[Listing]:
+    def _listed(self, namespace: NamespaceId, values: dict[Any, bytes]) -> Iterator[Listing]:
         if not values:
             return
-        scores = self._client.command("ZMSCORE", key(namespace, "lru"), *values)
-        for (segment, value), score in zip(values.items(), scores, strict=True):
+        listed, pinned = self._client.run(_SCORES, key(namespace, "meta"), b"".join(values))
+        for (segment, value), one, other in zip(values.items(), listed, pinned, strict=True):
             record = record_of(value)
+            score = one if other is None else other
             # Without a last use it was evicted between the two calls.
             if record is not None and score is not None:
-                yield Listing(SegmentId(segment), record, math.ceil(float(score)) * 60.0)
+                yield Listing(SegmentId(segment), record, Use.of(score).used_s, other is not None)
 
-    def cull(
-        self, namespace: NamespaceId, *, keep_bytes: int, delete_after_s: float, limit: int
-    ) -> list[SegmentId]:
-        after = whole_seconds(delete_after_s)
-        gone = self._client.run(_CULL, key(namespace, "meta"), keep_bytes, after, limit)
-        return [SegmentId(segment) for segment in gone]
-
-    def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
-        below = f"({math.floor(now_s) + 1}"
-        flat = self._client.command(
-            "ZRANGEBYSCORE", key(namespace, "trash"), "-inf", below, "WITHSCORES", "LIMIT", 0, limit
-        )
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        return [(SegmentId(segment), round(float(score) % 1 * 256)) for segment, score in pairs]
-
-    def bury(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> None:
+    def states(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentState | None]:
         check_segments(segments)
-        if segments:
-            self._client.command("ZREM", key(namespace, "trash"), *segments)
+        states: list[SegmentState | None] = []
+        for some in pieces(segments, _PAGE):
+            numbers = self._client.run(_STATES, key(namespace, "meta"), b"".join(some))
+            states += [_STATE_NAMES[number] for number in numbers]
+        return states
 
-    def sweep(self, namespace: NamespaceId, limit: int) -> int:
-        """Drop dangling entries, at most about `limit`, looking at 8 entries for each of them.
+    def sample(self, namespace: NamespaceId, count: int) -> list[Listing]:
+        where = key(namespace, "segs")
+        size = int(self._client.command("HLEN", where))
+        if 2 * count >= size:
+            listed = list(self.segments(namespace))
+            return random.sample(listed, min(count, len(listed)))
+        # Of less than half of all, every draw brings something new.
+        found: dict[SegmentId, Listing] = {}
+        for _ in range(2 + 4 * count // _PAGE):
+            if len(found) >= count:
+                break
+            flat = self._client.command("HRANDFIELD", where, min(_PAGE, count), "WITHVALUES")
+            drawn = dict(zip(flat[::2], flat[1::2], strict=True))
+            found |= {one.segment: one for one in self._listed(namespace, drawn)}
+        return random.sample(list(found.values()), min(count, len(found)))
 
-        A call that gets through all buckets sooner stops there; it may begin anywhere.
-        """
-        dropped, looked, rounds = 0, 0, 0
-        budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
-        while dropped < limit and looked < budget and rounds < 2:
-            slice_ = self._client.run(_SWEEP, key(namespace, "meta"), limit - dropped, _SWEEP_SLICE)
-            dropped += slice_[0]
-            looked += slice_[1]
-            rounds += slice_[2]
-        return dropped
+    def entries(self, namespace: NamespaceId) -> Iterator[Entry]:
+        place: bytes | None = b"0"
+        while place is not None:
+            bits, place, buckets, pages = self._client.run(
+                _ENTRIES, key(namespace, "meta"), place, _ENTRIES_PAGE
+            )
+            for bucket, flat in zip(buckets, pages, strict=True):
+                first = (bucket >> int(bits) % 8).to_bytes(int(bits) // 8, "big")
+                for field, value in zip(flat[::2], flat[1::2], strict=True):
+                    yield Entry(Digest(first + field), SegmentId(value[:8]), int.from_bytes(value[8:], "big"))
+
+    def order(self, namespace: NamespaceId, limit: int) -> list[Candidate]:
+        # By id: what is evicted or touched between two pages moves the others.
+        found: dict[SegmentId, Candidate] = {}
+        for first in range(0, max(0, limit), _PAGE):
+            last = min(first + _PAGE, limit) - 1
+            flat, values = self._client.run(_ORDER, key(namespace, "meta"), first, last)
+            for segment, score, value in zip(flat[::2], flat[1::2], values, strict=True):
+                if value is not None:
+                    use, nbytes = Use.of(score), int(value.split(b":", 1)[0])
+                    found[segment] = Candidate(SegmentId(segment), nbytes, use.keep_s, use.used_s)
+            if len(values) <= last - first:
+                break
+        return list(found.values())
+
+    def hottest(self, namespace: NamespaceId, limit: int) -> list[tuple[SegmentId, float]]:
+        if limit <= 0:
+            return []
+        flat = self._client.command("ZREVRANGE", key(namespace, "hot"), 0, limit - 1, "WITHSCORES")
+        return [(SegmentId(s), float(score)) for s, score in zip(flat[::2], flat[1::2], strict=True)]
+
+    def quotas(self) -> dict[str, int]:
+        return {scope.decode(): int(n) for scope, n in self._client.command("HGETALL", QUOTAS).items()}
 
     def ping(self) -> None:
         """Raises CapacityExceeded besides, if Redis is full: it can be read, but not written."""
@@ -165,3 +207,8 @@ class RedisCatalogue(Catalogue):
                     "raise identity.epoch, so that it begins anew with buckets for today's capacity_bytes"
                 )
         return None
+
+
+def usage_of(fields: Sequence[bytes | None]) -> Usage:
+    """From the fields of `meta` that are named in _USAGE."""
+    return Usage(*(int(field or 0) for field in fields))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -144,6 +145,17 @@ class RedisClient:
         """Run one command."""
         return self._call(name or str(words[0]), *words)
 
+    def many(self, commands: Sequence[Sequence[bytes | str | int | float]]) -> list[Any]:
+        """Commands that don't depend on each other, in one round trip to each node that has their keys."""
+
+        def send() -> Any:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for words in commands:
+                    pipeline.execute_command(*words)  # type: ignore[no-untyped-call]
+                return pipeline.execute()
+
+        return list(self._attempt(str(commands[0][0]), send)) if commands else []
+
     def close(self) -> None:
         """Close every connection. Idempotent."""
         self._closed = True
@@ -152,18 +164,21 @@ class RedisClient:
             self._client.connection_pool.disconnect()
 
     def _call(self, name: str, *words: bytes | str | int | float) -> Any:
+        return self._attempt(name, lambda: self._client.execute_command(*words))  # type: ignore[no-untyped-call]
+
+    def _attempt(self, name: str, send: Callable[[], Any]) -> Any:
         if self._closed:
             raise Closed(f"redis {self._where}: {name}: closed")
         began = time.monotonic()
         try:
             try:
-                return self._execute(*words)
+                return send()
             except MovedError:
                 self._become_cluster()
             except (redis.ConnectionError, OSError) as exc:
                 if not self._was_stale(exc, time.monotonic() - began):
                     raise
-            return self._execute(*words)
+            return send()
         except NoScriptError:
             raise
         except FAILURES as exc:
@@ -172,9 +187,6 @@ class RedisClient:
     def _was_stale(self, exc: Exception, took_s: float) -> bool:
         """Whether a failure may mean no more than that the server had closed an idle connection."""
         return took_s < self._timeout_s * _STALE_SHARE and not _denied(exc)
-
-    def _execute(self, *words: bytes | str | int | float) -> Any:
-        return self._client.execute_command(*words)  # type: ignore[no-untyped-call]
 
     def _become_cluster(self) -> None:
         with self._becoming:

@@ -1,13 +1,23 @@
--- register: KEYS[1] meta, ARGV namespace JSON, bucket bits, unix seconds.
+-- register: KEYS[1] meta, ARGV namespace JSON, kind, tenant, bucket bits, unix seconds.
+-- Answers 1 if the namespace begins now, 0 if it was known.
 --
 -- Race closed: replicas that start together may expect different numbers of blocks. The first one
 -- fixes the bucket bits for as long as the namespace exists; two values would split it in halves that
 -- don't see each other.
-if redis.call('EXISTS', meta) == 1 then return 0 end
-redis.call('HSET', meta, 'json', ARGV[1], 'bits', ARGV[2], 'created', ARGV[3],
-  'bytes', 0, 'segments', 0, 'blocks', 0, 'cursor', 0)
+local SCHEMA = '2'
+if redis.call('HGET', meta, 'schema') == SCHEMA then
+  redis.call('HSET', meta, 'seen', ARGV[5])
+  return 0
+end
+-- What schema 1 left begins anew: its records lack what this one's have. Its entries dangle, in buckets
+-- of as many bits, and are swept; `rebuild` brings its payloads back.
+local bits = redis.call('HGET', meta, 'bits') or ARGV[4]
+redis.call('HSET', meta, 'schema', SCHEMA, 'json', ARGV[1], 'kind', ARGV[2], 'tenant', ARGV[3],
+  'bucket_bits', bits, 'created', ARGV[5], 'seen', ARGV[5], 'bytes', 0, 'segments', 0, 'blocks', 0,
+  'cursor', 0)
+redis.call('HDEL', meta, 'bits')
 -- Without a meta key there are no segments: should Redis have lost it alone (it must not, but a
 -- maxmemory-policy other than noeviction does such things), then the counters begin at zero and so
 -- must the segments. Their entries dangle and are swept; their payloads are found by gc.
-redis.call('UNLINK', segs, lru)
+redis.call('UNLINK', segs, lru, pins, hot, parts, ghosts, prefix .. 'ghost', prefix .. 'seen')
 return 1

@@ -1,21 +1,34 @@
--- touch: KEYS[1] meta, ARGV packed segments, unix minute.
+-- touch: KEYS[1] meta, ARGV packed segments, unix minute, 1 if the first of them is where a load begins.
 --
 -- Race closed: an eviction between looking and writing would be undone by a blind ZADD, which would
--- leave a last use without a segment; and a late touch must not set a newer one back. A last use is
--- its minute minus a fraction that holds the segment's depth, and the fraction is kept.
-local minute = tonumber(ARGV[2])
+-- leave a last use without a segment; and a late touch must not set a newer one back. What a score holds
+-- besides the last use is kept.
+--
+-- The segments where loads begin are counted once a minute in `hot`, of which the less used half goes
+-- when there are more than 2,048.
+local minute, begins = tonumber(ARGV[2]), ARGV[3] == '1'
 local segments = items(ARGV[1], 8)
-for first = 1, #segments, PIECE do
-  local upto = math.min(first + PIECE - 1, #segments)
-  local changes = {}
-  for i, text in ipairs(redis.call('ZMSCORE', lru, unpack(segments, first, upto))) do
-    local score = tonumber(text or nil)
-    local used = score and math.ceil(score)
-    if used and used < minute then
-      changes[#changes + 1] = string.format('%.17g', minute - (used - score))
-      changes[#changes + 1] = segments[first + i - 1]
+
+local function touch(where)
+  for first = 1, #segments, PIECE do
+    local upto = math.min(first + PIECE - 1, #segments)
+    local changes = {}
+    for i, text in ipairs(redis.call('ZMSCORE', where, unpack(segments, first, upto))) do
+      local score = tonumber(text or nil)
+      local used, less = minute, 0
+      if score then used, less = use_of(score) end
+      if used < minute then
+        local at = first + i - 1
+        changes[#changes + 1] = string.format('%.17g', minute - less)
+        changes[#changes + 1] = segments[at]
+        if begins and at == 1 then redis.call('ZINCRBY', hot, 1, segments[at]) end
+      end
     end
+    if #changes > 0 then redis.call('ZADD', where, unpack(changes)) end
   end
-  if #changes > 0 then redis.call('ZADD', lru, unpack(changes)) end
 end
+
+touch(lru)
+if redis.call('EXISTS', pins) == 1 then touch(pins) end
+if redis.call('ZCARD', hot) > 2048 then redis.call('ZREMRANGEBYRANK', hot, 0, -1025) end
 return 0

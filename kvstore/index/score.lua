@@ -1,0 +1,16 @@
+-- Shared by the scripts that read or write scores of `lru` and `pins`; the schema says what they hold.
+local DEEPEST, UNIT, WORTH_MINUTES = 2 ^ 22 - 1, 2 ^ 26, 10
+
+-- score_of(minute, depth, worth): of a segment that was used last in that minute.
+local function score_of(minute, depth, worth)
+  local fraction = (math.min(depth, DEEPEST) * 16 + worth) / UNIT
+  return string.format('%.17g', minute + worth * WORTH_MINUTES - fraction)
+end
+
+-- use_of(score): the minute of the last use, and what must be taken from a minute to make a score of it.
+local function use_of(score)
+  local keep = math.ceil(score)
+  local fraction = keep - score
+  local moved = fraction * UNIT % 16 * WORTH_MINUTES
+  return keep - moved, fraction - moved
+end

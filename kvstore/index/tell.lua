@@ -1,0 +1,59 @@
+-- tell: KEYS[1] meta, ARGV how many outcomes are kept, numbers of the three lists that follow, and they:
+-- totals (name, amount), outcomes to keep (8 fields each), chains that were absent (how many blocks from the
+-- first missing one on, packed digests of these).
+--
+-- Race closed: that an outcome is counted and that it is kept is one step; and what a ghost is credited with
+-- is reckoned with the bytes evicted at that moment.
+--
+-- The first write is one that Redis refuses when it is full (HINCRBY): then nothing has been written.
+if redis.call('HEXISTS', meta, 'bucket_bits') == 0 then return 0 end
+
+local most, totals, kept, absent = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local at = 5
+for _ = 1, totals do
+  redis.call('HINCRBY', prefix .. 'seen', ARGV[at], ARGV[at + 1])
+  at = at + 2
+end
+for _ = 1, kept do
+  if most > 0 then
+    redis.call('XADD', prefix .. 'outcomes', 'MAXLEN', '~', most, '*', 'at', ARGV[at],
+      'request', ARGV[at + 1], 'op', ARGV[at + 2], 'asked', ARGV[at + 3], 'served', ARGV[at + 4],
+      'reason', ARGV[at + 5], 'position', ARGV[at + 6], 'first', ARGV[at + 7])
+  end
+  at = at + 8
+end
+if absent == 0 or redis.call('EXISTS', ghosts) == 0 then return 1 end
+
+local LEAST, QUARTERS = 2 ^ 26, {1, 2 ^ 0.25, 2 ^ 0.5, 2 ^ 0.75}
+local evicted = tonumber(redis.call('HGET', meta, 'evicted') or 0)
+
+-- step_of(nbytes): kvstore.eviction.ghost_step, without a logarithm's rounding at the powers of two.
+local function step_of(nbytes)
+  local ratio, step = nbytes / LEAST, 0
+  while ratio > 2 do ratio, step = ratio / 2, step + 4 end
+  for _, quarter in ipairs(QUARTERS) do
+    if ratio > quarter then step = step + 1 end
+  end
+  return step
+end
+
+local credit = {}
+for _ = 1, absent do
+  local blocks, upto = tonumber(ARGV[at]), tonumber(ARGV[at])
+  local scores = redis.call('ZMSCORE', ghosts, unpack(items(ARGV[at + 1], 16)))
+  -- From the last one back, so that the next hit is known.
+  for i = math.min(#scores, blocks), 1, -1 do
+    local score = tonumber(scores[i] or nil)
+    if score then
+      local slots = score % 1 * 4096
+      local step = step_of(evicted - (score - score % 1) * 4096)
+      credit[step] = (credit[step] or 0) + math.min(slots, upto - i + 1)
+      upto = i - 1
+    end
+  end
+  at = at + 2
+end
+for step, blocks in pairs(credit) do
+  redis.call('HINCRBY', prefix .. 'ghost', string.format('%d', step), string.format('%d', blocks))
+end
+return 1
