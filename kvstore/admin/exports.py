@@ -28,9 +28,9 @@ from kvstore.admin.payloads import are_there, read_part
 from kvstore.admin.plans import LeftOut, Plan, Planned, Tally
 from kvstore.admin.progress import Progress, Silent
 from kvstore.admin.tarball import TarWriter
+from kvstore.catalogue import Listing
 from kvstore.errors import CorruptPayload, KVStoreError, TransientError
 from kvstore.keys import payload_name
-from kvstore.ports import Listing
 from schemas.archive import MANIFEST, Manifest
 from schemas.transfers import Ended, ExportReport
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from kvstore.admin.cache import Cache
 from kvstore.admin.segments import find_segment
+from kvstore.catalogue import Listing
 from kvstore.keys import NamespaceId, SegmentId
-from kvstore.ports import Listing
 from schemas.reports import Amount
 from schemas.transfers import NAMED, Left
 

@@ -12,9 +12,9 @@ from kvstore.admin.parallel import for_each
 from kvstore.admin.plans import LeftOut, Plan, Planned, Tally
 from kvstore.admin.progress import Progress, Silent
 from kvstore.admin.tier import FastTier, tiers_of
+from kvstore.catalogue import Listing
 from kvstore.errors import KVStoreError, TransientError
 from kvstore.keys import payload_name
-from kvstore.ports import Listing
 from schemas.base import redact
 from schemas.settings import Settings
 from schemas.transfers import Ended, WarmReport
