@@ -156,7 +156,7 @@ class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
             namespace.kind,
             namespace.tenant,
             bucket_bits(expected_blocks),
-            int(self._clock()),
+            round(self._clock(), 3),
         )
         if begun:
             # An erasing that came between the two may have taken the id away.

@@ -151,7 +151,7 @@ class RedisClient:
         def send() -> Any:
             with self._client.pipeline(transaction=False) as pipeline:
                 for words in commands:
-                    pipeline.execute_command(*words)  # type: ignore[no-untyped-call]
+                    pipeline.execute_command(*words)
                 return pipeline.execute()
 
         return list(self._attempt(str(commands[0][0]), send)) if commands else []

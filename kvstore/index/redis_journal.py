@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from kvstore.catalogue import Event, Ghosts, Journal
 from kvstore.eviction import ghost_bytes
-from kvstore.index.contract import count_digests
+from kvstore.index.contract import count_digests, totals
 from kvstore.index.redis_client import Script
 from kvstore.index.redis_values import RedisPart, key
 from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId
@@ -42,11 +42,11 @@ class RedisJournal(RedisPart, Journal):
             self._tell(namespace, batch)
 
     def _tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
-        totals: Counter[str] = Counter()
+        sums: Counter[str] = Counter()
         kept: list[bytes | str | int] = []
         absent: list[bytes | int] = []
         for one in outcomes:
-            totals.update(totals_of(one))
+            sums.update(totals(one))
             if one.reason:
                 request = one.request[:REQUEST_CHARS].encode("utf-8", "surrogatepass")
                 kept += [f"{one.at_s:.17g}", request, one.op, one.asked, one.served, one.reason, one.position]
@@ -54,7 +54,7 @@ class RedisJournal(RedisPart, Journal):
             missing = one.missing[: MISSING_DIGESTS * DIGEST_BYTES]
             if one.op == "match" and one.reason == "absent" and missing:
                 absent += [one.asked - one.position, missing]
-        flat = [word for pair in totals.items() if pair[1] for word in pair]
+        flat = [word for pair in sums.items() if pair[1] for word in pair]
         self._client.run(
             _TELL,
             key(namespace, "meta"),
@@ -69,15 +69,16 @@ class RedisJournal(RedisPart, Journal):
 
     def events(self, namespace: NamespaceId, *, after: str = "", limit: int = 1000) -> list[Event]:
         found: list[Event] = []
+        start = _after(after)
         while len(found) < limit:
             count = min(_PAGE, limit - len(found))
-            page = self._client.command(
-                "XRANGE", key(namespace, "events"), _after(after), "+", "COUNT", count
-            )
+            page = self._client.command("XRANGE", key(namespace, "events"), start, "+", "COUNT", count)
             found += [_event(position, fields) for position, fields in page]
             if len(page) < count:
                 break
-            after = found[-1].position
+            start = _after(found[-1].position)
+        if after and not found and _order(after) > _order(self.last_position(namespace)):
+            raise ValueError(f"{after!r} is no position of an event of namespace {namespace}")
         return found
 
     def last_position(self, namespace: NamespaceId) -> str:
@@ -97,8 +98,8 @@ class RedisJournal(RedisPart, Journal):
         return found
 
     def seen(self, namespace: NamespaceId) -> Mapping[str, int]:
-        totals = self._client.command("HGETALL", key(namespace, "seen"))
-        seen = {name.decode(): int(amount) for name, amount in totals.items()}
+        counted = self._client.command("HGETALL", key(namespace, "seen"))
+        seen = {name.decode(): int(amount) for name, amount in counted.items()}
         evicted = int(self._client.command("HGET", key(namespace, "meta"), "evicted") or 0)
         return seen | ({"evicted": evicted} if evicted else {})
 
@@ -108,26 +109,18 @@ class RedisJournal(RedisPart, Journal):
         return [Ghosts(ghost_bytes(step), blocks) for step, blocks in steps]
 
 
-def totals_of(outcome: Outcome) -> dict[str, int]:
-    """What one outcome adds to the totals; zeros included."""
-    lacking = outcome.asked - outcome.served
-    if outcome.op == "save":
-        totals = {"offered": outcome.asked, "stored": outcome.served}
-        return totals | {f"unsaved:{outcome.reason}": lacking} if outcome.reason else totals
-    totals = {}
-    if outcome.op == "match":
-        totals = {"requests": 1, "asked": outcome.asked, "served": outcome.served}
-    return totals | {f"miss:{outcome.reason}": lacking} if outcome.reason else totals
-
-
 def _after(position: str) -> str:
-    """XRANGE's exclusive start."""
-    if not position:
-        return "-"
+    """XRANGE's exclusive start. Raises ValueError."""
+    return f"({position}" if _order(position) else "-"
+
+
+def _order(position: str) -> tuple[int, ...]:
+    """Positions as they follow each other; that of nothing is before all. Raises ValueError."""
     match = _POSITION.fullmatch(position)
-    if match is None or any(int(number) >= 1 << 64 for number in match.groups()):
-        raise ValueError(f"{position!r} is not the position of an event; they look like 1700000000000-0")
-    return f"({position}"
+    order = tuple(int(number) for number in match.groups()) if match else ()
+    if (position and not order) or any(number >= 1 << 64 for number in order):
+        raise ValueError(f"{position!r} is no position of an event; they look like 1700000000000-0")
+    return order
 
 
 def _event(position: bytes, fields: dict[bytes, bytes]) -> Event:

@@ -154,8 +154,8 @@ class RedisUpkeep(RedisPart, Upkeep):
             old = key(namespace, f"old:{drained}")
             cursor, page = self._client.command("HSCAN", old, cursor, "COUNT", SLICE)
             if page or not cursor:
-                for some in pieces(list(page), _MOVED_SLICE) or [[]]:
-                    moved += self._client.run(_DRAIN, key(namespace, "meta"), drained, b"".join(some), after)
+                some = b"".join(list(page)[: min(limit - moved, _MOVED_SLICE)])
+                moved += self._client.run(_DRAIN, key(namespace, "meta"), drained, some, after)
         return moved
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 
+from kvstore.catalogue import Usage
 from kvstore.conformance.admission import DAY_S, NOON_S, use
 from kvstore.conformance.chains import CREATED_S, chain, namespace, part_of, put, put_all, record
 from kvstore.errors import (
     NamespaceUnknown,
 )
 from kvstore.index.redis import RedisIndex, bucket_bits
-from kvstore.keys import NamespaceId, SegmentId, canonical_json, new_segment_id
-from kvstore.ports import CommitState, Index, Usage
+from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, new_segment_id
+from kvstore.ports import CommitState, Index, Outcome
 from kvstore.testing import CatalogueConformance, IndexConformance
+from schemas.records import rounded_cost
 from schemas.settings import RedisSettings
 from tests.index.test_walk import Block, World, worlds
 from tests.servers import RedisServer
@@ -66,22 +69,40 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis) -> N
     """A change of the schema is a decision: old entries would become misses, or worse."""
     name = index.register(namespace(), expected_blocks=10_000)
     digests = chain(6)
-    one, two, incomplete, gone = (SegmentId(bytes([i]) * 8) for i in (1, 2, 3, 4))
+    one, two, incomplete, gone, bygone, pinned, bad = (SegmentId(bytes([i]) * 8) for i in range(1, 8))
+    put(index, name, chain(2, seed="b"), segment=bygone)
+    assert index.invalidate(name) == 1
     put(index, name, digests, 0, 4, segment=one)
     for rank in (1, 0):
         both = record(2, depth=4, sizes=[100, 200 + rank], codec="lz4", data_start=8192)
-        index.commit(name, two, part_of(digests, 4), both, rank=rank, ranks=2)
+        costly = replace(both, cost_us=rounded_cost(1_000_000))
+        index.commit(name, two, part_of(digests, 4), costly, rank=rank, ranks=2)
     index.commit(name, incomplete, chain(1, seed="i"), record(1), rank=1, ranks=2)
     put(index, name, chain(1, seed="g"), segment=gone)
-    index.evict(name, [gone], delete_after_s=LATER_S + 0.5)
+    index.evict(name, [gone], delete_after_s=LATER_S + 0.5, rule="capacity")
+    put(index, name, chain(1, seed="x"), segment=bad)
+    index.evict(name, [bad], delete_after_s=LATER_S, rule="bad")
     index.touch(name, [two], LATER_S)
+    put(index, name, chain(1, seed="p"), segment=pinned)
+    index.pin(name, [pinned], most_bytes=10**6)
     assert index.claim(name, chain(1, seed="c"), incomplete, 60.0).granted
     use(index, name, chain(5), at_s=CREATED_S, sketch_bytes=1024)
     use(index, name, chain(4, seed="n", after=chain(2)), at_s=CREATED_S, sketch_bytes=1024)
+    index.tell(name, [Outcome(CREATED_S + 0.25, "r\udc80", "match", 9, 8, "absent", 8, chain(1, seed="g"))])
+    index.sweep(name, 1)
+    index.set_quota("store", 10**12)
+    index.lease("janitor", "me", 60.0)
+    index.ping()
+    # Erasing remembers how far it came.
+    other = index.register(namespace("other"), expected_blocks=10**6)
+    index.invalidate(other)
+    assert index.erase(other, 1) == "more"
     # How a namespace spells itself is pinned elsewhere (tests/test_keys.py).
     text = "".join(f"{line}\n" for line in _dump(raw))
-    dump = text.replace(canonical_json(namespace()), "JSON").replace(name, "NAMESPACE")
-    assert dump == GOLDEN.read_text(), f"the schema is now:\n{dump}"
+    for model, label in (("model", "NAMESPACE"), ("other", "OTHER")):
+        text = text.replace(canonical_json(namespace(model)), "JSON")
+        text = text.replace(namespace_id(namespace(model)), label)
+    assert text == GOLDEN.read_text(), f"the schema is now:\n{text}"
 
 
 def _dump(raw: redis.Redis) -> Iterator[str]:
@@ -96,7 +117,12 @@ def _dump(raw: redis.Redis) -> Iterator[str]:
         if kind == "hash":
             contents = sorted(raw.hgetall(key).items())
         elif kind == "zset":
-            contents = [(member, score.hex()) for member, score in raw.zrange(key, 0, -1, withscores=True)]
+            scores = raw.zrange(key, 0, -1, withscores=True)
+            # This one is of the server's clock.
+            clock = key.endswith(b":parts")
+            contents = [(member, "TIME" if clock else score.hex()) for member, score in scores]
+        elif kind == "stream":
+            contents = [("TIME", fields) for _, fields in raw.xrange(key)]
         elif kind == "set":
             contents = [(member, "") for member in sorted(raw.smembers(key))]
         else:
@@ -158,7 +184,7 @@ def test_registration_counts_segments_from_zero_if_only_meta_was_lost(
     index.register(namespace(), expected_blocks=1000)
     assert index.usage(name) == Usage(0, 0, 0)
     assert index.match(name, digests) == []
-    assert index.evict(name, [segment], delete_after_s=LATER_S) == 0
+    assert index.evict(name, [segment], delete_after_s=LATER_S, rule="admin") == 0
     assert index.sweep(name, 100) == 5
 
 
@@ -190,7 +216,7 @@ def test_lua_keeps_the_promise_of_the_walk(
     for segment, blocks in world.contents.items():
         put(index, name, b"".join(digest[block] for block in blocks), segment=segment)
     for segment in world.contents.keys() - world.records.keys():
-        index.evict(name, [segment], delete_after_s=LATER_S)
+        index.evict(name, [segment], delete_after_s=LATER_S, rule="admin")
     for block in {block for blocks in world.contents.values() for block in blocks} - world.entries.keys():
         raw.hdel(f"kvs:{{{name}}}:b:0", digest[block])
     for blocks in chains:
@@ -230,7 +256,7 @@ def test_more_segments_than_luas_stack_holds(index: RedisIndex, name: NamespaceI
     assert [run and run.segment for run in index.find(name, digests)] == segments
     index.touch(name, segments, LATER_S)
     assert {one.last_use_s for one in index.segments(name)} == {LATER_S // 60 * 60}
-    assert index.evict(name, segments, delete_after_s=1000.0) == count
+    assert index.evict(name, segments, delete_after_s=1000.0, rule="admin") == count
     assert sum(index.sweep(name, count) for _ in range(3)) == count
     assert len(index.due(name, 1000.0, 10_000)) == count
     index.bury(name, segments)

@@ -27,7 +27,7 @@ from kvstore.errors import (
 )
 from kvstore.index.redis import RedisIndex
 from kvstore.keys import NamespaceId, namespace_id, new_segment_id
-from kvstore.ports import Usage
+from kvstore.catalogue import Usage
 from schemas.settings import RedisSettings
 from tests.index.proxy import LossyProxy
 from tests.servers import START_TIMEOUT_S, RedisServer, find_redis_server
@@ -124,7 +124,7 @@ def test_forgotten_scripts_cost_no_error(index: RedisIndex, raw: redis.Redis, na
         raw.script_flush()
         assert served(index.match(name, digests)) == 3
         raw.script_flush()
-        assert index.evict(name, [segment], delete_after_s=LATER_S) == 1
+        assert index.evict(name, [segment], delete_after_s=LATER_S, rule="admin") == 1
 
 
 @pytest.mark.parametrize("verb", ["match", "commit", "ping", "usage"])
@@ -198,8 +198,10 @@ def test_a_full_redis_refuses_saves_whole_and_goes_on_serving(
         assert served(index.match(name, digests)) == 200
         assert index.find(name, digests)[199] is not None
         # Making room works.
-        assert index.evict(name, segments[3:], delete_after_s=1000.0) == 1
-        assert index.cull(name, keep_bytes=0, delete_after_s=1000.0, limit=1) == [segments[2]]
+        assert index.evict(name, segments[3:], delete_after_s=1000.0, rule="admin") == 1
+        assert index.cull(name, keep_bytes=0, delete_after_s=1000.0, limit=1, rule="capacity") == [
+            segments[2]
+        ]
         assert set(index.due(name, 1000.0, 10)) == {(segments[2], 1), (segments[3], 1)}
         index.bury(name, segments)
         assert sum(index.sweep(name, 1000) for _ in range(3)) == 100
@@ -365,8 +367,8 @@ VERBS: list[Callable[[RedisIndex, NamespaceId], object]] = [
     lambda index, name: index.claim(name, chain(3), new_segment_id(), 1.0),
     lambda index, name: put(index, name, chain(3)),
     lambda index, name: index.touch(name, [new_segment_id()], LATER_S),
-    lambda index, name: index.evict(name, [new_segment_id()], delete_after_s=LATER_S),
-    lambda index, name: index.cull(name, keep_bytes=0, delete_after_s=LATER_S, limit=5),
+    lambda index, name: index.evict(name, [new_segment_id()], delete_after_s=LATER_S, rule="admin"),
+    lambda index, name: index.cull(name, keep_bytes=0, delete_after_s=LATER_S, limit=5, rule="capacity"),
     lambda index, name: index.due(name, LATER_S, 5),
     lambda index, name: index.sweep(name, 5),
     lambda index, name: list(index.segments(name)),
