@@ -53,7 +53,7 @@ class RedisJournal(RedisPart, Journal):
                 kept.append(one.missing[:DIGEST_BYTES])
             missing = one.missing[: MISSING_DIGESTS * DIGEST_BYTES]
             if one.op == "match" and one.reason == "absent" and missing:
-                absent += [one.asked - one.position, missing]
+                absent += [one.asked - one.served, missing]
         flat = [word for pair in sums.items() if pair[1] for word in pair]
         self._client.run(
             _TELL,
