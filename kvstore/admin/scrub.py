@@ -6,7 +6,7 @@ refuses, is no evidence of anything.
 
 Who finds everything bad is more likely to have a share that isn't mounted, a wrong prefix or bad memory than
 to be right, and must not empty the cache for everybody else. So no more than EVICT_MOST are evicted in an
-hour, and none after IN_A_ROW bad ones until a good one is found.
+hour, and none after IN_A_ROW of them in a row until a good segment is found.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 EVICT_MOST = 256
 _HOUR_S = 3600.0
 _DAY_S = 86_400.0
-#: Bad segments with no good one between them, after which none is evicted.
+#: Evictions with no good segment read between them, after which there is no other.
 IN_A_ROW = 8
 #: Read in one round, give or take a segment.
 ROUND_BYTES = 256 << 20
@@ -194,13 +194,12 @@ class Scrub:
     def _bad(self, bad: Bad) -> Bad | None:
         """Evict it, unless too many are bad to be believed."""
         now = self._monotonic()
-        self._in_a_row += 1
         while self._evicted_at and self._evicted_at[0] <= now - _HOUR_S:
             self._evicted_at.popleft()
         name = bad.segment.hex()
-        if self._in_a_row > IN_A_ROW or len(self._evicted_at) >= EVICT_MOST:
+        if self._in_a_row >= IN_A_ROW or len(self._evicted_at) >= EVICT_MOST:
             self._count(bad=1)
-            why = "everything is" if self._in_a_row > IN_A_ROW else f"{EVICT_MOST} within an hour were"
+            why = "everything is" if self._in_a_row >= IN_A_ROW else f"{EVICT_MOST} within an hour were"
             problem = f"{bad.problem}; not evicted, because {why} found bad: run `cache-admin doctor` here"
             log.error("segment %s of %s: %s", name, bad.namespace, problem)
             return Bad(bad.namespace, bad.segment, problem)
@@ -209,6 +208,7 @@ class Scrub:
         if not self._index.evict(bad.namespace, [bad.segment], delete_after_s=after, rule="bad"):
             return None  # somebody else was faster, and the payload was gone by right
         self._evicted_at.append(now)
+        self._in_a_row += 1
         self._count(bad=1, evicted=1)
         log.warning("segment %s of %s is evicted: %s", name, bad.namespace, bad.problem)
         return bad
