@@ -9,7 +9,7 @@ import typer
 from kvstore import __version__
 from kvstore.cli import exits
 from kvstore.cli.call import PRECEDENCE
-from kvstore.cli.commands import inventory, measure, service, transfer
+from kvstore.cli.commands import inventory, measure, serve, service, simulate, transfer
 
 _EPILOG = (
     f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in exits.table())}.\n\n"
@@ -43,5 +43,5 @@ def root(
     context.obj = debug
 
 
-for module in (inventory, transfer, measure, service):
+for module in (inventory, transfer, measure, simulate, serve, service):
     module.add_to(app)

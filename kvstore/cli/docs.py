@@ -57,6 +57,17 @@ _EXAMPLES = {
     "import": ["cache-admin import hot.tar --dry-run", "cache-admin import hot.tar"],
     "warm": ["cache-admin warm --dry-run", "cache-admin warm 8a74e0fa --jobs 8"],
     "bench": ["cache-admin bench", "cache-admin bench --seconds 20 --namespace 8a74e0fa --tokens 4096,65536"],
+    "serve": [
+        "cache-admin serve",
+        "cache-admin serve --listen 0.0.0.0:9464 --no-janitor",
+        "cache-admin serve --once --json | jq .janitor.steps",
+    ],
+    "simulate": [
+        "cache-admin simulate /var/log/kvstore-trace --plot hits.svg",
+        "cache-admin simulate conversation_trace.jsonl --block-bytes 64MiB --capacity 1TiB,2TiB,4TiB",
+        "cache-admin simulate trace.jsonl --policy kvstore,lru --segment-blocks 16,64 --json",
+    ],
+    "whatif": ["cache-admin whatif", "cache-admin whatif --more 100GiB,1TiB"],
     "doctor": ["cache-admin doctor", "cache-admin doctor --json | jq '.checks[] | select(.state != \"ok\")'"],
     "vllm-config": [
         "cache-admin vllm-config --index redis://redis:6379/0 --payloads file:///mnt/kvstore",

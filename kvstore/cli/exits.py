@@ -8,6 +8,7 @@ from functools import singledispatch
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, PermissionDenied, TransientError
 from schemas.bench import BenchReport
 from schemas.reports import DoctorReport, SegmentReport, StatusReport
+from schemas.serving import ServingReport
 from schemas.transfers import Ended, ExportReport, ImportReport, WarmReport
 
 
@@ -62,6 +63,14 @@ def of_report(report: object) -> ExitCode:
 def _of_status(report: StatusReport) -> ExitCode:
     down = "unreachable" in (report.index.state, report.payloads.state)
     return ExitCode.UNREACHABLE if down else ExitCode.OK
+
+
+@of_report.register
+def _of_serving(report: ServingReport) -> ExitCode:
+    if "unreachable" in (report.index.state, report.payloads.state):
+        return ExitCode.UNREACHABLE
+    failing = report.janitor is not None and any(step.failing for step in report.janitor.steps)
+    return ExitCode.PARTIAL if failing else ExitCode.OK
 
 
 @of_report.register
