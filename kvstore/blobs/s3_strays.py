@@ -54,28 +54,25 @@ class S3Strays(Strays):
             # A right of its own, which a lifecycle rule makes unnecessary.
             log.warning("unfinished uploads are not looked for: %s", exc)
 
-    def remove(self, strays: Sequence[Stray], *, now_s: float, older_than_s: float) -> int:
-        root, removed = self._location.root, 0
-        for stray in strays:
-            if stray.kind == "upload":
-                removed += self._abort(stray)
-        probes = [{"Key": root + stray.name} for stray in strays if stray.kind == "probe"]
+    def remove(self, strays: Sequence[Stray], *, now_s: float, older_than_s: float) -> Sequence[Stray]:
+        root = self._location.root
+        removed = [stray for stray in strays if stray.kind == "upload" and self._abort(stray)]
+        probes = [stray for stray in strays if stray.kind == "probe"]
         for start in range(0, len(probes), _BATCH):
             batch = probes[start : start + _BATCH]
-            answer = self._ask("delete probes", "delete_objects", Delete={"Objects": batch, "Quiet": True})
+            keys = [{"Key": root + stray.name} for stray in batch]
+            answer = self._ask("delete probes", "delete_objects", Delete={"Objects": keys, "Quiet": True})
             for error in answer.get("Errors", ()):
                 status = 403 if "Denied" in error["Code"] else 500
                 raise classify(f"bucket {self._location.bucket}: delete a probe", status, error["Code"])
-            removed += len(batch)
+            removed += batch
         return removed
 
     def _abort(self, stray: Stray) -> bool:
         """False: it was completed or aborted by somebody else since it was listed."""
         try:
             key = self._location.root + stray.name
-            self._client.abort_multipart_upload(
-                Bucket=self._location.bucket, Key=key, UploadId=stray.upload
-            )
+            self._client.abort_multipart_upload(Bucket=self._location.bucket, Key=key, UploadId=stray.upload)
         except (BotoCoreError, ClientError) as exc:
             if isinstance(exc, ClientError) and exc.response["Error"]["Code"] == "NoSuchUpload":
                 return False

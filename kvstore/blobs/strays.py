@@ -57,9 +57,8 @@ class Strays(ABC):
         """All there are, in no order."""
 
     @abstractmethod
-    def remove(self, strays: Sequence[Stray], *, now_s: float, older_than_s: float) -> int:
-        """Remove those that are not foreign; returns how many are gone. One that turns out to be in use
-        stays."""
+    def remove(self, strays: Sequence[Stray], *, now_s: float, older_than_s: float) -> Sequence[Stray]:
+        """Remove those that are not foreign; returns which. One that turns out to be in use stays."""
 
     @abstractmethod
     def close(self) -> None:
@@ -72,8 +71,8 @@ class NoStrays(Strays):
     def list(self) -> Iterator[Stray]:
         return iter(())
 
-    def remove(self, strays: Sequence[Stray], *, now_s: float, older_than_s: float) -> int:
-        return 0
+    def remove(self, strays: Sequence[Stray], *, now_s: float, older_than_s: float) -> Sequence[Stray]:
+        return ()
 
     def close(self) -> None:
         pass
@@ -115,9 +114,9 @@ class LocalStrays(Strays):
             if not parse_payload_name(name) or not leaf.is_file(follow_symlinks=False):
                 yield from _stray(leaf, f"{above}{entry.name}/", "foreign")
 
-    def remove(self, strays: Sequence[Stray], *, now_s: float, older_than_s: float) -> int:
+    def remove(self, strays: Sequence[Stray], *, now_s: float, older_than_s: float) -> Sequence[Stray]:
         """A temporary file whose writer lives is locked, and stays."""
-        removed = 0
+        removed = []
         try:
             folder = os.open(self._root / ".tmp", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as exc:
@@ -127,7 +126,8 @@ class LocalStrays(Strays):
                 if stray.kind == "temporary":
                     name = stray.name.rpartition("/")[2]
                     with suppress(OSError):
-                        removed += remove_if_abandoned(folder, name, now_s, older_than_s)
+                        if remove_if_abandoned(folder, name, now_s, older_than_s):
+                            removed.append(stray)
         finally:
             os.close(folder)
         return removed
