@@ -9,7 +9,9 @@ import pytest
 
 from kvstore.index.redis import RedisIndex
 from kvstore.index.redis_client import RedisClient
+from kvstore.keys import NamespaceId
 from kvstore.testing import CatalogueConformance, IndexConformance
+from schemas.settings import JournalSettings
 from tests.index.fakes import fake_client
 
 
@@ -21,4 +23,11 @@ class TestFakeRedisIndex(IndexConformance, CatalogueConformance):
             yield index
 
     def reopen(self) -> RedisIndex:
-        return RedisIndex(RedisClient(fake_client(self.server), where="fake"))
+        return self.configured()
+
+    def configured(self, *, journal: JournalSettings | None = None, cost_aware: bool = True) -> RedisIndex:
+        client = RedisClient(fake_client(self.server), where="fake")
+        return RedisIndex(client, journal=journal or JournalSettings(), cost_aware=cost_aware)
+
+    def miscount(self, name: NamespaceId, nbytes: int) -> None:
+        fake_client(self.server).hincrby(f"kvs:{{{name}}}:meta", "bytes", nbytes)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import redis
 
 from kvstore.conformance.chains import chain, namespace, put_all, served
 from kvstore.index.redis import RedisIndex
+from kvstore.keys import NamespaceId
 from kvstore.testing import CatalogueConformance, IndexConformance
-from schemas.settings import RedisSettings
+from schemas.settings import JournalSettings, RedisSettings
 from tests.index.cluster import RedisClusterServers
 
 pytestmark = pytest.mark.servers
@@ -23,7 +25,19 @@ class TestRedisIndexOnACluster(IndexConformance, CatalogueConformance):
             yield index
 
     def reopen(self) -> RedisIndex:
-        return RedisIndex.from_settings(self.servers.urls[0], RedisSettings(timeout_s=5.0))
+        return self.configured()
+
+    def configured(self, *, journal: JournalSettings | None = None, cost_aware: bool = True) -> RedisIndex:
+        return RedisIndex.from_settings(
+            self.servers.urls[0],
+            RedisSettings(timeout_s=5.0),
+            journal=journal or JournalSettings(),
+            cost_aware=cost_aware,
+        )
+
+    def miscount(self, name: NamespaceId, nbytes: int) -> None:
+        with redis.RedisCluster.from_url(self.servers.urls[0], protocol=2) as client:
+            client.hincrby(f"kvs:{{{name}}}:meta", "bytes", nbytes)
 
 
 def test_namespaces_spread_over_the_masters(redis_cluster: RedisClusterServers) -> None:
@@ -34,5 +48,7 @@ def test_namespaces_spread_over_the_masters(redis_cluster: RedisClusterServers) 
             put_all(index, name, digests, [64, 36])
         assert all(served(index.match(name, digests)) == 100 for name in names)
         assert set(index.namespaces()) == set(names)
+        assert [one.namespace for one in index.accounts()] == sorted(names)
+        assert {one.usage.blocks for one in index.accounts()} == {100}
         assert index.warnings() == []
     assert all(size > 100 for size in redis_cluster.sizes())

@@ -13,6 +13,7 @@ import pytest
 import redis
 from pydantic import SecretStr
 
+from kvstore.catalogue import Usage
 from kvstore.conformance.admission import use
 from kvstore.conformance.chains import CREATED_S, chain, namespace, put, put_all, record, served
 from kvstore.errors import (
@@ -27,7 +28,6 @@ from kvstore.errors import (
 )
 from kvstore.index.redis import RedisIndex
 from kvstore.keys import NamespaceId, namespace_id, new_segment_id
-from kvstore.catalogue import Usage
 from schemas.settings import RedisSettings
 from tests.index.proxy import LossyProxy
 from tests.servers import START_TIMEOUT_S, RedisServer, find_redis_server
