@@ -80,7 +80,6 @@ class Holder:
     """A namespace in the plan of one quota."""
 
     namespace: NamespaceId
-    nbytes: int
     #: What its average block is worth, for namespaces of chains.
     shift_s: float
     #: The first of its order, and whether there are more.

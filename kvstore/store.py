@@ -42,6 +42,8 @@ _WRITERS = 16
 #: From one round of tidying to the next, and how long one may take before another process begins its own.
 _TEND_S = 10.0
 _LEASE_S = 60.0
+#: For how long a saving thread deletes what others have evicted.
+_REAP_S = 2.0
 #: The lease of who deletes payloads and sweeps: a janitor all the time, an engine for a moment.
 JANITOR = "janitor"
 #: Evictions in the index, within an hour, for segments that this process finds bad.
@@ -222,7 +224,8 @@ class Store:
         now = self.clock()
         with self._lock:
             self._unaccounted += nbytes
-            upkeep = not self._tended_s <= now < self._tended_s + _TEND_S
+            # As often as evicted payloads come due, so that few more wait than must.
+            upkeep = not self._tended_s <= now < self._tended_s + min(_TEND_S, self.settings.grace_s)
             look = upkeep or self._unaccounted > self._headroom // _WRITERS
             if look:
                 self._unaccounted = 0
@@ -245,12 +248,14 @@ class Store:
         evicted = self._make_room()
         if not self.catalogue.lease(JANITOR, self.name, _LEASE_S):
             return evicted
+        until = time.monotonic() + _REAP_S
         try:
             for account in self.catalogue.accounts():
                 if account.bygone:
                     self.tending.drain(account.namespace)
-                if account.trashed or account.bygone:
-                    self.tending.reap(account.namespace)
+                while (account.trashed or account.bygone) and time.monotonic() < until:
+                    if not self.tending.reap(account.namespace):
+                        break
                 self.tending.sweep(account.namespace)
         finally:
             self.catalogue.release(JANITOR, self.name)

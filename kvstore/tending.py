@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.catalogue import Account, Maintenance
+from kvstore.catalogue import Account, Candidate, Maintenance
 from kvstore.errors import KVStoreError, TransientError
 from kvstore.eviction import Holder, Scope, plan, shift_s
 from kvstore.keys import NamespaceId, SegmentId, payload_name
@@ -32,7 +32,7 @@ _CULL_STEP = 256
 _LOOK = 512
 #: Segments deleted with one call, so that a bucket is asked once for hundreds.
 _DELETE_STEP = 256
-_SWEEP_STEP = 1024
+_SWEEP_STEP = 512
 #: Of one quota, in one go: what a process that writes faster than this one evicts can make it do.
 _STEPS = 256
 
@@ -71,12 +71,17 @@ def quotas(accounts: Sequence[Account], settings: Settings, given: Mapping[str, 
     return [*found, Quota(Scope.STORE, "capacity", store, tuple(accounts))]
 
 
+def _movable(account: Account) -> bool:
+    """Whether anything of it may be evicted."""
+    return account.usage.nbytes > account.usage.pinned_bytes
+
+
 def _warn(problem: KVStoreError) -> None:
     log.warning("evicted segments could not all be deleted: %s", problem)
 
 
 class Tending:
-    """Upkeep of one index and its payloads. Holds nothing between calls; safe for threads.
+    """Upkeep of one index and its payloads. Safe for threads.
 
     `proceed` is asked before every batch of changes, and what it raises ends the step there. `failed` is told
     why payloads could not be deleted.
@@ -100,6 +105,8 @@ class Tending:
         self._clock = clock
         self._proceed = proceed
         self._failed = failed
+        #: Entries that dangle since an eviction of ours and have not been swept for.
+        self._owed: dict[NamespaceId, int] = {}
 
     def quotas(self) -> list[Quota]:
         """Every quota with what is used of it now. Raises what the index raises."""
@@ -109,56 +116,88 @@ class Tending:
         """Meet every quota. Returns how many segments that took, and how many bytes may be added until the
         first quota is to be met again. Raises what the index raises.
         """
-        high, low = self._settings.eviction.high, self._settings.eviction.low
+        high = self._settings.eviction.high
         found = self.quotas()
         evicted = 0
-        for number in range(len(found)):
-            quota = found[number]
+        for quota in found:
             if quota.used > high * quota.nbytes:
-                evicted += self._make_room(quota, quota.used - int(low * quota.nbytes))
-                found = self.quotas()
-                if len(found) <= number:
-                    break
+                evicted += self._make_room(quota)
         if evicted:
             self._counters.add("evicted_segments", evicted)
+            found = self.quotas()
         return evicted, max(0, min(int(high * quota.nbytes) - quota.used for quota in found))
 
-    def _make_room(self, quota: Quota, excess: int) -> int:
-        """Evict `excess` bytes of a quota's members; fewer if there aren't as many to evict.
+    def _make_room(self, quota: Quota) -> int:
+        """Evict what is too much of one quota, in steps; less if there isn't as much to evict.
 
-        Every step says what a namespace is to keep, counted from the one look that this began with: of two
-        processes that found the same excess, the second finds it gone.
+        Of two processes that do this at once, the second finds it done. A step looks at the orders first and
+        at the accounts after that. If the other one's eviction falls in between, nothing is too much any
+        more; if it falls behind both, the two have made the same plan, and namespaces keep what it says.
         """
-        members = {m.namespace: m for m in quota.members if m.usage.nbytes > m.usage.pinned_bytes}
-        held = {name: account.usage.nbytes for name, account in members.items()}
-        fresh_from = self._clock() - self._settings.eviction.fresh_s
         evicted = 0
+        fresh_from = self._clock() - self._settings.eviction.fresh_s
         for spare_from_s in (fresh_from, None):
             for _ in range(_STEPS):
+                orders = self._orders(quota)
+                quota = next((each for each in self.quotas() if each.scope == quota.scope), quota)
+                excess = quota.used - int(self._settings.eviction.low * quota.nbytes)
                 if excess <= 0:
-                    break
-                gone, freed = 0, 0
-                for name, share in self._shares(members, excess, spare_from_s).items():
-                    keep = max(0, held[name] - share)
-                    gone += self._cull(name, keep, quota.rule, spare_from_s)
-                    # What others commit meanwhile is not held against this quota's excess.
-                    left = max(keep, min(held[name], self._index.usage(name).nbytes))
-                    freed += held[name] - left
-                    held[name] = left
+                    return evicted
+                shares = self._shares(quota, orders, excess, spare_from_s)
+                gone = sum(
+                    self._take(member, share, quota.rule, spare_from_s)
+                    for member in quota.members
+                    if (share := shares.get(member.namespace))
+                )
                 evicted += gone
-                excess -= freed
-                if not gone and not freed:
+                if not gone:
                     break
         return evicted
 
+    def _orders(self, quota: Quota) -> Mapping[NamespaceId, Sequence[Candidate]]:
+        """What goes first in each member; nothing if there is only one, whose order the index follows."""
+        members = [member.namespace for member in quota.members if _movable(member)]
+        return {} if len(members) < 2 else {name: self._index.order(name, _LOOK) for name in members}
+
     def _shares(
-        self, members: Mapping[NamespaceId, Account], excess: int, spare_from_s: float | None
+        self,
+        quota: Quota,
+        orders: Mapping[NamespaceId, Sequence[Candidate]],
+        excess: int,
+        spare_from_s: float | None,
     ) -> Mapping[NamespaceId, int]:
         """How much of the excess each namespace gives, or as much of it as can be told now."""
+        members = [member for member in quota.members if _movable(member)]
         if len(members) == 1:
-            return dict.fromkeys(members, excess)
-        holders = [self._holder(account) for account in members.values()]
+            return {members[0].namespace: excess}
+        cost_aware = self._settings.eviction.cost_aware
+        holders = [
+            Holder(
+                member.namespace,
+                shift_s(member.kind, member.usage) if cost_aware else 0.0,
+                first,
+                len(first) == _LOOK,
+            )
+            for member in members
+            if (first := orders.get(member.namespace))
+        ]
         return plan(holders, excess, spare_from_s=spare_from_s)
+
+    def _take(self, member: Account, share: int, rule: EvictionRule, spare_from_s: float | None) -> int:
+        """Evict until `member` holds `share` less than its account says; returns how many segments.
+
+        Sweeps as many entries as that leaves dangling, so that those that dangle don't add up however fast
+        segments come and go: a sweep looks at eight entries for each that it drops, which keeps the
+        dangling ones at about a seventh of the others.
+        """
+        usage, name = member.usage, member.namespace
+        gone = self._cull(name, usage.nbytes - share, rule, spare_from_s)
+        # Two threads may lose a count here; the next round of tidying sweeps anyway.
+        owed = self._owed.get(name, 0) + gone * usage.blocks // max(1, usage.segments)
+        self._owed[name] = owed if owed < _SWEEP_STEP else 0
+        if owed >= _SWEEP_STEP:
+            self._index.sweep(name, owed)
+        return gone
 
     def _cull(
         self, namespace: NamespaceId, keep_bytes: int, rule: EvictionRule, spare_from_s: float | None
@@ -168,7 +207,7 @@ class Tending:
             self._proceed()
             gone = self._index.cull(
                 namespace,
-                keep_bytes=keep_bytes,
+                keep_bytes=max(0, keep_bytes),
                 delete_after_s=self._delete_after_s(),
                 limit=_CULL_STEP,
                 rule=rule,
@@ -177,12 +216,6 @@ class Tending:
             evicted += len(gone)
             if len(gone) < _CULL_STEP:
                 return evicted
-
-    def _holder(self, account: Account) -> Holder:
-        first = self._index.order(account.namespace, _LOOK)
-        usage = account.usage
-        shift = shift_s(account.kind, usage) if self._settings.eviction.cost_aware else 0.0
-        return Holder(account.namespace, usage.nbytes, shift, first, len(first) == _LOOK)
 
     def _delete_after_s(self) -> float:
         return self._clock() + self._settings.grace_s

@@ -18,7 +18,6 @@ under any prompt's hash.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +46,7 @@ _MAX_MANIFEST = 64 << 20
 _MAX_PAYLOAD = 4 << 30
 #: Items differ in size; this is what the EC connector registers its namespaces with.
 _ITEM_BYTES = 1 << 20
-#: Of a namespace's capacity: importing more would evict what has just been imported.
+#: Of the capacity: importing more would evict what has just been imported.
 _FILL_TO = 0.9
 
 
@@ -139,7 +138,7 @@ class _Import:
     _open: _Segment = field(default_factory=lambda: _Segment(NamespaceId(""), SegmentId(b""), state="left"))
     _seen: set[tuple[NamespaceId, SegmentId]] = field(default_factory=set)
     _spaces: dict[NamespaceId, Space] = field(default_factory=dict)
-    _filled: dict[NamespaceId, int] = field(default_factory=lambda: defaultdict(int))
+    _filled: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
 
     @property
@@ -278,10 +277,10 @@ class _Import:
         """Whether it is needed and fits. Raises _Skip if all of its blocks are stored already."""
         record = record_of([header])
         nbytes = record.nbytes * header.meta.ranks
-        if self._filled[part.namespace] + nbytes > store.settings.capacity_bytes * _FILL_TO:
+        if self._filled + nbytes > store.settings.capacity_bytes * _FILL_TO:
             raise _Refused(
-                f"no room: {self._filled[part.namespace]} bytes of its namespace are imported and "
-                f"capacity_bytes is {store.settings.capacity_bytes}"
+                f"no room: {self._filled} bytes are imported and capacity_bytes is "
+                f"{store.settings.capacity_bytes}"
             )
         space = self._space(store, header)
         digests, ttl = digests_of(header), store.settings.claim_ttl_s
@@ -321,12 +320,13 @@ class _Import:
         record = record_of(headers)
         if not are_there(store.payloads, namespace, segment, record.parts):
             # It was in the trash, and its payload was deleted between our put and our commit.
-            store.index.evict(namespace, [segment], delete_after_s=store.clock() + store.settings.grace_s)
+            after = store.clock() + store.settings.grace_s
+            store.index.evict(namespace, [segment], delete_after_s=after, rule="repair")
             raise _Refused("its old copy was deleted at the same moment; import again")
         # By its age it would be the first to be evicted.
         store.index.touch(namespace, [segment], store.clock())
-        self._filled[namespace] += record.nbytes
-        store.committed(namespace, record.nbytes)
+        self._filled += record.nbytes
+        store.committed(record.nbytes)
 
 
 def _known(space: Space, call: Callable[[], _T]) -> _T:

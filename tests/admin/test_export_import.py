@@ -350,7 +350,7 @@ def test_what_was_evicted_here_a_moment_ago_waits_for_its_grace(
     settings = load_settings(filled.settings, {})
     with Cache(settings) as cache:
         assert cache.index is not None
-        cache.index.evict(namespace_id(filled.kv), gone, delete_after_s=4e9)  # type: ignore[arg-type]
+        cache.index.evict(namespace_id(filled.kv), gone, delete_after_s=4e9, rule="admin")  # type: ignore[arg-type]
     before = filled.payload_files()
     ran = admin("import", str(archive), "--json", *filled.options)
     report = ImportReport.model_validate_json(ran.out)

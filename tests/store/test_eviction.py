@@ -76,7 +76,7 @@ def test_a_plan_takes_the_first_of_all_orders(
     orders: list[list[Candidate]], shifts: list[float], excess: int, spare: float | None
 ) -> None:
     holders = [
-        Holder(NamespaceId(f"{i:016x}"), 1000, shift, sorted(order, key=lambda c: c.keep_s), False)
+        Holder(NamespaceId(f"{i:016x}"), shift, sorted(order, key=lambda c: c.keep_s), False)
         for i, (order, shift) in enumerate(zip(orders, shifts, strict=False))
     ]
     everything = sorted(
@@ -98,8 +98,8 @@ def test_a_plan_ends_where_it_knows_no_more() -> None:
     """Behind the last that is known there may be one that goes before everybody else's next."""
     old, new = (Candidate(SegmentId(b"x" * 8), 10, at, at) for at in (NOW_S - 600, NOW_S - 60))
     holders = [
-        Holder(NamespaceId("a" * 16), 100, 0.0, [old], True),
-        Holder(NamespaceId("b" * 16), 100, 0.0, [new], False),
+        Holder(NamespaceId("a" * 16), 0.0, [old], True),
+        Holder(NamespaceId("b" * 16), 0.0, [new], False),
     ]
     assert plan(holders, 50, spare_from_s=None) == {"a" * 16: 10}
 
@@ -216,20 +216,19 @@ class World:
             if used <= eviction.high * quotas[scope]:
                 continue
             excess = used - int(eviction.low * quotas[scope])
-            ordered = [
-                (self.keep_s(one) + self.shift_s(name, left), number, place, one)
-                for number, name in enumerate(members)
-                for place, one in enumerate(self.order(name, left))
-            ]
-            ordered.sort(key=lambda item: item[:3])
             fresh_from = NOW_S - eviction.fresh_s
             for fresh in (False, True):
-                for *_, one in ordered:
+                ordered = [
+                    (self.keep_s(one) + self.shift_s(name, left), number, place, one)
+                    for number, name in enumerate(members)
+                    for place, one in enumerate(self.order(name, left))
+                    if fresh or one.used_s < fresh_from
+                ]
+                for *_, one in sorted(ordered, key=lambda item: item[:3]):
                     if excess <= 0:
                         break
-                    if one in left and (fresh or one.used_s < fresh_from):
-                        left.remove(one)
-                        excess -= one.nbytes
+                    left.remove(one)
+                    excess -= one.nbytes
         return left
 
     def visible(self) -> set[tuple[NamespaceId, SegmentId]]:
@@ -321,15 +320,28 @@ def test_what_is_pinned_may_exceed_its_quota(index: Any, tmp_path: Path) -> None
     assert it.tending.evict()[0] == 10
 
 
-def test_a_plan_that_two_carry_out_evicts_once(index: Any, tmp_path: Path) -> None:
-    """The second of two processes that found the same excess finds it gone."""
+@pytest.mark.parametrize("moment", ["orders", "accounts", "shares"])
+def test_what_two_processes_find_too_much_goes_once(
+    index: Any, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever another process's eviction falls between the looks of this one."""
     it = world(index, tmp_path, 5, capacity_bytes=1_000_000)
-    names = [it.open(kv("one")), it.open(kv("two"))]
-    it.fill(names, 80)
-    [quota] = it.tending.quotas()
-    excess = quota.used - 900_000
-    assert excess > 0
-    assert it.tending._make_room(quota, excess) > 0
-    left = it.visible()
-    assert it.tending._make_room(quota, excess) == 0
-    assert it.visible() == left
+    it.fill([it.open(kv("one")), it.open(kv("two")), it.open(ec("three"))], 80)
+    expected = it.after_eviction({Scope.STORE: 1_000_000})
+    other = Tending(index, None, it.settings, Counters(), lambda: NOW_S)  # type: ignore[arg-type]
+    name = {"orders": "_orders", "accounts": "quotas", "shares": "_shares"}[moment]
+    real = getattr(it.tending, name)
+    calls = 0
+
+    def between(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = real(*args)
+        # The first accounts are those that show the excess; the second are those of the step.
+        if calls == (2 if moment == "accounts" else 1):
+            assert other.evict()[0] == len(it.held) - len(expected)
+        return found
+
+    monkeypatch.setattr(it.tending, name, between)
+    assert it.tending.evict()[0] == 0
+    assert it.visible() == {(one.namespace, one.segment) for one in expected}

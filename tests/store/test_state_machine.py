@@ -101,7 +101,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = match(self.space, chain(*path))
         if found.runs:
             segment = found.runs[-1].segment
-            self.store.index.evict(self.space.id, [segment], delete_after_s=self.now + 120)
+            self.store.index.evict(self.space.id, [segment], delete_after_s=self.now + 120, rule="admin")
             # Given out before, so still readable; the faults below may say otherwise.
             if self.clean:
                 assert fetch(self.space, chain(*path), found) == [

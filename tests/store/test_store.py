@@ -234,7 +234,9 @@ def test_eviction_leaves_the_payload_readable_for_the_grace_time(tmp_path: Path)
     space = open_space(store)
     space.save(slots(A[:4]))
     found = match(space, A[:4])
-    store.index.evict(space.id, [found.runs[0].segment], delete_after_s=now[0] + store.settings.grace_s)
+    store.index.evict(
+        space.id, [found.runs[0].segment], delete_after_s=now[0] + store.settings.grace_s, rule="admin"
+    )
     assert match(space, A[:4]).blocks == 0
     assert fetch(space, A, found) == [content(one) for one in A[:4]]
     store.tend()

@@ -172,7 +172,7 @@ def test_an_evicted_segment_leaves_both(tmp_path: Path, node: Node) -> None:
     store, space = node("mine")
     space.save(slots(A))
     [run] = match(space, A).runs
-    store.index.evict(space.id, [run.segment], delete_after_s=0)
+    store.index.evict(space.id, [run.segment], delete_after_s=0, rule="admin")
     store.tend()
     assert files(tmp_path / "mine") == files(tmp_path / "shared") == []
     into = buffers(40)

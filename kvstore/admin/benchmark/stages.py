@@ -135,7 +135,7 @@ def _match(
 
 def forget(index: RedisIndex | SqliteIndex, space: NamespaceId, segments: list[SegmentId]) -> None:
     """Take segments out of the index as if they had never been; their payloads are the caller's."""
-    index.evict(space, segments, delete_after_s=0)
+    index.evict(space, segments, delete_after_s=0, rule="admin")
     index.bury(space, segments)
     # Everything dangles that is in this namespace, but a sweep may begin anywhere.
     idle = 0
