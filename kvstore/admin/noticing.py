@@ -33,8 +33,9 @@ FAULTS = frozenset(
 
 
 def readable(text: object) -> str:
-    """`text` as labels and JSON can carry it: UTF-8, and of bounded length."""
-    return str(text)[:_TEXT_CHARS].encode("utf-8", "replace").decode("utf-8")
+    """`text` as labels and pages can carry it: of bounded length, and without what could change how the rest
+    reads, such as line ends, directional overrides or halves of surrogate pairs."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:_TEXT_CHARS])
 
 
 class Noticed:

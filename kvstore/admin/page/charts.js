@@ -2,6 +2,8 @@
 // Text comes into the page as text only.
 
 const NS = "http://www.w3.org/2000/svg";
+//: Half the width of a letter on an axis.
+const LETTER = 3.2;
 const MARGIN = { left: 56, right: 10, top: 8, bottom: 22 };
 
 export function element(name, properties = {}, ...children) {
@@ -27,7 +29,8 @@ function drawn(name, attributes = {}, text = null) {
  *   series: [{ name, color: 0..7, values: [number or null] }],
  *   kind: "line" | "bars" | "area" (bars are stacked), width: of a bar, in x
  *   gap: points further apart in x than this are not joined,
- *   yMax: number or null, yText: y => text, limit: { value, name } or null,
+ *   yText: y => text, yTicks: [numbers] or left out, binary: whether they go by 1024,
+ *   limit: { value, name } or null,
  *   label: what the chart shows, in a sentence; nothing: what to say if there are no points
  * }
  */
@@ -134,14 +137,12 @@ function draw(parts) {
   for (const level of levels) {
     const y = scale.y(level);
     made.push(drawn("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }));
-    made.push(drawn("text", { class: "axis", x: left - 6, y: y + 4, "text-anchor": "end" }, data.yText(level)));
+    const text = data.yText(level).replace(".0 ", " ");
+    made.push(drawn("text", { class: "axis", x: left - 6, y: y + 4, "text-anchor": "end" }, text));
   }
-  let free = -Infinity;
-  for (const [value, text] of data.xTicks) {
+  for (const [value, text] of fitting(data.xTicks, scale)) {
     const x = scale.x(value);
-    const half = text.length * 3.2;
-    if (x - half < free || x + half > width || x < left) continue;
-    free = x + half + 10;
+    if (x < left || x + text.length * LETTER > width + 8) continue;
     made.push(drawn("text", { class: "axis", x, y: height - 6, "text-anchor": "middle" }, text));
   }
   made.push(...(data.kind === "bars" ? bars(data, scale) : lines(data, scale)));
@@ -151,6 +152,14 @@ function draw(parts) {
   }
   svg.replaceChildren(...made);
   point(parts, parts.at);
+}
+
+/** Every so many of the ticks that no two touch. */
+function fitting(ticks, scale) {
+  if (ticks.length < 2) return ticks;
+  const widest = Math.max(...ticks.map(([, text]) => text.length)) * 2 * LETTER + 8;
+  const every = Math.ceil(widest / (scale.x(ticks[1][0]) - scale.x(ticks[0][0])));
+  return ticks.filter((_, i) => i % every === 0);
 }
 
 function highest(data) {

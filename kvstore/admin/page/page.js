@@ -8,7 +8,7 @@ const TIMEOUT_MS = 8000;
 const STALE_MS = 20000;
 const SILENT_S = 30;
 //: Reasons of misses with a colour of their own; the others share the last one.
-const REASONS = ["absent", "window", "below_threshold", "deadline", "unavailable", "capacity", "corrupt"];
+const REASONS = ["absent", "window", "below_threshold", "deadline", "capacity", "unavailable", "corrupt"];
 
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en");
@@ -62,20 +62,22 @@ function clock(seconds, exact = true) {
 
 // -- tables ---------------------------------------------------------------------------------------------------------
 
-/** Columns: [title, row => value, class, raw?]. A value is text or a node; `raw` gives the number behind it. */
+/**
+ * Columns: [title, row => value, classes, raw?]. A value is text or a node; `raw` gives the number behind it. Narrow
+ * screens leave out the class `minor`, and show rows of a table with the class `cards` as one card each.
+ */
 function table(id, columns, rows, nothing) {
   const found = $(id);
   const cells = rows.map((row) => columns.map(([, value, , raw]) => [value(row), raw ? raw(row) : null]));
   const key = JSON.stringify([cells.map((row) => row.map(([value, raw]) => [value.outerHTML ?? value, raw])), nothing]);
   if (found.key === key) return; // what somebody has selected stays selected
   found.key = key;
-  found.className = "rows";
   const head = columns.map(([title, , kind]) => element("th", { scope: "col", className: kind ?? "", textContent: title }));
   const body = cells.map((row) =>
     element("tr", {}, ...row.map(([value, raw], i) => {
       const [title, , kind] = columns[i];
       const cell = element("td", { className: kind ?? "", "data-label": title });
-      if (columns[i][4]) cell.classList.add(columns[i][4](value));
+      cell.classList.toggle("empty", value === "–");
       cell.append(raw === null ? value : element("data", { value: String(raw) }, value));
       return cell;
     })),
@@ -253,7 +255,7 @@ function gains(report) {
 function lists(report) {
   const now = report.at_s;
   const models = new Map(report.namespaces.map((one) => [one.id, one.model]));
-  const named = (id) => (models.get(id) ? `${models.get(id)} (${id.slice(0, 8)})` : id.slice(0, 8));
+  const named = (id) => element("span", {}, element("bdi", { textContent: models.get(id) || "namespace" }), element("span", { className: "minor", textContent: ` (${id.slice(0, 8)})` }));
   const rows = report.namespaces.map((one) => ({ ...one, limit: one.quota_bytes ?? report.capacity_bytes }));
   if (report.others) {
     rows.push({ id: "", model: `${count(report.others, "other")}`, kind: "", tenant: "", held: report.others_held, limit: report.capacity_bytes, quota_bytes: null, blocks: null, seen_s: null });
@@ -286,10 +288,10 @@ function lists(report) {
     ["", (one) => one.more || ""],
   ].filter(([title]) => title || tiers.some((one) => one.more)), tiers, "The index has not answered yet.");
   const prefix = [
-    ["Segment", (one) => one.segment, "id"],
+    ["Segment", (one) => one.segment, "id minor"],
     ["Namespace", (one) => named(one.namespace), "text"],
     ["Blocks", (one) => `${one.depth}–${one.depth + one.slots - 1}`, "right"],
-    ["Size", (one) => size(one.stored_bytes), "right", (one) => one.stored_bytes],
+    ["Size", (one) => size(one.stored_bytes), "right minor", (one) => one.stored_bytes],
     ["Used", (one) => `${age(now - one.last_use_s)} ago`, "right"],
   ];
   table("hottest", [["Minutes", (one) => String(+one.minutes.toFixed(1)), "right", (one) => one.minutes], ...prefix], report.hottest, "Nothing has been loaded lately.");
@@ -299,17 +301,17 @@ function lists(report) {
   table("evictions", [
     ["When", (one) => clock(one.at_s), "right"],
     ["Rule", (one) => one.rule.replaceAll("_", " ")],
-    ["Segment", (one) => one.segment ?? "all of it", "id"],
+    ["Segment", (one) => one.segment ?? "all of it", "id minor"],
     ["Namespace", (one) => named(one.namespace), "text"],
-    ["Blocks", (one) => (one.segment ? `${one.depth}–${one.depth + one.slots - 1}` : "–"), "right"],
+    ["Blocks", (one) => (one.segment ? `${one.depth}–${one.depth + one.slots - 1}` : "–"), "right minor"],
     ["Size", (one) => size(one.stored_bytes), "right", (one) => one.stored_bytes],
   ], report.evictions.slice(0, 20), "Nothing has been evicted.");
   table("faults", [
     ["When", (one) => clock(one.at_s), "right"],
     ["Where", (one) => one.where],
     ["What", (one) => one.problem, "text"],
-    ["Namespace", (one) => (one.namespace ? named(one.namespace) : "–"), "text"],
-    ["Segment or request", (one) => one.subject || "–", "id"],
+    ["Namespace", (one) => (one.namespace ? named(one.namespace) : "–"), "text minor"],
+    ["Segment or request", (one) => one.subject || "–", "id minor"],
   ], report.faults.slice(0, 20), "None.");
 }
 
@@ -326,9 +328,9 @@ function janitor(report) {
     ["Runs", (step) => whole.format(step.runs), "right", (step) => step.runs],
     ["Done", (step) => whole.format(step.done), "right", (step) => step.done],
     ["Failures", (step) => whole.format(step.failures), "right", (step) => step.failures],
-    ["Time", (step) => duration(step.seconds), "right"],
-    ["Last", (step) => (step.last_run_s ? `${age(report.at_s - step.last_run_s)} ago` : "–"), "right"],
-    ["Problem", (step) => step.problem || "–", "text"],
+    ["Time", (step) => duration(step.seconds), "right minor"],
+    ["Last", (step) => (step.last_run_s ? `${age(report.at_s - step.last_run_s)} ago` : "–"), "right minor"],
+    ["Problem", (step) => step.problem || "–", "text minor"],
   ], one.steps, "");
 }
 
