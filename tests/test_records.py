@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from schemas.records import (
     pack_head,
     pack_part,
     pack_record,
+    rounded_cost,
     unpack_record,
 )
 
@@ -36,6 +39,11 @@ GOLDEN = [
         SegmentRecord((PartRecord(4096, (300, 301)),), 2, "planes-lz4", 1_700_000_000, 64, 1024),
         "01 00 0200 01 02 0000 00f15365 40000000 0004000000000000  00100000 2c010000 2d010000",
         id="planes-lz4",
+    ),
+    pytest.param(
+        SegmentRecord((PartRecord(4096, (512,)),), 1, "none", 1_700_000_000, 0, 512, 1883 << 16),
+        "01 01 0100 01 00 5b87 00f15365 00000000 0002000000000000  00100000 00020000",
+        id="with a cost",
     ),
 ]
 
@@ -61,8 +69,9 @@ def records(draw: st.DrawFn) -> SegmentRecord:
             st.builds(PartRecord, sizes, uniform if codec == "none" else slot_sizes), min_size=1, max_size=5
         )
     )
+    cost = rounded_cost(draw(st.integers(0, 2**44)))
     return SegmentRecord(
-        tuple(parts), slots, codec, draw(sizes), draw(sizes), draw(st.integers(0, 2**64 - 1))
+        tuple(parts), slots, codec, draw(sizes), draw(sizes), draw(st.integers(0, 2**64 - 1)), cost
     )
 
 
@@ -75,10 +84,7 @@ def test_unpacking_undoes_packing(record: SegmentRecord) -> None:
 def test_ranks_pack_their_parts_alone_and_agree_on_the_head(record: SegmentRecord) -> None:
     """What an index assembles from the ranks' commits is what one would have packed of the whole."""
     ranks = len(record.parts)
-    alone = [
-        SegmentRecord((part,), record.slots, record.codec, record.created_s, record.depth, record.raw_bytes)
-        for part in record.parts
-    ]
+    alone = [replace(record, parts=(part,)) for part in record.parts]
     heads = {pack_head(one, ranks) for one in alone}
     assert len(heads) == 1
     packed = heads.pop() + b"".join(pack_part(one, one.parts[0]) for one in alone)
@@ -95,13 +101,25 @@ def test_a_damaged_length_is_a_miss(record: SegmentRecord, data: st.DataObject) 
 
 @pytest.mark.parametrize(
     ("at", "value"),
-    [(0, 0), (0, 2), (2, 0), (4, 0), (5, 3), (6, 1)],
-    ids=["version 0", "version 2", "no slots", "no ranks", "unknown codec", "reserved bits"],
+    [(0, 0), (0, 2), (2, 0), (4, 0), (5, 3)],
+    ids=["version 0", "version 2", "no slots", "no ranks", "unknown codec"],
 )
 def test_what_this_version_does_not_know_is_a_miss(at: int, value: int) -> None:
     packed = bytearray(pack_record(SegmentRecord((PartRecord(4096, (1,)),), 1, "none", 1)))
     packed[at] = value
     assert unpack_record(bytes(packed)) is None
+
+
+@given(st.integers(0, 2**42))
+def test_costs_are_rounded_down_by_less_than_a_thousandth(cost_us: int) -> None:
+    rounded = rounded_cost(cost_us)
+    assert rounded <= cost_us < rounded + max(1, cost_us / 1000)
+    assert rounded_cost(rounded) == rounded
+
+
+def test_costs_have_an_end() -> None:
+    assert rounded_cost(-1.5) == 0
+    assert rounded_cost(1e30) == rounded_cost(2**60) == 2047 << 31
 
 
 def test_slot_ranges() -> None:

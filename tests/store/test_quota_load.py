@@ -121,8 +121,8 @@ def test_at_the_quota_under_load(where: str, redis_server: RedisServer, tmp_path
     assert replay.evicted > 50 * SECONDS
     assert most <= CAPACITY + WRITERS * SEGMENT
     if memory:
-        # Past the first third the keys are what they are; what remains is the allocator's.
-        assert memory[-1] <= 1.15 * memory[0]
+        # The rings of events and ghosts are full after some twenty seconds, and then it is flat.
+        assert memory[-1] <= (1.15 * memory[len(memory) // 2] if SECONDS >= 40 else 8 << 20)
 
 
 def _watch(
