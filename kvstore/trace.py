@@ -3,15 +3,16 @@
 One file per process at a time, JSON lines:
 
     {"kvstore_trace": 1, "began_s": 1790000000.123}
-    {"space": 0, "namespace": "8a74e0fa...", "kind": "kv", "block_tokens": 16, "block_bytes": 2097152}
+    {"space": 0, "namespace": "8a7...", "kind": "kv", "block_tokens": 16, "block_bytes": 65536, "parts": 1}
     {"t": 0.52, "n": 0, "d": "<base64>"}
     {"t": 1.07, "n": 0, "like": [2, 96], "d": "<base64>"}
 
-A request is a line with `t`, seconds since `began_s`, and `n`, the number of a `space` line before it. `d` is
-its chain of blocks from the first one on, 8 bytes of each digest, the last eight: the first eight don't tell
-the groups of a hybrid model apart. `like` [line, blocks]: it begins with the first `blocks` blocks of the
-request on that line of this file, counted from 0, and `d` is what follows them. Prompts share long prefixes,
-so this makes a trace of chats a fraction as long.
+A `space` line says what a namespace's blocks are; `block_bytes` are those of all ranks together, which store
+them in `parts`. A request is a line with `t`, seconds since `began_s`, and `n`, the number of its space. Its
+chain of blocks, from the first one on, is `d`, 8 bytes of each digest: the last eight, because the first ones
+don't tell the groups of a hybrid model apart. `like` [line, blocks]: it begins with the first `blocks` blocks
+of the request on that line of this file, counted from 0, and `d` is what follows them. Prompts share long
+prefixes, so this makes a trace of chats a fraction as long.
 
 A file is complete by itself: when it holds half of `trace.most_bytes` another is begun, and the one before it
 is deleted. A process that dies leaves at most its last line torn, which a reader skips. Nothing but digests
@@ -40,6 +41,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore.keys import DIGEST_BYTES, NamespaceId
+from schemas.namespace import Namespace
 from schemas.settings import TraceSettings
 
 log = logging.getLogger(__name__)
@@ -96,11 +98,17 @@ class Trace:
     def __repr__(self) -> str:
         return f"Trace({str(self._file.folder)!r})"
 
-    def describe(self, namespace: NamespaceId, *, kind: str, block_tokens: int, block_bytes: int) -> None:
-        """Say what the blocks of a namespace are, before the first of its requests. `block_bytes`: of a
-        typical block, all ranks together."""
-        about = {"kind": kind, "block_tokens": block_tokens, "block_bytes": block_bytes}
-        self._spaces[namespace] = json.dumps({"namespace": namespace, **about})[1:]
+    def describe(self, name: NamespaceId, namespace: Namespace, block_bytes: int) -> None:
+        """Say what a namespace's blocks are, before the first of its requests. `block_bytes`: of a typical
+        block, all ranks together."""
+        about = {
+            "namespace": name,
+            "kind": namespace.kind,
+            "block_tokens": namespace.groups[0].block_tokens if namespace.groups else 0,
+            "block_bytes": block_bytes,
+            "parts": namespace.parts(),
+        }
+        self._spaces[name] = json.dumps(about)[1:]
 
     def record(self, namespace: NamespaceId, digests: bytes, now_s: float) -> None:
         """Note that a request asked for a chain of packed digests. A few microseconds, no I/O, never raises.

@@ -78,14 +78,18 @@ def noted(trace: Trace, window_s: float) -> list[int]:
 
 @dataclass(slots=True)
 class _Segment:
-    """A living one."""
+    """One that lives, or has been evicted."""
 
-    #: Where it begins in its chain.
-    depth: int
-    slots: int
+    name: SegmentId
+    #: Where it begins in its chain, and where the next one would.
+    begin: int
+    end: int
     nbytes: int
-    #: In the order of eviction: minute of the last use, space, less the depth.
-    place: tuple[int, int, int]
+    #: Of its last use.
+    minute: int
+    living: bool = True
+    #: Another segment has blocks of it as well, or had.
+    overlaps: bool = False
 
 
 class StoreReplay:
@@ -95,15 +99,15 @@ class StoreReplay:
         self._trace = trace
         self._rules = rules
         self._high, self._low = rules.high * capacity, int(rules.low * capacity)
-        #: Per block, the segment that its entry names, dead or alive.
-        self._entries: list[SegmentId | None] = [None] * trace.blocks
-        self._living: dict[SegmentId, _Segment] = {}
-        #: Segments in the order of eviction, with places that they have left since.
-        self._order: list[tuple[tuple[int, int, int], SegmentId]] = []
+        #: Per block, the segment that its entry names.
+        self._entries: list[_Segment | None] = [None] * trace.blocks
+        self._segments: list[_Segment] = []
+        #: Minute of the last use, namespace, less the depth, number of the segment; with places that segments
+        #: have left since.
+        self._order: list[tuple[int, int, int, int]] = []
         # Namespaces are merged in the order of their ids.
         ids = sorted((space.namespace, number) for number, space in enumerate(trace.spaces))
         self._rank = {number: rank for rank, (_, number) in enumerate(ids)}
-        self._made = 0
         self.used_bytes = 0
         self.stored_bytes = 0
         self.evictions = 0
@@ -114,68 +118,100 @@ class StoreReplay:
         tokens = [space.block_tokens for space in self._trace.spaces]
         blocks = saved = 0
         for number, request in enumerate(self._trace.requests):
-            noted = len(request.chain) if notes is None else notes[number]
-            hits = self.serve(request, noted)
+            worth = len(request.chain) if notes is None else notes[number]
+            hits = self.serve(request, worth)
             blocks += hits
             saved += hits * tokens[request.space]
         return Tally(blocks, saved, self.stored_bytes, self.evictions, self.evicted_bytes)
 
-    def serve(self, request: Request, noted: int) -> int:
-        """One request, of which `noted` leading blocks are worth saving; returns how many blocks it found."""
+    def serve(self, request: Request, worth: int) -> int:
+        """One request, of which `worth` leading blocks are worth saving; returns how many blocks it found."""
         chain, minute = request.chain, int(request.at_s // MINUTE_S)
         segments, hits = self._match(chain, 0, len(chain))
-        for name in segments:
-            self._use(name, minute)
+        for segment in segments:
+            if segment.minute < minute:
+                segment.minute = minute
+                self._queue(segment, request.space)
         step = self._rules.segment_blocks[request.space]
-        for begin in range(hits, noted, step):
-            self._save(request, begin, min(begin + step, noted), minute)
+        for begin in range(hits, worth, step):
+            self._save(request, begin, min(begin + step, worth), minute)
         return hits
 
-    def _match(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[SegmentId], int]:
-        """The segments that serve a piece of a chain, and how many of its leading blocks they serve."""
-        entries, living = self._entries, self._living
+    def _match(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[_Segment], int]:
+        """The segments that serve a piece of a chain, and where the blocks end that they serve.
+
+        The walk of the index, without its look-ups beyond the first missing block: they find something only
+        where segments overlap, and there this is the walk itself.
+        """
+        entries, found, at = self._entries, [], begin
+        while at < end:
+            segment = entries[chain[at]]
+            if segment is None:
+                break
+            if segment.overlaps:
+                return self._walk(chain, begin, end)
+            if not segment.living:
+                break
+            found.append(segment)
+            # As much of the segment as this chain shares with the one that it was saved of.
+            low, at = at, min(segment.end, end)
+            if entries[chain[at - 1]] is not segment:
+                high = at - 1
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    if entries[chain[middle]] is segment:
+                        low = middle
+                    else:
+                        high = middle
+                at = high
+        return found, at
+
+    def _walk(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[_Segment], int]:
+        named: dict[SegmentId, _Segment] = {}
 
         def lookup(position: int) -> tuple[SegmentId, int] | None:
-            name = entries[chain[begin + position]]
-            segment = None if name is None else living.get(name)
-            if name is None or segment is None:
+            segment = self._entries[chain[begin + position]]
+            if segment is None or not segment.living:
                 return None
-            return name, begin + position - segment.depth
+            named[segment.name] = segment
+            return segment.name, begin + position - segment.begin
 
         runs = walk(end - begin, lookup, lambda name: _LIVING)
-        return [run.segment for run in runs], runs[-1].start + runs[-1].count if runs else 0
+        served = runs[-1].start + runs[-1].count if runs else 0
+        return [named[run.segment] for run in runs], begin + served
 
     def _save(self, request: Request, begin: int, end: int, minute: int) -> None:
-        begin += self._match(request.chain, begin, end)[1]
+        begin = self._match(request.chain, begin, end)[1]
         if begin == end:
             return
-        slots = end - begin
-        nbytes = slots * self._trace.spaces[request.space].block_bytes + self._rules.header_bytes(slots)
-        name = SegmentId(self._made.to_bytes(8, "big"))
-        self._made += 1
-        place = (minute, self._rank[request.space], -begin)
-        self._living[name] = _Segment(begin, slots, nbytes, place)
-        heappush(self._order, (place, name))
+        slots, space = end - begin, self._trace.spaces[request.space]
+        nbytes = slots * space.block_bytes + space.parts * self._rules.header_bytes(slots)
+        # Of two segments that are equal in all else the one with the lesser id goes first: here, the older.
+        name = SegmentId(len(self._segments).to_bytes(8, "big"))
+        segment = _Segment(name, begin, end, nbytes, minute)
+        self._segments.append(segment)
+        entries = self._entries
         for block in request.chain[begin:end]:
-            self._entries[block] = name
+            former = entries[block]
+            if former is not None and (former.living or former.overlaps):
+                former.overlaps = segment.overlaps = True
+            entries[block] = segment
+        self._queue(segment, request.space)
         self.used_bytes += nbytes
         self.stored_bytes += nbytes
         if self.used_bytes > self._high:
             self._evict()
 
-    def _use(self, name: SegmentId, minute: int) -> None:
-        segment = self._living[name]
-        if segment.place[0] < minute:
-            segment.place = (minute, *segment.place[1:])
-            heappush(self._order, (segment.place, name))
+    def _queue(self, segment: _Segment, space: int) -> None:
+        number = int.from_bytes(segment.name, "big")
+        heappush(self._order, (segment.minute, self._rank[space], -segment.begin, number))
 
     def _evict(self) -> None:
         while self.used_bytes > self._low:
-            place, name = heappop(self._order)
-            segment = self._living.get(name)
-            if segment is None or segment.place != place:
-                continue
-            del self._living[name]
-            self.used_bytes -= segment.nbytes
-            self.evictions += 1
-            self.evicted_bytes += segment.nbytes
+            minute, _, _, number = heappop(self._order)
+            segment = self._segments[number]
+            if segment.living and segment.minute == minute:
+                segment.living = False
+                self.used_bytes -= segment.nbytes
+                self.evictions += 1
+                self.evicted_bytes += segment.nbytes

@@ -30,6 +30,7 @@ import numpy as np
 
 from kvstore.admin.progress import Progress
 from kvstore.errors import ConfigError
+from kvstore.index.contract import MAX_RANKS
 from kvstore.trace import VERSION, WORD, WORD_BYTES
 
 #: The longest line that is looked at: a prompt of three million blocks.
@@ -72,6 +73,8 @@ class TracedSpace:
     kind: str
     block_tokens: int
     block_bytes: int
+    #: Into how many payloads a segment is cut.
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +260,15 @@ class _File:
 
     def _space(self, item: dict[str, Any]) -> bool:
         number, name, kind = item["space"], item.get("namespace"), item.get("kind")
-        tokens, nbytes = item.get("block_tokens", -1), item.get("block_bytes", -1)
+        tokens, nbytes, parts = (item.get(key, -1) for key in ("block_tokens", "block_bytes", "parts"))
         if not (isinstance(number, int) and isinstance(name, str) and _NAMESPACE.fullmatch(name)):
             return False
         if not (_within(tokens, 0, _MAX_TOKENS) and _within(nbytes, 1, _MAX_BYTES) and kind in ("kv", "ec")):
             return False
+        if not _within(parts, 1, MAX_RANKS):
+            return False
         nbytes = self._forest.assumed.block_bytes or nbytes
-        self._spaces[number] = self._forest.space(TracedSpace(name, kind, tokens, nbytes))
+        self._spaces[number] = self._forest.space(TracedSpace(name, kind, tokens, nbytes, parts))
         return True
 
     def _request(self, number: int, item: dict[str, Any]) -> bool:
