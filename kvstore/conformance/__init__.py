@@ -7,5 +7,20 @@ import pytest
 
 # Before the modules are imported, or their plain asserts would say nothing when they fail.
 pytest.register_assert_rewrite(
-    *(f"kvstore.conformance.{name}" for name in ("payloads", "index", "catalogue", "chains"))
+    *(
+        f"kvstore.conformance.{name}"
+        for name in (
+            "admission",
+            "catalogue",
+            "chains",
+            "commits",
+            "culling",
+            "index",
+            "invalidation",
+            "journal",
+            "maintained",
+            "payloads",
+            "upkeep",
+        )
+    )
 )

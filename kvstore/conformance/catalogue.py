@@ -1,64 +1,46 @@
-"""CatalogueConformance: the contract of kvstore.ports.Maintenance as tests.
-
-A catalogue passes if a subclass with two fixtures passes; they may be one object:
-
-    class TestMine(CatalogueConformance):
-        @pytest.fixture
-        def index(self): ...        an empty index, opened
-
-        @pytest.fixture
-        def catalogue(self): ...    the catalogue of the same storage; default: `index` itself
-"""
+"""CatalogueConformance: the contract of kvstore.catalogue.Catalogue as tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import pytest
-
-from kvstore.catalogue import Maintenance, Usage
+from kvstore.catalogue import Entry, Maintenance, Usage
 from kvstore.conformance.chains import (
     CREATED_S,
     EXPECTED_BLOCKS,
+    UNKNOWN,
     chain,
+    items,
     namespace,
-    part_of,
     put,
     put_all,
     record,
-    served,
 )
-from kvstore.keys import NamespaceId, SegmentId, canonical_json, new_segment_id
-from kvstore.ports import CommitState, Index
+from kvstore.conformance.maintained import (
+    DELETE_AFTER_S,
+    MADE_S,
+    MINUTE,
+    NOTHING,
+    SOON_S,
+    Maintained,
+    evict,
+    fill,
+    in_order,
+    keep_minute,
+    pin,
+    usage_of,
+)
+from kvstore.errors import CapacityExceeded
+from kvstore.keys import NamespaceId, SegmentId, canonical_json, new_segment_id, split_digests
+from kvstore.ports import Index
+from schemas.records import rounded_cost
 
-MINUTE = 60
-#: A whole minute after the suites' segments were made.
-SOON_S = CREATED_S // MINUTE * MINUTE + MINUTE
-DELETE_AFTER_S = CREATED_S + 3600
-UNKNOWN = NamespaceId("0000000000000000")
-NOTHING = Usage(0, 0, 0)
 
-
-class CatalogueConformance:
-    """Subclass it, name the subclass Test..., and give the fixtures."""
-
-    @pytest.fixture
-    def index(self) -> Index | Iterator[Index]:
-        """An empty index."""
-        raise NotImplementedError
-
-    @pytest.fixture
-    def catalogue(self, index: Index) -> Maintenance:
-        """Its catalogue."""
-        assert isinstance(index, Maintenance), "override the fixture `catalogue`"
-        return index
-
-    @pytest.fixture
-    def name(self, index: Index) -> NamespaceId:
-        """A registered namespace."""
-        return index.register(namespace(), expected_blocks=EXPECTED_BLOCKS)
+class CatalogueConformance(Maintained):
+    """A part of MaintenanceConformance."""
 
     # namespaces, usage
 
@@ -111,26 +93,90 @@ class CatalogueConformance:
         index.commit(name, segment, digests, record(3), rank=1, ranks=2)
         assert catalogue.usage(name) == NOTHING
 
+    def test_usage_has_pinned_bytes_and_costs(
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
+    ) -> None:
+        costs = [rounded_cost(cost) for cost in (0, 5, 123_456, 7 * 10**11)]
+        one = record(1).nbytes
+        segments = [put(index, name, chain(1, seed=str(i)), cost_us=cost) for i, cost in enumerate(costs)]
+        assert catalogue.usage(name) == Usage(4 * one, 4, 4, 0, sum(costs))
+        pin(catalogue, name, segments[2:])
+        put(index, name, chain(1, seed="3"), segment=segments[3], cost_us=costs[3])
+        assert catalogue.usage(name) == Usage(4 * one, 4, 4, 2 * one, sum(costs))
+        evict(index, name, segments[1:3])
+        assert catalogue.usage(name) == Usage(2 * one, 2, 2, one, costs[0] + costs[3])
+        catalogue.unpin(name, segments)
+        assert catalogue.usage(name) == Usage(2 * one, 2, 2, 0, costs[0] + costs[3])
+        catalogue.unlist(name, segments)
+        assert catalogue.usage(name) == NOTHING
+
     def test_usage_stays_exact_under_threads(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
+        other = self.configured()
+
         def work(worker: int) -> None:
-            digests = chain(40, seed=str(worker % 3))
-            for step in range(20):
-                segment = put(index, name, digests, step, 1 + step % 7)
+            source = random.Random(worker)
+            mine: list[SegmentId] = []
+            handle = other if worker % 2 else index
+            for step in range(25):
+                digests = chain(40, seed=str(worker % 3))
+                mine.append(put(handle, name, digests, step, 1 + step % 7, cost_us=1 << step))
+                some = source.sample(mine, min(3, len(mine)))
+                handle.touch(name, some, SOON_S + MINUTE * step)
+                try:
+                    other.pin(name, some, most_bytes=100_000)
+                except CapacityExceeded:
+                    other.unpin(name, mine)
                 if step % 2:
-                    index.evict(name, [segment], delete_after_s=DELETE_AFTER_S, rule="admin")
+                    evict(handle, name, some[:1])
+                if step % 9 == 8:
+                    catalogue.unlist(name, some[1:])
+                if worker == 0 and step == 12:
+                    catalogue.invalidate(name)
                 catalogue.cull(
                     name, keep_bytes=60_000, delete_after_s=DELETE_AFTER_S, limit=3, rule="capacity"
                 )
 
-        with ThreadPoolExecutor(4) as pool:
-            for future in [pool.submit(work, worker) for worker in range(4)]:
-                future.result()
-        listed = list(catalogue.segments(name))
-        assert catalogue.usage(name) == Usage(
-            sum(one.record.nbytes for one in listed), len(listed), sum(one.record.slots for one in listed)
-        )
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                for future in [pool.submit(work, worker) for worker in range(4)]:
+                    future.result()
+        finally:
+            other.close()
+        usage = catalogue.usage(name)
+        assert usage == usage_of(catalogue.segments(name)) != NOTHING
+        found = catalogue.reconcile(name)
+        assert (found.recorded, found.counted, found.mended) == (usage, usage, 0)
+        assert catalogue.usage(name) == usage
+
+    # accounts
+
+    def test_accounts_tell_of_every_namespace(self, index: Index, catalogue: Maintenance) -> None:
+        assert catalogue.accounts() == []
+        spaces = [namespace(), namespace("b").model_copy(update={"tenant": "caf\u00e9"}), items()]
+        began = time.time()
+        names = [index.register(one, expected_blocks=EXPECTED_BLOCKS) for one in spaces]
+        segments = put_all(index, names[1], chain(10), [2] * 5)
+        pin(catalogue, names[1], segments[:1])
+        evict(index, names[1], segments[3:])
+        put(index, names[2], chain(1), cost_us=100)
+        bygone = put_all(index, names[0], chain(4), [1] * 4)
+        catalogue.invalidate(names[0])
+        put(index, names[0], chain(9))
+        catalogue.drain(names[0], delete_after_s=DELETE_AFTER_S, limit=1)
+        accounts = catalogue.accounts()
+        assert [one.namespace for one in accounts] == sorted(names)
+        told = {one.namespace: one for one in accounts}
+        for name, space in zip(names, spaces, strict=True):
+            assert (told[name].kind, told[name].tenant) == (space.kind, space.tenant)
+            assert told[name].usage == catalogue.usage(name) == usage_of(catalogue.segments(name))
+            # The index may have a clock of its own, and whole seconds.
+            assert began - 5 < told[name].seen_s < time.time() + 5
+        drained = told[names[0]].trashed
+        assert 1 <= drained <= len(bygone)
+        assert [told[name].trashed for name in names] == [drained, 2, 0]
+        assert [told[name].bygone for name in names] == [len(bygone) - drained, 0, 0]
 
     # segments, get
 
@@ -190,200 +236,187 @@ class CatalogueConformance:
         assert uses() == [SOON_S + 3600] * 2
         assert {one.last_use_s for one in catalogue.segments(name)} == {SOON_S + 3600}
 
-    # cull
+    # states
 
-    def cull(
-        self, catalogue: Maintenance, name: NamespaceId, keep: int = 0, limit: int = 1000
-    ) -> list[SegmentId]:
-        """Cull with this suite's deletion time."""
-        return catalogue.cull(
-            name, keep_bytes=keep, delete_after_s=DELETE_AFTER_S, limit=limit, rule="capacity"
-        )
+    def test_states(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
+        old = put(index, name, chain(1, seed="old"))
+        catalogue.invalidate(name)
+        visible, trashed, buried, pinned = put_all(index, name, chain(8), [2] * 4)
+        pin(catalogue, name, [pinned])
+        evict(index, name, [buried])
+        catalogue.bury(name, [buried])
+        incomplete, dropped = new_segment_id(), new_segment_id()
+        for segment in (incomplete, dropped):
+            index.commit(name, segment, chain(2, seed="i"), record(2), rank=1, ranks=2)
+        evict(index, name, [trashed, dropped])
+        asked = [visible, trashed, buried, pinned, incomplete, dropped, old, new_segment_id(), visible]
+        states = ["visible", "trash", None, "visible", "incomplete", "trash", "bygone", None, "visible"]
+        assert catalogue.states(name, asked) == states
+        assert catalogue.states(name, []) == []
+        assert catalogue.states(UNKNOWN, asked) == [None] * 9
+        index.commit(name, incomplete, chain(2, seed="i"), record(2), rank=0, ranks=2)
+        catalogue.drain(name, delete_after_s=DELETE_AFTER_S, limit=100)
+        assert catalogue.states(name, [incomplete, old]) == ["visible", "trash"]
 
-    def test_cull_takes_the_least_recently_used(
+    # sample
+
+    def test_sample_draws_by_chance(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
+        assert catalogue.sample(name, 5) == catalogue.sample(UNKNOWN, 5) == []
+        segments = put_all(index, name, chain(40), [1] * 40)
+        gone = segments[::8]
+        evict(index, name, gone)
+        pin(catalogue, name, segments[1:3])
+        right = {one.segment: one for one in catalogue.segments(name)}
+        drawn: set[SegmentId] = set()
+        for _ in range(60):
+            some = catalogue.sample(name, 8)
+            assert len({one.segment for one in some}) == len(some) == 8
+            assert all(right[one.segment] == one for one in some)
+            drawn |= {one.segment for one in some}
+        # That one is never drawn happens once in 10**6.
+        assert drawn == set(right)
+        assert {one.segment for one in catalogue.sample(name, 1000)} == set(right)
+        assert catalogue.sample(name, 0) == []
+
+    # entries
+
+    def test_entries_are_listed_dangling_ones_included(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        segments = [put(index, name, chain(1, seed=str(i))) for i in range(6)]
-        for minutes, i in enumerate([3, 0, 5, 1, 4, 2]):
-            index.touch(name, [segments[i]], SOON_S + MINUTE * minutes)
-        one = record(1).nbytes
-        assert self.cull(catalogue, name, keep=4 * one) == [segments[3], segments[0]]
-        assert self.cull(catalogue, name, keep=4 * one) == []
-        assert self.cull(catalogue, name, keep=4 * one - 1) == [segments[5]]
-        assert self.cull(catalogue, name) == [segments[1], segments[4], segments[2]]
-        assert catalogue.usage(name) == NOTHING
-        assert self.cull(catalogue, name) == self.cull(catalogue, UNKNOWN) == []
+        assert list(catalogue.entries(name)) == list(catalogue.entries(UNKNOWN)) == []
+        beside = index.register(namespace("another"), expected_blocks=EXPECTED_BLOCKS)
+        put(index, beside, chain(3))
+        digests = chain(2500)
+        segments = put_all(index, name, digests, [500] * 5)
+        copy = put(index, name, digests, 400, 200)
+        evict(index, name, [segments[1], copy])
+        assert catalogue.invalidate(name) == 4
+        again = put(index, name, digests, 0, 100)
+        expected = [
+            Entry(digest, segments[i // 500], i % 500) for i, digest in enumerate(split_digests(digests))
+        ]
+        expected[400:600] = [replace(one, segment=copy, slot=i) for i, one in enumerate(expected[400:600])]
+        expected[:100] = [replace(one, segment=again) for one in expected[:100]]
 
-    def test_cull_takes_tails_of_chains_before_heads(
+        def listed() -> list[Entry]:
+            return sorted(catalogue.entries(name), key=lambda one: one.digest)
+
+        assert listed() == sorted(expected, key=lambda one: one.digest)
+        while catalogue.sweep(name, 10_000):
+            pass
+        assert listed() == sorted(expected[:100], key=lambda one: one.digest)
+
+    def test_entries_survive_changes_while_they_are_read(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        chains = [chain(400, seed=seed) for seed in "ab"]
-        heads, middles, tails = zip(
-            *(put_all(index, name, digests, [64, 300, 36]) for digests in chains), strict=True
-        )
-        index.touch(name, [*heads, *middles, *tails], SOON_S)
-        gone = self.cull(catalogue, name)
-        assert [set(gone[:2]), set(gone[2:4]), set(gone[4:])] == [set(tails), set(middles), set(heads)]
+        digests = chain(3000)
+        segments = put_all(index, name, digests, [1000] * 3)
+        evict(index, name, segments[1:2])
+        seen = set()
+        for i, one in enumerate(catalogue.entries(name)):
+            seen.add(one.digest)
+            if i % 300 == 0:
+                catalogue.sweep(name, 200)
+        kept = split_digests(digests)
+        assert seen >= {*kept[:1000], *kept[2000:]}
 
-    def test_cull_prefers_an_old_head_to_a_new_tail(
+    # order
+
+    def test_order_is_the_order_of_eviction(
+        self, index: Index, catalogue: Maintenance, name: NamespaceId, encoder: NamespaceId
+    ) -> None:
+        assert catalogue.order(name, 10) == catalogue.order(UNKNOWN, 10) == []
+        source = random.Random(7)
+        for namespace_, worthy in ((name, False), (encoder, True)):
+            segments = fill(index, namespace_, source, 150)
+            for minutes in range(3):
+                index.touch(namespace_, source.sample(segments, 20), SOON_S + MINUTE * minutes)
+            pin(catalogue, namespace_, source.sample(segments, 10))
+            catalogue.unpin(namespace_, source.sample(segments, 75))
+            evict(index, namespace_, source.sample(segments, 15))
+            listed = {one.segment: one for one in catalogue.segments(namespace_)}
+            assert any(one.pinned for one in listed.values())
+            order = catalogue.order(namespace_, 1000)
+            assert [one.segment for one in order] == in_order(listed.values(), worthy=worthy)
+            for one in order:
+                right = listed[one.segment]
+                assert (one.nbytes, one.used_s) == (right.record.nbytes, right.last_use_s)
+                assert one.keep_s == keep_minute(right, worthy=worthy) * MINUTE
+            assert len({one.keep_s - one.used_s for one in order}) == (8 if worthy else 1)
+            assert catalogue.order(namespace_, 7) == order[:7]
+            assert catalogue.order(namespace_, 0) == []
+
+    def test_order_goes_by_costs_only_if_asked_to(
+        self, index: Index, catalogue: Maintenance, encoder: NamespaceId
+    ) -> None:
+        plain = self.configured(cost_aware=False)
+        dear = put(plain, encoder, chain(1, seed="a"), cost_us=10**9)
+        plain.close()
+        cheap = put(index, encoder, chain(1, seed="b"), created_s=CREATED_S + MINUTE)
+        worthy = put(index, encoder, chain(1, seed="c"), created_s=CREATED_S - MINUTE, cost_us=10**9)
+        order = catalogue.order(encoder, 10)
+        assert [one.segment for one in order] == [dear, cheap, worthy]
+        assert [one.used_s for one in order] == [MADE_S, MADE_S + MINUTE, MADE_S - MINUTE]
+        assert [one.keep_s - one.used_s for one in order] == [0, 0, 150 * MINUTE]
+
+    # hottest
+
+    def test_hottest_are_those_that_begin_loads(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        head, tail = put_all(index, name, chain(100), [50, 50])
-        index.touch(name, [tail], SOON_S)
-        assert self.cull(catalogue, name, limit=1) == [head]
+        a, b, c, d = put_all(index, name, chain(8), [2] * 4)
+        assert catalogue.hottest(name, 10) == catalogue.hottest(UNKNOWN, 10) == []
+        for minutes, touched in [(0, [a, b]), (0, [a, b]), (1, [a, c]), (1, [b, a]), (2, [a]), (9, [])]:
+            index.touch(name, touched, SOON_S + MINUTE * minutes)
+        # A use that is told late is of no new minute, and what is not there begins nothing.
+        index.touch(name, [a, b], SOON_S)
+        index.touch(name, [new_segment_id(), d], SOON_S + MINUTE)
+        assert catalogue.hottest(name, 10) == [(a, 3.0), (b, 1.0)]
+        assert catalogue.hottest(name, 1) == [(a, 3.0)]
+        assert catalogue.hottest(name, 0) == []
+        pin(catalogue, name, [a, b])
+        index.touch(name, [b], SOON_S + 5 * MINUTE)
+        assert catalogue.hottest(name, 10) == [(a, 3.0), (b, 2.0)]
+        catalogue.cool(name)
+        assert catalogue.hottest(name, 10) == [(a, 1.5), (b, 1.0)]
+        evict(index, name, [a])
+        assert catalogue.hottest(name, 10) == [(b, 1.0)]
+        for _ in range(5):
+            catalogue.cool(name)
+        assert catalogue.hottest(name, 10) == []
+        catalogue.cool(UNKNOWN)
+        index.touch(name, [b], SOON_S + 6 * MINUTE)
+        catalogue.invalidate(name)
+        assert catalogue.hottest(name, 10) == []
 
-    def test_cull_orders_segments_of_enormous_depth(
+    def test_hottest_watches_a_bounded_number(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        depths = [0, 1, 2**24 - 2, 2**24 - 1]
-        segments = [new_segment_id() for _ in depths]
-        for segment, depth in zip(segments, depths, strict=True):
-            digests = chain(1, seed=str(depth))
-            index.commit(name, segment, digests, record(1, depth=depth), rank=0, ranks=1)
-        assert self.cull(catalogue, name) == segments[::-1]
+        segments = put_all(index, name, chain(2060), [1] * 2060)
+        often = segments[:20]
+        for minutes in range(2):
+            for segment in often:
+                index.touch(name, [segment], SOON_S + MINUTE * minutes)
+        for segment in segments[20:]:
+            index.touch(name, [segment], SOON_S)
+        found = catalogue.hottest(name, 10_000)
+        assert 1000 <= len(found) <= 2048
+        assert {segment for segment, minutes in found if minutes == 2.0} == set(often)
 
-    def test_cull_stops_at_its_limit(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
-        segments = put_all(index, name, chain(50), [1] * 50)
-        assert self.cull(catalogue, name, limit=0) == []
-        assert self.cull(catalogue, name, limit=20) == segments[:29:-1]
-        assert len(self.cull(catalogue, name, limit=31)) == 30
+    # quotas
 
-    def test_culled_segments_are_evicted(
-        self, index: Index, catalogue: Maintenance, name: NamespaceId
-    ) -> None:
-        digests = chain(20)
-        segments = put_all(index, name, digests, [10, 10])
-        assert self.cull(catalogue, name, limit=1) == [segments[1]]
-        assert served(index.match(name, digests)) == 10
-        assert catalogue.due(name, DELETE_AFTER_S, 10) == [(segments[1], 1)]
-
-    # due, bury
-
-    def test_due_when_the_time_has_come(
-        self, index: Index, catalogue: Maintenance, name: NamespaceId
-    ) -> None:
-        segments = put_all(index, name, chain(6), [1] * 6)
-        times = [1000.0, 1000.5, 2000.0, 2000.0, 3000.0]
-        for segment, time_s in zip(segments, times, strict=False):
-            index.evict(name, [segment], delete_after_s=time_s, rule="admin")
-
-        def due(now_s: float, limit: int = 100) -> list[SegmentId]:
-            found = catalogue.due(name, now_s, limit)
-            assert {ranks for _, ranks in found} <= {1}
-            return [segment for segment, _ in found]
-
-        assert due(999.9) == []
-        assert due(1000.0) == segments[:1]
-        assert segments[1] not in due(1000.4)
-        assert due(1001.0) == segments[:2]
-        assert due(1999.9) == segments[:2]
-        assert set(due(2000.0)) == set(segments[:4])
-        assert due(5000.0, limit=2) == segments[:2]
-        assert due(5000.0, limit=0) == []
-        assert set(due(5000.0)) == set(segments[:5])
-        assert catalogue.due(UNKNOWN, 5000.0, 10) == []
-
-    def test_due_tells_the_ranks(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
-        expected = {}
-        for ranks in (1, 2, 3, 64, 255):
-            segment = new_segment_id()
-            expected[segment] = ranks
-            for rank in range(ranks):
-                digests = chain(1, seed=str(ranks))
-                index.commit(name, segment, digests, record(1), rank=rank, ranks=ranks)
-        incomplete = new_segment_id()
-        expected[incomplete] = 7
-        index.commit(name, incomplete, chain(1, seed="x"), record(1), rank=6, ranks=7)
-        assert index.evict(name, list(expected), delete_after_s=DELETE_AFTER_S, rule="admin") == 5
-        assert dict(catalogue.due(name, DELETE_AFTER_S, 100)) == expected
-
-    def test_due_until_buried(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
-        segments = put_all(index, name, chain(4), [1] * 4)
-        index.evict(name, segments[:3], delete_after_s=DELETE_AFTER_S, rule="admin")
-        catalogue.bury(name, [])
-        catalogue.bury(name, [segments[0], segments[2], segments[3], new_segment_id()])
-        catalogue.bury(UNKNOWN, segments)
-        assert catalogue.due(name, DELETE_AFTER_S, 10) == [(segments[1], 1)]
-        catalogue.bury(name, segments)
-        assert catalogue.due(name, DELETE_AFTER_S, 10) == []
-        assert served(index.match(name, part_of(chain(4), 3))) == 1
-
-    def test_an_incomplete_commit_that_was_buried_begins_anew(
-        self, index: Index, catalogue: Maintenance, name: NamespaceId
-    ) -> None:
-        """The payload of the first rank is deleted by then: it must be written and committed again."""
-        segment = new_segment_id()
-        index.commit(name, segment, chain(2), record(2), rank=0, ranks=2)
-        index.evict(name, [segment], delete_after_s=DELETE_AFTER_S, rule="admin")
-        catalogue.bury(name, [segment])
-        state = index.commit(name, segment, chain(2), record(2), rank=1, ranks=2)
-        assert state is CommitState.WAITING
-        assert index.match(name, chain(2)) == []
-
-    def test_evicting_again_does_not_put_off_the_deletion(
-        self, index: Index, catalogue: Maintenance, name: NamespaceId
-    ) -> None:
-        segment = put(index, name, chain(1))
-        index.evict(name, [segment], delete_after_s=1000.0, rule="admin")
-        index.evict(name, [segment], delete_after_s=9000.0, rule="admin")
-        assert catalogue.due(name, 1000.0, 10) == [(segment, 1)]
-        catalogue.bury(name, [segment])
-        index.evict(name, [segment], delete_after_s=1000.0, rule="admin")
-        assert catalogue.due(name, 9000.0, 10) == []
-
-    # sweep
-
-    def sweep(self, catalogue: Maintenance, name: NamespaceId, limit: int, calls: int = 40) -> int:
-        """Sweep again and again."""
-        return sum(catalogue.sweep(name, limit) for _ in range(calls))
-
-    @pytest.mark.parametrize("expected_blocks", [1, 1000, 40_000])
-    def test_sweep_drops_every_dangling_entry_once(
-        self, index: Index, catalogue: Maintenance, expected_blocks: int
-    ) -> None:
-        name = index.register(namespace(), expected_blocks=expected_blocks)
-        digests = chain(1000)
-        segments = put_all(index, name, digests, [50] * 20)
-        assert self.sweep(catalogue, name, 10_000, 3) == 0
-        index.evict(name, segments[7:], delete_after_s=DELETE_AFTER_S, rule="admin")
-        assert self.sweep(catalogue, name, 200) == 650
-        assert self.sweep(catalogue, name, 10_000, 3) == 0
-        assert served(index.match(name, digests)) == 350
-        assert [run is not None for run in index.find(name, digests)] == [True] * 350 + [False] * 650
-
-    def test_sweep_keeps_entries_that_were_written_anew(
-        self, index: Index, catalogue: Maintenance, name: NamespaceId
-    ) -> None:
-        digests = chain(100)
-        old = put(index, name, digests)
-        index.evict(name, [old], delete_after_s=DELETE_AFTER_S, rule="admin")
-        put(index, name, digests, 0, 60)
-        assert self.sweep(catalogue, name, 1000, 3) == 40
-        assert served(index.match(name, digests)) == 60
-
-    def test_sweep_stops_at_about_its_limit(
-        self, index: Index, catalogue: Maintenance, name: NamespaceId
-    ) -> None:
-        index.evict(
-            name, put_all(index, name, chain(2000), [500] * 4), delete_after_s=DELETE_AFTER_S, rule="admin"
-        )
-        assert catalogue.sweep(name, 0) == 0
-        first = catalogue.sweep(name, 100)
-        assert 100 <= first < 1000
-        assert first + self.sweep(catalogue, name, 100) == 2000
-
-    def test_sweep_goes_on_where_it_stopped(
-        self, index: Index, catalogue: Maintenance, name: NamespaceId
-    ) -> None:
-        # Many more living entries than one call looks at, so that starting anew would find nothing.
-        digests = chain(10_000)
-        segments = put_all(index, name, digests, [1000] * 10)
-        index.evict(name, [segments[3]], delete_after_s=DELETE_AFTER_S, rule="admin")
-        assert self.sweep(catalogue, name, 50, calls=60) == 1000
-        assert served(index.match(name, digests)) == 3000
-
-    def test_sweep_of_nothing(self, catalogue: Maintenance, name: NamespaceId) -> None:
-        assert catalogue.sweep(name, 100) == catalogue.sweep(UNKNOWN, 100) == 0
+    def test_quotas_are_kept_until_they_are_taken_back(self, index: Index, catalogue: Maintenance) -> None:
+        assert catalogue.quotas() == {}
+        other = self.configured()
+        scopes = {"store": 1 << 50, "tenant/caf\u00e9 {x}": 1, f"namespace/{UNKNOWN}": 10**15}
+        for scope, nbytes in scopes.items():
+            other.set_quota(scope, nbytes)
+        assert catalogue.quotas() == scopes
+        other.set_quota("store", 7)
+        other.set_quota(f"namespace/{UNKNOWN}", None)
+        other.set_quota("tenant/nobody", None)
+        other.close()
+        assert catalogue.quotas() == {"store": 7, "tenant/caf\u00e9 {x}": 1}
 
     # ping
 

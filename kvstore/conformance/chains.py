@@ -13,7 +13,11 @@ from schemas.records import PartRecord, SegmentRecord
 
 #: When the suites' segments were made, unless a test says otherwise.
 CREATED_S = 1_700_000_040
+#: An hour after.
+LATER_S = CREATED_S + 3600.0
 EXPECTED_BLOCKS = 1000
+#: An id that no namespace has.
+UNKNOWN = NamespaceId("0" * 16)
 
 
 def namespace(model: str = "model") -> Namespace:
@@ -28,6 +32,11 @@ def namespace(model: str = "model") -> Namespace:
         hash_algo="sha256",
         groups=(group,),
     )
+
+
+def items(model: str = "encoder") -> Namespace:
+    """A namespace of encoder items."""
+    return Namespace(kind="ec", model=model, weights="w", dtype="float32")
 
 
 def chain(blocks: int, *, seed: str = "", after: bytes = b"") -> bytes:
@@ -58,10 +67,11 @@ def record(
     sizes: Sequence[int] | None = None,
     codec: Literal["none", "lz4"] = "none",
     data_start: int = 4096,
+    cost_us: int = 0,
 ) -> SegmentRecord:
     """A record of one part. Slots have one size, unless `sizes` names them."""
     part = PartRecord(data_start, tuple(sizes or (512,) * slots))
-    return SegmentRecord((part,), slots, codec, created_s, depth, 512 * slots)
+    return SegmentRecord((part,), slots, codec, created_s, depth, 512 * slots, cost_us)
 
 
 def put(
@@ -73,6 +83,7 @@ def put(
     *,
     created_s: int = CREATED_S,
     segment: SegmentId | None = None,
+    cost_us: int = 0,
 ) -> SegmentId:
     """Commit blocks of a chain as one segment of one rank, and return its id."""
     mine = part_of(digests, first, count)
@@ -81,7 +92,7 @@ def put(
         name,
         segment,
         mine,
-        record(blocks_of(mine), depth=first, created_s=created_s),
+        record(blocks_of(mine), depth=first, created_s=created_s, cost_us=cost_us),
         rank=0,
         ranks=1,
     )

@@ -31,18 +31,11 @@ class SqliteJournal(SqlitePart, Journal):
 
     def events(self, namespace: NamespaceId, *, after: str = "", limit: int = 1000) -> list[Event]:
         with self._database.reading("events") as db:
-            place = place_of(db, namespace)
-            newest = _newest(db, "events", place.key) if place else None
-            number = -1
-            if after:
-                known = after.isascii() and after.isdecimal() and len(after) <= _MOST_DIGITS
-                if not known or newest is None or int(after) > newest:
-                    raise ValueError(f"{after!r} is no position of an event of namespace {namespace}")
-                number = int(after)
             rows = db.execute(
                 "SELECT number, at, op, segment, first, last, depth, slots, nbytes, rule FROM events "
-                "WHERE namespace = ? AND number > ? ORDER BY number LIMIT ?",
-                (place.key if place else None, number, max(0, limit)),
+                "WHERE number > ? AND namespace = (SELECT key FROM namespaces WHERE id = ?) "
+                "ORDER BY number LIMIT ?",
+                (_number(after), namespace, max(0, limit)),
             ).fetchall()
         return [Event(str(row[0]), *row[1:]) for row in rows]
 
@@ -66,7 +59,7 @@ class SqliteJournal(SqlitePart, Journal):
             place = place_of(db, namespace)
             if place is None:
                 return {}
-            query = "SELECT name, amount FROM totals WHERE namespace = ?"
+            query = "SELECT name, amount FROM totals WHERE namespace = ? AND amount <> 0"
             totals = dict(db.execute(query, (place.key,)).fetchall())
             evicted = _evicted(db, place.key)
         return {**totals, "evicted": evicted} if evicted else totals
@@ -127,7 +120,7 @@ class Writing:
         db.execute("UPDATE namespaces SET evicted = ? WHERE key = ?", (stamp, key))
         if self.settings.ghosts:
             db.executemany("INSERT OR REPLACE INTO ghosts VALUES (?, ?, ?, ?)", ghosts)
-        self._lay_ghosts(db, key)
+            self._lay_ghosts(db, key)
 
     def invalidated(self, db: sqlite3.Connection, key: int, usage: Usage) -> None:
         """Everything went at once."""
@@ -162,7 +155,7 @@ class Writing:
         self, db: sqlite3.Connection, ring: str, key: int, rows: Sequence[tuple[Any, ...]], bound: int
     ) -> None:
         """Put rows at a ring's end, and let it forget what is over its bound."""
-        if not rows:
+        if not rows or not bound:
             return
         newest = _newest(db, ring, key)
         number = int(self.clock() * 1000) if newest is None else newest + 1
@@ -183,6 +176,15 @@ class Writing:
                 "(SELECT digest FROM ghosts WHERE namespace = ? ORDER BY stamp, digest LIMIT ?)",
                 (key, key, count - self.settings.ghosts),
             )
+
+
+def _number(position: str) -> int:
+    """What a position says; that of "" is before all."""
+    if not position:
+        return -1
+    if not (position.isascii() and position.isdecimal() and len(position) <= _MOST_DIGITS):
+        raise ValueError(f"{position!r} is not the position of an event; they look like 1700000000000")
+    return int(position)
 
 
 def _newest(db: sqlite3.Connection, ring: str, key: int) -> int | None:
@@ -216,7 +218,7 @@ def _credits(db: sqlite3.Connection, key: int, outcome: Outcome) -> Counter[int]
     credits: Counter[int] = Counter()
     wanted = outcome.asked - outcome.served
     ends = [at for at, _, _ in found[1:]] + [wanted]
-    for (at, slots, stamp), end in zip(found, ends, strict=True):
+    for (at, slots, stamp), end in zip(found, ends, strict=False):
         blocks = min(slots, wanted - at, end - at)
         if blocks > 0:
             credits[ghost_step(evicted - stamp)] += blocks
