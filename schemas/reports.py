@@ -1,5 +1,8 @@
 """What `cache-admin` found: one model per verb, printed by `--json` as it is and rendered as text.
 
+Here: status, namespaces, ls, show, doctor, vllm-config. schemas.usage has stats, top, du and events,
+schemas.upkeep evict, pin and quota.
+
 Numbers are raw: sizes in bytes (`_bytes`), times in unix seconds (`_s`). Never a credential: URLs are
 redacted before they come here.
 """
@@ -58,11 +61,59 @@ class NamespaceSummary(Closed):
     usage: Amount
 
 
-class NamespaceStatus(NamespaceSummary):
-    """A namespace and when it was used; None where finding out would take long."""
+class Upkeep(Closed):
+    """What is done and waits to be done to some namespaces' segments."""
 
+    pinned_bytes: int = 0
+    #: Evicted segments whose payloads are not deleted yet.
+    trashed: int = 0
+    #: Invalidated segments that are not in the trash yet.
+    bygone: int = 0
+
+
+#: `ok`: below the mark at which eviction begins. `high`: above it. `over`: above the quota itself.
+QuotaState = Literal["ok", "high", "over"]
+
+
+class QuotaLine(Closed):
+    """A quota and what is used of it."""
+
+    #: `store`, `tenant/NAME` or `namespace/ID`.
+    scope: str
+    quota_bytes: int
+    used_bytes: int
+    pinned_bytes: int
+    #: `settings`, or `set` by `cache-admin quota`, which outranks them.
+    source: Literal["settings", "set"]
+    state: QuotaState
+    #: False: nothing of this name is registered.
+    known: bool = True
+
+
+class TenantStatus(Closed):
+    """All namespaces of one tenant."""
+
+    tenant: str
+    namespaces: int
+    usage: Amount
+    upkeep: Upkeep
+    #: None: no quota but the store's.
+    quota_bytes: int | None
+
+
+class NamespaceStatus(NamespaceSummary):
+    """A namespace, what waits in it, and when it was used."""
+
+    upkeep: Upkeep
+    #: Of its own; None: none but the store's and its tenant's.
+    quota_bytes: int | None
+    #: What computing all of it again would take.
+    cost_s: float
+    #: When an engine opened it last; None: unknown.
+    seen_s: float | None
+    #: Last use of what would be evicted first; None: nothing would, or the namespace is not among the
+    #: largest, which are the ones that are asked.
     oldest_use_s: float | None
-    newest_use_s: float | None
 
 
 class StatusReport(Closed):
@@ -74,9 +125,15 @@ class StatusReport(Closed):
     payloads: Backend
     #: None: there is one tier.
     fast: FastBackend | None = None
-    #: Per namespace.
+    #: Of the whole store, all namespaces together.
     capacity_bytes: int
     total: Amount | None
+    upkeep: Upkeep
+    #: Who does the upkeep (`cache-admin serve`); None: nobody, and engines evict when they save.
+    janitor: str | None
+    #: Every quota, the store's last.
+    quotas: tuple[QuotaLine, ...]
+    tenants: tuple[TenantStatus, ...]
     namespaces: tuple[NamespaceStatus, ...]
 
 
@@ -95,6 +152,9 @@ class SegmentSummary(Closed):
     depth: int
     codec: str
     ranks: int
+    pinned: bool
+    #: What computing it took, in microseconds; 0: unknown.
+    cost_us: int
 
 
 SortKey = Literal["last-use", "created", "bytes"]
@@ -116,9 +176,14 @@ class NamespaceReport(Closed):
     """`cache-admin show` of a namespace."""
 
     what: Literal["namespace"] = "namespace"
+    at_s: float
     id: str
     usage: Amount
-    capacity_bytes: int
+    upkeep: Upkeep
+    cost_s: float
+    seen_s: float | None
+    #: Those that bound it, the smallest scope first.
+    quotas: tuple[QuotaLine, ...]
     #: Its canonical JSON, parsed.
     namespace: dict[str, Any]
 

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Self
 
-from kvstore.admin.cache import Cache
+from kvstore.admin.cache import Cache, UnknownName
+from kvstore.admin.quotas import quota_lines, quotas_of
+from kvstore.catalogue import Account, Listing, Maintenance, Usage
 from kvstore.errors import KVStoreError
+from kvstore.eviction import Scope
 from kvstore.keys import NamespaceId
-from kvstore.ports import Catalogue, Listing
+from kvstore.store import JANITOR
 from schemas.reports import (
     Amount,
     Backend,
     Difference,
     DiffReport,
     ListReport,
+    NamespaceReport,
     NamespacesReport,
     NamespaceStatus,
     NamespaceSummary,
+    QuotaLine,
     SegmentSummary,
     SortKey,
     StatusReport,
+    TenantStatus,
+    Upkeep,
 )
 
-#: Namespaces of more segments are not read through to learn when they were used: at 500 a page this
-#: is 40 round trips, which a person doesn't notice and Redis neither.
-SCAN_SEGMENTS = 20_000
+#: So many namespaces, the largest, are asked what they would evict first: a round trip each.
+ASKED_NAMESPACES = 50
 
 _ORDER: dict[SortKey, Callable[[SegmentSummary], tuple[float, float]]] = {
     "last-use": lambda line: (line.last_use_s, line.created_s),
@@ -61,28 +69,63 @@ _MEANINGS = {
 
 
 def status(cache: Cache, now_s: float) -> StatusReport:
-    """What is opened, whether it answers, and how much it holds. A failing backend is in the report."""
+    """What is opened, whether it answers, and how much it holds of what it may. A failing backend is in the
+    report. A few round trips, however much is stored."""
     index = cache.index_state()
+    held = Held()
     lines: tuple[NamespaceStatus, ...] = ()
-    if index.state == "ok":
+    if index.state == "ok" and cache.index is not None:
         try:
-            lines = tuple(_statuses(cache))
+            held = Held.of(cache.index)
+            lines = _statuses(cache.index, held, quota_lines(held.accounts, held.given, cache.settings))
         except KVStoreError as exc:
             index = Backend(url=index.url, state="unreachable", problem=str(exc))
+            held = Held()
+    known = index.state != "unreachable"
+    quotas = quota_lines(held.accounts, held.given, cache.settings) if known else ()
     return StatusReport(
         at_s=now_s,
         index=index,
         payloads=cache.payloads_state(),
         fast=cache.fast_state(),
-        capacity_bytes=cache.settings.capacity_bytes,
-        total=None if index.state == "unreachable" else _sum(lines),
+        capacity_bytes=quotas[-1].quota_bytes if quotas else cache.settings.capacity_bytes,
+        total=amount_of(held.accounts) if known else None,
+        upkeep=upkeep_of(held.accounts),
+        janitor=held.janitor,
+        quotas=quotas,
+        tenants=_tenants(held.accounts, quotas),
         namespaces=lines,
     )
 
 
 def namespaces(cache: Cache) -> NamespacesReport:
     """Every namespace that the index knows, the largest first. Raises what the index raises."""
-    return NamespacesReport(namespaces=tuple(_summaries(cache)))
+    if cache.index is None:
+        return NamespacesReport(namespaces=())
+    held = Held.of(cache.index)
+    return NamespacesReport(namespaces=tuple(summary for _, summary in _summaries(held)))
+
+
+def namespace(cache: Cache, name: NamespaceId, now_s: float) -> NamespaceReport:
+    """One namespace. Raises UnknownName if there is none of this id, and what the index raises."""
+    assert cache.index is not None, "a namespace is known, so there is an index"
+    held = Held.of(cache.index)
+    account = next((account for account in held.accounts if account.namespace == name), None)
+    if account is None:
+        raise UnknownName(
+            f"namespace {name} has just been dropped; `cache-admin namespaces` lists the others"
+        )
+    lines = quota_lines(held.accounts, held.given, cache.settings)
+    return NamespaceReport(
+        at_s=now_s,
+        id=name,
+        usage=amount_of([account]),
+        upkeep=upkeep_of([account]),
+        cost_s=account.usage.cost_us / 1e6,
+        seen_s=account.seen_s or None,
+        quotas=quotas_of(account, lines),
+        namespace=json.loads(held.texts.get(name, "{}")),
+    )
 
 
 def ls(cache: Cache, prefix: str | None, *, limit: int, sort: SortKey, now_s: float) -> ListReport:
@@ -137,31 +180,98 @@ def _holds_mappings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def _statuses(cache: Cache) -> Iterator[NamespaceStatus]:
-    assert cache.index is not None
-    for summary in _summaries(cache):
-        oldest, newest = _uses(cache.index, summary)
-        yield NamespaceStatus(**dict(summary), oldest_use_s=oldest, newest_use_s=newest)
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the index says of everything at once, in a few round trips."""
+
+    accounts: Sequence[Account] = ()
+    #: Canonical JSON by namespace.
+    texts: Mapping[NamespaceId, str] = field(default_factory=dict)
+    #: Quotas that operators have set.
+    given: Mapping[str, int] = field(default_factory=dict)
+    janitor: str | None = None
+
+    @classmethod
+    def of(cls, index: Maintenance) -> Self:
+        """Ask. Raises what the index raises."""
+        return cls(index.accounts(), index.namespaces(), index.quotas(), index.leaseholder(JANITOR))
 
 
-def _uses(catalogue: Catalogue, summary: NamespaceSummary) -> tuple[float | None, float | None]:
-    if not 0 < summary.usage.segments <= SCAN_SEGMENTS:
-        return None, None
-    times = [listing.last_use_s for listing in catalogue.segments(NamespaceId(summary.id))]
-    return (min(times), max(times)) if times else (None, None)
+def amount_of(accounts: Iterable[Account]) -> Amount:
+    """What they hold together."""
+    total = _sum(account.usage for account in accounts)
+    return Amount(segments=total.segments, blocks=total.blocks, stored_bytes=total.nbytes)
 
 
-def _summaries(cache: Cache) -> list[NamespaceSummary]:
-    lines = [summary_of_namespace(cache, name, text) for name, text in cache.namespaces().items()]
-    return sorted(lines, key=lambda line: (-line.usage.stored_bytes, line.kind, line.model, line.id))
+def upkeep_of(accounts: Iterable[Account]) -> Upkeep:
+    """What waits in them."""
+    accounts = list(accounts)
+    return Upkeep(
+        pinned_bytes=sum(account.usage.pinned_bytes for account in accounts),
+        trashed=sum(account.trashed for account in accounts),
+        bygone=sum(account.bygone for account in accounts),
+    )
 
 
-def summary_of_namespace(cache: Cache, name: NamespaceId, text: str) -> NamespaceSummary:
+def _sum(usages: Iterable[Usage]) -> Usage:
+    usages = list(usages)
+    return Usage(
+        nbytes=sum(usage.nbytes for usage in usages),
+        segments=sum(usage.segments for usage in usages),
+        blocks=sum(usage.blocks for usage in usages),
+    )
+
+
+def _statuses(index: Maintenance, held: Held, quotas: Sequence[QuotaLine]) -> tuple[NamespaceStatus, ...]:
+    own = {line.scope: line.quota_bytes for line in quotas}
+    lines = []
+    for number, (account, summary) in enumerate(_summaries(held)):
+        first = index.order(account.namespace, 1) if number < ASKED_NAMESPACES else []
+        lines.append(
+            NamespaceStatus(
+                **dict(summary),
+                upkeep=upkeep_of([account]),
+                quota_bytes=own.get(Scope.namespace(account.namespace)),
+                cost_s=account.usage.cost_us / 1e6,
+                seen_s=account.seen_s or None,
+                oldest_use_s=first[0].used_s if first else None,
+            )
+        )
+    return tuple(lines)
+
+
+def _tenants(accounts: Sequence[Account], quotas: Sequence[QuotaLine]) -> tuple[TenantStatus, ...]:
+    own = {line.scope: line.quota_bytes for line in quotas}
+    members: dict[str, list[Account]] = defaultdict(list)
+    for account in accounts:
+        members[account.tenant].append(account)
+    lines = [
+        TenantStatus(
+            tenant=tenant,
+            namespaces=len(theirs),
+            usage=amount_of(theirs),
+            upkeep=upkeep_of(theirs),
+            quota_bytes=own.get(Scope.tenant(tenant)),
+        )
+        for tenant, theirs in members.items()
+    ]
+    return tuple(sorted(lines, key=lambda line: (-line.usage.stored_bytes, line.tenant)))
+
+
+def _summaries(held: Held) -> list[tuple[Account, NamespaceSummary]]:
+    """Each namespace, the largest first."""
+    lines = [(each, _summary(each, held.texts.get(each.namespace, "{}"))) for each in held.accounts]
+    return sorted(
+        lines, key=lambda line: (-line[1].usage.stored_bytes, line[1].kind, line[1].model, line[1].id)
+    )
+
+
+def _summary(account: Account, text: str) -> NamespaceSummary:
     """A line from stored JSON, which a newer version may have written: what is missing stays empty."""
     fields = json.loads(text)
     parallel = fields.get("parallel", {})
     return NamespaceSummary(
-        id=name,
+        id=account.namespace,
         **{
             key: str(fields.get(key, ""))
             for key in ("kind", "model", "revision", "tenant", "dtype", "kv_dtype", "codec")
@@ -170,16 +280,8 @@ def summary_of_namespace(cache: Cache, name: NamespaceId, text: str) -> Namespac
         tp=parallel.get("tp", 1),
         pp=parallel.get("pp", 1),
         epoch=fields.get("epoch", 0),
-        usage=usage_of(cache, name),
+        usage=amount_of([account]),
     )
-
-
-def usage_of(cache: Cache, name: NamespaceId) -> Amount:
-    """What a namespace holds."""
-    if cache.index is None:
-        return Amount()
-    usage = cache.index.usage(name)
-    return Amount(segments=usage.segments, blocks=usage.blocks, stored_bytes=usage.nbytes)
 
 
 def summary_of_segment(name: NamespaceId, listing: Listing) -> SegmentSummary:
@@ -195,12 +297,6 @@ def summary_of_segment(name: NamespaceId, listing: Listing) -> SegmentSummary:
         depth=record.depth,
         codec=record.codec,
         ranks=len(record.parts),
-    )
-
-
-def _sum(lines: tuple[NamespaceStatus, ...]) -> Amount:
-    return Amount(
-        segments=sum(line.usage.segments for line in lines),
-        blocks=sum(line.usage.blocks for line in lines),
-        stored_bytes=sum(line.usage.stored_bytes for line in lines),
+        pinned=listing.pinned,
+        cost_us=record.cost_us,
     )

@@ -16,11 +16,12 @@ from typing import Literal
 
 from kvstore import codec
 from kvstore.admin.cache import Cache, UnknownName
-from kvstore.admin.inventory import summary_of_segment, usage_of
+from kvstore.admin.inventory import namespace, summary_of_segment
 from kvstore.admin.payloads import check_slot, read_bytes, read_header
+from kvstore.catalogue import Listing
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.keys import NamespaceId, SegmentId, parse_payload_name, payload_name
-from kvstore.ports import Listed, Listing
+from kvstore.ports import Listed
 from schemas.base import redact
 from schemas.reports import NamespaceReport, PartReport, SegmentReport, SlotReport
 from schemas.segment import SlotMeta
@@ -59,7 +60,7 @@ def show(cache: Cache, name: str, *, verify: bool, now_s: float) -> NamespaceRep
     known = cache.namespaces()
     spaces = [space for space in known if space.startswith(prefix)]
     if prefix in known:
-        return _namespace_report(cache, NamespaceId(prefix), known[NamespaceId(prefix)])
+        return namespace(cache, NamespaceId(prefix), now_s)
     found = _segments(cache, prefix, list(known))
     names = [f"namespace {space}" for space in spaces]
     names += [f"segment {each.segment.hex()}" for each in found]
@@ -67,7 +68,7 @@ def show(cache: Cache, name: str, *, verify: bool, now_s: float) -> NamespaceRep
         more = " and more" if len(names) > _CANDIDATES else ""
         raise UnknownName(f"{name!r} is ambiguous: {', '.join(names[:_CANDIDATES])}{more}; give more digits")
     if spaces:
-        return _namespace_report(cache, spaces[0], known[spaces[0]])
+        return namespace(cache, spaces[0], now_s)
     if found:
         return _segment_report(cache, found[0], verify=verify, now_s=now_s)
     raise UnknownName(
@@ -146,15 +147,6 @@ def _payloads(cache: Cache, space: NamespaceId, segment: SegmentId) -> dict[int,
     stem = payload_name(space, segment, 0).removesuffix("0")
     parsed = ((listed, parse_payload_name(listed.name)) for listed in cache.payloads.list(stem))
     return {name[2]: listed for listed, name in parsed if name}
-
-
-def _namespace_report(cache: Cache, name: NamespaceId, text: str) -> NamespaceReport:
-    return NamespaceReport(
-        id=name,
-        usage=usage_of(cache, name),
-        capacity_bytes=cache.settings.capacity_bytes,
-        namespace=json.loads(text),
-    )
 
 
 def _segment_report(cache: Cache, found: _Found, *, verify: bool, now_s: float) -> SegmentReport:

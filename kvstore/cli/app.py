@@ -9,7 +9,17 @@ import typer
 from kvstore import __version__
 from kvstore.cli import exits
 from kvstore.cli.call import PRECEDENCE
-from kvstore.cli.commands import inventory, measure, serve, service, simulate, transfer
+from kvstore.cli.commands import (
+    explain,
+    inventory,
+    maintain,
+    measure,
+    repair,
+    serve,
+    service,
+    simulate,
+    transfer,
+)
 
 _EPILOG = (
     f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in exits.table())}.\n\n"
@@ -43,5 +53,5 @@ def root(
     context.obj = debug
 
 
-for module in (inventory, transfer, measure, simulate, serve, service):
+for module in (inventory, explain, maintain, repair, transfer, measure, simulate, serve, service):
     module.add_to(app)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from kvstore.admin import Cache, Sources
 from kvstore.cli import exits
 from kvstore.cli.tables import Renderables, plain
 from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, TransientError
+from schemas.settings import parse_bytes
 
 _Report = TypeVar("_Report", bound=BaseModel)
 #: Its parameters are read by reflection, here and in typer.
@@ -97,6 +99,14 @@ class Call:
         console = Console(width=wide, markup=False, highlight=False, emoji=False, stderr=to_stderr)
         for renderable in text(report):
             console.print(renderable)
+
+    def line(self, report: _Report, text: Callable[[_Report], Renderables]) -> None:
+        """One of many reports, written out at once: as JSON on one line, or as text."""
+        if self.json:
+            typer.echo(report.model_dump_json())
+        else:
+            self.print(report, text)
+        sys.stdout.flush()
 
     def exit_by(self, report: BaseModel) -> None:
         """End with the report's exit code, unless all is well."""
@@ -176,3 +186,27 @@ def one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise typer.BadParameter(f"{value!r} is none of {', '.join(allowed)}", param_hint=option)
     return value
+
+
+def byte_count(option: str, text: str) -> int:
+    """A size such as 50GiB in bytes, at least 1. Raises BadParameter."""
+    try:
+        nbytes = parse_bytes(text)
+    except ValueError as exc:
+        raise typer.BadParameter(f"{text!r} is {exc}", param_hint=option) from exc
+    assert isinstance(nbytes, int), "of a string it makes a number"
+    if nbytes < 1:
+        raise typer.BadParameter(f"{text!r} is less than one byte", param_hint=option)
+    return nbytes
+
+
+_TIME = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([smhdw]?)")
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def seconds_of(option: str, text: str) -> float:
+    """A time such as 90s, 12h or 7d in seconds. Raises BadParameter."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no time such as 90s, 30m, 12h or 7d", param_hint=option)
+    return float(match[1]) * _UNITS_S[match[2]]

@@ -7,9 +7,12 @@ from functools import singledispatch
 
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, PermissionDenied, TransientError
 from schemas.bench import BenchReport
+from schemas.explain import ExplainReport
+from schemas.repairs import DropReport, FsckReport, GcReport, RebuildReport
 from schemas.reports import DoctorReport, SegmentReport, StatusReport
 from schemas.serving import ServingReport
 from schemas.transfers import Ended, ExportReport, ImportReport, WarmReport
+from schemas.upkeep import EvictReport, PinReport
 
 
 class ExitCode(IntEnum):
@@ -38,6 +41,11 @@ _ENDS: dict[Ended, ExitCode] = {
     "complete": ExitCode.OK,
     "cancelled": ExitCode.CANCELLED,
     "broken": ExitCode.PROBLEMS,
+    "failed": ExitCode.UNREACHABLE,
+}
+_UPKEEP_ENDS = {
+    "complete": ExitCode.OK,
+    "cancelled": ExitCode.CANCELLED,
     "failed": ExitCode.UNREACHABLE,
 }
 
@@ -86,6 +94,11 @@ def _of_segment(report: SegmentReport) -> ExitCode:
 
 
 @of_report.register
+def _of_explain(report: ExplainReport) -> ExitCode:
+    return ExitCode.PROBLEMS if report.damaged else ExitCode.OK
+
+
+@of_report.register
 def _of_bench(report: BenchReport) -> ExitCode:
     failed = any(speed.latency is None and speed.errors for speed in report.transfers)
     return _ENDS[report.ended] or (ExitCode.PARTIAL if failed else ExitCode.OK)
@@ -112,6 +125,42 @@ def _of_transfer(report: ExportReport | ImportReport | WarmReport, done: int) ->
     if report.left_out and code is ExitCode.OK:
         code = ExitCode.PROBLEMS
     return ExitCode.PARTIAL if code is ExitCode.PROBLEMS and done and not report.dry_run else code
+
+
+@of_report.register
+def _of_fsck(report: FsckReport) -> ExitCode:
+    left = report.found if report.remaining is None else report.remaining
+    code = _ENDS[report.ended] or (ExitCode.PROBLEMS if left else ExitCode.OK)
+    return ExitCode.PARTIAL if code is ExitCode.PROBLEMS and report.mended else code
+
+
+@of_report.register
+def _of_gc(report: GcReport) -> ExitCode:
+    return _ENDS[report.ended] or (ExitCode.PARTIAL if report.problem else ExitCode.OK)
+
+
+@of_report.register
+def _of_rebuild(report: RebuildReport) -> ExitCode:
+    listed = any(space.listed.segments for space in report.namespaces) and not report.dry_run
+    left = (ExitCode.PARTIAL if listed else ExitCode.PROBLEMS) if report.left_out else ExitCode.OK
+    return _ENDS[report.ended] or left
+
+
+@of_report.register
+def _of_drop(report: DropReport) -> ExitCode:
+    return ExitCode.PARTIAL if report.state == "in_use" else ExitCode.OK
+
+
+@of_report.register
+def _of_evict(report: EvictReport) -> ExitCode:
+    return _UPKEEP_ENDS[report.ended]
+
+
+@of_report.register
+def _of_pin(report: PinReport) -> ExitCode:
+    if report.ended != "complete" or not report.left_out:
+        return _UPKEEP_ENDS[report.ended]
+    return ExitCode.PARTIAL if report.changed else ExitCode.PROBLEMS
 
 
 def table() -> list[tuple[int, str]]:

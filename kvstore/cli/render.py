@@ -1,12 +1,14 @@
 """Reports on what there is as text: one function per report, which yields what a rich console prints.
 
-No I/O here. render_transfers has the verbs that move payloads, render_bench the measurements.
+No I/O here. render_usage has what becomes of blocks, render_upkeep the verbs that maintain, render_transfers
+those that move payloads, render_bench the measurements.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from rich.padding import Padding
@@ -25,6 +27,10 @@ from kvstore.cli.tables import (
     empty_table,
     pair,
     plain,
+    quota_rows,
+    share,
+    span,
+    use_age,
 )
 from schemas.reports import (
     DiffReport,
@@ -33,9 +39,11 @@ from schemas.reports import (
     NamespaceReport,
     NamespacesReport,
     PartReport,
+    QuotaLine,
     SegmentReport,
     SegmentSummary,
     StatusReport,
+    Upkeep,
     VllmConfigReport,
 )
 
@@ -44,7 +52,7 @@ _KEY_DIGITS = 12
 
 
 def status(report: StatusReport) -> Renderables:
-    """What is opened, totals, then a line per namespace."""
+    """What is opened, totals, then a line per quota, per tenant and per namespace."""
     yield from backend("index", report.index)
     yield from backend("payloads", report.payloads)
     if report.fast is not None:
@@ -54,32 +62,75 @@ def status(report: StatusReport) -> Renderables:
             held = count(report.fast.payloads or 0, "payload")
             used = f"{size(report.fast.used_bytes)} of {size(report.fast.capacity_bytes)} in {held}{waiting}"
             yield pair("", used)
-    yield pair("capacity", f"{size(report.capacity_bytes)} per namespace")
     if report.total is None:
+        yield pair("capacity", size(report.capacity_bytes))
         yield pair("stored", "unknown: the index can't be asked")
         return
+    used = share(report.total.stored_bytes, report.capacity_bytes)
+    yield pair("capacity", f"{size(report.capacity_bytes)}, {used} used")
     yield pair("stored", f"{amount(report.total)}, {count(len(report.namespaces), 'namespace')}")
-    lines = report.namespaces
+    if waits := _waits(report.upkeep):
+        yield pair("", waits)
+    yield pair("janitor", report.janitor or "none; engines evict when they save")
+    # The store's own stands above.
+    yield from _quota_table([line for line in report.quotas if line.scope != "store" or line.state != "ok"])
+    yield from _tenant_table(report)
+    yield from _namespace_table(report)
+
+
+def _waits(upkeep: Upkeep) -> str:
+    parts = [f"{size(upkeep.pinned_bytes)} pinned"] if upkeep.pinned_bytes else []
+    if upkeep.trashed:
+        parts.append(f"{count(upkeep.trashed, 'evicted segment')} to be deleted")
+    if upkeep.bygone:
+        parts.append(f"{count(upkeep.bygone, 'invalidated segment')} to be evicted")
+    return ", ".join(parts)
+
+
+def _quota_table(lines: Sequence[QuotaLine]) -> Renderables:
     if lines:
         yield ""
-        yield Rows(
-            Column("namespace", [line.id for line in lines]),
-            Column("kind", [line.kind for line in lines]),
-            Column("model", [line.model for line in lines], wraps=True),
-            Column("segments", [f"{line.usage.segments:,}" for line in lines], right=True),
-            Column("blocks", [f"{line.usage.blocks:,}" for line in lines], right=True),
-            Column("size", [size(line.usage.stored_bytes) for line in lines], right=True),
-            Column(
-                "full",
-                [f"{line.usage.stored_bytes / report.capacity_bytes:.0%}" for line in lines],
-                right=True,
-            ),
-            Column(
-                "used",
-                [_ages(report.at_s, line.newest_use_s, line.oldest_use_s) for line in lines],
-                right=True,
-            ),
-        )
+        yield quota_rows(lines)
+
+
+def _tenant_table(report: StatusReport) -> Renderables:
+    lines = report.tenants
+    if len(lines) < 2:
+        return
+    quotas = [size(line.quota_bytes) if line.quota_bytes is not None else "-" for line in lines]
+    yield ""
+    yield Rows(
+        Column("tenant", [line.tenant for line in lines], wraps=True),
+        Column("namespaces", [line.namespaces for line in lines], right=True),
+        Column("segments", [f"{line.usage.segments:,}" for line in lines], right=True),
+        Column("blocks", [f"{line.usage.blocks:,}" for line in lines], right=True),
+        Column("size", [size(line.usage.stored_bytes) for line in lines], right=True),
+        Column("quota", quotas, right=True, plain="-"),
+        Column("pinned", [_bytes(line.upkeep.pinned_bytes) for line in lines], right=True, plain="-"),
+    )
+
+
+def _namespace_table(report: StatusReport) -> Renderables:
+    lines = report.namespaces
+    if not lines:
+        return
+    shares = [share(line.usage.stored_bytes, report.capacity_bytes) for line in lines]
+    trash = [line.upkeep.trashed + line.upkeep.bygone or "-" for line in lines]
+    yield ""
+    yield Rows(
+        Column("namespace", [line.id for line in lines]),
+        Column("kind", [line.kind for line in lines]),
+        Column("model", [line.model for line in lines], wraps=True),
+        Column("segments", [f"{line.usage.segments:,}" for line in lines], right=True),
+        Column("blocks", [f"{line.usage.blocks:,}" for line in lines], right=True),
+        Column("size", [size(line.usage.stored_bytes) for line in lines], right=True),
+        Column("share", shares, right=True),
+        Column("pinned", [_bytes(line.upkeep.pinned_bytes) for line in lines], right=True, plain="-"),
+        Column("trash", trash, right=True, plain="-"),
+        Column("cost", [span(line.cost_s) for line in lines], right=True, plain="-"),
+        Column("opened", [_age_or_dash(report.at_s, line.seen_s) for line in lines], right=True),
+        Column("oldest", [_age_or_dash(report.at_s, line.oldest_use_s) for line in lines], right=True),
+    )
 
 
 def ls(report: ListReport) -> Renderables:
@@ -96,6 +147,8 @@ def ls(report: ListReport) -> Renderables:
         Column("depth", [line.depth for line in lines], right=True),
         Column("codec", [line.codec for line in lines]),
         Column("ranks", [line.ranks for line in lines], right=True, plain=1),
+        Column("cost", [span(line.cost_us / 1e6) for line in lines], right=True, plain="-"),
+        Column("", ["pinned" if line.pinned else "" for line in lines], plain=""),
         Column("made", [age(report.at_s, line.created_s) for line in lines], right=True),
         Column("used", [_last_use(report.at_s, line) for line in lines], right=True),
     )
@@ -141,7 +194,14 @@ def show(report: NamespaceReport | SegmentReport) -> Renderables:
     if isinstance(report, NamespaceReport):
         yield pair("namespace", report.id)
         yield pair("stored", amount(report.usage))
-        yield pair("capacity", size(report.capacity_bytes))
+        if waits := _waits(report.upkeep):
+            yield pair("", waits)
+        if report.cost_s:
+            yield pair("cost", f"{span(report.cost_s)} to compute it again")
+        if report.seen_s is not None:
+            yield pair("opened", f"{age(report.at_s, report.seen_s)} ago, by an engine")
+        yield ""
+        yield quota_rows(report.quotas)
         yield ""
         yield Text(json.dumps(report.namespace, indent=2, sort_keys=True))
         return
@@ -164,7 +224,9 @@ def _record(record: SegmentSummary, now_s: float) -> Renderables:
     yield pair("stored", f"{size(record.stored_bytes)}, {count(record.slots, 'slot')}, codec {record.codec}")
     yield pair("depth", f"{record.depth} blocks before its first slot")
     made, used = age(now_s, record.created_s), _last_use(now_s, record)
-    yield pair("made", f"{made} ago, last used {used} ago")
+    yield pair("made", f"{made} ago, last used {used} ago{', pinned' if record.pinned else ''}")
+    if record.cost_us:
+        yield pair("cost", f"{span(record.cost_us / 1e6)} to compute it again")
 
 
 def _part(part: PartReport, *, verified: bool) -> Renderables:
@@ -226,21 +288,17 @@ def vllm_flags(report: VllmConfigReport) -> list[str]:
     ]
 
 
-def _ages(now_s: float, newest_s: float | None, oldest_s: float | None) -> str:
-    if newest_s is None or oldest_s is None:
-        return "-"
-    newest, oldest = _use_age(now_s, newest_s), _use_age(now_s, oldest_s)
-    return newest if newest == oldest else f"{newest}-{oldest}"
+def _bytes(nbytes: int) -> str:
+    return size(nbytes) if nbytes else "-"
+
+
+def _age_or_dash(now_s: float, then_s: float | None) -> str:
+    return "-" if then_s is None else use_age(now_s, then_s)
 
 
 def _last_use(now_s: float, segment: SegmentSummary) -> str:
     # The minute of its first use began before it was made.
-    return _use_age(now_s, max(segment.last_use_s, segment.created_s))
-
-
-def _use_age(now_s: float, then_s: float) -> str:
-    # Uses are noted to the minute: seconds would be invented.
-    return age(now_s, then_s) if now_s - then_s >= 60 else "<1m"
+    return use_age(now_s, max(segment.last_use_s, segment.created_s))
 
 
 def _value(value: Any) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.admin.machine import size
-from schemas.reports import Amount, Backend
+from schemas.reports import Amount, Backend, QuotaLine
 
 Renderables = Iterator[RenderableType]
 
@@ -27,6 +27,10 @@ STYLES = {
     "missing": "bold red",
     "damaged": "bold red",
     "bad": "bold red",
+    "high": "yellow",
+    "over": "bold red",
+    "pinned": "cyan",
+    "gap": "bold red",
 }
 #: Spaces between columns, and the width to which a column that wraps may shrink.
 _GAP = 2
@@ -95,6 +99,46 @@ def age(now_s: float, then_s: float) -> str:
         if seconds >= length:
             return f"{seconds // length}{unit}"
     return f"{seconds}s"
+
+
+def use_age(now_s: float, then_s: float) -> str:
+    """How long ago something was used. Uses are noted to the minute: seconds would be invented."""
+    return age(now_s, then_s) if now_s - then_s >= 60 else "<1m"
+
+
+def span(seconds: float) -> str:
+    """A length of time: `-` for none, 340ms, 1.5s, 12m, 3.2h."""
+    if seconds <= 0:
+        return "-"
+    if seconds < 1:
+        return f"{max(1, round(seconds * 1000))}ms"
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f}{unit}"
+    return f"{seconds:.1f}s"
+
+
+def share(part: float, whole: float) -> str:
+    """`12%`; `-` of nothing."""
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def quota_rows(lines: Sequence[QuotaLine]) -> Rows:
+    """A line per quota."""
+    return Rows(
+        Column("quota", [line.scope for line in lines], wraps=True),
+        Column("used", [size(line.used_bytes) for line in lines], right=True),
+        Column("of", [size(line.quota_bytes) for line in lines], right=True),
+        Column("full", [share(line.used_bytes, line.quota_bytes) for line in lines], right=True),
+        Column(
+            "pinned",
+            [size(line.pinned_bytes) if line.pinned_bytes else "-" for line in lines],
+            right=True,
+            plain="-",
+        ),
+        Column("from", [line.source if line.known else "set, unknown here" for line in lines]),
+        Column("", [line.state for line in lines], plain="ok"),
+    )
 
 
 def count(number: int, noun: str) -> str:

@@ -1,15 +1,22 @@
-"""The reference is generated, committed, and complete."""
+"""The reference is generated, committed and complete, its examples parse, and shells complete the commands."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import typer.main
 
-from kvstore.cli import docs
+from kvstore.cli import docs, exits
 from kvstore.cli.app import app
 
 ROOT = Path(__file__).parents[2]
+VERBS: dict[str, Any] = dict(docs._verbs(typer.main.get_command(app), ""))
 
 
 def test_the_committed_reference_is_the_generated_one() -> None:
@@ -19,19 +26,127 @@ def test_the_committed_reference_is_the_generated_one() -> None:
 
 def test_every_verb_and_every_parameter_explains_itself() -> None:
     text = docs.reference()
-    verbs = dict(docs._verbs(typer.main.get_command(app), ""))
-    assert {"status", "ls", "show", "namespaces", "namespaces diff", "doctor", "vllm-config"} <= set(verbs)
-    for name, verb in verbs.items():
-        assert f"\n## cache-admin {name}\n" in text
+    promised = {"status", "stats", "top", "ls", "show", "namespaces", "namespaces diff", "du", "events"}
+    promised |= {"evict", "pin", "unpin", "quota", "quota set", "quota clear"}
+    promised |= {"export", "import", "warm", "bench", "doctor", "vllm-config"}
+    assert promised <= set(VERBS)
+    for name, verb in VERBS.items():
+        page = page_of(text, name)
         assert verb.help
+        for section in ("**Synopsis**", "**Exit status**", "**Examples**"):
+            assert section in page, f"{name}: {section}"
+        assert f"    cache-admin {name}" in page
         for parameter in verb.params:
             assert parameter.help, f"{name}: {parameter.name} has no help"
             if parameter.name != "help":
                 assert (parameter.metavar or parameter.opts[0]) in text
 
 
-def test_examples_name_real_commands() -> None:
-    verbs = dict(docs._verbs(typer.main.get_command(app), ""))
-    assert set(docs._EXAMPLES) == set(verbs)
-    for name, lines in docs._EXAMPLES.items():
-        assert all(f"cache-admin {name}" in line for line in lines)
+def page_of(text: str, name: str) -> str:
+    """What the reference says of one verb."""
+    return text.partition(f"\n## cache-admin {name}\n")[2].partition("\n## ")[0]
+
+
+def test_every_verb_is_in_a_group_and_links_lead_somewhere() -> None:
+    text = docs.reference()
+    assert set(docs._in_order(VERBS)) == set(VERBS)
+    assert "Other" not in docs._groups(VERBS), "put it into docs._GROUPS"
+    titles = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    headings = {"#" + title.replace(" ", "-") for title in titles}
+    links = set(re.findall(r"\]\((#[^)]+)\)", text))
+    assert links <= headings
+    assert len(links) == len(VERBS)
+    for name, others in docs._SEE_ALSO.items():
+        assert name not in others
+        assert set(others) <= {name for names in docs._GROUPS.values() for name in names}
+
+
+def test_what_a_verb_says_of_its_exit_codes_is_in_its_list() -> None:
+    text = docs.reference()
+    for name, verb in VERBS.items():
+        said = {int(code) for code in re.findall(r"(?:[Ee]xits with|exit code is) (\d+)", verb.help)}
+        said |= {int(code) for code in re.findall(r"exit code is \d+, or (\d+)", verb.help)}
+        assert said <= docs._CODES.get(name, set()) | docs._ALWAYS, name
+        for code in docs._ALWAYS | docs._CODES.get(name, set()):
+            assert f"{code} {docs._SHORT[exits.ExitCode(code)]}" in page_of(text, name)
+
+
+def commands(line: str) -> list[list[str]]:
+    """The arguments of every cache-admin in a line of shell, as far as no other command's follow."""
+    found = []
+    for part in re.findall(r"cache-admin ((?:'[^']*'|\"[^\"]*\"|[^|)'\"])*)", line):
+        found.append([word.strip("'\"") for word in part.split()])
+    return found
+
+
+def parse(arguments: list[str]) -> str:
+    """The verb that these arguments are for, all of which it takes. Raises click's errors."""
+    command: Any = typer.main.get_command(app)
+    context, path = None, []
+    while True:
+        context = command.make_context(command.name, list(arguments), parent=context)
+        rest = [*getattr(context, "_protected_args", ()), *context.args]
+        if not hasattr(command, "commands") or not rest:
+            return " ".join(path)
+        name, command, arguments = command.resolve_command(context, rest)
+        path.append(name)
+
+
+@pytest.mark.parametrize("name", sorted(VERBS))
+def test_every_verb_has_examples_that_parse(name: str) -> None:
+    lines = docs._EXAMPLES[name]
+    parsed = [parse(arguments) for line in lines for arguments in commands(line)]
+    assert len(parsed) >= len(lines)
+    assert set(parsed) <= set(VERBS)
+    assert name in parsed
+    assert all(f"cache-admin {name}" in line for line in lines)
+
+
+def test_an_example_that_does_not_parse_is_noticed() -> None:
+    for line in ("cache-admin status --jsn", "cache-admin quota set store", "cache-admin nothing"):
+        with pytest.raises(Exception, match=r"No such|Missing"):
+            parse(commands(line)[0])
+    assert parse(["quota", "set", "store", "1GiB"]) == "quota set"
+
+
+def test_nothing_that_is_gone_has_examples() -> None:
+    assert set(docs._EXAMPLES) == set(VERBS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("cache-admin ", {"status", "stats", "evict", "quota", "namespaces", "doctor"}),
+        ("cache-admin st", {"status", "stats"}),
+        ("cache-admin quota ", {"set", "clear"}),
+        ("cache-admin evict --un", {"--unused-for"}),
+    ],
+)
+def test_a_shell_completes_verbs_and_options(typed: str, expected: set[str]) -> None:
+    words = typed.split(" ")
+    ran = completing(_CACHE_ADMIN_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(len(words) - 1))
+    offered = set(ran.split())
+    assert expected <= offered
+    assert all(word.startswith(words[-1]) for word in offered)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_had_for_every_shell(shell: str) -> None:
+    script = completing(_CACHE_ADMIN_COMPLETE=f"source_{shell}")
+    assert "_CACHE_ADMIN_COMPLETE" in script
+    assert "cache-admin" in script
+
+
+def completing(**environ: str) -> str:
+    """What the program prints when a shell asks it."""
+    code = "import sys; sys.argv[0] = 'cache-admin'; from kvstore.cli import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.stdout, ran.stderr
+    return ran.stdout

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvstore.admin import inventory
 from kvstore.admin.machine import size
+from kvstore.build import load_settings, open_index
+from kvstore.index.sqlite import SqliteIndex
+from kvstore.keys import namespace_id
 from schemas.reports import DiffReport, ListReport, NamespacesReport, StatusReport
 from tests.admin.conftest import Admin, Filled, ec_slot, ec_space, kv_slots, kv_space, tensor_parallel
 from tests.servers import RedisServer
@@ -79,17 +83,65 @@ def test_status_without_its_index_says_so(
         private_redis.resume()
 
 
-def test_large_namespaces_are_not_read_through(
+def test_status_costs_the_same_however_much_is_stored(
     admin: Admin, filled: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inventory, "SCAN_SEGMENTS", 2)
-    uses = {
-        line["id"]: line["newest_use_s"]
-        for line in admin("status", "--json", *filled.options).json["namespaces"]
-    }
-    assert uses[filled.kv_id] is None
-    assert uses[filled.ec_id] is not None
-    assert row(admin("status", *filled.options).out, filled.kv_id)[-1] == "-"
+    def read_through(*args: object, **options: object) -> None:
+        raise AssertionError("status reads through a namespace")
+
+    for name in ("segments", "entries", "sample", "due", "usage"):
+        monkeypatch.setattr(SqliteIndex, name, read_through)
+    monkeypatch.setattr(inventory, "ASKED_NAMESPACES", 1)
+    ran = admin("status", "--json", *filled.options)
+    assert ran.code == 0, ran.err
+    # The larger one is asked what would go first, the other one isn't.
+    uses = {line["id"]: line["oldest_use_s"] for line in ran.json["namespaces"]}
+    assert uses[filled.kv_id] is not None
+    assert uses[filled.ec_id] is None
+    assert row(admin("status", *filled.options).out, filled.ec_id)[-1] == "-"
+    assert admin("namespaces", *filled.options).code == 0
+
+
+def test_status_tells_the_whole_store_s_quota_its_tenants_and_what_waits(
+    admin: Admin, either: Filled
+) -> None:
+    blue = kv_space(tenant="blue")
+    either.save(blue, kv_slots(2, seed=5), depth=0)
+    with closing(open_index(load_settings(either.settings, {}))) as index:
+        segments = sorted(index.segments(namespace_id(either.kv)), key=lambda each: each.record.depth)
+        index.pin(namespace_id(either.kv), [segments[0].segment], most_bytes=1 << 30)
+        index.evict(namespace_id(either.kv), [segments[2].segment], delete_after_s=4e9, rule="admin")
+        index.invalidate(namespace_id(either.ec))
+        index.set_quota("tenant/blue", 2 * segments[0].record.nbytes)
+        index.set_quota(f"namespace/{either.kv_id}", segments[0].record.nbytes)
+        index.set_quota("tenant/gone", 1 << 20)
+        index.lease("janitor", "host-7", 3600)
+        one, blues = segments[0].record.nbytes, index.usage(namespace_id(blue)).nbytes
+    ran = admin("status", "--json", *either.options, env={"KVSTORE_CAPACITY_BYTES": str(4 * one)})
+    report = StatusReport.model_validate_json(ran.out)
+    assert report.total is not None
+    assert report.total.stored_bytes == 2 * one + blues
+    assert (report.capacity_bytes, report.janitor) == (4 * one, "host-7")
+    assert (report.upkeep.pinned_bytes, report.upkeep.trashed, report.upkeep.bygone) == (one, 1, 2)
+    quotas = {line.scope: line for line in report.quotas}
+    assert list(quotas)[-1] == "store"
+    assert (quotas["store"].used_bytes, quotas["store"].source) == (2 * one + blues, "settings")
+    own = quotas[f"namespace/{either.kv_id}"]
+    assert (own.used_bytes, own.pinned_bytes, own.state, own.source) == (2 * one, one, "over", "set")
+    assert (quotas["tenant/blue"].used_bytes, quotas["tenant/blue"].state) == (blues, "ok")
+    assert not quotas["tenant/gone"].known
+    tenants = {line.tenant: line for line in report.tenants}
+    assert tenants["default"].namespaces == 2
+    assert (tenants["blue"].quota_bytes, tenants["default"].quota_bytes) == (2 * one, None)
+    text = admin("status", *either.options, env={"KVSTORE_CAPACITY_BYTES": str(4 * one)}).out
+    assert (
+        f"{size(one)} pinned, 1 evicted segment to be deleted, 2 invalidated segments to be evicted" in text
+    )
+    assert f"{size(4 * one)}, {(2 * one + blues) / (4 * one):.0%} used" in text
+    assert "host-7" in text
+    cells = row(text, f"namespace/{either.kv_id}")
+    assert cells[-2:] == ["set", "over"]
+    assert "200%" in cells
 
 
 def test_ls_lists_and_sorts(admin: Admin, either: Filled) -> None:

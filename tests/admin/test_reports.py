@@ -16,6 +16,8 @@ import schemas.archive
 import schemas.bench
 import schemas.reports
 import schemas.transfers
+import schemas.upkeep
+import schemas.usage
 from kvstore.admin.cache import UnknownName
 from kvstore.admin.exports import Refused
 from kvstore.cli import exits
@@ -30,7 +32,14 @@ GOLDEN = Path(__file__).with_name("reports.json")
 def shapes() -> dict[str, Any]:
     """Every field of every model, with its type."""
     found = {}
-    for module in (schemas.reports, schemas.transfers, schemas.bench, schemas.archive):
+    for module in (
+        schemas.reports,
+        schemas.usage,
+        schemas.upkeep,
+        schemas.transfers,
+        schemas.bench,
+        schemas.archive,
+    ):
         for name, value in vars(module).items():
             own = isinstance(value, type) and issubclass(value, BaseModel)
             if own and value.__module__ == module.__name__:

@@ -158,7 +158,10 @@ def test_an_evicted_segment_is_still_explained(admin: Admin, either: Filled) -> 
     path = chain(either)[0]
     with closing(open_store(either.settings)) as store:
         store.index.evict(
-            NamespaceId(either.kv_id), [SegmentId(bytes.fromhex(segment_of(path)))], delete_after_s=9e9
+            NamespaceId(either.kv_id),
+            [SegmentId(bytes.fromhex(segment_of(path)))],
+            delete_after_s=9e9,
+            rule="admin",
         )
     for word in (segment_of(path), str(path)):
         shown = report(admin, either, word)

@@ -1,0 +1,201 @@
+"""pin, unpin: segments that no quota evicts.
+
+How much may be pinned: `eviction.pinned_share` of every quota that bounds the namespace. Of several segments
+heads go first, because a tail without its head is of no use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvstore.admin.cache import Cache
+from kvstore.admin.inventory import summary_of_segment
+from kvstore.admin.plans import LeftOut, Tally
+from kvstore.admin.quotas import quota_lines, quotas_of
+from kvstore.admin.segments import find_segment
+from kvstore.catalogue import Listing, Maintenance
+from kvstore.errors import CapacityExceeded, KVStoreError
+from kvstore.keys import NamespaceId, SegmentId
+from schemas.transfers import NAMED
+from schemas.upkeep import Ended, PinReport, PinsReport
+
+_STEP = 256
+_TOO_MUCH = (
+    "more than eviction.pinned_share of a quota would be pinned; unpin something, or raise the quota "
+    "(`cache-admin quota`)"
+)
+
+
+def pins(cache: Cache, prefix: str | None, now_s: float) -> PinsReport:
+    """What is pinned, in one namespace or in all. Reads through the namespaces that have pins. Raises
+    UnknownName and what the index raises."""
+    found = pinned(cache, prefix)
+    index = cache.index
+    store = quota_lines([], index.quotas() if index else {}, cache.settings)[-1]
+    return PinsReport(
+        at_s=now_s,
+        pinned=_amount(found).amount,
+        most_bytes=int(store.quota_bytes * cache.settings.eviction.pinned_share),
+        segments=tuple(summary_of_segment(*item) for item in found),
+    )
+
+
+def pinned(cache: Cache, prefix: str | None) -> list[tuple[NamespaceId, Listing]]:
+    """Every pinned segment of one namespace or of all, heads first. Raises as `pins` does."""
+    chosen = None if prefix is None else cache.namespace(prefix)
+    index = cache.index
+    found = [
+        (account.namespace, listing)
+        for account in (index.accounts() if index else ())
+        if index and chosen in (None, account.namespace) and account.usage.pinned_bytes
+        for listing in index.segments(account.namespace)
+        if listing.pinned
+    ]
+    return sorted(found, key=lambda item: (item[0], item[1].record.depth, item[1].segment))
+
+
+def choose(
+    cache: Cache, segments: Sequence[str], prefix: str | None, depth: int | None
+) -> list[tuple[NamespaceId, Listing]]:
+    """Segments by the start of their ids, or all of a namespace that begin within the first `depth` blocks of
+    their chains (None: all). Heads first. Raises UnknownName and what the index raises.
+    """
+    names = list(cache.namespaces()) if prefix is None else [cache.namespace(prefix)]
+    if segments:
+        found = [find_segment(cache, each, names) for each in dict.fromkeys(segments)]
+    else:
+        found = [
+            (name, listing)
+            for name in names
+            for listing in (cache.index.segments(name) if cache.index else ())
+            if depth is None or listing.record.depth < depth
+        ]
+    unique = {(name, listing.segment): (name, listing) for name, listing in found}
+    return sorted(unique.values(), key=lambda item: (item[0], item[1].record.depth, item[1].segment))
+
+
+def pin(
+    cache: Cache, chosen: Sequence[tuple[NamespaceId, Listing]], *, applied: bool, now_s: float
+) -> PinReport:
+    """Pin what is chosen and not pinned yet, as far as that is allowed; only a plan unless `applied`.
+
+    Raises what the index raises, unless something was pinned before.
+    """
+    change = _Change("pin", [item for item in chosen if not item[1].pinned])
+    already = [item for item in chosen if item[1].pinned]
+    index = cache.index
+    if index is not None and change.planned:
+        rooms = _rooms(cache, index, change)
+        if applied:
+            change.apply(lambda name, group: index.pin(name, group, most_bytes=rooms[name]))
+    return change.report(already, applied=applied, now_s=now_s)
+
+
+def unpin(
+    cache: Cache, chosen: Sequence[tuple[NamespaceId, Listing]], *, applied: bool, now_s: float
+) -> PinReport:
+    """Unpin what is chosen and pinned; only a plan unless `applied`. Raises as `pin` does."""
+    change = _Change("unpin", [item for item in chosen if item[1].pinned])
+    already = [item for item in chosen if not item[1].pinned]
+    index = cache.index
+    if index is not None and applied and change.planned:
+        change.apply(index.unpin)
+    return change.report(already, applied=applied, now_s=now_s)
+
+
+@dataclass
+class _Change:
+    """One of the two verbs at work."""
+
+    action: Literal["pin", "unpin"]
+    planned: list[tuple[NamespaceId, Listing]]
+    left: LeftOut = field(default_factory=LeftOut)
+    ended: Ended = "complete"
+    problem: str = ""
+    changed: int = 0
+
+    def leave_out(self, item: tuple[NamespaceId, Listing], reason: str) -> None:
+        """Not this one."""
+        self.left.add(item[0], item[1].segment, reason)
+
+    def apply(self, change: Callable[[NamespaceId, Sequence[SegmentId]], int]) -> None:
+        """All that is planned, some segments of one namespace with each call."""
+        groups: dict[NamespaceId, list[tuple[NamespaceId, Listing]]] = defaultdict(list)
+        for item in self.planned:
+            groups[item[0]].append(item)
+        try:
+            for name, items in groups.items():
+                for start in range(0, len(items), _STEP):
+                    self._step(change, name, items[start : start + _STEP])
+        except KeyboardInterrupt:
+            self.ended, self.problem = "cancelled", "cancelled"
+        except KVStoreError as exc:
+            if not self.changed:
+                raise
+            self.ended, self.problem = "failed", str(exc)
+
+    def _step(
+        self,
+        change: Callable[[NamespaceId, Sequence[SegmentId]], int],
+        name: NamespaceId,
+        items: Sequence[tuple[NamespaceId, Listing]],
+    ) -> None:
+        try:
+            self.changed += change(name, [listing.segment for _, listing in items])
+        except CapacityExceeded:
+            # Somebody else has pinned something meanwhile.
+            for item in items:
+                self.leave_out(item, _TOO_MUCH)
+
+    def report(
+        self, already: Sequence[tuple[NamespaceId, Listing]], *, applied: bool, now_s: float
+    ) -> PinReport:
+        """What was done, or would be."""
+        return PinReport(
+            at_s=now_s,
+            action=self.action,
+            applied=applied,
+            ended=self.ended,
+            problem=self.problem,
+            planned=_amount(self.planned).amount,
+            already=_amount(already).amount,
+            changed=self.changed,
+            segments=tuple(summary_of_segment(*item) for item in self.planned[:NAMED]),
+            left_out=self.left.count,
+            left=tuple(self.left.named),
+        )
+
+
+def _rooms(cache: Cache, index: Maintenance, change: _Change) -> dict[NamespaceId, int]:
+    """How much may be pinned in each namespace; takes out of the plan what is too much."""
+    accounts = {account.namespace: account for account in index.accounts()}
+    lines = quota_lines(list(accounts.values()), index.quotas(), cache.settings)
+    share = cache.settings.eviction.pinned_share
+    #: What may be pinned under each quota from now on.
+    free = {line.scope: int(line.quota_bytes * share) - line.pinned_bytes for line in lines}
+    bounds = {name: [line.scope for line in quotas_of(account, lines)] for name, account in accounts.items()}
+    pinned = {name: account.usage.pinned_bytes for name, account in accounts.items()}
+    fitting, full = [], set()
+    for item in change.planned:
+        name, nbytes = item[0], item[1].record.nbytes
+        # What follows in its chain would be of no use without it.
+        if name in full or any(free[scope] < nbytes for scope in bounds.get(name, ())):
+            full.add(name)
+            change.leave_out(item, _TOO_MUCH)
+            continue
+        for scope in bounds.get(name, ()):
+            free[scope] -= nbytes
+        pinned[name] = pinned.get(name, 0) + nbytes
+        fitting.append(item)
+    change.planned = fitting
+    return pinned
+
+
+def _amount(items: Sequence[tuple[NamespaceId, Listing]]) -> Tally:
+    tally = Tally()
+    for _, listing in items:
+        tally.add(listing.record.slots, listing.record.nbytes)
+    return tally

@@ -1,0 +1,132 @@
+"""stats: what engines have told of their requests, since ever or since a moment ago."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from kvstore.admin.cache import Cache
+from kvstore.admin.history import Tally
+from kvstore.catalogue import Account
+from kvstore.errors import KVStoreError
+from kvstore.keys import NamespaceId
+from schemas.usage import NamespaceTraffic, StatsReport, Traffic
+
+_MISS = "miss:"
+_UNSAVED = "unsaved:"
+
+
+def stats(cache: Cache, prefix: str | None, now_s: float) -> StatsReport:
+    """Totals since the index was made, of one namespace or of all. Raises UnknownName and what the index
+    raises."""
+    return _report(_Look.at(cache, prefix), None, None, now_s)
+
+
+def watch(
+    cache: Cache,
+    prefix: str | None,
+    *,
+    every_s: float,
+    trouble: Callable[[KVStoreError], None],
+    rounds: int | None = None,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[StatsReport]:
+    """What was added, every `every_s`, for so many rounds or for ever. A round in which the index fails is
+    told to `trouble` and left out; the next one covers its time as well. Raises what the first look raises.
+    """
+    tally = Tally()
+    since = clock()
+    for name, totals in _Look.at(cache, prefix).seen.items():
+        tally.advance(name, totals)
+    for _ in count() if rounds is None else range(rounds):
+        sleep(every_s)
+        try:
+            look = _Look.at(cache, prefix)
+        except KVStoreError as exc:
+            trouble(exc)
+            continue
+        now = clock()
+        # What is seen for the first time began after the first look.
+        added = {name: tally.advance(name, totals, is_new=True) for name, totals in look.seen.items()}
+        yield _report(look, added, now - since, now)
+        since = now
+
+
+class _Look:
+    """What the index says at a moment."""
+
+    def __init__(
+        self,
+        accounts: Sequence[Account],
+        models: Mapping[NamespaceId, str],
+        seen: Mapping[NamespaceId, Mapping[str, int]],
+    ) -> None:
+        self.accounts = accounts
+        self.models = models
+        self.seen = seen
+
+    @classmethod
+    def at(cls, cache: Cache, prefix: str | None) -> _Look:
+        chosen = None if prefix is None else cache.namespace(prefix)
+        index = cache.index
+        if index is None:
+            return cls((), {}, {})
+        accounts = [each for each in index.accounts() if chosen in (None, each.namespace)]
+        models = {name: str(json.loads(text).get("model", "")) for name, text in index.namespaces().items()}
+        return cls(
+            accounts,
+            models,
+            {each.namespace: index.seen(each.namespace) for each in accounts},
+        )
+
+
+def _report(
+    look: _Look,
+    added: Mapping[NamespaceId, Mapping[str, int]] | None,
+    seconds: float | None,
+    now_s: float,
+) -> StatsReport:
+    """Of totals, or of what was added to them."""
+    lines = []
+    everything: Counter[str] = Counter()
+    for account in look.accounts:
+        numbers = (look.seen if added is None else added)[account.namespace]
+        everything.update(numbers)
+        lines.append(
+            NamespaceTraffic(
+                **_traffic(numbers),
+                id=account.namespace,
+                kind=account.kind,
+                model=look.models.get(account.namespace, ""),
+                tenant=account.tenant,
+            )
+        )
+    lines.sort(key=lambda line: (-line.asked, -line.offered, line.id))
+    return StatsReport(
+        at_s=now_s, seconds=seconds, total=Traffic(**_traffic(everything)), namespaces=tuple(lines)
+    )
+
+
+def _traffic(numbers: Mapping[str, int]) -> dict[str, Any]:
+    asked, served = numbers.get("asked", 0), numbers.get("served", 0)
+    return {
+        "requests": numbers.get("requests", 0),
+        "asked": asked,
+        "served": served,
+        "misses": _by_reason(numbers, _MISS),
+        "offered": numbers.get("offered", 0),
+        "stored": numbers.get("stored", 0),
+        "unsaved": _by_reason(numbers, _UNSAVED),
+        "evicted_bytes": numbers.get("evicted", 0),
+        "hit_ratio": served / asked if asked else None,
+    }
+
+
+def _by_reason(numbers: Mapping[str, int], prefix: str) -> dict[str, int]:
+    found = {name.removeprefix(prefix): n for name, n in numbers.items() if name.startswith(prefix) and n}
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
