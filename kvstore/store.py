@@ -101,12 +101,7 @@ class Store:
         expected = max(1, self.settings.capacity_bytes // max(1, block_bytes))
         space = Space(self, namespace, expected)
         if self.trace is not None:
-            self.trace.describe(
-                space.id,
-                kind=namespace.kind,
-                block_tokens=namespace.block_tokens,
-                block_bytes=block_bytes,
-            )
+            self.trace.describe(space.id, namespace, block_bytes)
         return space
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ from kvstore.keys import SegmentId
 from schemas.records import PartRecord, SegmentRecord
 
 #: The header of a segment of KV blocks: its own part, and that of each slot.
-_HEADER_BYTES = 1500
-_SLOT_HEADER_BYTES = 375
+_HEADER_BYTES = 1000
+_SLOT_HEADER_BYTES = 345
 #: What the walk gets for a living segment; it only looks whether there is one.
 _LIVING = SegmentRecord((PartRecord(0, (0,)),), 1, "none", 0)
 
