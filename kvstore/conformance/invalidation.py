@@ -255,7 +255,6 @@ class InvalidationConformance(Maintained):
         catalogue.invalidate(name)
         drain(catalogue, name)
         bury_all(catalogue, name)
-        index.claim(name, digests, new_segment_id(), 60.0)
         assert erased(catalogue, name)[-1] == "erased"
         # Somebody else's namespace first, which must not inherit anything.
         for other in ("another", "model"):
