@@ -18,6 +18,7 @@ from kvstore import codec
 from kvstore.errors import CorruptPayload, DeadlineExceeded, TransientError
 from kvstore.keys import ContentKey, NamespaceId, payload_name
 from kvstore.ports import PayloadStore, Run
+from schemas.records import PartRecord
 from schemas.segment import SlotMeta
 
 
@@ -55,11 +56,14 @@ def read_run(
     """
     if not len(keys) == len(into) == run.count:
         raise ValueError(f"run of {run.count} slots, {len(keys)} keys, {len(into)} buffers")
-    part = run.record.parts[rank]
+    parts = run.record.parts
+    part = parts[rank] if rank < len(parts) else PartRecord(0, ())
     name = payload_name(namespace, run.segment, rank)
     sizes = part.slot_sizes[run.slot : run.slot + run.count]
-    if part.data_start > codec.MAX_HEADER or any(
-        size > view.nbytes for size, view in zip(sizes, into, strict=True)
+    if (
+        len(sizes) < run.count
+        or part.data_start > codec.MAX_HEADER
+        or any(size > view.nbytes for size, view in zip(sizes, into, strict=True))
     ):
         raise CorruptPayload(f"segment {run.segment.hex()}: the index's record of it makes no sense")
     start, _ = part.slot_range(run.slot, run.count)

@@ -50,8 +50,8 @@ class Finding:
     digests: bytes = b""
     #: `astray`: the entries.
     entries: tuple[Entry, ...] = ()
-    #: Whether it took reading every byte to find it.
-    by_bytes: bool = False
+    #: Whether every byte of the segment was to be read.
+    read: bool = False
 
     @property
     def blocks(self) -> int:
@@ -93,10 +93,9 @@ class Depth:
 class Bad(Exception):
     """A segment that is not as it should be."""
 
-    def __init__(self, kind: FaultKind, detail: str, *, by_bytes: bool = False) -> None:
+    def __init__(self, kind: FaultKind, detail: str) -> None:
         super().__init__(detail)
         self.kind: FaultKind = kind
-        self.by_bytes = by_bytes
 
 
 def examine(
@@ -106,19 +105,22 @@ def examine(
     stored: Stored,
     *,
     quick: bool = False,
-    read_bytes: bool = False,
+    read: bool = False,
 ) -> Whole | None:
-    """Hold one visible segment against its payloads; None if `quick`. Raises Bad and TransientError."""
+    """Hold one visible segment against its payloads; None if `quick`. `read`: every byte of them.
+
+    Raises Bad and TransientError.
+    """
     record, segment = listing.record, listing.segment
     try:
         if quick:
             _sizes(record, stored)
             return None
         whole = read_whole(payloads, namespace, segment, stored.sizes)
+        if read:
+            verify(payloads, namespace, segment, whole)
         if whole.record != record:
             raise Bad("record", _difference(record, whole.record))
-        if read_bytes:
-            _verify(payloads, namespace, segment, whole)
         return whole
     except Incomplete as exc:
         raise Bad("missing", str(exc)) from exc
@@ -126,13 +128,6 @@ def examine(
         raise Bad("damaged", str(exc)) from exc
     except PermissionDenied as exc:
         raise Bad("unreadable", str(exc)) from exc
-
-
-def _verify(payloads: PayloadStore, namespace: NamespaceId, segment: SegmentId, whole: Whole) -> None:
-    try:
-        verify(payloads, namespace, segment, whole)
-    except CorruptPayload as exc:
-        raise Bad("damaged", str(exc), by_bytes=True) from exc
 
 
 def _sizes(record: SegmentRecord, stored: Stored) -> None:
@@ -170,6 +165,9 @@ class Check:
     progress: Progress
     clock: Callable[[], float]
     draw: random.Random = field(default_factory=random.Random)
+    #: Segments that nobody names and that were found to be unusable, by this check or one before it, which
+    #: may have read more of them.
+    unusable: set[SegmentId] = field(default_factory=set)
     patience: Patience = field(default_factory=Patience)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -190,11 +188,9 @@ class Check:
             return None
         stored = look_up(self.payloads, name, listing.segment)
         try:
-            return examine(
-                self.payloads, name, fresh, stored, quick=self.depth.quick, read_bytes=bad.by_bytes or read
-            )
+            return examine(self.payloads, name, fresh, stored, quick=self.depth.quick, read=read)
         except Bad as exc:
-            return Finding(name, exc.kind, str(exc), listing.segment, by_bytes=exc.by_bytes)
+            return Finding(name, exc.kind, str(exc), listing.segment, read=read)
 
 
 @dataclass
@@ -259,9 +255,7 @@ class _Run:
         try:
             try:
                 stored = self.stock.of(listing.segment)
-                whole = examine(
-                    check.payloads, self.name, listing, stored, quick=depth.quick, read_bytes=read
-                )
+                whole = examine(check.payloads, self.name, listing, stored, quick=depth.quick, read=read)
             except Bad as bad:
                 if self._vanished and bad.kind == "missing":
                     finding = Finding(self.name, "missing", str(bad), listing.segment)
@@ -293,7 +287,13 @@ class _Run:
                 elif state == "visible" and self.check.index.get(self.name, [stored.segment])[0] is None:
                     # Committed a moment ago it would be there: it is there, and can't be read.
                     self.found.findings.append(
-                        Finding(self.name, "record", "the index's record can't be read", stored.segment)
+                        Finding(
+                            self.name,
+                            "record",
+                            "the index's record can't be read",
+                            stored.segment,
+                            read=self._drawn(),
+                        )
                     )
 
     def _unlisted(self, stored: Stored) -> None:
@@ -302,20 +302,22 @@ class _Run:
         if not settled:
             return
         try:
-            if not check.depth.quick:
+            if not check.depth.quick and stored.segment not in check.unusable:
                 fresh = look_up(check.payloads, self.name, stored.segment)
                 whole = read_whole(check.payloads, self.name, stored.segment, fresh.sizes)
-                if self._drawn():
+                if read := self._drawn():
                     verify(check.payloads, self.name, stored.segment, whole)
                 if check.index.states(self.name, [stored.segment])[0] is None:
                     detail = f"{whole.record.slots} blocks, {whole.record.nbytes} bytes"
-                    self.found.findings.append(Finding(self.name, "unlisted", detail, stored.segment))
+                    self.found.findings.append(
+                        Finding(self.name, "unlisted", detail, stored.segment, read=read)
+                    )
                 check.patience.answered()
                 return
         except TransientError as exc:
             check.patience.unanswered(exc)
         except (CorruptPayload, PermissionDenied):
-            pass
+            check.unusable.add(stored.segment)
         self.found.leftover_payloads += len(stored.sizes)
         self.found.leftover_bytes += stored.nbytes
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.catalogue import Entry
-from kvstore.keys import DIGEST_BYTES, Digest, SegmentId
+from kvstore.keys import DIGEST_BYTES, SEGMENT_ID_BYTES, Digest, SegmentId
 
 #: Fixed-width strings compare byte by byte; that trailing zeros don't count makes no two of one width equal.
 _DIGEST = np.dtype(f"S{DIGEST_BYTES}")
@@ -118,8 +118,9 @@ def _wrong(
 
 
 def collect(entries: Iterable[Entry]) -> Blocks:
-    """All of them."""
+    """All of them, without those that are none by their form: no match takes them for one."""
     blocks = Blocks()
     for entry in entries:
-        blocks.add_entry(entry)
+        if (len(entry.digest), len(entry.segment)) == (DIGEST_BYTES, SEGMENT_ID_BYTES):
+            blocks.add_entry(entry)
     return blocks

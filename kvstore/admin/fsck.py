@@ -22,7 +22,7 @@ from kvstore.admin.recommit import AnyIndex
 from kvstore.admin.stock import Stock, take_stock
 from kvstore.admin.targets import chosen, described, needed_index
 from kvstore.errors import KVStoreError
-from kvstore.keys import NamespaceId
+from kvstore.keys import NamespaceId, SegmentId
 from schemas.base import redact
 from schemas.repairs import FAULT_KINDS, CheckedNamespace, Fault, FaultCount, FsckReport, Mended
 from schemas.transfers import NAMED, Ended
@@ -75,6 +75,7 @@ class _Fsck:
     progress: Progress
     clock: Callable[[], float]
     draw: random.Random = field(default_factory=random.Random)
+    unusable: set[SegmentId] = field(default_factory=set)
     texts: dict[NamespaceId, str] = field(default_factory=dict)
     ended: Ended = "complete"
     problem: str = ""
@@ -116,7 +117,16 @@ class _Fsck:
 
     def _check(self, depth: Depth, into: dict[NamespaceId, Checked]) -> None:
         cache = self.cache
-        check = Check(self.index, cache.payloads, cache.settings, depth, self.progress, self.clock, self.draw)
+        check = Check(
+            self.index,
+            cache.payloads,
+            cache.settings,
+            depth,
+            self.progress,
+            self.clock,
+            self.draw,
+            self.unusable,
+        )
         # First the index: what is committed after this has its payloads in the listing or is looked at again.
         self.texts = self.index.namespaces()
         stocks = take_stock(cache.payloads, self.progress)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from kvstore.admin.checking import Bad, Finding, examine, paged
 from kvstore.admin.parallel import for_each
 from kvstore.admin.progress import Progress
-from kvstore.admin.recommit import AnyIndex, Whole, commit_whole, read_whole
+from kvstore.admin.recommit import AnyIndex, Whole, commit_whole, read_whole, verify
 from kvstore.admin.stock import look_up
 from kvstore.catalogue import Listing
 from kvstore.errors import CorruptPayload, PermissionDenied
@@ -86,9 +86,9 @@ class Mending:
         listing = self.index.get(name, [segment])[0]
         stored = look_up(self.payloads, name, segment)
         if listing is None:
-            return self._unseen(name, segment)
+            return self._unseen(name, segment, read=finding.read)
         try:
-            whole = examine(self.payloads, name, listing, stored, read_bytes=finding.by_bytes)
+            whole = examine(self.payloads, name, listing, stored, read=finding.read)
         except Bad as bad:
             if bad.kind == "record":
                 return self._relist(listing, name, read_whole(self.payloads, name, segment, stored.sizes))
@@ -102,7 +102,7 @@ class Mending:
             return "none"
         return self._commit(segment, whole) or self._relist(listing, name, whole)
 
-    def _unseen(self, name: NamespaceId, segment: SegmentId) -> Mended:
+    def _unseen(self, name: NamespaceId, segment: SegmentId, *, read: bool) -> Mended:
         """One that no readable record names, if nothing else has become of it."""
         state = self.index.states(name, [segment])[0]
         if state in ("trash", "bygone"):
@@ -110,6 +110,8 @@ class Mending:
         sizes = look_up(self.payloads, name, segment).sizes
         try:
             whole = read_whole(self.payloads, name, segment, sizes)
+            if read:
+                verify(self.payloads, name, segment, whole)
         except CorruptPayload:
             if state == "visible":
                 # A record that can't be read, of payloads that can't be used: the payloads are gc's.

@@ -123,7 +123,7 @@ def rebuild(
     Commits every segment that has all its payloads and that the index does not know; what it knows is
     skipped, so a rebuild that was cut short is continued by running it again. Engines may go on working.
     Records, entries and usage come back as they were; last uses begin with the time of writing, pins and
-    quotas are to be set again. What had been evicted or invalidated and was not deleted yet comes back as well.
+    quotas are to be set again. What had been evicted or invalidated and was not deleted yet comes back too.
     """
     with call.cache() as cache, progress.shown() as shows:
         report = rebuild_(cache, namespaces or [], dry_run=dry_run, jobs=jobs, progress=shows)
