@@ -250,7 +250,7 @@ class Saving:
             self._segments[segment] = _Segment(keys, self.groups[number].writers, self.abandon)
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
             cost = self._cost_us(number, len(own))
-            saves.append(Save(number, segment, int(self.clock()), piece.start, own, ids, cost))
+            saves.append(Save(number, segment, int(self.clock()), piece.start, own, ids, cost_us=cost))
         return saves
 
     def _cost_us(self, number: int, blocks: int) -> int:

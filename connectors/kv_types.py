@@ -54,12 +54,12 @@ class Save:
     first: int
     hashes: list[bytes]
     tables: dict[int, list[int]]
-    #: What computing these blocks takes, in microseconds; 0: unknown. All ranks say the same.
-    cost_us: int = 0
     #: The request that hands these blocks over to another engine.
     handed_over: str | None = None
     #: They stay as they are until that request has been reported as read.
     blocks_stay: bool = False
+    #: What computing these blocks takes, in microseconds; 0: unknown. All ranks say the same.
+    cost_us: int = 0
 
 
 @dataclass

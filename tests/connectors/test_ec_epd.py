@@ -77,7 +77,7 @@ def configure(store: Store, **ec: Any) -> None:
 def evict(store: Store, identifier: str) -> None:
     space = open_space(store)
     [run] = space.match(digest(item_key(identifier))).runs
-    store.index.evict(space.id, [run.segment], delete_after_s=0.0)
+    store.index.evict(space.id, [run.segment], delete_after_s=0.0, rule="admin")
 
 
 def leftovers(one: FakeEngine) -> dict[str, Any]:
