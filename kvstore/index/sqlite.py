@@ -31,7 +31,6 @@ from kvstore.index.contract import (
     minute,
 )
 from kvstore.index.sketch import Marks, Window
-from kvstore.index.sqlite_catalogue import SqliteCatalogue
 from kvstore.index.sqlite_file import SqliteDatabase, SqliteFile, SqliteMemory
 from kvstore.index.sqlite_journal import SqliteJournal, Writing
 from kvstore.index.sqlite_moves import abandon, drop
@@ -60,7 +59,7 @@ _LOOKUP = (
 )
 
 
-class SqliteIndex(SqliteCatalogue, SqliteUpkeep, SqliteJournal, Maintenance, Index):
+class SqliteIndex(SqliteUpkeep, SqliteJournal, Maintenance, Index):
     """Index and Maintenance in one SQLite database."""
 
     def __init__(

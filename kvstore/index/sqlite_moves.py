@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.catalogue import Usage
-from kvstore.index.contract import CULL_LOOKS
+from kvstore.eviction import MINUTE_S
 from kvstore.index.sqlite_catalogue import USAGE, in_order
 from kvstore.index.sqlite_journal import Evicted, Writing
 from kvstore.index.sqlite_rows import Place, account, bygones, discard
@@ -48,38 +48,25 @@ def count_all(db: sqlite3.Connection, place: Place) -> Usage:
 
 
 def first_to_go(
-    db: sqlite3.Connection, place: Place, keep_bytes: int, limit: int, spare_from_s: float | None
-) -> list[tuple[SegmentId, int]]:
-    """The segments that a cull would evict now, each with its last use, in the order of eviction."""
+    db: sqlite3.Connection,
+    place: Place,
+    *,
+    keep_bytes: int,
+    limit: int,
+    looks: int,
+    spare_from_s: float | None,
+) -> list[SegmentId]:
+    """The segments that a cull evicts next, in the order of eviction, of the first `looks`."""
     spare_from = math.inf if spare_from_s is None else spare_from_s
-    chosen: list[tuple[SegmentId, int]] = []
+    chosen: list[SegmentId] = []
     over = usage_of(db, place.key).nbytes - keep_bytes
-    for segment, nbytes, _, used in in_order(db, place, CULL_LOOKS):
+    for segment, nbytes, _, used in in_order(db, place, looks):
         if over <= 0 or len(chosen) >= limit:
             break
-        if used * 60 < spare_from:
-            chosen.append((SegmentId(segment), used))
+        if used * MINUTE_S < spare_from:
+            chosen.append(SegmentId(segment))
             over -= nbytes
     return chosen
-
-
-def still_to_go(
-    db: sqlite3.Connection, place: Place, chosen: Sequence[tuple[SegmentId, int]], keep_bytes: int
-) -> list[SegmentId]:
-    """Those of them that were neither touched, pinned nor evicted since, until no more than that remains."""
-    over = usage_of(db, place.key).nbytes - keep_bytes
-    going = []
-    for segment, used in chosen:
-        if over <= 0:
-            break
-        row = db.execute(
-            "SELECT nbytes FROM segments WHERE namespace = ? AND id = ? AND used = ? AND pinned = 0",
-            (place.generation, segment, used),
-        ).fetchone()
-        if row:
-            going.append(segment)
-            over -= row[0]
-    return going
 
 
 def take(db: sqlite3.Connection, place: Place, segments: Sequence[SegmentId]) -> list[Taken]:

@@ -12,7 +12,8 @@ from dataclasses import astuple
 
 from kvstore.catalogue import Entry, Erased, Reconciled, Upkeep, Usage
 from kvstore.errors import CapacityExceeded
-from kvstore.index.contract import HOT_LEAST, SWEEP_FACTOR, SWEEP_MIN, check_segments
+from kvstore.index.contract import CULL_LOOKS, HOT_LEAST, SWEEP_FACTOR, SWEEP_MIN, check_segments
+from kvstore.index.sqlite_catalogue import SqliteCatalogue
 from kvstore.index.sqlite_file import SqliteDatabase
 from kvstore.index.sqlite_journal import Writing
 from kvstore.index.sqlite_moves import (
@@ -26,12 +27,11 @@ from kvstore.index.sqlite_moves import (
     first_to_go,
     forget,
     in_use,
-    still_to_go,
     sweep_page,
     take,
     usage_of,
 )
-from kvstore.index.sqlite_rows import SLICE, Place, SqlitePart, account, new_generation, place_of, slices
+from kvstore.index.sqlite_rows import SLICE, Place, account, new_generation, place_of, slices
 from kvstore.keys import NamespaceId, SegmentId
 from schemas.records import EvictionRule
 from schemas.settings import JournalSettings
@@ -40,7 +40,7 @@ from schemas.settings import JournalSettings
 _COUNTS = 4
 
 
-class SqliteUpkeep(SqlitePart, Upkeep):
+class SqliteUpkeep(SqliteCatalogue, Upkeep):
     """The changes of SqliteIndex that no request waits for."""
 
     def __init__(
@@ -61,18 +61,26 @@ class SqliteUpkeep(SqlitePart, Upkeep):
         rule: EvictionRule,
         spare_from_s: float | None = None,
     ) -> list[SegmentId]:
-        with self._database.reading("cull") as db:
-            place = place_of(db, namespace)
-            chosen = first_to_go(db, place, keep_bytes, limit, spare_from_s) if place else []
         gone: list[SegmentId] = []
-        for some in slices(chosen):
+        if limit <= 0 or self.usage(namespace).nbytes <= keep_bytes:
+            return gone
+        while True:
+            most = min(SLICE, limit - len(gone))
             with self._database.writing("cull") as db:
                 place = place_of(db, namespace)
                 if place is None:
-                    break
-                going = still_to_go(db, place, some, keep_bytes)
-                gone += drop(db, self._writing, place, going, delete_after_s, rule)
-        return gone
+                    return gone
+                some = first_to_go(
+                    db,
+                    place,
+                    keep_bytes=keep_bytes,
+                    limit=most,
+                    looks=CULL_LOOKS - len(gone),
+                    spare_from_s=spare_from_s,
+                )
+                gone += drop(db, self._writing, place, some, delete_after_s, rule)
+            if len(some) < most or len(gone) == limit:
+                return gone
 
     def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
         with self._database.reading("due") as db:
