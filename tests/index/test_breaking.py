@@ -13,6 +13,7 @@ from kvstore.errors import BreakerOpen, TransientError
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import namespace_id, new_segment_id
+from kvstore.ports import Index, Outcome
 from kvstore.testing import IndexConformance
 from schemas.settings import BreakerSettings
 
@@ -36,12 +37,31 @@ VERBS: dict[str, Callable[[BreakingIndex], object]] = {
     "commit": lambda index: put(index, namespace_id(namespace()), chain(1)),
     "touch": lambda index: index.touch(namespace_id(namespace()), [new_segment_id()], CREATED_S),
     "evict": lambda index: index.evict(
-        namespace_id(namespace()), [new_segment_id()], delete_after_s=CREATED_S
+        namespace_id(namespace()), [new_segment_id()], delete_after_s=CREATED_S, rule="admin"
+    ),
+    "tell": lambda index: index.tell(
+        namespace_id(namespace()), [Outcome(1.0, "", "match", 1, 0, "absent", 0, b"")]
     ),
     "note": lambda index: index.note(
         namespace_id(namespace()), chain(1), now_s=CREATED_S, window_s=60.0, sketch_bytes=1024
     ),
 }
+
+
+def test_no_verb_is_forgotten() -> None:
+    assert set(VERBS) == {name for name in Index.__abstractmethods__ if name != "close"}
+
+
+def test_what_is_told_and_why_something_is_evicted_is_passed_on(fast_path: Path) -> None:
+    with SqliteIndex(str(fast_path / "index.sqlite")) as inner:
+        index = BreakingIndex(inner, Breaker("index", BreakerSettings()))
+        name = index.register(namespace(), expected_blocks=1)
+        segment = put(index, name, chain(1))
+        assert index.evict(name, [segment], delete_after_s=CREATED_S, rule="tenant_quota") == 1
+        assert inner.events(name)[-1].rule == "tenant_quota"
+        told = Outcome(1.0, "request", "save", 3, 1, "held", 1, b"")
+        index.tell(name, [told])
+        assert inner.outcomes(name, 2) == [told]
 
 
 @pytest.mark.parametrize("verb", VERBS)
