@@ -28,7 +28,7 @@ class Answering(Closed):
     answered_s: float | None = None
 
 
-class QuotaLine(Closed):
+class ServedQuota(Closed):
     """One quota. `scope` is `store`, `tenant/NAME` or `namespace/ID`."""
 
     scope: str
@@ -163,7 +163,7 @@ class ServingReport(Closed):
     fast: FastBackend | None
     capacity_bytes: int
     total: Held
-    quotas: tuple[QuotaLine, ...]
+    quotas: tuple[ServedQuota, ...]
     #: The largest; of the others the number and the sum.
     namespaces: tuple[ServedNamespace, ...]
     others: int

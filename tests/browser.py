@@ -91,7 +91,9 @@ class Browser:
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What the body of a function returns, run in the page."""
-        return self._call("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
+        return self._call(
+            "POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)}
+        )
 
     def until(self, script: str, *arguments: Any, timeout_s: float = 20.0) -> Any:
         """The first answer of `run` that is true. Raises BrowserError if there is none in time."""
@@ -156,9 +158,7 @@ class Browser:
                 return
 
     def _devtools(self, command: str, parameters: dict[str, Any]) -> Any:
-        return self._call(
-            "POST", f"{self._session}/goog/cdp/execute", {"cmd": command, "params": parameters}
-        )
+        return self._call("POST", f"{self._session}/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -1,8 +1,8 @@
 """Fixtures and rules for every test.
 
 A test that takes a server gets the marker `servers` by itself, so the quick tier cannot start one by
-oversight. Whatever a test asks for and cannot have is a failure, never a silent skip. Two exceptions are
-said again at the end of the run: a GPU, and a real S3 server where none can be installed.
+oversight. Whatever a test asks for and cannot have is a failure, never a silent skip. Three exceptions are
+said again at the end of the run: a GPU, and a real S3 server and a browser where none can be installed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import Browser, BrowserError, find_browser
 from tests.s3_bucket import S3Bucket
 from tests.s3_ceph import CephServer, can_install
 from tests.s3_proxy import S3Proxy
@@ -20,11 +21,12 @@ from tests.s3_servers import MotoServer, S3Server
 from tests.servers import RedisServer, ServerError
 
 _S3_FIXTURES = {"s3_server", "s3_bucket", "s3_proxy", "private_s3"}
-_SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis"} | _S3_FIXTURES
+_SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis", "browser"} | _S3_FIXTURES
 #: What the end of the run says once more, and how a test's report says that it belongs there.
-_GPU, _IMITATION = "needs a GPU", "imitation"
+_GPU, _IMITATION, _BROWSER = "needs a GPU", "imitation", "needs a browser"
 _SUMMARY = {
     _GPU: "NOT TESTED: no CUDA device",
+    _BROWSER: "NOT TESTED: Chromium is not here and cannot be installed",
     _IMITATION: "TESTED AGAINST AN IMITATION: Ceph is not here and cannot be installed",
 }
 
@@ -40,7 +42,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _has_gpu():
         item.user_properties.append((_GPU, True))
         pytest.skip("no CUDA device")
-    if _S3_FIXTURES & set(getattr(item, "fixturenames", ())) and not _has_real_s3():
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if "browser" in fixtures and find_browser() is None and not can_install():
+        item.user_properties.append((_BROWSER, True))
+        pytest.skip("no Chromium")
+    if _S3_FIXTURES & fixtures and not _has_real_s3():
         item.user_properties.append((_IMITATION, True))
 
 
@@ -127,6 +133,19 @@ def s3_proxy(s3_bucket: S3Bucket, s3_server: S3Server) -> Iterator[tuple[S3Bucke
     """A fresh bucket of a real S3 server whose URL goes through a proxy of the test's own."""
     with S3Proxy(s3_server.endpoint) as proxy:
         yield replace(s3_bucket, endpoint=proxy.endpoint), proxy
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A real headless Chromium with one window, shared with the tests before and after: set its size and its
+    colours."""
+    window = Browser(tmp_path_factory.mktemp("browser"))
+    try:
+        window.start()
+    except BrowserError as exc:
+        pytest.fail(str(exc), pytrace=False)
+    yield window
+    window.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 #
 #   tools/setup.sh quick   the project and its development tools: lint, types, the quick tests
 #   tools/setup.sh full    also vLLM's CPU build, a redis-server and, as root with apt, an S3 server
-#                          (Ceph's) and nginx: engines, servers, demo, benchmarks
+#                          (Ceph's), nginx and a browser (Chromium): engines, servers, demo, benchmarks
 #
 # Run again it costs milliseconds: a stamp in .venv names what was installed from which files.
 # KVSTORE_PYTHON names the interpreter to use; UV_* and PIP_* settings are obeyed.
@@ -30,8 +30,9 @@ have() { # Debian's daemons are not on everybody's PATH
 is_root_with_apt() { [ "$(id -u)" = 0 ] && have apt-get; }
 have_redis() { have redis-server || [ -x "$venv/bin/redis-server" ]; }
 have_ceph() { have ceph-mon ceph-osd radosgw radosgw-admin ceph monmaptool; }
-# Without root the tests do without Ceph and nginx, and say so.
-have_servers() { have_redis && { ! is_root_with_apt || { have_ceph && have nginx; }; }; }
+have_browser() { have chromedriver && { have chromium || have chromium-browser || have google-chrome; }; }
+# Without root the tests do without Ceph, nginx and Chromium, and say so.
+have_servers() { have_redis && { ! is_root_with_apt || { have_ceph && have nginx && have_browser; }; }; }
 
 done_before() {
   local was_tier was_hash
@@ -195,6 +196,18 @@ install_s3_servers() {
   fi
 }
 
+# What the tests of the status page look at it with; they speak WebDriver without a client library.
+install_browser() {
+  have_browser && return
+  if ! is_root_with_apt; then
+    say "NOTE: no Chromium, and no root with apt to install it: the status page is not tested"
+    return
+  fi
+  say "installing Chromium and its driver (apt-get, some 350 MB unpacked)"
+  apt_install chromium chromium-driver fonts-dejavu-core || true
+  have_browser || warn "CHROMIUM COULD NOT BE INSTALLED; what apt-get said is above. Tests of the page will fail."
+}
+
 # Two set-ups at once (make -j, an editor and a terminal) would break each other's venv.
 mkdir -p .cache
 if command -v flock >/dev/null; then
@@ -229,6 +242,7 @@ else
   check_vllm
   install_redis
   install_s3_servers
+  install_browser
 fi
 
 printf '%s %s\n' "$tier" "$hash" >"$stamp"

@@ -1,7 +1,7 @@
 """A small HTTP server: GET and HEAD of a fixed set of paths, which functions answer from memory.
 
-Bounded in every direction: THREADS threads, WAITING connections waiting for one, CONNECTION_S from a
-connection's beginning to its end, whoever is slow. No path of a request ever names a file.
+Bounded in every direction: THREADS threads, WAITING connections waiting for one, CONNECTION_S from when a
+thread takes a connection to its end, whoever is slow. No path of a request ever names a file.
 
 What is served is not secret, but not for every web site either: a page of another site can't read it
 (no CORS), can't frame it, and where only this machine is listened to, can't reach it by a name of its own
@@ -117,12 +117,10 @@ class Listener(socketserver.TCPServer):
 
     def process_request(self, request: object, client_address: object) -> None:
         assert isinstance(request, socket.socket)  # not a datagram
-        with self._lock:
-            self._began[request] = time.monotonic()
         try:
             self._waiting.put_nowait((request, client_address))
         except queue.Full:
-            self._end(request)
+            self.shutdown_request(request)
 
     def service_actions(self) -> None:
         # A socket's own timeout is per call: a client that sends a byte now and then would never meet it.
@@ -140,6 +138,8 @@ class Listener(socketserver.TCPServer):
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:
             request, client_address = item
+            with self._lock:
+                self._began[request] = time.monotonic()
             try:
                 self.finish_request(request, client_address)
             except OSError:
@@ -147,12 +147,9 @@ class Listener(socketserver.TCPServer):
             except Exception:  # noqa: BLE001 - one request's failure is not the server's
                 self.handle_error(request, client_address)
             finally:
-                self._end(request)
-
-    def _end(self, request: socket.socket) -> None:
-        with self._lock:
-            self._began.pop(request, None)
-        self.shutdown_request(request)
+                with self._lock:
+                    del self._began[request]
+                self.shutdown_request(request)
 
 
 class _Request(BaseHTTPRequestHandler):

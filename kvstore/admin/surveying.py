@@ -14,7 +14,7 @@ from kvstore.errors import DeadlineExceeded
 from kvstore.eviction import Scope
 from kvstore.keys import NamespaceId
 from kvstore.tending import Quota, quotas
-from schemas.serving import Blocks, Held, QuotaLine, ServedNamespace
+from schemas.serving import Blocks, Held, ServedQuota, ServedNamespace
 from schemas.settings import Settings
 
 #: What a person reads, and what no alert hangs on, is not read with every look.
@@ -39,7 +39,7 @@ class Look:
     others_blocks: Blocks
     others_evicted_bytes: int
     total: Held
-    quotas: tuple[QuotaLine, ...]
+    quotas: tuple[ServedQuota, ...]
     capacity_bytes: int
 
 
@@ -180,14 +180,14 @@ class Survey:
             evicted_bytes=totals.get("evicted", 0),
         )
 
-    def _quota_lines(self, rows: Sequence[Quota]) -> tuple[QuotaLine, ...]:
+    def _quota_lines(self, rows: Sequence[Quota]) -> tuple[ServedQuota, ...]:
         """The store's, the fullest tenants', and those of namespaces that are told apart."""
         own = {Scope.namespace(name) for name in self._places}
         tenants = sorted((row for row in rows if row.rule == "tenant_quota"), key=lambda row: -row.used)
         shown = [row for row in rows if row.rule == "capacity"] + tenants[:NAMED]
         shown += [row for row in rows if row.rule == "namespace_quota" and row.scope in own]
         return tuple(
-            QuotaLine(scope=readable(row.scope), quota_bytes=row.nbytes, used_bytes=row.used) for row in shown
+            ServedQuota(scope=readable(row.scope), quota_bytes=row.nbytes, used_bytes=row.used) for row in shown
         )
 
 
