@@ -15,8 +15,8 @@ from kvstore.keys import Digest, NamespaceId, SegmentId
 
 #: Of listings, a compromise between round trips and how long one call holds Redis.
 _PAGE = 500
-#: Entries and buckets that one script of `entries` looks at: 1 to 2 ms of Redis' time.
-_ENTRIES_PAGE = 2048
+#: Entries and buckets that one script of `entries` looks at: about 1 ms of Redis' time.
+_ENTRIES_PAGE = 1024
 #: Namespaces that are asked for in one round trip.
 _NAMESPACES_PAGE = 256
 _USAGE = ("bytes", "segments", "blocks", "pinned", "cost")

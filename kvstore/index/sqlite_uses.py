@@ -7,6 +7,7 @@ import sqlite3
 from kvstore.index.sketch import LINE_BYTES, Marks, Window, note
 
 _READ = "SELECT bits FROM uses WHERE namespace = ? AND parity = ? AND line = ? AND sketch = ?"
+_LINES = "SELECT bits FROM uses WHERE namespace = ? AND parity = ? AND sketch = ?"
 
 
 def look(db: sqlite3.Connection, key: int, marks: Marks, window: Window) -> tuple[int, dict[int, int]]:
@@ -29,6 +30,15 @@ def write(db: sqlite3.Connection, key: int, window: Window, lines: dict[int, int
             for line, bits in sorted(lines.items())
         ],
     )
+
+
+def bits(db: sqlite3.Connection, key: int, window: Window) -> int:
+    """How many bits are set in the fuller one of the two windows."""
+    found = []
+    for parity, sketch in ((window.parity, window.now), (1 - window.parity, window.before)):
+        rows = db.execute(_LINES, (key, parity, sketch))
+        found.append(sum(int.from_bytes(row[0]).bit_count() for row in rows))
+    return max(found)
 
 
 def _line(db: sqlite3.Connection, where: tuple[int, int, int, str]) -> int:
