@@ -55,7 +55,7 @@ class _Axes:
         if self.least == self.most:
             self.least, self.most = max(1, self.least // 2), self.most * 2
         highest = max(y for series in plot.series for _, y in series.points)
-        self.step = next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2) if highest <= 6 * step), 0.2)
+        self.step = next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2) if highest <= 8 * step), 0.2)
         self.top = max(1, ceil(highest / self.step - 1e-9)) * self.step
 
     def x(self, nbytes: float) -> float:

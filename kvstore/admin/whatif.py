@@ -9,6 +9,8 @@ Those distances are of one namespace, and a quota is of several. Where the store
 lose bytes at different rates, and by the time that a block's own namespace has lost d bytes, all of them
 together have lost d times the sum of the rates over its own. So of additional capacity a namespace gets a
 share that is proportional to what has been evicted from it.
+
+And a store is full between the two watermarks of eviction, so of additional capacity it uses their mean.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from kvstore.admin.cache import Cache
 from kvstore.admin.machine import size
 from kvstore.catalogue import Account, Ghosts
-from kvstore.eviction import GHOST_LEAST, GHOST_STEPS, Scope
+from kvstore.eviction import GHOST_STEPS, Scope, ghost_bytes
 from schemas.base import redact
 from schemas.simulation import Gain, WhatIfNamespace, WhatIfReport
 
@@ -39,6 +41,8 @@ def whatif(cache: Cache, more: Sequence[int]) -> WhatIfReport:
     seen = {a.namespace: index.seen(a.namespace) if index is not None else {} for a in accounts}
     evicted = {name: totals.get("evicted", 0) for name, totals in seen.items()}
     total = sum(evicted.values())
+    marks = cache.settings.eviction
+    used = (marks.high + marks.low) / 2
     lines = []
     for account in accounts:
         name = account.namespace
@@ -53,7 +57,9 @@ def whatif(cache: Cache, more: Sequence[int]) -> WhatIfReport:
                 served_blocks=seen[name].get("served", 0),
                 evicted_bytes=evicted[name],
                 share=share,
-                gains=tuple(_gain(at, kept(ghosts, share * at), seen[name].get("asked", 0)) for at in steps),
+                gains=tuple(
+                    _gain(at, kept(ghosts, share * used * at), seen[name].get("asked", 0)) for at in steps
+                ),
             )
         )
     asked = sum(line.asked_blocks for line in lines)
@@ -75,9 +81,9 @@ def whatif(cache: Cache, more: Sequence[int]) -> WhatIfReport:
 
 def kept(ghosts: Sequence[Ghosts], more: float) -> int:
     """Blocks that `more` bytes of one namespace would have kept; within a step in proportion."""
-    blocks = 0.0
+    blocks, least = 0.0, ghost_bytes(0)
     for ghost in ghosts:
-        below = ghost.extra_bytes / 2 ** (1 / GHOST_STEPS) if ghost.extra_bytes > GHOST_LEAST else 0.0
+        below = ghost.extra_bytes / 2 ** (1 / GHOST_STEPS) if ghost.extra_bytes > least else 0.0
         blocks += ghost.blocks * min(1.0, max(0.0, (more - below) / (ghost.extra_bytes - below)))
     return round(blocks)
 
@@ -111,6 +117,6 @@ def _caveats(
                 f"(journal.ghosts), about what {size(horizon)} more would keep; of more it knows nothing"
             )
     yield (
-        "counted since each namespace was made, so lately may differ; and as if all that was evicted since "
-        "would have been kept, stored twice or not, so it is rather more that would be needed than less"
+        "counted since each namespace was made, also while the store was not full; lately may differ. Of a "
+        "request, only the first 256 missing blocks are looked for"
     )

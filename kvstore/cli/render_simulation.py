@@ -67,9 +67,10 @@ def simulation(report: SimulationReport, width: int) -> Renderables:
         yield pair(label[:8], f"blocks{tokens}, {size(space.block_bytes)} each; {cut}", width=_WIDTH)
     if trace.skipped_lines:
         yield pair("skipped", f"{count(trace.skipped_lines, 'line')} that make no sense", width=_WIDTH)
-    yield ""
-    for line in text(plot_of(report), width):
-        yield Text(line, no_wrap=True, overflow="crop")
+    if any(len(curve.points) > 1 for curve in report.curves):
+        yield ""
+        for line in text(plot_of(report), width):
+            yield Text(line, no_wrap=True, overflow="crop")
     yield ""
     for finding in report.findings:
         yield pair("-", plain(finding), width=3)

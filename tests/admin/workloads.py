@@ -1,4 +1,4 @@
-"""Synthetic requests: shared system prompts by Zipf's law, chats of several turns, scans that nobody repeats."""
+"""Synthetic requests: system prompts shared by Zipf's law, chats of several turns, scans nobody repeats."""
 
 from __future__ import annotations
 
