@@ -27,7 +27,7 @@ from kvstore.errors import (
     PermissionDenied,
     TransientError,
 )
-from kvstore.index import sqlite_file, sqlite_schema
+from kvstore.index import sqlite_file
 from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import NamespaceId, new_segment_id
 from kvstore.ports import CommitState
@@ -136,23 +136,6 @@ def test_a_file_of_a_newer_release_is_a_config_error(index: SqliteIndex, path: s
     raw.close()
     with pytest.raises(ConfigError, match=r"schema 7.*knows 3.*delete"):
         SqliteIndex(path)
-
-
-def test_a_file_of_an_older_release_is_brought_up_to_date(path: str) -> None:
-    raw = sqlite3.connect(path)
-    raw.executescript(sqlite_schema.SCHEMAS[0])
-    raw.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
-    raw.execute("PRAGMA user_version = 1")
-    raw.execute("INSERT INTO namespaces (id, json) VALUES ('0123456789abcdef', '{}')")
-    raw.commit()
-    raw.close()
-    for _ in range(2):
-        with SqliteIndex(path) as index:
-            assert index.namespaces()[NamespaceId("0123456789abcdef")] == "{}"
-            name = index.register(namespace(), expected_blocks=10)
-            put(index, name, chain(3))
-            use(index, name, chain(3))
-            assert (served(index.match(name, chain(3))), use(index, name, chain(3))) == (3, 3)
 
 
 def test_another_programs_file_is_a_config_error_and_is_left_alone(path: str) -> None:
