@@ -10,7 +10,8 @@
     evictions    evict
     pins         pin, unpin
     quotas       quota, quota set, quota clear
-    doctor       doctor, with the checks of the machine in machine, of payloads in storage_checks
+    doctor       doctor, with the checks of the machine in machine, of payloads in storage_checks, of what keeps
+                 a cache in bounds in upkeep_checks
     engine       vllm-config
     plans        which segments export and warm move
     exports      export
@@ -37,7 +38,7 @@ from kvstore.admin.evictions import evict, plan_keep, plan_segments, plan_unused
 from kvstore.admin.exports import ArchiveFile, export
 from kvstore.admin.imports import import_archive
 from kvstore.admin.inventory import diff, ls, namespaces, status
-from kvstore.admin.pins import choose, pin, pinned, pins, unpin
+from kvstore.admin.pins import choose, choose_prompt, pin, pinned, pins, unpin
 from kvstore.admin.plans import plan
 from kvstore.admin.quotas import quotas, set_quota
 from kvstore.admin.segments import show
@@ -69,6 +70,7 @@ __all__ = [
     "pins",
     "pinned",
     "choose",
+    "choose_prompt",
     "pin",
     "unpin",
     "quotas",

@@ -26,6 +26,7 @@ from kvstore.admin.machine import (
 )
 from kvstore.admin.payloads import are_there
 from kvstore.admin.storage_checks import check_fast_tier, check_payloads, to_be_made
+from kvstore.admin.upkeep_checks import check_quotas, check_sketch, check_upkeep
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -97,7 +98,9 @@ def _checks(cache: Cache, sources: Sources, clock: Callable[[], float], mounts: 
         yield from _or_problem("index", check_redis(cache, clock))
         yield from _or_problem("disk", check_disk(cache))
         yield from _or_problem("namespaces", check_hashing(cache, sources.environ))
-        yield from _or_problem("namespaces", check_capacity(cache))
+        yield from _or_problem("capacity", check_quotas(cache))
+        yield from _or_problem("upkeep", check_upkeep(cache, clock))
+        yield from _or_problem("admission", check_sketch(cache, clock))
     if index_works and payloads_work:
         yield from _or_problem("agreement", check_agreement(cache))
 
@@ -209,26 +212,6 @@ def check_hashing(cache: Cache, environ: Mapping[str, str]) -> Iterator[Check]:
     if not apart:
         used = f"; in use: {', '.join(sorted(algorithms))}" if algorithms else ""
         yield Check(name="hashing", state="ok", found=f"{here}; it must be alike in every engine{used}")
-
-
-def check_capacity(cache: Cache) -> Iterator[Check]:
-    """Namespaces that hold more than they may."""
-    capacity = cache.settings.capacity_bytes
-    usages = {name: cache.index.usage(name).nbytes for name in cache.namespaces()} if cache.index else {}
-    over = {name: used for name, used in usages.items() if used > capacity}
-    for name, used in over.items():
-        yield Check(
-            name="capacity",
-            state="warning",
-            found=f"namespace {name} holds {size(used)} of {size(capacity)}",
-            advice="engines evict when they save, so either none saves into it any more, or they have "
-            "another capacity_bytes than this tool",
-        )
-    if not over:
-        most = f", the fullest with {size(max(usages.values()))}" if usages else ""
-        yield Check(
-            name="capacity", state="ok", found=f"{len(usages)} namespaces of at most {size(capacity)}{most}"
-        )
 
 
 def check_agreement(cache: Cache) -> Iterator[Check]:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from kvstore import __version__
 from kvstore.admin.cache import Cache
 from kvstore.errors import KVStoreError
+from kvstore.eviction import Scope
 from kvstore.index.redis_client import RedisClient
 from schemas.reports import Check, CheckState
 from schemas.settings import Settings
@@ -34,6 +35,9 @@ _SKEW_S = 5.0
 #: ZMSCORE came with it.
 _REDIS_NEEDED = (6, 2)
 _MEMORY_SHARE = 0.9
+#: Of the capacity: what a store that is emptier uses of Redis says little about a full one.
+_FILLED_SHARE = 0.05
+_FEW_FILES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +85,9 @@ def check_disk(cache: Cache) -> Iterator[Check]:
     settings = cache.settings
     folder = nearest_folder(cache.folder)
     free = shutil.disk_usage(folder).free
-    usages = [cache.index.usage(name).nbytes for name in cache.namespaces()] if cache.index else []
-    # Every namespace may grow to its capacity, and the first one is still to come on a fresh store.
-    growth = sum(max(0, settings.capacity_bytes - used) for used in usages or [0])
-    found = f"{size(free)} free; the store holds {size(sum(usages))} and may grow by {size(growth)}"
+    used, quota = _held(cache)
+    growth = max(0, quota - used)
+    found = f"{size(free)} free; the store holds {size(used)} and may grow by {size(growth)}"
     if free < 2 * settings.segment.target_bytes:
         yield Check(
             name="disk",
@@ -98,10 +101,28 @@ def check_disk(cache: Cache) -> Iterator[Check]:
             state="warning",
             found=found,
             advice="the disk will be full before old segments are evicted (saves then fail and are counted); "
-            "lower capacity_bytes, which is per namespace, or add space",
+            "lower capacity_bytes (or `cache-admin quota set store`), or add space",
         )
     else:
         yield Check(name="disk", state="ok", found=found)
+    files = os.statvfs(folder)
+    # Some file systems count none.
+    if files.f_files and files.f_favail < _FEW_FILES:
+        yield Check(
+            name="disk",
+            state="problem",
+            found=f"room for {files.f_favail} more files",
+            advice="the file system's inodes are used up: a segment is a file per rank; raise "
+            "segment.target_bytes and segment.max_blocks, or use a file system with more of them",
+        )
+
+
+def _held(cache: Cache) -> tuple[int, int]:
+    """Bytes that the store holds, of how many."""
+    given = cache.index.quotas() if cache.index else {}
+    accounts = cache.index.accounts() if cache.index else []
+    quota = given.get(Scope.STORE, cache.settings.capacity_bytes)
+    return sum(account.usage.nbytes for account in accounts), quota
 
 
 def check_file_systems(cache: Cache, mounts: str) -> Iterator[Check]:
@@ -190,7 +211,7 @@ def check_redis(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
         told |= _asked(client, "INFO", "memory") or {}
     finally:
         client.close()
-    yield from _check_memory(told)
+    yield from _check_memory(told, *_held(cache))
     yield from _check_version(told)
 
 
@@ -202,18 +223,28 @@ def _asked(client: RedisClient, *words: str) -> Any:
         return None
 
 
-def _check_memory(told: dict[str, Any]) -> Iterator[Check]:
+def _check_memory(told: dict[str, Any], held: int, quota: int) -> Iterator[Check]:
+    """What Redis uses, of what it may or can, and what it would use if the store were full."""
     used, limit = int(told.get("used_memory", 0)), int(told.get("maxmemory", 0))
     if not used:
         return
-    full = bool(limit) and used > limit * _MEMORY_SHARE
+    machine = int(told.get("total_system_memory", 0))
+    room = limit or machine
+    of = size(limit) if limit else f"any amount (maxmemory is 0; its machine has {size(machine)})"
+    at_full, ahead = 0, ""
+    if _FILLED_SHARE * quota < held < quota:
+        at_full = int(used * quota / held)
+        ahead = f", and about {size(at_full)} when the store is full"
+    state: CheckState = "ok"
+    advice = ""
+    if room and used > room * _MEMORY_SHARE:
+        state = "warning"
+        advice = "when it is full nothing more is stored: raise maxmemory, or lower capacity_bytes"
+    elif room and at_full > room:
+        state = "warning"
+        advice = "Redis will be full before the store is: raise maxmemory, or lower capacity_bytes"
     yield Check(
-        name="index memory",
-        state="warning" if full else "ok",
-        found=f"Redis uses {size(used)} of " + (size(limit) if limit else "any amount (maxmemory is 0)"),
-        advice="when it is full nothing more is stored: raise maxmemory, or lower capacity_bytes"
-        if full
-        else "",
+        name="index memory", state=state, found=f"Redis uses {size(used)} of {of}{ahead}", advice=advice
     )
 
 

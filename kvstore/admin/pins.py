@@ -11,14 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import ValidationError
+
 from kvstore.admin.cache import Cache
 from kvstore.admin.inventory import summary_of_segment
 from kvstore.admin.plans import LeftOut, Tally
 from kvstore.admin.quotas import quota_lines, quotas_of
 from kvstore.admin.segments import find_segment
 from kvstore.catalogue import Listing, Maintenance
-from kvstore.errors import CapacityExceeded, KVStoreError
-from kvstore.keys import NamespaceId, SegmentId
+from kvstore.chains import block_hashes, seed_for
+from kvstore.errors import CapacityExceeded, ConfigError, KVStoreError
+from kvstore.keys import NamespaceId, SegmentId, digests
+from schemas.namespace import Namespace
 from schemas.transfers import NAMED
 from schemas.upkeep import Ended, PinReport, PinsReport
 
@@ -75,6 +79,39 @@ def choose(
         ]
     unique = {(name, listing.segment): (name, listing) for name, listing in found}
     return sorted(unique.values(), key=lambda item: (item[0], item[1].record.depth, item[1].segment))
+
+
+def choose_prompt(
+    cache: Cache, prefix: str, tokens: Sequence[int], *, seed: str | None, salt: str
+) -> list[tuple[NamespaceId, Listing]]:
+    """All segments of a namespace that hold blocks of this prompt, heads first.
+
+    Raises UnknownName, ConfigError if its blocks' names can't be computed, and what the index raises.
+    """
+    name = cache.namespace(prefix)
+    assert cache.index is not None, "a namespace is known, so there is an index"
+    try:
+        space = Namespace.model_validate_json(cache.namespaces()[name])
+    except ValidationError as exc:
+        raise ConfigError(f"namespace {name} is of another version of kvstore") from exc
+    if space.kind != "kv":
+        raise ConfigError(f"namespace {name} holds encoder items; pin those by their segments")
+    hashes = block_hashes(
+        tokens,
+        algorithm=space.hash_algo,
+        block_tokens=space.block_tokens,
+        seed=seed_for(space, seed),
+        salt=salt,
+    )
+    found: dict[SegmentId, None] = {}
+    for number, group in enumerate(space.groups):
+        # A block of several hashes is called by the last one.
+        ratio = max(1, group.block_tokens // space.block_tokens)
+        runs = cache.index.find(name, digests(hashes[ratio - 1 :: ratio], number))
+        found.update(dict.fromkeys(run.segment for run in runs if run is not None))
+    listings = cache.index.get(name, list(found))
+    chosen = [(name, listing) for listing in listings if listing is not None]
+    return sorted(chosen, key=lambda item: (item[1].record.depth, item[1].segment))
 
 
 def pin(

@@ -153,6 +153,7 @@ _EXAMPLES = {
     "pin": [
         "cache-admin pin",
         "cache-admin pin --namespace 8a74e0fa --depth 64 --apply",
+        "cache-admin pin --namespace 8a74e0fa --tokens system-prompt.json --apply",
         "cache-admin top --json | jq -r '.hottest[].segment' | xargs cache-admin pin --apply",
     ],
     "unpin": ["cache-admin unpin cdf5c6c46cc04768 --apply", "cache-admin unpin --all --namespace 8a74e0fa"],
@@ -260,7 +261,7 @@ def _verb(name: str, verbs: dict[str, Any], common: set[str]) -> Iterator[str]:
         yield _option_table(own)
     codes = sorted(_ALWAYS | _CODES.get(name, set()))
     yield "**Exit status**\n"
-    yield ", ".join(f"{code} {_SHORT[code]}" for code in codes) + ".\n"
+    yield ", ".join(f"{code} {_SHORT[exits.ExitCode(code)]}" for code in codes) + ".\n"
     yield "**Examples**\n"
     yield "\n".join(f"    {line}" for line in _EXAMPLES[name]) + "\n"
     if others := [other for other in _SEE_ALSO.get(name, ()) if other in verbs]:

@@ -143,9 +143,7 @@ class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
     def __repr__(self) -> str:
         return f"RedisIndex({self._client.where})"
 
-    def sketch_bits(
-        self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int
-    ) -> int:
+    def sketch_bits(self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int) -> int:
         """How many bits of the sketch that `note` looks at are set, in its fuller window. For people."""
         window = Window.at(now_s, window_s, sketch_bytes)
         names = [key(namespace, f"use:{sketch}") for sketch in (window.now, window.before)]

@@ -231,9 +231,7 @@ class SqliteIndex(SqliteUpkeep, SqliteJournal, Maintenance, Index):
                 sqlite_uses.write(db, key, window, lines)
         return noted
 
-    def sketch_bits(
-        self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int
-    ) -> int:
+    def sketch_bits(self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int) -> int:
         """How many bits of the sketch that `note` looks at are set, in its fuller window. For people."""
         window = Window.at(now_s, window_s, sketch_bytes)
         with self._database.reading("sketch_bits") as db:

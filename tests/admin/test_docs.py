@@ -1,4 +1,4 @@
-"""The reference is generated, committed and complete, its examples parse, and shells complete the commands."""
+"""The reference is generated, committed and complete; its examples parse; shells complete its commands."""
 
 from __future__ import annotations
 

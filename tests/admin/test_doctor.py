@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from kvstore.admin import Cache, Sources, doctor, machine
 from kvstore.admin.machine import Mount, mount_of, redis_is_remote
-from kvstore.build import load_settings
+from kvstore.build import load_settings, open_index
+from kvstore.index.redis import RedisIndex
+from kvstore.index.sqlite import SqliteIndex
+from kvstore.keys import namespace_id
 from schemas.reports import Check, DoctorReport
 from tests.admin.conftest import Admin, Filled, fill, kv_slots, kv_space
 from tests.servers import RedisServer
@@ -31,6 +38,12 @@ def examine(filled: Filled, *, environ: dict[str, str] | None = None, **options:
     )
     with Cache(sources.settings()) as cache:
         return doctor(cache, sources, **({"mounts": LOCAL_DISK} | options))
+
+
+@contextmanager
+def opened(filled: Filled) -> Iterator[RedisIndex | SqliteIndex]:
+    with closing(open_index(load_settings(filled.settings, {}))) as index:
+        yield index
 
 
 def named(report: DoctorReport, name: str) -> list[Check]:
@@ -168,9 +181,33 @@ def test_a_disk_that_is_too_small(
     filled: Filled, monkeypatch: pytest.MonkeyPatch, free: int, state: str
 ) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(1 << 41, 0, free))
-    [check] = named(examine(filled), "disk")
+    [check] = named(examine(filled, environ={"KVSTORE_CAPACITY_BYTES": "128MiB"}), "disk")
     assert check.state == state
     assert ("capacity_bytes" in check.advice) == (state != "ok")
+
+
+def test_the_disk_needs_room_for_the_whole_store_and_no_more(
+    filled: Filled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(1 << 41, 0, 130 << 20))
+    # Two namespaces, and one quota for both.
+    capacity = {"KVSTORE_CAPACITY_BYTES": "128MiB"}
+    [check] = named(examine(filled, environ=capacity), "disk")
+    assert (check.state, "128.0 MiB" in check.found) == ("ok", True)
+    with opened(filled) as index:
+        index.set_quota("store", 200 << 20)
+    assert named(examine(filled, environ=capacity), "disk")[0].state == "warning"
+
+
+@pytest.mark.parametrize(("files", "left", "states"), [(0, 0, ["ok"]), (10**6, 12, ["ok", "problem"])])
+def test_a_disk_without_inodes(
+    filled: Filled, monkeypatch: pytest.MonkeyPatch, files: int, left: int, states: list[str]
+) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(1 << 41, 0, 1 << 40))
+    monkeypatch.setattr(machine.os, "statvfs", lambda _: SimpleNamespace(f_files=files, f_favail=left))
+    found = named(examine(filled), "disk")
+    assert [check.state for check in found] == states
+    assert "12 more files" in found[-1].found or not files
 
 
 @pytest.mark.parametrize(
@@ -229,10 +266,111 @@ def test_engines_with_different_hash_seeds(either: Filled) -> None:
     assert "'7'" in check.found
 
 
-def test_a_namespace_over_its_capacity(either: Filled) -> None:
-    environ = {"KVSTORE_CAPACITY_BYTES": "20KiB", "KVSTORE_SEGMENT__TARGET_BYTES": "4KiB"}
-    [check] = named(examine(either, environ=environ), "capacity")
+TINY = {"KVSTORE_SEGMENT__TARGET_BYTES": "4KiB"}
+
+
+def test_a_store_over_its_capacity(either: Filled) -> None:
+    report = examine(either, environ={"KVSTORE_CAPACITY_BYTES": "20KiB", **TINY})
+    [check] = named(report, "capacity")
+    assert (check.state, check.found) == ("warning", "store holds 40.0 KiB of 20.0 KiB")
+    assert "cache-admin serve" in check.advice
+    with opened(either) as index:
+        index.lease("janitor", "host-7", 3600)
+    [check] = named(examine(either, environ={"KVSTORE_CAPACITY_BYTES": "20KiB", **TINY}), "capacity")
+    assert check.advice.startswith("host-7 does the upkeep")
+    [check] = named(examine(either), "capacity")
+    assert (check.state, check.found) == ("ok", "the store holds 40.0 KiB of 64.0 MiB")
+
+
+def test_a_quota_that_pins_keep_from_being_met(either: Filled) -> None:
+    with opened(either) as index:
+        index.set_quota(f"namespace/{either.kv_id}", 26 << 10)
+        segments = [each.segment for each in index.segments(namespace_id(either.kv))]
+        index.pin(namespace_id(either.kv), segments, most_bytes=1 << 30)
+    [check] = named(examine(either), "capacity")
+    assert (check.state, "pinned" in check.found, "unpin" in check.advice) == ("warning", True, True)
+    assert either.kv_id in check.found
+    with opened(either) as index:
+        index.set_quota(f"namespace/{either.kv_id}", 10 << 10)
+    [check] = named(examine(either), "capacity")
+    assert "most of it is pinned" in check.advice
+
+
+def test_a_trash_that_nobody_empties(either: Filled) -> None:
+    now = time.time()
+    [check] = named(examine(either), "upkeep")
+    assert (check.state, "no janitor" in check.found) == ("ok", True)
+    with opened(either) as index:
+        [first, second, *_] = [each.segment for each in index.segments(namespace_id(either.kv))]
+        index.evict(namespace_id(either.kv), [first], delete_after_s=now - 600, rule="admin")
+    [check] = named(examine(either), "upkeep")
+    assert (check.state, "1 evicted segments wait" in check.found) == ("ok", True)
+    with opened(either) as index:
+        index.evict(namespace_id(either.kv), [second], delete_after_s=now - 3600, rule="admin")
+    [check] = named(examine(either), "upkeep")
     assert (check.state, either.kv_id in check.found) == ("warning", True)
+    assert "cache-admin serve" in check.advice
+    with opened(either) as index:
+        index.lease("janitor", "host-7", 3600)
+    [check] = named(examine(either), "upkeep")
+    assert (check.state, "see its log" in check.advice) == ("warning", True)
+
+
+def test_a_full_sketch(either: Filled) -> None:
+    settings = {
+        "KVSTORE_ADMISSION__SECOND_USE": "true",
+        "KVSTORE_ADMISSION__SKETCH_BYTES": "4KiB",
+        "KVSTORE_ADMISSION__WINDOW_S": "86400",
+    }
+    assert named(examine(either), "admission") == named(examine(either, environ=settings), "admission") == []
+
+    def note(count: int, seed: int) -> None:
+        noise = random.Random(seed)
+        with opened(either) as index:
+            for _ in range(count):
+                index.note(
+                    namespace_id(either.kv),
+                    noise.randbytes(16),
+                    now_s=time.time(),
+                    window_s=86400.0,
+                    sketch_bytes=4096,
+                )
+
+    note(1000, 1)
+    [check] = named(examine(either, environ=settings), "admission")
+    assert check.state == "ok"
+    assert 900 < noted(check) < 1100
+    note(9000, 2)
+    [check] = named(examine(either, environ=settings), "admission")
+    assert (check.state, either.kv_id in check.found) == ("warning", True)
+    assert 9000 < noted(check) < 11000
+    # Two bytes a block.
+    assert "admission.sketch_bytes to 32.0 KiB" in check.advice
+
+
+def noted(check: Check) -> int:
+    return int(re.search(r"about ([\d,]+) blocks", check.found)[1].replace(",", ""))  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("used", "limit", "machine_bytes", "held", "state", "words"),
+    [
+        (50, 100, 1000, 10, "ok", ["50 B of 100 B"]),
+        (91, 100, 1000, 10, "warning", ["raise maxmemory"]),
+        (50, 0, 1000, 10, "ok", ["maxmemory is 0", "1000 B"]),
+        (950, 0, 1000, 10, "warning", ["raise maxmemory"]),
+        # A quarter full, so four times as much when it is full.
+        (50, 100, 1000, 250, "warning", ["200 B when the store is full", "before the store is"]),
+        (20, 100, 1000, 250, "ok", ["80 B when the store is full"]),
+    ],
+)
+def test_the_index_s_memory(
+    used: int, limit: int, machine_bytes: int, held: int, state: str, words: list[str]
+) -> None:
+    told = {"used_memory": used, "maxmemory": limit, "total_system_memory": machine_bytes}
+    [check] = machine._check_memory(told, held, 1000)
+    assert check.state == state
+    assert all(word in f"{check.found}; {check.advice}" for word in words)
 
 
 def test_a_capacity_below_one_segment(filled: Filled) -> None:

@@ -10,6 +10,7 @@ import typer
 from kvstore import admin
 from kvstore.cli import progress, render_upkeep
 from kvstore.cli.call import Call, byte_count, say, seconds_of, verb
+from kvstore.cli.commands.explain import read_tokens
 from schemas.upkeep import PinReport, QuotaReport
 
 Segments = Annotated[
@@ -92,28 +93,52 @@ def pin(
             "prompts are.",
         ),
     ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --namespace: all that holds this prompt's blocks, given as token ids, a JSON list or "
+            "separated by blanks; - reads stdin.",
+        ),
+    ] = None,
+    seed: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="With --tokens: the engines' PYTHONHASHSEED, if they have one."),
+    ] = None,
+    salt: Annotated[
+        str, typer.Option(metavar="TEXT", help="With --tokens: the requests' cache_salt, if they have one.")
+    ] = "",
     apply: Apply = False,
 ) -> None:
     """Keep segments from being evicted by a quota; without arguments, list what is pinned.
 
     At most eviction.pinned_share of every quota that bounds a namespace can be pinned; what is beyond that is
-    left out, and the exit code is 4, or 3 if nothing remains. `evict --pinned`, `invalidate` and a repair
-    remove pinned segments all the same.
+    left out, tails first, and the exit code is 4, or 3 if nothing remains. `evict --pinned`, `invalidate` and
+    a repair remove pinned segments all the same.
     """
     now = time.time()
-    if not segments and depth is None:
+    ways = sum((bool(segments), depth is not None, tokens is not None))
+    if ways > 1:
+        raise typer.BadParameter("give one of SEGMENT..., --depth and --tokens")
+    if (depth is not None or tokens is not None) and namespace is None:
+        raise typer.BadParameter("--depth and --tokens go with --namespace ID")
+    if tokens is None and (seed is not None or salt):
+        raise typer.BadParameter("--seed and --salt belong to --tokens")
+    if not ways:
         if apply:
-            raise typer.BadParameter("say what to pin: SEGMENT..., or --namespace ID --depth N")
+            raise typer.BadParameter(
+                "say what to pin: SEGMENT..., or --namespace ID with --depth or --tokens"
+            )
         with call.cache() as cache:
             found = admin.pins(cache, namespace, now)
         call.print(found, render_upkeep.pins)
         return
-    if segments and depth is not None:
-        raise typer.BadParameter("give segments or --depth, not both")
-    if depth is not None and namespace is None:
-        raise typer.BadParameter("it goes with --namespace ID", param_hint="--depth")
+    ids = read_tokens(tokens) if tokens is not None else []
     with call.cache() as cache:
-        chosen = admin.choose(cache, segments or [], namespace, depth)
+        if tokens is not None and namespace is not None:
+            chosen = admin.choose_prompt(cache, namespace, ids, seed=seed, salt=salt)
+        else:
+            chosen = admin.choose(cache, segments or [], namespace, depth)
         report = admin.pin(cache, chosen, applied=apply, now_s=now)
     _end_pin(call, report)
 

@@ -1,0 +1,137 @@
+"""The doctor's checks of whether the cache is kept in bounds: quotas, the trash, who does the upkeep, and the
+sketch of what has been asked for before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import log1p
+
+from kvstore.admin.cache import Cache
+from kvstore.admin.machine import size
+from kvstore.admin.quotas import quota_lines
+from kvstore.catalogue import Account
+from kvstore.index.redis import RedisIndex
+from kvstore.index.sqlite import SqliteIndex
+from kvstore.store import JANITOR
+from schemas.reports import Check, QuotaLine
+
+#: An evicted payload that could have been deleted for so long has been forgotten by those who delete.
+_OVERDUE_S = 900.0
+#: Namespaces whose trash and sketch are looked at, the fullest: a round trip or two each.
+_LOOKED_AT = 50
+#: Of a sketch's bits. Of three that must be set by chance then about one in twenty-five is, in two lines.
+_FULL_SHARE = 0.27
+_MARK_BITS = 3
+#: Bytes of sketch per block, for one false positive in a hundred.
+_SKETCH_BYTES_PER_BLOCK = 2
+
+
+def check_quotas(cache: Cache) -> Iterator[Check]:
+    """Quotas that are exceeded, and pins that keep them from being met."""
+    if cache.index is None:
+        return
+    lines = quota_lines(cache.index.accounts(), cache.index.quotas(), cache.settings)
+    janitor = cache.index.leaseholder(JANITOR)
+    troubled = False
+    for line in lines:
+        if line.state == "over":
+            troubled = True
+            yield Check(
+                name="capacity",
+                state="warning",
+                found=f"{line.scope} holds {size(line.used_bytes)} of {size(line.quota_bytes)}",
+                advice=_over(line, janitor, cache.settings.eviction.low),
+            )
+        elif line.pinned_bytes > line.quota_bytes * cache.settings.eviction.low:
+            troubled = True
+            yield Check(
+                name="capacity",
+                state="warning",
+                found=f"{size(line.pinned_bytes)} of {line.scope}'s {size(line.quota_bytes)} are pinned",
+                advice="what is pinned is not evicted, so nothing else is kept: `cache-admin unpin`, or a "
+                "larger quota",
+            )
+    if not troubled:
+        store = lines[-1]
+        others = f", and {len(lines) - 1} other quotas" if len(lines) > 1 else ""
+        found = f"the store holds {size(store.used_bytes)} of {size(store.quota_bytes)}{others}"
+        yield Check(name="capacity", state="ok", found=found)
+
+
+def _over(line: QuotaLine, janitor: str | None, low: float) -> str:
+    if line.pinned_bytes > line.quota_bytes * low:
+        return (
+            "most of it is pinned, and what is pinned is not evicted: `cache-admin unpin`, or a larger quota"
+        )
+    if janitor is None:
+        return (
+            "engines evict when they save, and none does just now: run `cache-admin serve`, or "
+            "`cache-admin evict --keep SIZE` once; have the engines the same settings as this tool?"
+        )
+    return f"{janitor} does the upkeep and has not evicted yet; if this stays so, see its log"
+
+
+def check_upkeep(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
+    """Whether what was evicted is deleted in time, and by whom."""
+    if cache.index is None:
+        return
+    index, janitor = cache.index, cache.index.leaseholder(JANITOR)
+    accounts = sorted(index.accounts(), key=lambda account: -account.trashed)
+    trashed = sum(account.trashed for account in accounts)
+    late = [
+        account
+        for account in accounts[:_LOOKED_AT]
+        if account.trashed and index.due(account.namespace, clock() - _OVERDUE_S, 1)
+    ]
+    who = f"{janitor} does the upkeep" if janitor else "no janitor; engines do the upkeep when they save"
+    if not late:
+        found = f"{who}; {trashed} evicted segments wait to be deleted" if trashed else who
+        yield Check(name="upkeep", state="ok", found=found)
+        return
+    yield Check(
+        name="upkeep",
+        state="warning",
+        found=f"{who}; of {trashed} evicted segments that are not deleted, some are overdue for more than "
+        f"{_OVERDUE_S / 60:.0f} minutes, such as in namespace {late[0].namespace}",
+        advice="it may not be able to delete payloads: see its log"
+        if janitor
+        else "their payloads take up room: run `cache-admin serve`, or `cache-admin gc --delete` once",
+    )
+
+
+def check_sketch(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
+    """Whether the sketch of uses is so full that first uses pass for second ones."""
+    admission = cache.settings.admission
+    if cache.index is None or not admission.second_use:
+        return
+    most, fullest = 0.0, None
+    accounts = sorted(cache.index.accounts(), key=lambda account: -account.seen_s)
+    for account in accounts[:_LOOKED_AT]:
+        share = _share(cache.index, account, clock(), admission.window_s, admission.sketch_bytes)
+        if share > most:
+            most, fullest = share, account.namespace
+    if fullest is None:
+        return
+    full = most > _FULL_SHARE
+    # Blocks set bits by chance: what is still unset says how many there were.
+    blocks = -log1p(-min(most, 0.999)) * admission.sketch_bytes * 8 / _MARK_BITS
+    wanted = admission.sketch_bytes
+    while wanted < blocks * _SKETCH_BYTES_PER_BLOCK and wanted < 64 << 20:
+        wanted *= 2
+    yield Check(
+        name="admission",
+        state="warning" if full else "ok",
+        found=f"the sketch of namespace {fullest} is {most:.0%} full: about {blocks:,.0f} blocks within "
+        f"{admission.window_s:.0f} s",
+        advice="first uses pass for second ones and are saved: raise admission.sketch_bytes to "
+        f"{size(wanted)}, or shorten admission.window_s"
+        if full
+        else "",
+    )
+
+
+def _share(
+    index: RedisIndex | SqliteIndex, account: Account, now_s: float, window_s: float, sketch_bytes: int
+) -> float:
+    bits = index.sketch_bits(account.namespace, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes)
+    return bits / (8 * sketch_bytes)
