@@ -67,7 +67,7 @@ class Survey:
         self._places: set[NamespaceId] = set()
         self._named: Sequence[Account] = ()
         #: Namespaces that were there before: what they have counted until then did not happen here.
-        self._at_start: frozenset[NamespaceId] | None = None
+        self._at_start: set[NamespaceId] | None = None
         self._next_other = 0
         self._others_counted: dict[str, int] = {}
 
@@ -134,7 +134,8 @@ class Survey:
         another namespace is larger would make counters jump."""
         there = [account.namespace for account in accounts]
         if self._at_start is None:
-            self._at_start = frozenset(there)
+            self._at_start = set(there)
+        self._at_start &= set(there)
         for gone in self._models.keys() - set(there):
             self._models.pop(gone, None)
             self._tally.forget(gone)
@@ -187,7 +188,8 @@ class Survey:
         shown = [row for row in rows if row.rule == "capacity"] + tenants[:NAMED]
         shown += [row for row in rows if row.rule == "namespace_quota" and row.scope in own]
         return tuple(
-            ServedQuota(scope=readable(row.scope), quota_bytes=row.nbytes, used_bytes=row.used) for row in shown
+            ServedQuota(scope=readable(row.scope), quota_bytes=row.nbytes, used_bytes=row.used)
+            for row in shown
         )
 
 
