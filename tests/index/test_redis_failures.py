@@ -8,12 +8,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import redis
 from pydantic import SecretStr
 
-from kvstore.catalogue import Usage
+from kvstore.catalogue import Entry, Usage
 from kvstore.conformance.admission import use
 from kvstore.conformance.chains import CREATED_S, chain, namespace, put, put_all, record, served
 from kvstore.errors import (
@@ -27,7 +28,8 @@ from kvstore.errors import (
     TransientError,
 )
 from kvstore.index.redis import RedisIndex
-from kvstore.keys import NamespaceId, namespace_id, new_segment_id
+from kvstore.keys import Digest, NamespaceId, namespace_id, new_segment_id
+from kvstore.ports import Outcome
 from schemas.settings import RedisSettings
 from tests.index.proxy import LossyProxy
 from tests.servers import START_TIMEOUT_S, RedisServer, find_redis_server
@@ -88,6 +90,8 @@ def test_a_connection_closed_by_the_server_costs_no_error(
     for _ in range(20):
         raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         assert served(index.match(name, digests)) == 3
+        raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert [one.usage.blocks for one in index.accounts()] == [3]
 
 
 def test_one_lost_request_costs_no_error_and_two_cost_one(
@@ -127,7 +131,7 @@ def test_forgotten_scripts_cost_no_error(index: RedisIndex, raw: redis.Redis, na
         assert index.evict(name, [segment], delete_after_s=LATER_S, rule="admin") == 1
 
 
-@pytest.mark.parametrize("verb", ["match", "commit", "ping", "usage"])
+@pytest.mark.parametrize("verb", ["match", "commit", "ping", "usage", "accounts", "lease"])
 def test_a_hanging_server_ends_at_the_deadline(private_redis: RedisServer, verb: str) -> None:
     with RedisIndex.from_settings(private_redis.url, SHORT) as index:
         name = index.register(namespace(), expected_blocks=10)
@@ -136,6 +140,8 @@ def test_a_hanging_server_ends_at_the_deadline(private_redis: RedisServer, verb:
             "commit": lambda: put(index, name, chain(3)),
             "ping": index.ping,
             "usage": lambda: index.usage(name),
+            "accounts": index.accounts,
+            "lease": lambda: index.lease("janitor", "me", 60.0),
         }
         private_redis.pause()
         for _ in range(2):
@@ -208,6 +214,66 @@ def test_a_full_redis_refuses_saves_whole_and_goes_on_serving(
         assert index.usage(name) == Usage(usage.nbytes // 2, 2, 100)
     finally:
         raw.config_set("maxmemory", 0)
+
+
+def test_a_full_redis_is_maintained(index: RedisIndex, raw: redis.Redis, name: NamespaceId) -> None:
+    """Whatever makes room or leads to it works; what would keep more is refused whole."""
+    digests = chain(300)
+    segments = put_all(index, name, digests, [30] * 10)
+    index.pin(name, segments[:2], most_bytes=1 << 30)
+    index.touch(name, segments[:1], LATER_S)
+    index.evict(name, segments[9:], delete_after_s=LATER_S, rule="capacity")
+    index.commit(name, new_segment_id(), chain(1, seed="i"), record(1), rank=0, ranks=2)
+    told = Outcome(1.0, "r", "match", 300, 270, "absent", 270, digests[270 * 16 :])
+    before = _contents(raw)
+    raw.config_set("maxmemory", 1)
+    try:
+        for call in (
+            lambda: index.pin(name, segments[2:3], most_bytes=1 << 30),
+            lambda: index.tell(name, [told]),
+            lambda: index.tell(name, [replace(told, op="load", reason="corrupt")]),
+            lambda: index.touch(name, segments, LATER_S + 600),
+            lambda: index.register(namespace(), expected_blocks=10),
+        ):
+            with pytest.raises(CapacityExceeded):
+                call()
+        assert _contents(raw) == before
+
+        assert index.accounts()[0].usage == index.usage(name)
+        index.set_quota("store", 1)
+        assert index.quotas() == {"store": 1}
+        for _ in range(2):
+            assert index.lease("janitor", "me", 60.0)
+        assert not index.lease("janitor", "you", 60.0)
+        index.release("janitor", "me")
+        raw.zrem(f"kvs:{{{name}}}:lru", segments[5])
+        found = index.reconcile(name)
+        assert (found.counted, found.mended) == (found.recorded, 1)
+        index.cool(name)
+        assert index.hottest(name, 5) == [(segments[0], 0.5)]
+        assert index.unpin(name, segments[:1]) == 1
+        assert index.unlist(name, segments[8:9]) == 1
+        assert index.unlink(name, [next(index.entries(name))]) == 1
+        gone = index.cull(name, keep_bytes=0, delete_after_s=LATER_S, limit=3, rule="capacity")
+        assert len(gone) == 3
+        assert len(index.events(name)) == 10 + 1 + 1 + 3
+        assert index.invalidate(name) == 5
+        assert index.drain(name, delete_after_s=LATER_S, limit=100) == 5
+        assert index.drain(name, delete_after_s=LATER_S, limit=100) == 0
+        due = [segment for segment, _ in index.due(name, LATER_S, 100)]
+        assert len(due) == 1 + 3 + 5
+        assert index.erase(name, 1000) == "in_use"
+        index.bury(name, due)
+        raw.delete(*raw.keys("*:part*"))
+        assert index.erase(name, 1000) == "erased"
+        index.set_quota("store", None)
+        assert raw.keys() == []
+    finally:
+        raw.config_set("maxmemory", 0)
+
+
+def _contents(raw: redis.Redis) -> dict[bytes, bytes]:
+    return {key: raw.dump(key) for key in raw.keys()}
 
 
 def test_a_replica_is_read_and_not_written(index: RedisIndex, raw: redis.Redis, name: NamespaceId) -> None:
@@ -351,7 +417,7 @@ def test_every_error_is_of_the_tree(private_redis: RedisServer) -> None:
     with RedisIndex.from_settings(private_redis.url, SHORT) as index:
         name = index.register(namespace(), expected_blocks=10)
         with redis.Redis(port=private_redis.port, protocol=2) as raw:
-            for part in ("meta", "segs", "lru", "trash", "b:0"):
+            for part in PARTS:
                 raw.flushall()
                 index.register(namespace(), expected_blocks=10)
                 raw.delete(f"kvs:{{{name}}}:{part}")
@@ -360,6 +426,11 @@ def test_every_error_is_of_the_tree(private_redis: RedisServer) -> None:
                 assert all(o is None or issubclass(o, KVStoreError) for o in outcomes)
                 assert any(outcomes)
 
+
+PARTS = (
+    *("meta", "segs", "lru", "pins", "trash", "b:0", "hot"),
+    *("events", "outcomes", "seen", "ghosts", "ghost"),
+)
 
 VERBS: list[Callable[[RedisIndex, NamespaceId], object]] = [
     lambda index, name: index.match(name, chain(3)),
@@ -373,6 +444,29 @@ VERBS: list[Callable[[RedisIndex, NamespaceId], object]] = [
     lambda index, name: index.sweep(name, 5),
     lambda index, name: list(index.segments(name)),
     lambda index, name: index.usage(name),
+    lambda index, name: index.accounts(),
+    lambda index, name: index.namespaces(),
+    lambda index, name: index.get(name, [new_segment_id()]),
+    lambda index, name: index.states(name, [new_segment_id()]),
+    lambda index, name: index.sample(name, 3),
+    lambda index, name: list(index.entries(name)),
+    lambda index, name: index.order(name, 3),
+    lambda index, name: index.hottest(name, 3),
+    lambda index, name: index.bury(name, [new_segment_id()]),
+    lambda index, name: index.pin(name, [new_segment_id()], most_bytes=1),
+    lambda index, name: index.unpin(name, [new_segment_id()]),
+    lambda index, name: index.unlist(name, [new_segment_id()]),
+    lambda index, name: index.unlink(name, [Entry(Digest(bytes(16)), new_segment_id(), 0)]),
+    lambda index, name: index.reconcile(name),
+    lambda index, name: index.cool(name),
+    lambda index, name: index.events(name),
+    lambda index, name: index.outcomes(name, 3),
+    lambda index, name: index.seen(name),
+    lambda index, name: index.ghosts(name),
+    lambda index, name: index.tell(name, [Outcome(1.0, "r", "match", 1, 0, "absent", 0, bytes(16))]),
+    lambda index, name: index.drain(name, delete_after_s=LATER_S, limit=5),
+    lambda index, name: index.invalidate(name),
+    lambda index, name: index.erase(name, 5),
 ]
 
 
