@@ -288,10 +288,11 @@ class _Lines:
                 else:
                     beyond = middle - 1
         line = seen[words[known - 1]] if known else 0
-        if self._blocks + len(words) - known > _REMEMBERED:
+        fresh = words[known:]
+        if self._blocks + len(fresh) > _REMEMBERED:
             for each in self._seen:
                 each.clear()
-            self._blocks = 0
-        seen.update(dict.fromkeys(words[known:], self._count))
-        self._blocks += len(words) - known
+            self._blocks, fresh = 0, words
+        seen.update(dict.fromkeys(fresh, self._count))
+        self._blocks += len(fresh)
         return known, line
