@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from kvstore.errors import ConfigError
 
@@ -170,7 +170,7 @@ class _Request(BaseHTTPRequestHandler):
         try:
             local = _is_local(self.headers.get("Host", ""))
             url = urlsplit(self.path)
-            query = {name: values[-1] for name, values in parse_qs(url.query, max_num_fields=16).items()}
+            query = dict(parse_qsl(url.query, keep_blank_values=True, max_num_fields=16))
         except ValueError:
             return sentence("that is not a path", 400)
         if self.server.only_local and not local:
