@@ -458,6 +458,7 @@ class KVScheduler:
         if tracked is not None and tracked.sending is not None:
             # Unless it is handed over, and also if something below fails.
             self._released.add(request.request_id)
+        answered = True
         if tracked is not None and self._flushable(tracked):
             # Not num_computed_tokens alone: it counts tokens that a load only promised.
             sizes = [
@@ -467,7 +468,8 @@ class KVScheduler:
                 for table in group.tables
             ]
             # An answer that comes too late for the last step is too late: nothing of it is saved.
-            admitted = self._admission.admitted(request, tracked.note) or 0
+            answer = self._admission.admitted(request, tracked.note)
+            admitted, answered = answer or 0, answer is not None
             # The token that was sampled last has no KV of its own yet; there may be a rejected draft's, or
             # that of one which a session has taken back.
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -480,13 +482,13 @@ class KVScheduler:
             self._planned(request, flushes)
             self._flushes += flushes
         if tracked is not None:
-            self._tell_refused(tracked)
+            self._tell_refused(tracked, "not_admitted" if answered else "deadline")
         self._outcomes.tick(idle=not self._requests)
         if tracked is not None and tracked.sending is not None and self._handoffs is not None:
             return self._hand_over(request, tracked.sending, self._handoffs)
         return False, None
 
-    def _tell_refused(self, tracked: Tracked) -> None:
+    def _tell_refused(self, tracked: Tracked, reason: str) -> None:
         progress = tracked.progress
         position = progress.refused_from // self._hash_tokens
         self._outcomes.note(
@@ -495,7 +497,7 @@ class KVScheduler:
             "save",
             asked=progress.refused,
             served=0,
-            reason="not_admitted",
+            reason=reason,
             position=position,
             missing=partial(digests, tracked.request.block_hashes[position : position + MISSING_DIGESTS]),
         )

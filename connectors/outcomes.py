@@ -3,8 +3,9 @@
     engine's thread    appends to a deque, and once a step looks whether it is time
     call thread        makes outcomes of what has gathered and tells the index, one call per namespace
 
-about once a second, or when `BATCH` have gathered, or when the engine is about to have nothing to do. What
-the index can't be told is kept for the next time; of more than `MOST` the rest is dropped and counted.
+about once a second, or when `BATCH` have gathered, or when the engine is about to have nothing to do. While
+the index is down, which outcomes themselves are the first to say, they are kept; of more than `MOST` the rest
+is dropped and counted. Nothing is told twice: a call that failed may have been carried out.
 
 A request counts once, with what it had to ask the store for: the full blocks that the engine did not have
 itself. The reason is that of the first block that was not served, and counts for all that follow it.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
+from kvstore.errors import KVStoreError
 from kvstore.keys import SegmentId
 from kvstore.ports import Outcome
 from kvstore.store import Space, Store
@@ -30,6 +32,8 @@ MOST: Final = 1024
 #: So many are told without waiting for the second to end, and at most so many with one call.
 BATCH: Final = 64
 _PERIOD_S: Final = 1.0
+#: Reasons of an index that does not answer.
+_DOWN: Final = frozenset({"unavailable", "deadline", "breaker_open", "failed"})
 
 #: The digests of an outcome's `missing`, packed; asked for on a call thread.
 Missing = Callable[[], bytes]
@@ -77,6 +81,8 @@ class Outcomes:
         self._telling = False
         self._again = False
         self._next = 0.0
+        #: Of the call thread: the last call failed.
+        self._doubtful = False
 
     def note(
         self,
@@ -133,13 +139,30 @@ class Outcomes:
             self._telling = self._again = False
 
     def _tell_some(self, space: Space, noted: Sequence[_Noted]) -> bool:
-        if space.tell([one.outcome() for one in noted]):
+        kept: Sequence[_Noted] = ()
+        if not self._answers(noted):
+            kept = noted[: max(0, MOST - len(self._waiting))]
+            self._waiting.extendleft(reversed(kept))
+        elif space.tell([one.outcome() for one in noted]):
+            self._doubtful = False
             return True
-        room = max(0, MOST - len(self._waiting))
-        self._waiting.extendleft(reversed(noted[:room]))
-        if len(noted) > room:
-            self._store.counters.add("outcomes_lost", len(noted) - room)
+        if lost := len(noted) - len(kept):
+            self._store.counters.add("outcomes_lost", lost)
+        self._doubtful = True
         return False
+
+    def _answers(self, noted: Sequence[_Noted]) -> bool:
+        """Whether the index answers, asked for sure if there is reason to doubt it."""
+        breaker = self._store.index_breaker
+        if breaker is not None and not breaker.is_closed:
+            return False
+        if not self._doubtful and not any(one.reason in _DOWN for one in noted):
+            return True
+        try:
+            self._store.catalogue.ping()
+        except KVStoreError:
+            return False
+        return True
 
 
 @dataclass(slots=True)

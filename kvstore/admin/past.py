@@ -61,6 +61,7 @@ UNSAVED: Mapping[str, str] = {
     "held": "not saved: another engine had claimed it, and was to save it",
     "dropped": "not saved: the engine's queue or staging memory was full",
     "failed": "not saved: the index or the payloads failed",
+    "deadline": "not saved: it was not known in time if a request had asked for it before (second_use)",
     "refused": "not saved: its commit was refused, since ranks disagreed or it was evicted meanwhile",
 }
 _CAUSES: frozenset[str] = frozenset(Cause.__args__)  # type: ignore[attr-defined]

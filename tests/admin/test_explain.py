@@ -282,7 +282,7 @@ def test_what_is_stored_but_was_not_loaded_says_what_requests_met(world: World) 
 
 def test_every_reason_that_an_engine_has_is_explained() -> None:
     assert set(MISSES) == {*MISS_REASONS, "mismatch"}
-    assert set(UNSAVED) == set(SAVE_OUTCOMES) - {"stored", "present"}
+    assert set(UNSAVED) == set(SAVE_OUTCOMES) - {"stored", "present"} | {"deadline"}
     assert {*MISSES, *UNSAVED} - {"absent"} <= set(get_args(Cause))
 
 
