@@ -40,12 +40,6 @@ class Tally:
     evicted_bytes: int
 
 
-def asked(trace: Trace) -> tuple[int, int]:
-    """Blocks and tokens of all requests."""
-    tokens = [space.block_tokens for space in trace.spaces]
-    return trace.references, sum(len(one.chain) * tokens[one.space] for one in trace.requests)
-
-
 def endless(trace: Trace) -> Tally:
     """Nothing is ever forgotten."""
     tokens = [space.block_tokens for space in trace.spaces]

@@ -17,7 +17,6 @@ Files are taken for hostile: lines are bounded, and what makes no sense is skipp
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -248,15 +247,17 @@ class _File:
             if "space" in item:
                 return self._space(item)
             return self._head(item)
-        except (TypeError, OverflowError, binascii.Error):
+        except (TypeError, OverflowError, ValueError):
             return False
 
     def _head(self, item: dict[str, Any]) -> bool:
         version = item.get("kvstore_trace")
         if isinstance(version, int) and version > VERSION:
             raise BadTrace(f"a trace of version {version}, and this release reads up to {VERSION}")
-        self._began_s = _time(item.get("began_s")) if version == VERSION else None
-        return self._began_s is not None
+        began_s = _time(item.get("began_s")) if version == VERSION else None
+        if began_s is not None:
+            self._began_s = began_s
+        return began_s is not None
 
     def _space(self, item: dict[str, Any]) -> bool:
         number, name, kind = item["space"], item.get("namespace"), item.get("kind")
