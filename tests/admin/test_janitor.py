@@ -543,26 +543,3 @@ def test_one_that_is_to_stop_stops_between_two_batches(world: World, monkeypatch
     assert len(calls.made) == 5
     assert world.index.leaseholder(JANITOR) is None
     assert (janitor.state().losses, janitor.state().faults) == (0, ())
-
-
-def test_its_state_can_be_read_while_it_is_written(world: World) -> None:
-    janitor, stop = world.janitor(), threading.Event()
-    problems: list[Exception] = []
-
-    def look() -> None:
-        try:
-            while not stop.is_set():
-                times = [fault.at_s for fault in janitor.state().faults]
-                assert times == sorted(times, reverse=True)
-        except Exception as exc:
-            problems.append(exc)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    for number in range(3000):
-        world.clock.now += 1
-        janitor._book.fault("scrub", f"{number % 70} is wrong")
-    stop.set()
-    thread.join(10)
-    assert problems == [] and not thread.is_alive()
-    assert [fault.times for fault in janitor.state().faults] == [1] * 50
