@@ -1,6 +1,6 @@
 -- Shared by evict.lua and cull.lua: take segments out of sight and into the trash. Of both, ARGV[2] is
 -- the unix second of the payloads' deletion, ARGV[3] the rule, ARGV[4] how many events are kept, ARGV[5]
--- how many ghosts.
+-- how many ghosts, or -1 if the rule is no quota's.
 --
 -- Race closed: the record, the last use, the trash entry and the usage change in one step. A reader
 -- sees a segment or doesn't, its payload's deletion is always on record, and of two evictions of one
@@ -10,7 +10,7 @@
 -- is made. After a first write a script always runs to its end.
 local delete_after, rule = tonumber(ARGV[2]), ARGV[3]
 local most_events, most_ghosts = tonumber(ARGV[4]), tonumber(ARGV[5])
-local of_quota = rule == 'capacity' or rule == 'tenant_quota' or rule == 'namespace_quota'
+local of_quota = most_ghosts >= 0
 
 -- trash_score(ranks): a score of the trash; whole seconds plus ranks / 256.
 local function trash_score(ranks)

@@ -75,6 +75,8 @@ from kvstore.catalogue import Maintenance
 from kvstore.errors import NamespaceUnknown
 from kvstore.eviction import worth
 from kvstore.index.contract import (
+    HOT_KEPT,
+    HOT_MOST,
     INCOMPLETE_TTL_S,
     agreement,
     check_commit,
@@ -236,8 +238,8 @@ class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
     def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
         check_segments(segments)
         for first, some in enumerate(pieces(segments, _TOUCHED)):
-            begins = 0 if first else 1
-            self._client.run(_TOUCH, key(namespace, "meta"), b"".join(some), minute(now_s), begins)
+            how = (minute(now_s), 0 if first else 1, HOT_MOST, HOT_KEPT)
+            self._client.run(_TOUCH, key(namespace, "meta"), b"".join(some), *how)
 
     def evict(
         self,
@@ -248,11 +250,9 @@ class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
         rule: EvictionRule,
     ) -> int:
         check_segments(segments)
-        after, journal = whole_seconds(delete_after_s), self._journal
+        how = (whole_seconds(delete_after_s), *self.recorded(rule))
         return sum(
-            self._client.run(
-                _EVICT, key(namespace, "meta"), b"".join(some), after, rule, journal.events, journal.ghosts
-            )
+            self._client.run(_EVICT, key(namespace, "meta"), b"".join(some), *how)
             for some in pieces(segments, SLICE)
         )
 

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 from kvstore.catalogue import Entry, Erased, Reconciled, Upkeep, Usage
 from kvstore.errors import CapacityExceeded
-from kvstore.index.contract import SWEEP_FACTOR, SWEEP_MIN, check_segments, whole_seconds
+from kvstore.index.contract import (
+    CULL_LOOKS,
+    HOT_LEAST,
+    SWEEP_FACTOR,
+    SWEEP_MIN,
+    check_segments,
+    whole_seconds,
+)
 from kvstore.index.redis_catalogue import usage_of
 from kvstore.index.redis_client import Script
 from kvstore.index.redis_values import NAMESPACES, QUOTAS, RedisPart, key, pieces
@@ -24,7 +31,6 @@ _UNLINKED_SLICE = 1000
 #: Entries and buckets that one sweep or erase script looks at: about 1 ms of Redis' time.
 _SWEEP_SLICE = 1024
 _DUE_SLICE = 2000
-_CULL_LOOKS = 4096
 _COUNT_TRIES = 4
 
 _CULL = Script.load("cull", "changes", "score", "drop")
@@ -61,26 +67,25 @@ class RedisUpkeep(RedisPart, Upkeep):
         spare_from_s: float | None = None,
     ) -> list[SegmentId]:
         gone: list[SegmentId] = []
-        journal, spare = self._journal, "" if spare_from_s is None else f"{spare_from_s:.17g}"
+        spare = "" if spare_from_s is None else f"{spare_from_s:.17g}"
         looked = spared = 0
         more = True
-        while more and len(gone) < limit and looked < _CULL_LOOKS:
-            most = min(limit - len(gone), SLICE)
+        while more and len(gone) < limit and looked < CULL_LOOKS:
+            looks = min(CULL_LOOKS - looked, SLICE)
             part, passed, more = self._client.run(
                 _CULL,
                 key(namespace, "meta"),
                 keep_bytes,
                 whole_seconds(delete_after_s),
-                rule,
-                journal.events,
-                journal.ghosts,
-                most,
+                *self.recorded(rule),
+                limit - len(gone),
+                looks,
                 spared,
                 spare,
             )
             gone += map(SegmentId, part)
             spared += passed
-            looked += most
+            looked += looks
         return gone
 
     def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
@@ -218,7 +223,7 @@ class RedisUpkeep(RedisPart, Upkeep):
                 return sums
 
     def cool(self, namespace: NamespaceId) -> None:
-        self._client.run(_COOL, key(namespace, "meta"))
+        self._client.run(_COOL, key(namespace, "meta"), HOT_LEAST)
 
     def lease(self, name: str, holder: str, ttl_s: float) -> bool:
         return bool(self._client.run(_LEASE, _lease_key(name), holder, max(1, round(ttl_s * 1000))))

@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from kvstore.eviction import MINUTE_S, WORTH_MINUTES
+from kvstore.index.contract import QUOTA_RULES
 from kvstore.index.redis_client import RedisClient
 from kvstore.keys import NamespaceId
-from schemas.records import SegmentRecord, unpack_record
+from schemas.records import EvictionRule, SegmentRecord, unpack_record
 from schemas.settings import JournalSettings
 
 NAMESPACES = "kvs:ns"
@@ -40,6 +41,10 @@ class RedisPart:
         self._journal = journal
         self._cost_aware = cost_aware
         self._clock = clock
+
+    def recorded(self, rule: EvictionRule) -> tuple[str, int, int]:
+        """How drop.lua is told what to remember of an eviction."""
+        return rule, self._journal.events, self._journal.ghosts if rule in QUOTA_RULES else -1
 
 
 class Use(NamedTuple):

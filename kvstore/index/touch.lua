@@ -1,11 +1,11 @@
--- touch: KEYS[1] meta, ARGV packed segments, unix minute, 1 if the first of them is where a load begins.
+-- touch: KEYS[1] meta, ARGV packed segments, unix minute, 1 if the first of them is where a load begins, at
+-- how many of those that are watched the less used are forgotten, how many are kept then.
 --
 -- Race closed: an eviction between looking and writing would be undone by a blind ZADD, which would
 -- leave a last use without a segment; and a late touch must not set a newer one back. What a score holds
 -- besides the last use is kept.
 --
--- The segments where loads begin are counted once a minute in `hot`, of which the less used half goes
--- when there are more than 2,048.
+-- The segments where loads begin are counted once a minute in `hot`.
 local minute, begins = tonumber(ARGV[2]), ARGV[3] == '1'
 local segments = items(ARGV[1], 8)
 
@@ -30,5 +30,7 @@ end
 
 touch(lru)
 if redis.call('EXISTS', pins) == 1 then touch(pins) end
-if redis.call('ZCARD', hot) > 2048 then redis.call('ZREMRANGEBYRANK', hot, 0, -1025) end
+if redis.call('ZCARD', hot) > tonumber(ARGV[4]) then
+  redis.call('ZREMRANGEBYRANK', hot, 0, -1 - tonumber(ARGV[5]))
+end
 return 0

@@ -25,7 +25,7 @@ import redis
 
 from kvstore.conformance.chains import chain, namespace, part_of, put_all, served
 from kvstore.index.redis import RedisIndex
-from kvstore.index.redis_catalogue import record_of
+from kvstore.index.redis_values import record_of
 from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import NamespaceId, split_digests
 from schemas.settings import RedisSettings
@@ -141,7 +141,7 @@ def bench_sqlite(folder: Path, blocks: int, repeat: int) -> tuple[list[Row], dic
                 keys = [split_digests(digests) for digests in asked]
                 marks = ",".join("?" * size)
                 query = (
-                    f"SELECT digest, segment, slot FROM entries WHERE namespace = 1 AND digest IN ({marks})"
+                    f"SELECT digest, segment, slot FROM blocks WHERE namespace = 1 AND digest IN ({marks})"
                 )
                 match, select = timed(
                     [

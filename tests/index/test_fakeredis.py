@@ -10,12 +10,12 @@ import pytest
 from kvstore.index.redis import RedisIndex
 from kvstore.index.redis_client import RedisClient
 from kvstore.keys import NamespaceId
-from kvstore.testing import CatalogueConformance, IndexConformance
+from kvstore.testing import IndexConformance, MaintenanceConformance
 from schemas.settings import JournalSettings
 from tests.index.fakes import fake_client
 
 
-class TestFakeRedisIndex(IndexConformance, CatalogueConformance):
+class TestFakeRedisIndex(IndexConformance, MaintenanceConformance):
     @pytest.fixture
     def index(self) -> Iterator[RedisIndex]:
         self.server = fakeredis.FakeServer()

@@ -21,7 +21,7 @@ from kvstore.errors import (
 from kvstore.index.redis import RedisIndex, bucket_bits
 from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, new_segment_id
 from kvstore.ports import CommitState, Index, Outcome
-from kvstore.testing import CatalogueConformance, IndexConformance
+from kvstore.testing import IndexConformance, MaintenanceConformance
 from schemas.records import rounded_cost
 from schemas.settings import JournalSettings, RedisSettings
 from tests.index.test_walk import Block, World, worlds
@@ -33,7 +33,7 @@ LATER_S = CREATED_S + 3600.0
 GOLDEN = Path(__file__).parent / "golden" / "redis_schema.txt"
 
 
-class TestRedisIndex(IndexConformance, CatalogueConformance):
+class TestRedisIndex(IndexConformance, MaintenanceConformance):
     @pytest.fixture
     def index(self, redis_url: str) -> Iterator[RedisIndex]:
         self.url = redis_url

@@ -10,14 +10,14 @@ import redis
 from kvstore.conformance.chains import chain, namespace, put_all, served
 from kvstore.index.redis import RedisIndex
 from kvstore.keys import NamespaceId
-from kvstore.testing import CatalogueConformance, IndexConformance
+from kvstore.testing import IndexConformance, MaintenanceConformance
 from schemas.settings import JournalSettings, RedisSettings
 from tests.index.cluster import RedisClusterServers
 
 pytestmark = pytest.mark.servers
 
 
-class TestRedisIndexOnACluster(IndexConformance, CatalogueConformance):
+class TestRedisIndexOnACluster(IndexConformance, MaintenanceConformance):
     @pytest.fixture
     def index(self, redis_cluster: RedisClusterServers) -> Iterator[RedisIndex]:
         self.servers = redis_cluster
