@@ -21,13 +21,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.conformance.chains import CREATED_S, blocks_of, chain, namespace, part_of, record
-from kvstore.errors import NamespaceUnknown
+from kvstore.catalogue import Listing
+from kvstore.conformance.chains import CREATED_S, blocks_of, chain, items, namespace, part_of, record
+from kvstore.errors import CapacityExceeded, NamespaceUnknown
 from kvstore.index.redis import RedisIndex
 from kvstore.index.redis_client import RedisClient
 from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import Digest, NamespaceId, SegmentId, canonical_json, namespace_id, split_digests
-from kvstore.ports import CommitState
+from kvstore.ports import CommitState, Outcome
+from schemas.records import rounded_cost
 from schemas.settings import RedisSettings
 from tests.index.fakes import fake_client
 from tests.index.model import Model, Space
@@ -38,7 +40,8 @@ AnyIndex = RedisIndex | SqliteIndex
 LONG_S = 3600.0
 #: A window of uses, in seconds.
 WINDOW_S = 600.0
-NAMESPACES = [namespace("one"), namespace("two")]
+NAMESPACES = [namespace("one"), items("two")]
+RULES = st.sampled_from(["capacity", "tenant_quota", "admin", "bad"])
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -115,7 +118,8 @@ class IndexMachine(RuleBasedStateMachine):
     def register(self, which: Any, expected: int) -> None:
         name = self.index.register(which, expected_blocks=expected)
         assert name == namespace_id(which)
-        self.model.spaces.setdefault(name, Space())
+        left = self.model.old_claims.pop(name, {})
+        self.model.spaces.setdefault(name, Space(items=which.kind == "ec", old_claims=left))
 
     @rule(
         name=names,
@@ -128,6 +132,7 @@ class IndexMachine(RuleBasedStateMachine):
         self, name: NamespaceId, digests: bytes, sizes: list[int], ids: list[SegmentId], ranks: int
     ) -> None:
         """What a store does: ask what is there, store the rest in pieces."""
+        ranks = self.ranks(name, ranks)
         first = self.check_match(name, digests)
         for size, segment in zip(sizes, ids, strict=False):
             mine = part_of(digests, first, size)
@@ -183,7 +188,7 @@ class IndexMachine(RuleBasedStateMachine):
             return segment
         present = self.check_match(name, digests)
         claim = self.index.claim(name, digests, segment, LONG_S)
-        assert claim == space.claim(digests, present, segment)
+        space.check_claim(digests, present, segment, claim)
         return segment
 
     @rule(
@@ -208,6 +213,7 @@ class IndexMachine(RuleBasedStateMachine):
         order: random.Random,
         missing: int,
     ) -> SegmentId:
+        ranks = self.ranks(name, ranks)
         mine = part_of(digests, first % blocks_of(digests), count)
         depth = first % blocks_of(digests)
         some = list(range(ranks))
@@ -221,8 +227,12 @@ class IndexMachine(RuleBasedStateMachine):
         """A rank of a segment that may be complete, incomplete, evicted, or of other blocks."""
         space = self.space(name)
         mine = space.contents.get(segment, part_of(digests, 0, 5))
-        _, ranks, known = space.agreed.get(segment, (mine, 3, record(5)))
+        _, ranks, known = space.agreed.get(segment, (mine, self.ranks(name, 3), record(5)))
         self.commit_rank(name, segment, mine, known.depth, rank % ranks, ranks)
+
+    def ranks(self, name: NamespaceId, ranks: int) -> int:
+        """An encoder item is one rank's."""
+        return 1 if self.space(name).items else ranks
 
     def commit_rank(
         self, name: NamespaceId, segment: SegmentId, mine: bytes, depth: int, rank: int, ranks: int
@@ -230,7 +240,10 @@ class IndexMachine(RuleBasedStateMachine):
         space = self.model.spaces.get(name)
         if space and space.is_forgotten(segment) and space.contents[segment] != mine:
             return  # a segment id is of one save: nobody comes back with other blocks
-        one = record(blocks_of(mine), depth=depth, data_start=4096 * (rank + 1))
+        blocks = blocks_of(mine)
+        # The same whenever it is committed, and worth more or less.
+        cost_us = rounded_cost(10 ** (segment[0] % 7) * blocks)
+        one = record(blocks, depth=depth, data_start=4096 * (rank + 1), cost_us=cost_us)
         if space is None:
             with pytest.raises(NamespaceUnknown):
                 self.index.commit(name, segment, mine, one, rank=rank, ranks=ranks)
@@ -242,37 +255,159 @@ class IndexMachine(RuleBasedStateMachine):
     def touch(self, name: NamespaceId, some: list[SegmentId], later: int) -> None:
         now = max(0, self.minute + later)
         self.minute = max(self.minute, now)
-        space = self.space(name)
         self.index.touch(name, some, now * 60 + 59.5)
-        for segment in some:
-            if segment in space.records:
-                space.used[segment] = max(space.used[segment], now)
+        self.space(name).touch(some, now)
 
-    @rule(name=names, which=st.lists(st.integers(0, 3), min_size=1, max_size=3), due=st.integers(1000, 1010))
-    def evict_recent(self, name: NamespaceId, which: list[int], due: int) -> None:
+    @rule(
+        name=names,
+        which=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+        due=st.integers(1000, 1010),
+        why=RULES,
+    )
+    def evict_recent(self, name: NamespaceId, which: list[int], due: int, why: Any) -> None:
+        self.evict(name, self.recent(name, which), due, why)
+
+    def recent(self, name: NamespaceId, which: list[int]) -> list[SegmentId]:
         visible = list(self.space(name).records)[::-1]
-        self.evict(name, [visible[i] for i in which if i < len(visible)], due)
+        return [visible[i] for i in which if i < len(visible)]
 
-    @rule(name=names, some=st.lists(segments, max_size=3), due=st.integers(1000, 1010))
-    def evict(self, name: NamespaceId, some: list[SegmentId], due: int) -> None:
-        assert self.index.evict(name, some, delete_after_s=due) == self.space(name).evict(some, due)
+    @rule(name=names, some=st.lists(segments, max_size=3), due=st.integers(1000, 1010), why=RULES)
+    def evict(self, name: NamespaceId, some: list[SegmentId], due: int, why: Any) -> None:
+        gone = self.index.evict(name, some, delete_after_s=due, rule=why)
+        assert gone == self.space(name).evict(some, due, why)
+
+    @rule(
+        name=names,
+        op=st.sampled_from(["match", "load", "save"]),
+        asked=st.integers(1, 100),
+        share=st.floats(0, 1),
+        reason=st.sampled_from(["absent", "deadline", "held"]),
+        digests=chains,
+    )
+    def tell(self, name: NamespaceId, op: Any, asked: int, share: float, reason: str, digests: bytes) -> None:
+        served = int(asked * share)
+        reason = reason if served < asked else ""
+        told = [Outcome(1.5, "request", op, asked, served, reason, served, digests)] * 2
+        self.index.tell(name, told)
+        if name in self.model.spaces:
+            self.space(name).tell(told)
 
     # maintenance
 
-    @rule(name=names, keep=st.floats(0, 1.1), limit=st.integers(0, 20), due=st.integers(1000, 1010))
-    def cull(self, name: NamespaceId, keep: float, limit: int, due: int) -> None:
+    @rule(
+        name=names,
+        keep=st.floats(0, 1.1),
+        limit=st.integers(0, 20),
+        due=st.integers(1000, 1010),
+        why=RULES,
+        spare=st.none() | st.integers(-2, 3),
+    )
+    def cull(self, name: NamespaceId, keep: float, limit: int, due: int, why: Any, spare: int | None) -> None:
         space = self.space(name)
-        keep_bytes = int(space.usage().nbytes * keep)
-        gone = self.index.cull(name, keep_bytes=keep_bytes, delete_after_s=due, limit=limit)
-        # Segments of one age may go in any order, but none may go before an older one.
-        order = [space.age(segment) for segment in space.oldest_first()]
-        assert [space.age(segment) for segment in gone] == order[: len(gone)]
-        assert len(set(gone)) == len(gone) <= limit
-        if gone:
-            last = space.records[gone[-1]].nbytes
-            space.evict(gone, due)
-            assert space.usage().nbytes + last > keep_bytes
-        assert space.usage().nbytes <= keep_bytes or len(gone) == limit
+        left = space.usage().nbytes
+        keep_bytes = int(left * keep)
+        spare_from = None if spare is None else self.minute - spare
+        expected: list[SegmentId] = []
+        for segment in space.in_order():
+            if left <= keep_bytes or len(expected) == limit:
+                break
+            if spare_from is None or space.used[segment] < spare_from:
+                expected.append(segment)
+                left -= space.records[segment].nbytes
+        gone = self.index.cull(
+            name,
+            keep_bytes=keep_bytes,
+            delete_after_s=due,
+            limit=limit,
+            rule=why,
+            spare_from_s=None if spare_from is None else spare_from * 60.0,
+        )
+        assert gone == expected
+        space.evict(gone, due, why)
+
+    @rule(name=names, which=st.lists(st.integers(0, 5), min_size=1, max_size=4), share=st.floats(0, 1.2))
+    def pin(self, name: NamespaceId, which: list[int], share: float) -> None:
+        space, some = self.space(name), self.recent(name, which)
+        most = int(space.usage().nbytes * share)
+        fresh = set(some) - space.pinned
+        together = space.usage().pinned_bytes + sum(space.records[one].nbytes for one in fresh)
+        if fresh and together > most:
+            with pytest.raises(CapacityExceeded):
+                self.index.pin(name, some, most_bytes=most)
+            return
+        assert self.index.pin(name, [*some, SegmentId(b"unknown!")], most_bytes=most) == len(fresh)
+        space.pinned |= fresh
+
+    @rule(name=names, some=st.lists(segments, max_size=3), which=st.lists(st.integers(0, 5), max_size=3))
+    def unpin(self, name: NamespaceId, some: list[SegmentId], which: list[int]) -> None:
+        space, some = self.space(name), some + self.recent(name, which)
+        assert self.index.unpin(name, some) == len(space.pinned & set(some))
+        space.pinned -= set(some)
+
+    @rule(name=names)
+    def invalidate(self, name: NamespaceId) -> None:
+        assert self.index.invalidate(name) == self.space(name).invalidate()
+
+    @rule(name=names, limit=st.sampled_from([1, 3, 1000]), due=st.integers(1000, 1010))
+    def drain(self, name: NamespaceId, limit: int, due: int) -> None:
+        space = self.space(name)
+        before = list(space.bygone)
+        moved = self.index.drain(name, delete_after_s=due, limit=limit)
+        states = dict(zip(before, self.index.states(name, before), strict=True))
+        gone = [segment for segment, state in states.items() if state == "trash"]
+        assert moved == len(gone) >= min(limit, len(before))
+        for segment in gone:
+            space.trash[segment] = (space.bygone.pop(segment), due)
+
+    @rule(name=names, limit=st.sampled_from([1, 100_000]))
+    def erase(self, name: NamespaceId, limit: int) -> None:
+        while (erased := self.index.erase(name, limit)) == "more":
+            pass
+        assert erased == self.space(name).erased()
+        if erased == "erased" and (space := self.model.spaces.pop(name, None)):
+            self.model.old_claims[name] = space.old_claims | space.claims
+
+    @rule(name=names, some=st.lists(segments, max_size=3), which=st.lists(st.integers(0, 5), max_size=3))
+    def unlist(self, name: NamespaceId, some: list[SegmentId], which: list[int]) -> None:
+        some = some + self.recent(name, which)
+        assert self.index.unlist(name, some) == self.space(name).unlist(some)
+
+    @rule(name=names, order=orders)
+    def unlink(self, name: NamespaceId, order: random.Random) -> None:
+        space = self.space(name)
+        listed = list(self.index.entries(name))
+        assert len(listed) == len(space.entries)
+        assert set(listed) == space.listed_entries()
+        some = order.sample(listed, len(listed) // 20)
+        assert self.index.unlink(name, some) == len(some)
+        assert self.index.unlink(name, some) == 0
+        for one in some:
+            del space.entries[one.digest]
+
+    @rule(name=names)
+    def cool(self, name: NamespaceId) -> None:
+        self.index.cool(name)
+        self.space(name).cool()
+
+    @rule(name=names)
+    def read_the_journal(self, name: NamespaceId) -> None:
+        space = self.space(name)
+        found = self.index.events(name, limit=4000)
+        fields = [
+            (one.op, one.segment, one.first, one.last, one.depth, one.slots, one.nbytes, one.rule)
+            for one in found
+        ]
+        assert fields == space.events
+        assert self.index.last_position(name) == (found[-1].position if found else "")
+        if found:
+            middle = len(found) // 2
+            assert self.index.events(name, after=found[middle].position) == found[middle + 1 :]
+        assert self.index.outcomes(name, 4000) == space.outcomes[::-1]
+        told = {what: count for what, count in self.index.seen(name).items() if count}
+        assert told == {what: count for what, count in space.seen.items() if count}
+        hottest = self.index.hottest(name, 4000)
+        assert dict(hottest) == space.hot
+        assert [minutes for _, minutes in hottest] == sorted(space.hot.values(), reverse=True)
 
     @rule(name=names, now=st.integers(999, 1011), limit=st.integers(0, 5), done=st.booleans())
     def delete(self, name: NamespaceId, now: int, limit: int, done: bool) -> None:
@@ -297,11 +432,19 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.close()
         self.handles[self.turn % 2] = self.open()
         space = self.space(name)
-        listed = {one.segment: (one.record, one.last_use_s) for one in self.index.segments(name)}
-        right = {s: (one, space.used[s] * 60.0) for s, one in space.records.items()}
-        assert listed == right
-        got = self.index.get(name, [*space.contents])
-        assert {one.segment: (one.record, one.last_use_s) for one in got if one} == right
+        right = {s: Listing(s, r, space.used[s] * 60.0, s in space.pinned) for s, r in space.records.items()}
+        assert {one.segment: one for one in self.index.segments(name)} == right
+        asked = [*space.contents]
+        assert self.index.get(name, asked) == [right.get(segment) for segment in asked]
+        assert self.index.states(name, asked) == [space.state(segment) for segment in asked]
+        drawn = self.index.sample(name, 5)
+        assert len({one.segment for one in drawn}) == len(drawn) == min(5, len(right))
+        assert all(right[one.segment] == one for one in drawn)
+        order = self.index.order(name, 10_000)
+        assert [one.segment for one in order] == space.in_order()
+        assert [one.keep_s for one in order] == [space.keep(one.segment) * 60.0 for one in order]
+        found = self.index.reconcile(name)
+        assert found.recorded == found.counted == space.usage()
 
     # accidents
 
@@ -319,6 +462,11 @@ class IndexMachine(RuleBasedStateMachine):
         for one in NAMESPACES:
             name = namespace_id(one)
             assert self.index.usage(name) == self.space(name).usage()
+        told = {one.namespace: (one.usage, one.trashed, one.bygone) for one in self.index.accounts()}
+        assert told == {
+            name: (space.usage(), len(space.trash), len(space.bygone))
+            for name, space in self.model.spaces.items()
+        }
 
     @invariant()
     def namespaces_are_known(self) -> None:
