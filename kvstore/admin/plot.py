@@ -87,6 +87,8 @@ def svg(plot: Plot) -> str:
 def _svg(plot: Plot) -> Iterator[str]:
     axes = _Axes(plot)
     wide, high = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    places = _legend_places(plot.series)
+    total = round(places[-1][1]) + 26
 
     def x(nbytes: float) -> float:
         return round(_LEFT + axes.x(nbytes) * wide, 1)
@@ -95,11 +97,11 @@ def _svg(plot: Plot) -> Iterator[str]:
         return round(_HEIGHT - _BOTTOM - axes.y(share) * high, 1)
 
     yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" {_FONT} role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {total}" width="{_WIDTH}" '
+        f'height="{total}" {_FONT} role="img">'
     )
     yield f"<title>{_safe(plot.title)}</title>"
-    yield f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>'
+    yield f'<rect width="{_WIDTH}" height="{total}" fill="#ffffff"/>'
     yield _words(_LEFT, 30, plot.title, 18, weight="600")
     yield _words(_LEFT, 52, plot.subtitle, 12.5, fill="#555555")
     for share in axes.y_ticks():
@@ -121,7 +123,8 @@ def _svg(plot: Plot) -> Iterator[str]:
         if not series.bound:
             for nbytes, share in series.points:
                 yield _marker(mark, x(nbytes), y(share), colour)
-    yield from _legend(plot.series, styles)
+    for series, style, place in zip(plot.series, styles, places, strict=True):
+        yield from _legend(series, style, *place)
     yield "</svg>"
 
 
@@ -159,18 +162,24 @@ def _marker(kind: int, x: float, y: float, colour: str) -> str:
     return f'{shapes[kind]} fill="{colour}" stroke="#ffffff" stroke-width="0.8"/>'
 
 
-def _legend(series: Sequence[Series], styles: Sequence[_Style]) -> Iterator[str]:
-    """Below the plot, in rows as wide as it is."""
-    x, y = float(_LEFT), _HEIGHT - 26
-    for one, (colour, dash, mark) in zip(series, styles, strict=True):
-        width = 44 + 7.2 * len(one.name) + 18
+def _legend_places(series: Sequence[Series]) -> list[tuple[float, float]]:
+    """Where the names stand: below the plot, in rows as wide as it is."""
+    x, y, places = float(_LEFT), float(_HEIGHT - 26), []
+    for one in series:
+        width = 62 + 7.2 * len(one.name)
         if x > _LEFT and x + width > _WIDTH - _RIGHT + 18:
-            x, y = float(_LEFT), y + 18
-        yield f'<path d="M{x:.0f} {y}h34" {_stroke(one, colour, dash)}/>'
-        if mark >= 0:
-            yield _marker(mark, round(x + 17), y, colour)
-        yield _words(x + 42, y + 4, one.name, 12.5)
+            x, y = float(_LEFT), y + 20
+        places.append((x, y))
         x += width
+    return places
+
+
+def _legend(series: Series, style: _Style, x: float, y: float) -> Iterator[str]:
+    colour, dash, mark = style
+    yield f'<path d="M{x:.0f} {y:g}h34" {_stroke(series, colour, dash)}/>'
+    if mark >= 0:
+        yield _marker(mark, round(x + 17), y, colour)
+    yield _words(x + 42, y + 4, series.name, 12.5)
 
 
 def _words(
@@ -224,13 +233,13 @@ def _text_marks(series: Sequence[Series]) -> list[str]:
 
 
 def _text_axis(axes: _Axes, columns: int) -> list[str]:
-    line, labels = ["─"] * columns, [" "] * (columns + 12)
+    line, labels = ["─"] * columns, [" "] * columns
     free = 0
     for tick in axes.x_ticks(max(2, columns // 9)):
         at, label = round(axes.x(tick) * (columns - 1)), _short(tick)
-        begin = max(0, at - len(label) // 2)
+        begin = max(0, min(at - len(label) // 2, columns - len(label)))
         line[at] = "┬"
-        if begin >= free and begin + len(label) <= columns:
+        if begin >= free:
             labels[begin : begin + len(label)] = label
             free = begin + len(label) + 2
     return [f"      └{''.join(line)}", " " * 7 + "".join(labels).rstrip()]
