@@ -10,8 +10,8 @@
     evictions    evict
     pins         pin, unpin
     quotas       quota, quota set, quota clear
-    doctor       doctor, with the checks of the machine in machine, of payloads in storage_checks, of what keeps
-                 a cache in bounds in upkeep_checks
+    doctor       doctor, with the checks of the machine in machine, of payloads in storage_checks, of quotas
+                 and upkeep in upkeep_checks
     engine       vllm-config
     plans        which segments export and warm move
     exports      export
