@@ -38,6 +38,9 @@ SETTLED_S = 600.0
 _LATE_S = 600.0
 
 
+Key = tuple[NamespaceId, FaultKind, SegmentId | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A fault, with what mending it needs."""
@@ -52,6 +55,11 @@ class Finding:
     entries: tuple[Entry, ...] = ()
     #: Whether every byte of the segment was to be read.
     read: bool = False
+
+    @property
+    def key(self) -> Key:
+        """What tells it from others, whatever its details."""
+        return self.namespace, self.kind, self.segment
 
     @property
     def blocks(self) -> int:
@@ -190,6 +198,8 @@ class Check:
         try:
             return examine(self.payloads, name, fresh, stored, quick=self.depth.quick, read=read)
         except Bad as exc:
+            if self.index.get(name, [listing.segment])[0] is None:
+                return None
             return Finding(name, exc.kind, str(exc), listing.segment, read=read)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvstore.admin.cache import Cache, UnknownName
-from kvstore.admin.checking import Check, Checked, Depth, Finding, is_vanished
+from kvstore.admin.checking import Check, Checked, Depth, Finding, Key, is_vanished
 from kvstore.admin.exports import Refused
 from kvstore.admin.mending import Mending
 from kvstore.admin.progress import Progress, Silent
@@ -82,23 +82,20 @@ class _Fsck:
     remaining: int | None = None
     #: Of the first check.
     checked: dict[NamespaceId, Checked] = field(default_factory=dict)
-    outcomes: list[tuple[Finding, Mended]] = field(default_factory=list)
+    #: What became of findings, the latest of each.
+    outcomes: dict[Key, tuple[Finding, Mended]] = field(default_factory=dict)
 
     def all(self, *, repair: bool, force: bool) -> None:
         self._check(self.depth, self.checked)
         findings = _findings(self.checked)
-        self.outcomes = [(finding, "none") for finding in findings]
         doubt = self._doubt()
         if not repair:
             self.problem = doubt
             return
         if doubt and not force:
             raise Refused(f"{doubt}; --force repairs all the same")
-        self.outcomes = []
         self.remaining = len(findings)
         for _ in range(_ROUNDS):
-            if not findings:
-                return
             mending = Mending(
                 self.index,
                 self.cache.payloads,
@@ -109,6 +106,9 @@ class _Fsck:
                 self.outcomes,
             )
             mending.all(findings)
+            mending.reconcile(self.checked)
+            if all(finding.kind == "unreadable" for finding in findings):
+                return
             after: dict[NamespaceId, Checked] = {}
             # What was to be read has been read; what a repair lists has been read by then.
             self._check(replace(self.depth, percent=0.0), after)
@@ -150,7 +150,10 @@ class _Fsck:
         return ""
 
     def report(self, *, repair: bool, seconds: float) -> FsckReport:
-        faults = [_fault(finding, mended) for finding, mended in self.outcomes]
+        found: dict[Key, tuple[Finding, Mended]] = {}
+        for finding in _findings(self.checked):
+            found[finding.key] = (finding, "none")
+        faults = [_fault(finding, mended) for finding, mended in (found | self.outcomes).values()]
         return FsckReport(
             at_s=self.clock(),
             repair=repair,

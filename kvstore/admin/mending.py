@@ -15,10 +15,10 @@ fsck, or a rebuild, finds it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.admin.checking import Bad, Finding, examine, paged
+from kvstore.admin.checking import Bad, Finding, Key, examine, paged
 from kvstore.admin.parallel import for_each
 from kvstore.admin.progress import Progress
 from kvstore.admin.recommit import AnyIndex, Whole, commit_whole, read_whole, verify
@@ -49,7 +49,7 @@ class Mending:
     progress: Progress
     clock: Callable[[], float]
     jobs: int = 8
-    outcomes: list[tuple[Finding, Mended]] = field(default_factory=list)
+    outcomes: dict[Key, tuple[Finding, Mended]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def all(self, findings: Sequence[Finding]) -> None:
@@ -59,14 +59,21 @@ class Mending:
             if some:
                 self.progress.begin(f"mend: {', '.join(kinds)}")
                 for_each(self._one, some, self.jobs)
-        for name in dict.fromkeys(finding.namespace for finding in findings):
-            # Also where nothing is wrong by its sums: a segment may be missing in the order of eviction.
-            self.index.reconcile(name)
+
+    def reconcile(self, names: Iterable[NamespaceId]) -> None:
+        """Count anew, also where nothing is wrong by its sums: a segment that is not in the order of eviction
+        shows in no other way."""
+        for name in names:
+            mended = self.index.reconcile(name).mended
+            if mended:
+                detail = f"{mended} segments were not in the order of eviction"
+                finding = Finding(name, "accounts", detail)
+                self.outcomes[finding.key] = (finding, "corrected")
 
     def _one(self, finding: Finding) -> None:
         done = self._mend(finding)
         with self._lock:
-            self.outcomes.append((finding, done))
+            self.outcomes[finding.key] = (finding, done)
 
     def _mend(self, finding: Finding) -> Mended:
         if finding.kind == "accounts":
