@@ -37,7 +37,7 @@ class Plot:
 
 
 #: Okabe and Ito's colours, which people with defective colour vision can tell apart, without the pale ones.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7A5195", "#8C510A")
 _DASHES = ("", "8 4", "2 3", "10 3 2 3", "5 5", "1 4", "12 4")
 _GREY = "#8a8a8a"
 _TEXT_MARKS = "o+x*#%@"
