@@ -112,6 +112,8 @@ class Told(Closed):
     #: Number in its chain of the first block that was not served.
     position: int
     text: str
+    #: (absent) What had become of that block by then, if it is known.
+    because: Finding | None = None
     #: That block, as it is now; None if it has no name.
     block: Block | None = None
 

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from kvstore import chains
 from kvstore.admin.cache import Cache, UnknownName
 from kvstore.admin.inventory import diff
-from kvstore.admin.past import SCAN_MOST, Past
+from kvstore.admin.past import SCAN_MOST, UNSAVED, Past
 from kvstore.admin.payloads import read_part
 from kvstore.admin.progress import Progress, Silent
 from kvstore.errors import ConfigError, CorruptPayload
@@ -44,7 +44,7 @@ from kvstore.keys import (
     split_digests,
 )
 from kvstore.ports import Run
-from schemas.explain import Block, Chain, ExplainReport, Finding, GroupChain, Subject, Told
+from schemas.explain import Block, Cause, Chain, ExplainReport, Finding, GroupChain, Subject, Told
 from schemas.namespace import GroupSpec, Namespace
 from schemas.records import SegmentRecord
 
@@ -54,6 +54,8 @@ _STEP = 4096
 _OTHERS = 50
 #: Outcomes that a report lists.
 _TOLD = 50
+#: Why a block is not in the index.
+_WENT: frozenset[Cause] = frozenset({"evicted", "invalidated", *UNSAVED})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Question:
     _texts: dict[NamespaceId, str] = field(default_factory=dict)
     #: Segments that were read: what is wrong with them, "" if nothing.
     _read: dict[tuple[NamespaceId, SegmentId], str] = field(default_factory=dict)
+    _others: dict[tuple[NamespaceId, Digest], list[Finding]] = field(default_factory=dict)
     #: Blocks that may have to be looked for among all entries, and those that were.
     _wanted: dict[NamespaceId, set[Digest]] = field(default_factory=lambda: defaultdict(set))
     _searched: dict[NamespaceId, set[Digest]] = field(default_factory=lambda: defaultdict(set))
@@ -180,11 +183,13 @@ class Question:
 
     def others(self, namespace: NamespaceId, kind: str, name: Digest) -> list[Finding]:
         """Other namespaces that have a block or item of this name."""
-        found = []
-        for other in self.kinds(kind, None)[:_OTHERS]:
-            if other != namespace and self.present(other, [name])[0] is not None:
-                found.append(self.elsewhere(namespace, other, "has it"))
-        return found
+        if (namespace, name) not in self._others:
+            self._others[namespace, name] = [
+                self.elsewhere(namespace, other, "has it")
+                for other in self.kinds(kind, None)[:_OTHERS]
+                if other != namespace and self.present(other, [name])[0] is not None
+            ]
+        return self._others[namespace, name]
 
     def elsewhere(self, namespace: NamespaceId, other: NamespaceId, what: str) -> Finding:
         """That another namespace has it, and what differs."""
@@ -208,6 +213,9 @@ class Question:
     ) -> ExplainReport:
         """All of it."""
         told = sorted(told, key=lambda one: -one.at_s)
+        named = {one.namespace for one in blocks} | {one.namespace for one in told}
+        if chain is not None:
+            named.add(chain.namespace)
         if len(told) > _TOLD:
             self.remarks.append(f"the newest {_TOLD} of {len(told)} outcomes are listed")
         return ExplainReport(
@@ -217,7 +225,7 @@ class Question:
             chain=chain,
             blocks=tuple(blocks),
             told=tuple(told[:_TOLD]),
-            reach=tuple(past.reach() for past in self._pasts.values()),
+            reach=tuple(past.reach() for name, past in self._pasts.items() if not named or name in named),
             verified=self.verify,
             damaged=sum(bool(problem) for problem in self._read.values()),
             remarks=tuple(dict.fromkeys(self.remarks)),
@@ -446,7 +454,7 @@ def explain_request(question: Question, request: str, *, namespace: str | None =
             others = question.others(name, kind, wanted) if one.reason == "absent" else []
             run = question.present(name, [wanted])[0]
             block = question.block(name, [wanted], 0, run, number=one.position, others=others)
-        told.append(line.model_copy(update={"block": block}))
+        told.append(line.model_copy(update={"block": block, "because": _by_then(line, block)}))
     if not told:
         question.remarks.append(
             "nothing is remembered of such a request: it was served and saved in full, or it was not looked "
@@ -490,6 +498,14 @@ def _groups(text: str) -> int:
         return len(Namespace.model_validate_json(text).groups) or 1
     except ValidationError:
         return 1
+
+
+def _by_then(told: Told, block: Block | None) -> Finding | None:
+    """Why a block was absent when it was asked for: what happened to it last before that."""
+    if block is None or told.reason != "absent":
+        return None
+    before = (one for one in block.findings if one.at_s is not None and one.at_s <= told.at_s)
+    return next((one for one in before if one.cause in _WENT), None)
 
 
 class _Asked(NamedTuple):

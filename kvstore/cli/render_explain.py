@@ -104,8 +104,10 @@ def _told_in_full(told: Told, now_s: float) -> Renderables:
         "", f"{told.served:,} of {count(told.asked, 'block')} {done}; from block {told.position:,} on not"
     )
     yield pair("because", Text(plain(f"{told.reason}: {told.text}"), style="bold"))
+    if told.because is not None:
+        yield from _finding("", told.because, now_s)
     if told.block is not None:
-        yield pair("that block", f"digest {told.block.digest}")
+        yield pair("now", f"digest {told.block.digest}")
         for finding in told.block.findings:
             yield from _finding("", finding, now_s)
 

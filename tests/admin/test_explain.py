@@ -431,6 +431,13 @@ def test_a_request_is_explained_with_how_its_block_is_now(world: World) -> None:
         "evicted",
         "namespace_quota",
     )
+    assert told["because"] == told["block"]["findings"][0]
+    # What happened to it later is not why it was absent then.
+    later = world.save(range(8))
+    world.evict(later, "admin")
+    [told] = world.explain("--request", "chatcmpl-1", "--json").json["told"]
+    assert told["because"]["rule"] == "namespace_quota"
+    assert told["block"]["findings"][0]["rule"] == "admin"
     parts = world.explain("--request", "cmpl-", "--json").json
     assert {one["request"] for one in parts["told"]} == {"chatcmpl-1", "chatcmpl-12"}
     nothing = world.explain("--request", "nobody")

@@ -221,8 +221,8 @@ def _is_evicted_by_a_quota(story: Story) -> None:
     name, _ = story.ask(LONG)
     told = story.request(name, "match")
     assert (told.reason, told.asked, told.served) == ("absent", 10, 0)
-    assert told.block is not None
-    assert ("evicted", "namespace_quota") in [(one.cause, one.rule) for one in told.block.findings]
+    assert told.because is not None
+    assert (told.because.cause, told.because.rule) == ("evicted", "namespace_quota")
 
 
 def _is_invalidated(story: Story) -> None:
@@ -231,7 +231,9 @@ def _is_invalidated(story: Story) -> None:
     stop, causes = story.causes(LONG)
     assert (stop, causes[0]) == (0, ("invalidated", "invalidated"))
     name, _ = story.ask(LONG)
-    assert story.request(name, "match").reason == "absent"
+    told = story.request(name, "match")
+    assert told.because is not None
+    assert (told.reason, told.because.cause) == ("absent", "invalidated")
     assert story.ask(LONG)[1] == 320
 
 
