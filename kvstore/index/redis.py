@@ -4,7 +4,7 @@ The schema (golden test: tests/index/test_redis.py). `{ns}` is the namespace id 
 a Cluster keeps a namespace on one node, so a script may use all of its keys.
 
     key                      type     what
-    kvs:ns                   set      ids of the namespaces that were ever registered
+    kvs:ns                   set      ids of the registered namespaces
     kvs:quotas               hash     scope (kvstore.eviction.Scope) -> bytes
     kvs:lease:<name>         string   who has the lease; expires
     kvs:ping                 string   written by ping

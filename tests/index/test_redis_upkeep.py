@@ -208,6 +208,28 @@ def test_parts_of_another_epoch_are_refused_for_every_rank_until_they_expire(
     assert [commit(rank) for rank in (1, 2, 0)] == [CommitState.WAITING] * 2 + [CommitState.VISIBLE]
 
 
+def test_what_is_complete_or_gone_is_not_counted_as_incomplete(
+    index: RedisIndex, raw: redis.Redis, name: NamespaceId
+) -> None:
+    complete, evicted, unlisted, left = (new_segment_id() for _ in range(4))
+    for segment in (complete, evicted, unlisted, left):
+        index.commit(name, segment, chain(1), record(1), rank=1, ranks=2)
+    assert raw.zcard(f"kvs:{{{name}}}:parts") == 4
+    index.commit(name, complete, chain(1), record(1), rank=0, ranks=2)
+    index.evict(name, [evicted], delete_after_s=LATER_S, rule="abandoned")
+    index.unlist(name, [unlisted])
+    assert raw.zrange(f"kvs:{{{name}}}:parts", 0, -1) == [left]
+    # One whose hour is over doesn't keep its namespace, and the next one forgets it.
+    index.evict(name, [complete], delete_after_s=LATER_S, rule="admin")
+    index.bury(name, [complete, evicted])
+    assert index.erase(name, 1000) == "in_use"
+    raw.zadd(f"kvs:{{{name}}}:parts", {left: 1.0})
+    index.commit(name, unlisted, chain(1), record(1), rank=1, ranks=2)
+    assert raw.zrange(f"kvs:{{{name}}}:parts", 0, -1) == [unlisted]
+    raw.zadd(f"kvs:{{{name}}}:parts", {unlisted: 1.0})
+    assert index.erase(name, 1000) == "erased"
+
+
 def test_generations_are_drained_in_turn(index: RedisIndex, raw: redis.Redis, name: NamespaceId) -> None:
     kept: list[list[SegmentId]] = []
     # Of epochs in which nothing was stored, first, in between and last, nothing is left behind.
@@ -330,20 +352,24 @@ def test_rings_of_no_length_are_not_kept(redis_url: str, raw: redis.Redis, name:
 def test_ghosts_are_credited_as_reckoned(index: RedisIndex, name: NamespaceId, seed: int) -> None:
     source = random.Random(seed)
     evicted, stamps, chains = 0, {}, []
-    for number in range(60):
-        slots = source.randrange(1, 20)
-        digests = chain(slots, seed=f"{seed}/{number}")
-        chains.append(digests)
-        # Multiples of 4 KiB, and many of the least step exactly: then powers of two are met.
-        size = source.choice([GHOST_LEAST, GHOST_LEAST, 1 << 20, 3 << 28, 5 << 24])
-        one = record(slots, sizes=[size - 4096] + [0] * (slots - 1), codec="lz4")
-        segment = new_segment_id()
-        index.commit(name, segment, digests, one, rank=0, ranks=1)
+    for number in range(30):
+        # Those of one call are evicted one after the other.
+        segments, sizes = [], []
+        for place in range(source.randrange(1, 5)):
+            slots = source.randrange(1, 20)
+            chains.append(chain(slots, seed=f"{seed}/{number}/{place}"))
+            # Multiples of 4 KiB, and many of the least step exactly: then powers of two are met.
+            size = source.choice([GHOST_LEAST, GHOST_LEAST, 1 << 20, 3 << 28, 5 << 24])
+            one = record(slots, sizes=[size - 4096] + [0] * (slots - 1), codec="lz4")
+            segments.append(new_segment_id())
+            sizes.append((one.nbytes, slots))
+            index.commit(name, segments[-1], chains[-1], one, rank=0, ranks=1)
         rule = source.choice((*QUOTA_RULES, "admin", "bad"))
-        index.evict(name, [segment], delete_after_s=LATER_S, rule=rule)
+        index.evict(name, segments, delete_after_s=LATER_S, rule=rule)
         if rule in QUOTA_RULES:
-            stamps[digests[:16]] = (evicted, slots)
-            evicted += one.nbytes
+            for digests, (nbytes, slots) in zip(chains[-len(sizes) :], sizes, strict=True):
+                stamps[digests[:16]] = (evicted, slots)
+                evicted += nbytes
     credited: Counter[int] = Counter()
     for _ in range(40):
         blocks = b"".join(source.choice([*chains, source.randbytes(16 * 3)]) for _ in range(4))
