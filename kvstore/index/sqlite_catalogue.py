@@ -179,11 +179,12 @@ def _draw(db: sqlite3.Connection, place: Place, count: int) -> list[SegmentId]:
         rows = db.execute("SELECT id FROM segments WHERE namespace = ?", (place.generation,)).fetchall()
         return [SegmentId(segment) for (segment,) in random.sample(rows, min(count, len(rows)))]
     drawn: set[SegmentId] = set()
+    query = "SELECT id FROM segments WHERE namespace = ? AND id >= ? ORDER BY id LIMIT ?"
     for _ in range(8 * count):
-        near = db.execute(
-            "SELECT id FROM segments WHERE namespace = ? AND id >= ? ORDER BY id LIMIT ?",
-            (place.generation, secrets.token_bytes(SEGMENT_ID_BYTES), _NEIGHBOURS),
-        ).fetchall()
+        near: list[tuple[bytes]] = []
+        # Behind the last one comes the first.
+        for start in (secrets.token_bytes(SEGMENT_ID_BYTES), b""):
+            near += db.execute(query, (place.generation, start, _NEIGHBOURS - len(near))).fetchall()
         drawn |= {SegmentId(segment) for (segment,) in random.sample(near, min(1, len(near)))}
         if len(drawn) == count:
             break

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import pytest
 from kvstore.catalogue import Usage
 from kvstore.conformance.admission import DAY_S, NOON_S, use
 from kvstore.conformance.chains import CREATED_S, chain, namespace, put, put_all, record, served
+from kvstore.conformance.maintained import DELETE_AFTER_S, SOON_S, usage_of
 from kvstore.errors import (
     CapacityExceeded,
     Closed,
@@ -27,9 +30,9 @@ from kvstore.errors import (
     PermissionDenied,
     TransientError,
 )
-from kvstore.index import sqlite_file
+from kvstore.index import sqlite_catalogue, sqlite_file
 from kvstore.index.sqlite import SqliteIndex
-from kvstore.keys import NamespaceId, new_segment_id
+from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 from kvstore.ports import CommitState
 from kvstore.testing import IndexConformance, MaintenanceConformance
 from schemas.settings import JournalSettings
@@ -107,10 +110,8 @@ def check(path: str, name: NamespaceId) -> Usage:
     finally:
         raw.close()
     with SqliteIndex(path) as index:
-        listed = list(index.segments(name))
         usage = index.usage(name)
-    assert usage.nbytes == sum(one.record.nbytes for one in listed)
-    assert (usage.segments, usage.blocks) == (len(listed), sum(one.record.slots for one in listed))
+        assert usage == usage_of(index.segments(name)) == index.reconcile(name).counted
     return usage
 
 
@@ -365,6 +366,153 @@ def test_claims_expire_by_the_clock(path: str) -> None:
         assert not index.claim(name, chain(1), theirs, 30.0).granted
         now[0] = 1030.0
         assert index.claim(name, chain(1), theirs, 30.0).granted
+
+
+def test_leases_and_half_commits_end_by_the_clock(path: str) -> None:
+    now = [1000.0]
+    with SqliteIndex(path, clock=lambda: now[0]) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        segment = new_segment_id()
+        assert index.lease("janitor", "a", 15.0)
+        index.commit(name, segment, chain(2), record(2), rank=0, ranks=2)
+        now[0] = 1014.9
+        assert not index.lease("janitor", "b", 15.0)
+        assert (index.leaseholder("janitor"), index.states(name, [segment])) == ("a", ["incomplete"])
+        now[0] = 1015.0
+        assert index.leaseholder("janitor") is None
+        assert index.lease("janitor", "b", 15.0)
+        now[0] = 1000.0 + 3600
+        assert index.states(name, [segment]) == [None]
+        assert index.erase(name, 10) == "erased"
+
+
+def test_what_was_invalidated_half_done_is_remembered_until_it_expires(path: str) -> None:
+    now = [1000.0]
+    with SqliteIndex(path, clock=lambda: now[0]) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        segment = new_segment_id()
+
+        def commit(rank: int) -> CommitState:
+            return index.commit(name, segment, chain(2), record(2), rank=rank, ranks=2)
+
+        assert commit(0) is CommitState.WAITING
+        for _ in range(3):
+            index.invalidate(name)
+            assert index.drain(name, delete_after_s=1.0, limit=10) == 0
+        assert _count(path, "generations") == 2
+        now[0] += 3599
+        assert commit(1) is CommitState.REFUSED
+        now[0] += 1
+        assert index.drain(name, delete_after_s=1.0, limit=10) == 0
+        assert _count(path, "generations") == 1
+        assert commit(1) is CommitState.WAITING
+
+
+def test_registering_again_is_noted(path: str) -> None:
+    now = [1000.0]
+    with SqliteIndex(path, clock=lambda: now[0]) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        segment = put(index, name, chain(1))
+        now[0] = 5000.25
+        assert [one.seen_s for one in index.accounts()] == [1000.0]
+        index.register(namespace(), expected_blocks=10)
+        assert [(one.seen_s, one.usage.segments) for one in index.accounts()] == [(5000.25, 1)]
+        now[0] = 6000.5
+        index.evict(name, [segment], delete_after_s=LATER_S, rule="admin")
+        assert [one.at_s for one in index.events(name)] == [1000.0, 6000.5]
+
+
+def _count(path: str, table: str) -> int:
+    raw = sqlite3.connect(path)
+    (count,) = raw.execute(f"SELECT count(*) FROM {table}").fetchone()
+    raw.close()
+    return int(count)
+
+
+# Maintenance
+
+
+def test_a_readers_position_survives_the_file(path: str) -> None:
+    """A router that reads on after the index was lost misses nothing of what comes then."""
+    now = [1000.0]
+    with SqliteIndex(path, clock=lambda: now[0]) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        for i in range(50):
+            put(index, name, chain(1, seed=str(i)))
+        position = index.last_position(name)
+        _delete(path)
+        now[0] += 1.0
+        assert index.events(name, after=position) == []
+        index.register(namespace(), expected_blocks=10)
+        segment = put(index, name, chain(1))
+        assert [one.segment for one in index.events(name, after=position)] == [segment]
+
+
+def test_samples_of_a_large_namespace_are_drawn_by_chance(
+    index: SqliteIndex, name: NamespaceId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_catalogue, "_SAMPLE_ALL", 0)
+    segments = put_all(index, name, chain(300), [1] * 300)
+    pinned = segments[:30]
+    index.pin(name, pinned, most_bytes=1 << 30)
+    drawn: Counter[SegmentId] = Counter()
+    for _ in range(400):
+        some = index.sample(name, 15)
+        assert len({one.segment for one in some}) == len(some) == 15
+        drawn.update(one.segment for one in some)
+    # 20 are expected of each; were the first of random neighbours drawn, some would never be.
+    assert set(drawn) == set(segments)
+    assert max(drawn.values()) < 80
+    assert len(index.sample(name, 75)) == 75
+    for one in index.sample(name, 20):
+        assert one.pinned == (one.segment in pinned)
+
+
+def test_long_work_lets_writers_in_between(
+    index: SqliteIndex, name: NamespaceId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No write transaction moves more rows than a few milliseconds allow."""
+    changed: list[int] = []
+    writing = index._database.writing
+
+    @contextmanager
+    def counted(verb: str) -> Iterator[sqlite3.Connection]:
+        with writing(verb) as connection:
+            before = connection.total_changes
+            yield connection
+            changed.append(connection.total_changes - before)
+
+    digests = chain(6000)
+    segments = put_all(index, name, digests, [10] * 600)
+    use(index, name, digests)
+    monkeypatch.setattr(index._database, "writing", counted)
+    assert len(index.cull(name, keep_bytes=0, delete_after_s=1.0, limit=200, rule="capacity")) == 200
+    assert index.evict(name, segments[:200], delete_after_s=1.0, rule="admin") == 200
+    assert index.unlist(name, segments[200:300]) == 100
+    assert index.invalidate(name) == 100
+    assert index.drain(name, delete_after_s=1.0, limit=1000) == 100
+    assert index.sweep(name, 4000) == 4000
+    index.bury(name, [segment for segment, _ in index.due(name, 10, 1000)])
+    assert index.erase(name, 100_000) == "erased"
+    assert max(changed) <= 2048 + 16
+    assert len(changed) > 15
+
+
+def test_a_cull_of_nothing_and_a_noted_touch_do_not_wait_for_a_writer(
+    index: SqliteIndex, path: str, name: NamespaceId
+) -> None:
+    segment = put(index, name, chain(5))
+    index.touch(name, [segment], SOON_S)
+    raw = sqlite3.connect(path, isolation_level=None)
+    raw.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    assert index.cull(name, keep_bytes=10**9, delete_after_s=DELETE_AFTER_S, limit=9, rule="capacity") == []
+    index.touch(name, [segment], SOON_S + 59)
+    assert index.reconcile(name).counted == index.usage(name)
+    assert len(index.accounts()) == 1
+    assert time.monotonic() - began < 0.1
+    raw.execute("ROLLBACK")
+    raw.close()
 
 
 # Failures

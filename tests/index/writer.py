@@ -1,6 +1,6 @@
 """A process that writes to a SQLite index: `python -m tests.index.writer PATH SEED [forever|hang]`.
 
-Commits, touches, evicts and sweeps as fast as it can, 60 steps or until it is killed. `hang` stops
+Commits, touches, pins, evicts and sweeps as fast as it can, 60 steps or until it is killed. `hang` stops
 inside a write transaction. Prints a line when it is under way.
 """
 
@@ -24,6 +24,8 @@ def main(path: str, seed: str, mode: str = "") -> None:
             digests = chain(20, seed=f"{seed}/{step}", after=chain(5))
             mine.append(put(index, name, digests, 0 if step % 2 else 5))
             index.touch(name, mine, CREATED_S + 60.0 * step)
+            index.pin(name, mine[-1:], most_bytes=1 << 40)
+            index.unpin(name, mine[-4:-3])
             if step % 3 == 2:
                 index.evict(name, [mine.pop(0)], delete_after_s=CREATED_S, rule="admin")
                 index.sweep(name, 10)
