@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.boundary import Rule, longest_boundary, most_tokens
-from kvstore.admin.explain import _stops
 from kvstore.admin.past import MISSES, UNSAVED
+from kvstore.admin.resuming import stops
 from kvstore.build import open_store
 from kvstore.chains import DEFAULT_SEED, block_hashes, root_digest
 from kvstore.codec import Slot
@@ -402,9 +402,9 @@ def test_a_prompt_is_resumed_where_an_engine_would(
             )
     expected = longest_boundary(rules, most, lambda group, blocks: [there[group][one] for one in blocks])
     space = kv(groups=tuple(specs))
-    stops, resumable = _stops(space, there, tokens)
+    stopped, resumable = stops(space, there, tokens)
     assert resumable == expected
-    assert all(stop is None or not there[group][stop] for group, stop in enumerate(stops))
+    assert all(stop is None or not there[group][stop] for group, stop in enumerate(stopped))
     if (
         resumable
         < min(
@@ -413,7 +413,7 @@ def test_a_prompt_is_resumed_where_an_engine_would(
         )
         - 8
     ):
-        assert any(stop is not None for stop in stops)
+        assert any(stop is not None for stop in stopped)
 
 
 # ---- by request, image and digest -------------------------------------------------------------------

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from kvstore.admin.cache import Cache
-from kvstore.admin.explain import Question, explain_image, explain_request, explain_tokens
+from kvstore.admin.explain import explain_image, explain_request, explain_tokens
+from kvstore.admin.question import Question
 from kvstore.build import load_settings, open_store
 from kvstore.eviction import Scope
 from kvstore.keys import NamespaceId, payload_name

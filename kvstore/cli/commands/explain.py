@@ -12,12 +12,12 @@ from typing import Annotated
 import typer
 
 from kvstore.admin.explain import (
-    Question,
     explain_digest,
     explain_image,
     explain_request,
     explain_tokens,
 )
+from kvstore.admin.question import Question
 from kvstore.cli import progress, render_explain
 from kvstore.cli.call import Call, say, verb
 
