@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 
@@ -183,7 +182,7 @@ def _draw(db: sqlite3.Connection, place: Place, count: int) -> list[SegmentId]:
     for _ in range(8 * count):
         near: list[tuple[bytes]] = []
         # Behind the last one comes the first.
-        for start in (secrets.token_bytes(SEGMENT_ID_BYTES), b""):
+        for start in (random.randbytes(SEGMENT_ID_BYTES), b""):
             near += db.execute(query, (place.generation, start, _NEIGHBOURS - len(near))).fetchall()
         drawn |= {SegmentId(segment) for (segment,) in random.sample(near, min(1, len(near)))}
         if len(drawn) == count:
