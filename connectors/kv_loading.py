@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from connectors.kv_match import Found, Matcher, PendingMatch
 from connectors.kv_saving import NULL_BLOCK, Progress
 from connectors.kv_types import GroupLoad, Load
 from connectors.layout import Group
-from connectors.outcomes import Outcomes
 from connectors.planning import slice_runs
 from connectors.stats import Tally
 from kvstore.ports import Run
@@ -78,7 +77,6 @@ class Loading:
         prefix_caching: bool,
         events: NoEvents,
         tally: Tally,
-        outcomes: Outcomes,
     ) -> None:
         """`fits`: see kv_match.Matcher. Call `use` before anything else."""
         self._store = store
@@ -89,7 +87,6 @@ class Loading:
         self._prefix_caching = prefix_caching
         self._events = events
         self._tally = tally
-        self._outcomes = outcomes
         self._loads: list[Load] = []
         #: Block hashes being loaded -> request; others wait for them in the GPU's prefix cache.
         self._arriving: dict[bytes, str] = {}
@@ -109,6 +106,10 @@ class Loading:
     def nothing(self, reason: str) -> Found:
         """A match of nothing."""
         return self._matcher.nothing(reason)
+
+    def limit(self, request: Request) -> int:
+        """How many tokens of it can be found, at most."""
+        return self._matcher.limit(len(request.block_hashes), request.num_tokens)
 
     def ask(self, tracked: Tracked, note: Note | None = None) -> PendingMatch:
         """Start a match on a call thread, and after it count `note`."""
@@ -233,52 +234,6 @@ class Loading:
         self._patience = _PATIENCE_S
         loads, self._loads = self._loads, []
         return loads
-
-    def tell(self, tracked: Tracked, match: Found, computed: int, tokens: int) -> None:
-        """Have it remembered what became of a request's match: `tokens` are promised beyond `computed`."""
-        if tracked.told:
-            return
-        tracked.told = True
-        request, size = tracked.request, self._hash_tokens
-        hashes = request.block_hashes
-        limit = match.limit or self._matcher.limit(len(hashes), request.num_tokens)
-        # A prompt that was handed over has a partial block, too.
-        blocks, have, served = -(-max(limit, match.tokens) // size), computed // size, -(-tokens // size)
-        reason, (group, block) = match.reason, match.lacks
-        if not tokens and match.tokens > computed:
-            reason = "below_threshold"
-        if match.tokens < computed or reason == "below_threshold":
-            # What the engine has itself isn't asked of the store, whether that has it or not.
-            group, block = 0, computed // self._groups[0].rule.block_tokens
-        self._outcomes.note(
-            self._space,
-            request.request_id,
-            "match",
-            asked=blocks - have,
-            served=served,
-            reason=reason,
-            position=have + served,
-            missing=self._matcher.missing(hashes, group, block),
-        )
-
-    def failed(self, tracked: Tracked, groups: Mapping[int, int], reason: str) -> None:
-        """A load did not bring the blocks from those of `groups` on: have it remembered."""
-        size = self._hash_tokens
-        first, group = min(
-            (block * self._groups[number].rule.block_tokens, number) for number, block in groups.items()
-        )
-        began = tracked.local_tokens - tracked.load_tokens
-        hashes = tracked.request.block_hashes
-        self._outcomes.note(
-            self._space,
-            tracked.request.request_id,
-            "load",
-            asked=-(-tracked.load_tokens // size),
-            served=max(0, first - began) // size,
-            reason=reason,
-            position=max(first, began) // size,
-            missing=self._matcher.missing(hashes, group, groups[group]),
-        )
 
     def ended(self, request_id: str) -> None:
         """Nobody waits for this request's load any more."""

@@ -18,7 +18,7 @@ from connectors.boundary import Rule, longest_boundary, most_tokens
 from connectors.layout import Group
 from connectors.planning import joined
 from kvstore.keys import digests
-from kvstore.ports import MISSING_DIGESTS, Run
+from kvstore.ports import Run
 from kvstore.store import Match, Space
 
 #: Blocks that are looked up with one call, before those that must be there.
@@ -94,13 +94,6 @@ class Matcher:
     def limit(self, hashes: int, total_tokens: int) -> int:
         """How many tokens of a request with so many block hashes can be found, at most."""
         return min(most_tokens(self._rules, total_tokens), hashes * self._hash_tokens)
-
-    def missing(self, hashes: Sequence[bytes], group: int, block: int) -> Callable[[], bytes]:
-        """The digests of a group's blocks from `block` on, packed, as many as a journal keeps. To be called
-        on another thread."""
-        ratio = self._ratios[group]
-        names = hashes[(block + 1) * ratio - 1 : (block + MISSING_DIGESTS) * ratio : ratio]
-        return lambda: digests(names, group)
 
     def find(
         self, hashes: Sequence[bytes], total_tokens: int, end: float, first: bytes | None = None

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from connectors.ec_epochs import weights_are
@@ -39,17 +38,16 @@ from connectors.kv_events import NoEvents
 from connectors.kv_handoff import Handoffs, Sending, finished_well
 from connectors.kv_loading import Loading, Tracked
 from connectors.kv_match import Found
+from connectors.kv_outcomes import KVOutcomes
 from connectors.kv_saving import Saving
 from connectors.kv_stats import RENAMED, KVStoreStats
 from connectors.kv_types import KVStoreMetadata, KVStoreWorkerMetadata, Save
 from connectors.layout import Group
-from connectors.outcomes import Outcomes, SaveOutcomes
 from connectors.pace import Pace
 from connectors.planning import EVERY_BLOCK, external_tokens, savable_tokens
 from connectors.stats import Tally
 from connectors.weights import Naming, agreed
-from kvstore.keys import SegmentId, canonical_json, digests
-from kvstore.ports import MISSING_DIGESTS
+from kvstore.keys import SegmentId, canonical_json
 from kvstore.store import Space, Store
 
 if TYPE_CHECKING:
@@ -96,8 +94,7 @@ class KVScheduler:
         self._ranks = ranks
         self._epochs = Epochs(store, space, holds_blocks=holds_blocks)
         self._namings: dict[int, Naming] = {}
-        self._outcomes = Outcomes(store)
-        self._save_outcomes = SaveOutcomes(self._outcomes)
+        self._outcomes = KVOutcomes(store, groups, hash_tokens)
         self._pace = Pace()
         self._saving = Saving(
             groups,
@@ -116,7 +113,6 @@ class KVScheduler:
             prefix_caching=prefix_caching,
             events=self._events,
             tally=self._tally,
-            outcomes=self._outcomes,
         )
         self._enter(space)
         self._can_load = can_load
@@ -141,6 +137,7 @@ class KVScheduler:
         if space is not None:
             self._space = space
             self._loading.use(space)
+            self._outcomes.use(space)
             self._admission = Admission(self._store, space, self._hash_tokens)
             self._namespace_json = canonical_json(space.namespace)
             if self._handoffs is not None:
@@ -186,7 +183,10 @@ class KVScheduler:
         if match is None:
             return None, False
         tokens = self._worth_loading(tracked, match.tokens, computed)
-        self._loading.tell(tracked, match, computed, tokens)
+        if not tracked.told:
+            tracked.told = True
+            limit = match.limit or self._loading.limit(request)
+            self._outcomes.match(request, match, limit, computed, tokens)
         # What this engine is saving, or another has saved since, is left out again when it is planned.
         tracked.progress.saved = list(match.stored)
         if tracked.match is not None and match.reason in _GONE:
@@ -267,7 +267,7 @@ class KVScheduler:
                 if (tracked := self._requests.get(request_id)) is not None and tracked.sending is not None:
                     tracked.sending.failed = True
             for segment, reason in meta.save_reasons.items():
-                self._save_outcomes.because(segment, reason)
+                self._outcomes.not_saved(segment, reason)
             for segment, (count, written) in meta.ended_saves.items():
                 self._save_ended(segment, count, written=written)
             if meta.weights:
@@ -286,14 +286,15 @@ class KVScheduler:
         if blocks and blocks[0][0] == 0:
             self._tally.add("saved_tokens", len(blocks) * self._groups[0].rule.block_tokens)
         self._events.ended(segment, written=bool(blocks))
-        self._save_outcomes.ended(self._space, segment, stored=bool(blocks))
+        self._outcomes.save_ended(segment, stored=bool(blocks))
 
     def _load_failed(self, request_id: str, groups: dict[int, int], reason: str) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
             if tracked.load_tokens:
                 self._tally.add("loads{failed}")
-                self._loading.failed(tracked, groups, reason)
+                began = tracked.local_tokens - tracked.load_tokens
+                self._outcomes.load_failed(tracked.request, began, tracked.load_tokens, groups, reason)
             tracked.load_failed, tracked.load_tokens = True, 0
             saved = tracked.progress.saved
             for group, block in groups.items():
@@ -362,8 +363,8 @@ class KVScheduler:
             else:
                 self._saving.drop(save)
                 self._events.ended(save.segment, written=False)
-                self._save_outcomes.because(save.segment, "dropped")
-                self._save_outcomes.ended(self._space, save.segment, stored=False)
+                self._outcomes.not_saved(save.segment, "dropped")
+                self._outcomes.save_ended(save.segment, stored=False)
         return rest
 
     @guarded(())
@@ -420,11 +421,7 @@ class KVScheduler:
 
     def _planned(self, request: Request, saves: Sequence[Save]) -> None:
         self._events.planned(request, saves)
-        for save in saves:
-            first = save.first * self._groups[save.group].rule.block_tokens // self._hash_tokens
-            missing = partial(digests, save.hashes[:MISSING_DIGESTS], save.group)
-            name = request.request_id
-            self._save_outcomes.planned(save.segment, name, len(save.hashes), first, missing)
+        self._outcomes.saves_planned(request, saves)
 
     def _done(self, tracked: Tracked) -> int:
         """Leading tokens that are final, hashed and wanted, as of what was scheduled."""
@@ -482,25 +479,11 @@ class KVScheduler:
             self._planned(request, flushes)
             self._flushes += flushes
         if tracked is not None:
-            self._tell_refused(tracked, "not_admitted" if answered else "deadline")
+            self._outcomes.refused(request, tracked.progress, "not_admitted" if answered else "deadline")
         self._outcomes.tick(idle=not self._requests)
         if tracked is not None and tracked.sending is not None and self._handoffs is not None:
             return self._hand_over(request, tracked.sending, self._handoffs)
         return False, None
-
-    def _tell_refused(self, tracked: Tracked, reason: str) -> None:
-        progress = tracked.progress
-        position = progress.refused_from // self._hash_tokens
-        self._outcomes.note(
-            self._space,
-            tracked.request.request_id,
-            "save",
-            asked=progress.refused,
-            served=0,
-            reason=reason,
-            position=position,
-            missing=partial(digests, tracked.request.block_hashes[position : position + MISSING_DIGESTS]),
-        )
 
     def _hand_over(
         self, request: Request, sending: Sending, handoffs: Handoffs
@@ -546,7 +529,6 @@ class KVScheduler:
         self._saving.restart(self._flushes, _abandon_in(space or self._space))
         self._flushes.clear()
         self._events.restart((space or self._space).id)
-        self._save_outcomes.restart()
         weights_are(None if space is None else space.namespace.weights)
         for tracked in self._requests.values():
             # Of a load under way the match has been consumed; its end is reported in any case.

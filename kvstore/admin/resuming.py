@@ -28,12 +28,12 @@ def stops(space: Namespace, usable: Sequence[Sequence[bool]], tokens: int) -> tu
     most = min(len(there) * spec.block_tokens for spec, there in zip(space.groups, usable, strict=True))
     # A window would need a token on its left that was not loaded: as the engines, leave out the last one.
     most = min(most, tokens if all(whole) else tokens - 1) // align * align
-    stops: list[int | None] = []
+    found: list[int | None] = []
     limit = most
     for spec, there, prefix in zip(space.groups, usable, whole, strict=True):
         first = leading(there)
         lacks = prefix and first * spec.block_tokens < most
-        stops.append(first if lacks else None)
+        found.append(first if lacks else None)
         if lacks:
             limit = min(limit, first * spec.block_tokens // align * align)
     resumable = limit
@@ -42,9 +42,9 @@ def stops(space: Namespace, usable: Sequence[Sequence[bool]], tokens: int) -> tu
         if all(one is None for one in lacking):
             break
         if resumable == limit:
-            stops = [one if prefix else lack for one, lack, prefix in zip(stops, lacking, whole, strict=True)]
+            found = [one if prefix else lack for one, lack, prefix in zip(found, lacking, whole, strict=True)]
         resumable -= align
-    return stops, max(0, resumable)
+    return found, max(0, resumable)
 
 
 def _lacks(spec: GroupSpec, there: Sequence[bool], tokens: int) -> int | None:
