@@ -388,6 +388,15 @@ def test_ghosts_are_credited_as_reckoned(index: RedisIndex, name: NamespaceId, s
     assert len(credited) > 5
 
 
+def test_a_ghost_of_very_many_blocks_is_one_of_4095(index: RedisIndex, name: NamespaceId) -> None:
+    source = random.Random(1)
+    blocks = source.randbytes(16 * 5000)
+    segment = put(index, name, blocks)
+    index.evict(name, [segment], delete_after_s=LATER_S, rule="capacity")
+    index.tell(name, [Outcome(1.0, "r", "match", 9000, 0, "absent", 0, blocks[: 16 * 256])])
+    assert [(one.extra_bytes, one.blocks) for one in index.ghosts(name)] == [(GHOST_LEAST, 4095)]
+
+
 def test_only_what_was_absent_for_a_match_meets_ghosts(index: RedisIndex, name: NamespaceId) -> None:
     digests = chain(2)
     segment = put(index, name, digests)
