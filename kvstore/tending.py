@@ -196,6 +196,7 @@ class Tending:
         owed = self._owed.get(name, 0) + gone * usage.blocks // max(1, usage.segments)
         self._owed[name] = owed if owed < _SWEEP_STEP else 0
         if owed >= _SWEEP_STEP:
+            self._proceed()
             self._index.sweep(name, owed)
         return gone
 

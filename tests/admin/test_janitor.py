@@ -118,7 +118,6 @@ def full_of_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several namespaces with something to do in every batch of every step."""
     monkeypatch.setattr(tending, "_CULL_STEP", 2)
     monkeypatch.setattr(tending, "_DELETE_STEP", 2)
-    monkeypatch.setattr(tending, "_SWEEP_STEP", 2)
     for number in range(3):
         space = world.space(model=f"m{number}")
         world.save(space, 100 * number, 8)
