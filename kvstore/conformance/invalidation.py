@@ -123,6 +123,20 @@ class InvalidationConformance(Maintained):
         states = [index.commit(name, later, chain(2), record(2), rank=rank, ranks=2) for rank in (1, 0)]
         assert states == [CommitState.WAITING, CommitState.VISIBLE]
 
+    def test_what_was_invalidated_half_done_can_be_abandoned(
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
+    ) -> None:
+        """Its ranks' payloads are deleted like those of any commit that never got complete."""
+        segment = new_segment_id()
+        index.commit(name, segment, chain(2), record(2), rank=0, ranks=3)
+        catalogue.invalidate(name)
+        assert evict(index, name, [segment], "abandoned") == 0
+        assert due(catalogue, name) == {segment: 3}
+        assert catalogue.states(name, [segment]) == ["trash"]
+        bury_all(catalogue, name)
+        assert catalogue.unlist(name, [segment]) == 0
+        assert catalogue.erase(name, 1000) == "erased"
+
     def test_an_invalidated_segment_that_is_committed_again_is_not_deleted_while_visible(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:

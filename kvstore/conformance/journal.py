@@ -440,6 +440,10 @@ class JournalConformance(Maintained):
         index.tell(name, [outcome("match", 1000, 0, "absent", missing=digests)])
         assert catalogue.ghosts(name) == [Ghosts(GHOST_LEAST, MISSING_DIGESTS)]
 
-    def test_half_a_missing_digest_is_an_error(self, index: Index, name: NamespaceId) -> None:
+    @pytest.mark.parametrize("op", ["match", "load", "save"])
+    def test_half_a_missing_digest_is_an_error(
+        self, index: Index, catalogue: Maintenance, name: NamespaceId, op: str
+    ) -> None:
         with pytest.raises(ValueError, match="16"):
-            index.tell(name, [outcome(missing=bytes(24))])
+            index.tell(name, [outcome(), outcome(op, missing=bytes(24))])
+        assert dict(catalogue.seen(name)) == {}

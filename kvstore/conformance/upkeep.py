@@ -25,7 +25,7 @@ from kvstore.conformance.culling import CullConformance
 from kvstore.conformance.invalidation import InvalidationConformance, drain, due
 from kvstore.conformance.maintained import MADE_S, MINUTE, NOTHING, SOON_S, evict, pin
 from kvstore.errors import CapacityExceeded
-from kvstore.keys import Digest, NamespaceId, new_segment_id
+from kvstore.keys import Digest, NamespaceId, SegmentId, new_segment_id
 from kvstore.ports import CommitState, Index
 
 
@@ -222,6 +222,17 @@ class UpkeepConformance(CullConformance, InvalidationConformance):
         entries = list(catalogue.entries(name))
         assert catalogue.unlink(name, entries[:2400]) == 2400
         assert {one.digest for one in catalogue.entries(name)} == {one.digest for one in entries[2400:]}
+
+    @pytest.mark.parametrize("verb", ["get", "states", "bury", "unpin", "unlist"])
+    def test_a_segment_id_of_another_length_is_an_error(
+        self, catalogue: Maintenance, name: NamespaceId, verb: str
+    ) -> None:
+        with pytest.raises(ValueError, match="segment id of 5 bytes"):
+            getattr(catalogue, verb)(name, [new_segment_id(), b"short"])
+        with pytest.raises(ValueError, match="segment id of 5 bytes"):
+            pin(catalogue, name, [SegmentId(b"short")])
+        with pytest.raises(ValueError, match="segment id of 5 bytes"):
+            catalogue.unlink(name, [Entry(Digest(chain(1)), SegmentId(b"short"), 0)])
 
     # reconcile
 

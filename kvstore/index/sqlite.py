@@ -239,6 +239,8 @@ class SqliteIndex(SqliteUpkeep, SqliteJournal, Maintenance, Index):
             return 0 if place is None else sqlite_uses.bits(db, place.key, window)
 
     def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            count_digests(outcome.missing)
         if not outcomes:
             return
         with self._database.writing("tell") as db:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvstore.catalogue import Event, Ghosts, Journal, Usage
 from kvstore.eviction import ghost_bytes, ghost_step
-from kvstore.index.contract import MAX_SLOTS, QUOTA_RULES, count_digests, totals
+from kvstore.index.contract import MAX_SLOTS, QUOTA_RULES, totals
 from kvstore.index.sqlite_rows import Place, SqlitePart, place_of
 from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, split_digests
 from kvstore.ports import MISSING_DIGESTS, REQUEST_CHARS, Outcome
@@ -208,7 +208,6 @@ def _credits(db: sqlite3.Connection, key: int, outcome: Outcome) -> Counter[int]
     """By step, how many of the missing blocks a larger capacity would have kept."""
     evicted = _evicted(db, key)
     missing = outcome.missing[: MISSING_DIGESTS * DIGEST_BYTES]
-    count_digests(missing)
     query = "SELECT slots, stamp FROM ghosts WHERE namespace = ? AND digest = ?"
     found: list[tuple[int, int, int]] = []
     for i, digest in enumerate(split_digests(missing)):

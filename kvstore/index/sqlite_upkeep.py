@@ -234,6 +234,7 @@ class SqliteUpkeep(SqliteCatalogue, Upkeep):
         return count
 
     def unlink(self, namespace: NamespaceId, entries: Sequence[Entry]) -> int:
+        check_segments([one.segment for one in entries])
         count = 0
         for some in slices(entries, PAGE):
             with self._database.writing("unlink") as db:

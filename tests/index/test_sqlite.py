@@ -33,7 +33,7 @@ from kvstore.errors import (
 from kvstore.index import sqlite_catalogue, sqlite_file
 from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
-from kvstore.ports import CommitState
+from kvstore.ports import CommitState, Outcome
 from kvstore.testing import IndexConformance, MaintenanceConformance
 from schemas.settings import JournalSettings
 from tests.index.writer import STEPS
@@ -500,6 +500,47 @@ def test_long_work_lets_writers_in_between(
     assert index.erase(name, 100_000) == "erased"
     assert max(changed) <= 2048 + 16
     assert len(changed) > 15
+
+
+def test_nothing_is_left_of_what_is_gone(index: SqliteIndex, path: str, name: NamespaceId) -> None:
+    """Rows that no verb would ever show or drop again would pile up."""
+    tables = (
+        "segments",
+        "blocks",
+        "trash",
+        "parts",
+        "hot",
+        "ghosts",
+        "outcomes",
+        "totals",
+        "credits",
+        "uses",
+    )
+
+    def rows() -> dict[str, int]:
+        return {table: _count(path, table) for table in tables if _count(path, table)}
+
+    segments = put_all(index, name, chain(20), [5] * 4)
+    index.touch(name, segments[:1], SOON_S)
+    index.evict(name, segments[:1], delete_after_s=1.0, rule="admin")
+    index.touch(name, segments[1:2], SOON_S)
+    index.unlist(name, segments[1:2])
+    assert "hot" not in rows()
+    index.touch(name, segments[2:3], SOON_S)
+    index.cull(name, keep_bytes=0, delete_after_s=1.0, limit=1, rule="capacity")
+    index.tell(name, [Outcome(1.0, "", "match", 5, 0, "absent", 0, chain(20)[15 * 16 :])])
+    use(index, name, chain(3))
+    half = new_segment_id()
+    index.commit(name, half, chain(2), record(2), rank=0, ranks=2)
+    assert set(rows()) == {*tables}
+    index.invalidate(name)
+    assert not {"hot", "ghosts"} & set(rows())
+    index.drain(name, delete_after_s=1.0, limit=100)
+    index.bury(name, [segment for segment, _ in index.due(name, 10, 100)])
+    index.unlist(name, [half])
+    assert index.erase(name, 1000) == "erased"
+    assert rows() == {}
+    assert _count(path, "generations") == _count(path, "events") == _count(path, "claims") == 0
 
 
 def test_a_cull_of_nothing_and_a_noted_touch_do_not_wait_for_a_writer(
