@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -184,6 +185,31 @@ def test_without_its_index_it_goes_on_answering_and_ends_when_told(
         assert "Traceback" not in serve.log()
 
 
+def test_payloads_that_hang_hold_up_neither_the_index_nor_the_end(
+    private_redis: RedisServer, tmp_path: Path
+) -> None:
+    filled = fill(tmp_path / "cache", private_redis.url)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        bucket = f"s3://bucket/x?endpoint=http://127.0.0.1:{silent.getsockname()[1]}&region=here"
+        keys = {"KVSTORE_S3__ACCESS_KEY_ID": "a", "KVSTORE_S3__SECRET_ACCESS_KEY": "b"}
+        keys |= {"KVSTORE_S3__STALL_TIMEOUT_S": "60", "KVSTORE_S3__READ_TIMEOUT_S": "60"}
+        options = ["--index", private_redis.url, "--payloads", bucket]
+        with ServeProcess(tmp_path / "serve", options, keys) as serve:
+            serve.until(lambda: serve.report().total.segments == 5)
+            serve.until(lambda: serve.report().index.state == "ok")
+            status, why = serve.get("/readyz")
+            assert status == 503
+            assert why.startswith("no answer from payloads (s3://bucket/x")
+            assert serve.get("/healthz")[0] == 200
+            filled.save(filled.kv, kv_slots(4, first=12), depth=12)
+            serve.until(lambda: serve.report().total.segments == 6)
+            began = time.monotonic()
+            assert serve.end(signal.SIGTERM) == 0
+            assert time.monotonic() - began < 9.0
+            assert "not waiting for: payloads" in serve.log()
+            assert "Traceback" not in serve.log()
+
+
 def test_it_waits_for_an_index_that_nobody_has_made(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with ServeProcess(tmp_path / "serve", ["--payloads", f"file://{folder}"]) as serve:
@@ -329,15 +355,17 @@ def test_scripts_from_elsewhere_are_refused(page: Browser) -> None:
 def test_it_is_readable_everywhere(page: Browser, tmp_path: Path, scheme: str, width: int) -> None:
     page.size(width, 800)
     page.colours(scheme)
-    page.until("return document.documentElement.clientWidth <= arguments[0]", width)
     # Charts are drawn anew for their new width.
-    page.until("return document.querySelector('figure svg').viewBox.baseVal.width <= innerWidth")
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    page.until("return document.querySelector('figure svg').viewBox.baseVal.width <= arguments[0]", width)
+    # A phone's browser makes the window as wide as what is too wide for it.
+    wide, window = page.run("return [document.documentElement.scrollWidth, innerWidth]")
+    assert (window, wide <= width) == (width, True)
     outside = page.run(
         "return [...document.querySelectorAll('main *')]"
         ".filter((one) => !one.closest('details, svg, thead, .bar'))"
-        ".filter((one) => one.getBoundingClientRect().right > innerWidth + 1)"
-        ".map((one) => one.outerHTML.slice(0, 80))"
+        ".filter((one) => one.getBoundingClientRect().right > arguments[0] + 1)"
+        ".map((one) => one.outerHTML.slice(0, 80))",
+        width,
     )
     assert outside == []
     ink, ground = page.run(

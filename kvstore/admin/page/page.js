@@ -288,7 +288,7 @@ function lists(report) {
     ["", (one) => one.more || ""],
   ].filter(([title]) => title || tiers.some((one) => one.more)), tiers, "The index has not answered yet.");
   const prefix = [
-    ["Segment", (one) => one.segment, "id minor"],
+    ["Segment", (one) => one.segment, "id whole minor"],
     ["Namespace", (one) => named(one.namespace), "text"],
     ["Blocks", (one) => `${one.depth}–${one.depth + one.slots - 1}`, "right"],
     ["Size", (one) => size(one.stored_bytes), "right minor", (one) => one.stored_bytes],
@@ -301,7 +301,7 @@ function lists(report) {
   table("evictions", [
     ["When", (one) => clock(one.at_s), "right"],
     ["Rule", (one) => one.rule.replaceAll("_", " ")],
-    ["Segment", (one) => one.segment ?? "all of it", "id minor"],
+    ["Segment", (one) => one.segment ?? "all of it", "id whole minor"],
     ["Namespace", (one) => named(one.namespace), "text"],
     ["Blocks", (one) => (one.segment ? `${one.depth}–${one.depth + one.slots - 1}` : "–"), "right minor"],
     ["Size", (one) => size(one.stored_bytes), "right", (one) => one.stored_bytes],

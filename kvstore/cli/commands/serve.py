@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from kvstore.cli import render_serving
 from kvstore.cli.call import Call, say, verb
 from kvstore.cli.tables import plain
 
-#: What may still be going on when the process ends, a backend's call, has so long.
+#: What is going on when the process is told to end, such as a backend's call, has so long.
 _STOP_S = 5.0
 _PORT = 9464
 
@@ -67,14 +65,9 @@ def serve(
         with _signals() as stop:
             say(f"listening on {serving.start(host, port)}")
             stop.wait()
+        # A backend that hangs is left alone: whatever is being done there is safe to be cut off.
         kept = serving.stop(_STOP_S)
-        say("stopped")
-        if kept:
-            # A backend hangs: what is being done there is safe to be cut off.
-            say(f"not waiting for: {', '.join(kept)}")
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+        say(f"stopped, not waiting for: {', '.join(kept)}" if kept else "stopped")
 
 
 def _place(listen: str) -> tuple[str, int]:
