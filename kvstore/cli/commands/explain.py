@@ -63,8 +63,9 @@ def explain(
         typer.Option(metavar="TEXT", help="With --tokens: the engines' PYTHONHASHSEED, if they have one."),
     ] = None,
     salt: Annotated[
-        str, typer.Option(metavar="TEXT", help="With --tokens: the request's cache_salt, if it has one.")
-    ] = "",
+        str | None,
+        typer.Option(metavar="TEXT", help="With --tokens: the request's cache_salt, if it has one."),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read and verify the payloads that hold what is stored of it.")
     ] = False,
@@ -83,7 +84,7 @@ def explain(
     named = [option for option, value in given.items() if value is not None]
     if len(named) != 1:
         raise typer.BadParameter(f"give one of {', '.join(given)}; {', '.join(named) or 'none'} given")
-    if tokens is None and (seed is not None or salt):
+    if tokens is None and (seed is not None or salt is not None):
         raise typer.BadParameter("--seed and --salt belong to --tokens")
     ids = read_tokens(tokens) if tokens is not None else []
     with call.cache() as cache, progress.shown() as shows:
@@ -95,7 +96,7 @@ def explain(
         elif digest is not None:
             report = explain_digest(question, digest, namespace=namespace)
         else:
-            report = explain_tokens(question, ids, namespace=namespace, seed=seed, salt=salt)
+            report = explain_tokens(question, ids, namespace=namespace, seed=seed, salt=salt or "")
     call.print(report, render_explain.explain)
     for remark in report.remarks:
         say(remark)
