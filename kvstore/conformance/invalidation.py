@@ -31,7 +31,7 @@ from kvstore.conformance.maintained import (
 )
 from kvstore.errors import NamespaceUnknown
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
-from kvstore.ports import Claim, CommitState, Index
+from kvstore.ports import Claim, CommitState, Index, Outcome
 
 
 def drain(catalogue: Maintenance, name: NamespaceId, limit: int = 1000) -> int:
@@ -265,7 +265,11 @@ class InvalidationConformance(Maintained):
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         digests = chain(20)
-        put(index, name, digests, cost_us=5)
+        segment = put(index, name, digests, cost_us=5)
+        index.touch(name, [segment], SOON_S)
+        evict(index, name, [put(index, name, chain(1, seed="g"))], "capacity")
+        for _ in range(2):
+            index.tell(name, [Outcome(1.5, "", "match", 1, 0, "absent", 0, chain(1, seed="g"))])
         catalogue.invalidate(name)
         drain(catalogue, name)
         bury_all(catalogue, name)
@@ -275,6 +279,12 @@ class InvalidationConformance(Maintained):
             fresh = index.register(namespace(other), expected_blocks=EXPECTED_BLOCKS)
             assert catalogue.usage(fresh) == NOTHING
             assert not any((catalogue.events(fresh), list(catalogue.entries(fresh))))
+            assert not any(
+                (catalogue.outcomes(fresh, 9), catalogue.ghosts(fresh), catalogue.hottest(fresh, 9))
+            )
+            assert dict(catalogue.seen(fresh)) == {}
+            index.tell(fresh, [Outcome(1.5, "", "match", 1, 0, "absent", 0, chain(1, seed="g"))])
+            assert catalogue.ghosts(fresh) == []
             assert index.match(fresh, digests) == []
             if other == "model":
                 assert fresh == name

@@ -158,12 +158,12 @@ class UpkeepConformance(CullConformance, InvalidationConformance):
         assert catalogue.unlist(UNKNOWN, some) == 0
         assert catalogue.unlist(name, some) == 1
         assert catalogue.states(name, some) == [None] * 6
+        assert (catalogue.accounts()[0].bygone, catalogue.accounts()[0].trashed) == (0, 0)
         assert catalogue.unlist(name, some) == catalogue.unlist(name, []) == 0
         assert catalogue.usage(name) == Usage(record(4).nbytes, 1, 4)
         # Nothing is deleted, now or later.
         assert drain(catalogue, name) == 0
         assert due(catalogue, name) == {}
-        assert catalogue.accounts()[0].bygone == 0
         assert index.match(name, digests) == []
         put(index, name, digests, 0, 4, segment=visible)
         put(index, name, digests, 4, 4, segment=trashed)

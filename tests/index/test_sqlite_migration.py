@@ -86,7 +86,9 @@ def test_everything_that_was_visible_is_visible(index: SqliteIndex) -> None:
         (100, 200, 300, 400),
         (100, 200, 300, 401),
     ]
-    assert index.usage(KV) == Usage(2 * 6144 + 8192 + 1000 + 8192 + 1001, 3, 12) == index.reconcile(KV).counted
+    assert (
+        index.usage(KV) == Usage(2 * 6144 + 8192 + 1000 + 8192 + 1001, 3, 12) == index.reconcile(KV).counted
+    )
     assert index.usage(EC) == Usage(4608, 1, 1) == index.reconcile(EC).counted
     # Entries that pointed at nothing are gone; those of the copy were.
     assert {one.segment for one in index.entries(KV)} == {HEAD, RANKED, OVERTAKEN}
