@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvstore.admin.serving
 from kvstore.admin import surveying
 from kvstore.admin.cache import Cache
 from kvstore.admin.exporter import UNSAVED, Exporter
 from kvstore.admin.history import KEPT_S, SAMPLE_S, History, Tally
+from kvstore.admin.janitor import Janitor
+from kvstore.admin.serving import Serving
 from kvstore.admin.surveying import LOOK_MOST_S, NOTICE_S
 from kvstore.admin.watching import HANGS_S, READY_S, Watch
 from kvstore.build import load_settings
@@ -30,7 +38,7 @@ from schemas.namespace import Namespace
 from schemas.records import EvictionRule, PartRecord, SegmentRecord
 from schemas.reports import FastBackend
 from schemas.serving import ServingReport
-from tests.admin.conftest import Admin, Filled, ec_space, kv_space
+from tests.admin.conftest import Admin, Filled, ec_space, kv_slots, kv_space
 
 ROOT = Path(__file__).parents[2]
 A = NamespaceId("a" * 16)
@@ -580,6 +588,61 @@ def test_every_reason_rule_and_step_is_there_from_the_start(
     assert values("kvstore_janitor_step_runs", "step") == set(STEPS)
 
 
+# -- the threads ---------------------------------------------------------------------------------------------
+
+
+def asked(url: str) -> tuple[int, str]:
+    """Status and body."""
+    try:
+        with build_opener(ProxyHandler({})).open(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as exc:
+        with exc:
+            return exc.code, exc.read().decode()
+
+
+def test_a_janitor_that_ended_is_not_healthy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on = threading.Event()
+    monkeypatch.setattr(Janitor, "run", lambda *_: going_on.wait(20))
+    serving = Serving(world.cache)
+    url = serving.start("127.0.0.1", 0)
+    try:
+        assert asked(f"{url}healthz") == (200, "ok\n")
+        going_on.set()
+        until = time.monotonic() + 10
+        while asked(f"{url}healthz")[0] == 200:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert asked(f"{url}healthz") == (503, "ended: janitor\n")
+        assert asked(f"{url}readyz")[0] == 200
+    finally:
+        assert serving.stop(5) == []
+
+
+def test_a_look_that_fails_unexpectedly_is_logged_and_looked_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kvstore.admin.serving, "LOOK_S", 0.01)
+    looks: list[int] = []
+    looked = threading.Event()
+
+    def broken(_: Watch) -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise ZeroDivisionError("a bug")
+        looked.set()
+
+    monkeypatch.setattr(Watch, "look", broken)
+    serving = Serving(world.cache, janitor=False)
+    serving.start("127.0.0.1", 0)
+    try:
+        assert looked.wait(10)
+        assert "a bug" in caplog.text
+        assert serving.healthy().ok
+    finally:
+        assert serving.stop(5) == []
+
+
 # -- serve --once --------------------------------------------------------------------------------------------
 
 
@@ -598,6 +661,33 @@ def test_once_does_a_round_and_prints_what_there_is(admin: Admin, filled: Filled
     assert text.code == 0
     assert "5 segments, 14 blocks, 2 namespaces" in text.out
     assert "leader, 1 round" in text.out
+
+
+def test_once_shows_this_nodes_fast_tier(admin: Admin, tmp_path: Path) -> None:
+    slow, fast = tmp_path / "slow", tmp_path / "fast"
+    tiers = {"fast": f"file://{fast}", "slow": f"file://{slow}", "fast_capacity": "64MiB"}
+    settings = {"payloads": tiers, "index": f"sqlite://{tmp_path}/index"}
+    filled = Filled(slow, [], settings)
+    file = tmp_path / "settings.yaml"
+    file.write_text(json.dumps(settings))
+    absent = admin("serve", "--once", "--json", "--settings", str(file)).json["fast"]
+    assert (absent["state"], absent["used_bytes"]) == ("absent", None)
+    filled.save(filled.kv, kv_slots(4))
+    report = admin("serve", "--once", "--json", "--settings", str(file)).json
+    assert report["fast"] == admin("status", "--json", "--settings", str(file)).json["fast"]
+    assert report["fast"]["used_bytes"] == report["total"]["stored_bytes"] > 0
+
+
+def test_once_with_a_step_that_fails_was_partly_done(
+    admin: Admin, filled: Filled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(*_: Any, **__: Any) -> Any:
+        raise TransientError("sweeping is out of order")
+
+    monkeypatch.setattr(SqliteIndex, "sweep", down)
+    ran = admin("serve", "--once", *filled.options)
+    assert ran.code == 4
+    assert "sweeping is out of order" in ran.out
 
 
 def test_once_without_a_janitor_changes_nothing(admin: Admin, filled: Filled) -> None:

@@ -139,7 +139,8 @@ function attention(report) {
   const lines = [];
   for (const [name, one] of [["The index", report.index], ["The payload store", report.payloads], ["The fast tier", report.fast]]) {
     if (one?.state === "unreachable") lines.push(["bad", `${name} does not answer: ${one.problem}`]);
-    else if (one?.state === "absent") lines.push(["warning", `${name} is not there yet: ${one.problem || "nothing has been stored"}`]);
+    // A fast tier is where engines are, which need not be here.
+    else if (one?.state === "absent" && one !== report.fast) lines.push(["warning", `${name} is not there yet: ${one.problem || "nothing has been stored"}`]);
   }
   if (report.looked_s !== null && report.at_s - report.looked_s > SILENT_S) {
     lines.push(["bad", `What the index holds is as of ${clock(report.looked_s)}.`]);
@@ -171,7 +172,7 @@ function parts(report) {
   const lines = [["Index", report.index], ["Payloads", report.payloads]];
   if (report.fast) lines.push(["Fast tier of this node", report.fast]);
   const items = lines.map(([name, one]) => {
-    const kind = { ok: "ok", absent: "warning", unreachable: "bad" }[one.state] ?? "";
+    const kind = { ok: "ok", absent: one === report.fast ? "" : "warning", unreachable: "bad" }[one.state] ?? "";
     const since = one.since_s ? `since ${clock(one.since_s)}` : "";
     return part(name, kind, one.state, one.url, since);
   });
