@@ -291,6 +291,24 @@ def test_a_round_reads_so_many_bytes_and_the_rest_in_the_next_ones(
     assert scrub.state.behind == behind - 3
 
 
+def test_a_round_ends_when_its_time_is_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = world.space()
+    world.save(space, 0, 20)
+    scrub = world.scrub()
+    turn(world, scrub)
+    scrub._owed[space.id] = 10.0
+    until = world.clock.now + 3.5
+    verify = scrub._verify_part
+
+    def slow(*args: Any) -> None:
+        verify(*args)
+        world.clock.now += 1
+
+    monkeypatch.setattr(scrub, "_verify_part", slow)
+    assert list(scrub.round(world.index.accounts(), until=until)) == []
+    assert (scrub.state.payloads, scrub.state.behind) == (4, 6)
+
+
 def test_what_is_behind_is_never_more_than_everything(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(world.space(), 0, 10)
     monkeypatch.setattr(scrubbing, "ROUND_BYTES", 0)
