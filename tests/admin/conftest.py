@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -74,9 +75,10 @@ class Filled:
     def save(self, namespace: Namespace, slots: Sequence[Slot], *, depth: int = 0) -> None:
         with closing(open_store(self.settings)) as store:
             space = store.open(namespace, block_bytes=4096)
-            segment = new_segment_id()
+            # One for all ranks, between which a second may end.
+            same: dict[str, Any] = {"segment": new_segment_id(), "created_s": int(time.time())}
             for rank in range(ranks := namespace.parts()):
-                space.save(slots, depth=depth, segment=segment, rank=rank, ranks=ranks)
+                space.save(slots, depth=depth, rank=rank, ranks=ranks, **same)
 
     def payload_files(self) -> list[Path]:
         """Every payload, by a look at the disk."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from kvstore.build import open_store
+from kvstore.build import load_settings, open_index, open_store
 from kvstore.keys import NamespaceId, SegmentId
+from schemas.records import PartRecord, SegmentRecord, rounded_cost
 from schemas.reports import NamespaceReport, SegmentReport
 from tests.admin.conftest import Admin, Filled, kv_slots, tensor_parallel
 from tests.servers import RedisServer
@@ -40,6 +42,42 @@ def test_namespace_by_id_and_by_prefix(admin: Admin, either: Filled) -> None:
     text = admin("show", either.kv_id, *either.options).out
     assert '"hash_root": "8899aabbccddeeff"' in text
     assert "3 segments, 12 blocks" in text
+
+
+def test_a_namespace_s_quotas_and_what_waits_in_it(admin: Admin, either: Filled) -> None:
+    name = NamespaceId(either.kv_id)
+    with closing(open_index(load_settings(either.settings, {}))) as index:
+        [first, second, *_] = [each.segment for each in index.segments(name)]
+        index.pin(name, [first], most_bytes=1 << 30)
+        index.evict(name, [second], delete_after_s=4e9, rule="admin")
+        index.set_quota("tenant/default", 1 << 20)
+        index.set_quota("tenant/other", 1 << 20)
+        index.set_quota(f"namespace/{either.ec_id}", 1 << 20)
+    shown = NamespaceReport.model_validate_json(admin("show", either.kv_id, "--json", *either.options).out)
+    assert [line.scope for line in shown.quotas] == ["tenant/default", "store"]
+    assert (shown.upkeep.trashed, shown.usage.segments) == (1, 2)
+    assert shown.upkeep.pinned_bytes * 2 == shown.usage.stored_bytes
+    assert shown.seen_s == pytest.approx(time.time(), abs=60)
+    text = admin("show", either.kv_id, *either.options).out
+    assert "1 evicted segment to be deleted" in text
+    assert "1.0 MiB" in text
+
+
+def test_what_a_segment_cost_is_shown(admin: Admin, either: Filled) -> None:
+    record = SegmentRecord((PartRecord(8, (8,)),), 1, "none", int(time.time()), cost_us=1_500_000)
+    with closing(open_index(load_settings(either.settings, {}))) as index:
+        segment = SegmentId(b"costly!!")
+        index.commit(NamespaceId(either.kv_id), segment, bytes(16), record, rank=0, ranks=1)
+    line = next(
+        line
+        for line in admin("ls", "--json", *either.options).json["segments"]
+        if line["segment"] == segment.hex()
+    )
+    assert (line["cost_us"], line["pinned"]) == (rounded_cost(1_500_000), False)
+    text = next(line for line in admin("ls", *either.options).out.splitlines() if segment.hex() in line)
+    assert "1.5s" in text
+    status = admin("status", "--json", *either.options).json["namespaces"]
+    assert sum(each["cost_s"] for each in status) == pytest.approx(1.5, rel=1e-3)
 
 
 def test_segment_by_id_prefix_name_and_path(admin: Admin, either: Filled) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -145,6 +148,41 @@ def test_watch_writes_a_line_at_a_time(admin: Admin, filled: Filled) -> None:
     assert admin("stats", "--count", "3", *filled.options).code == 2
 
 
+def test_watch_renews_a_table_on_a_terminal(filled: Filled) -> None:
+    tell(filled, filled.kv, outcome("match", 100, 50, "absent"))
+    words = ["stats", "--watch", "--every", "0.1", "--count", "2", *filled.options]
+    code = "from kvstore.cli import main; main()"
+    main, other = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+    )
+    os.close(other)
+    shown = b""
+    try:
+        while chunk := read_terminal(main):
+            shown += chunk
+        assert child.wait(30) == 0, shown
+    finally:
+        child.kill()
+        child.wait()
+        os.close(main)
+    # The second one is drawn over the first: the cursor goes up.
+    assert shown.count(b"requests") >= 2
+    assert b"\x1b[1A" in shown
+
+
+def read_terminal(descriptor: int) -> bytes:
+    """What is written next; nothing when the other side is closed."""
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:
+        return b""
+
+
 def test_top_is_hottest_and_coldest(admin: Admin, either: Filled) -> None:
     now = time.time()
     with closing(open_index(load_settings(either.settings, {}))) as index:
@@ -230,48 +268,43 @@ def test_events_are_listed_and_gone_on_from(admin: Admin, either: Filled) -> Non
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_events_are_followed_until_ctrl_c(filled: Filled, form: str) -> None:
     """As a process, because it ends with a signal; also a namespace that is new is followed."""
-    words = [
-        "events",
-        "--follow",
-        "--every",
-        "0.05",
-        *(["--json"] if form == "json" else []),
-        *filled.options,
-    ]
+    words = ["events", "--follow", "--every", "0.05", *filled.options]
+    words += ["--json"] if form == "json" else []
     code = "from kvstore.cli import main; main()"
     child = subprocess.Popen(
-        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        assert child.stdout is not None and child.stderr is not None
-        found: list[str] = []
-        blue = kv_space(tenant="blue")
-        filled.save(blue, kv_slots(1, seed=50))
-        # It may still be starting: of what was there before it began it shows nothing.
-        for seed in range(200):
+        # While it is still starting: of what was there before it began it shows nothing.
+        shown = b""
+        for seed in range(100):
             filled.save(filled.kv, kv_slots(1, seed=100 + seed))
-            if select_line(child, found, 0.2):
+            if shown := more_of(child, 0.3):
                 break
         late = kv_space(tenant="late")
         filled.save(late, kv_slots(1, seed=51))
-        while not any(namespace_id(late)[:8] in line for line in found):
-            assert select_line(child, found, 20), found
-        child.send_signal(2)
-        _, err = child.communicate(timeout=20)
-        assert (child.returncode, "Traceback" in err) == (130, False)
+        while namespace_id(late)[:8].encode() not in shown:
+            more = more_of(child, 20)
+            assert more, shown
+            shown += more
+        child.send_signal(signal.SIGINT)
+        rest, err = child.communicate(timeout=20)
+        assert (child.returncode, b"Traceback" in err) == (130, False)
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
+    lines = (shown + rest).decode().splitlines()
     if form == "json":
-        assert {json.loads(line)["op"] for line in found} == {"commit"}
+        assert {json.loads(line)["op"] for line in lines} == {"commit"}
+    else:
+        assert all(" commit " in line for line in lines)
 
 
-def select_line(child: subprocess.Popen[str], found: list[str], timeout_s: float) -> bool:
+def more_of(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
+    """What it writes within that time, or nothing."""
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], timeout_s)
-    if ready:
-        found.append(child.stdout.readline())
-    return bool(ready)
+    return os.read(child.stdout.fileno(), 1 << 16) if ready else b""
 
 
 def test_following_goes_on_when_the_index_comes_back(
