@@ -6,6 +6,8 @@ Counters of a namespace are those of the index, so every server that looks at on
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import get_args
 
@@ -22,6 +24,8 @@ from schemas.janitor import JanitorState
 from schemas.records import EvictionRule
 from schemas.serving import Blocks, Held, ServedNamespace
 
+#: Tens of milliseconds of computing with many namespaces.
+KEPT_S = 2.0
 #: Of a namespace; those that are not told apart are summed with the namespace "other".
 _NAMESPACE = ("namespace", "kind", "model", "tenant")
 _OTHER = ("other", "", "", "")
@@ -59,17 +63,33 @@ _BLOCKS: Mapping[str, tuple[str, Callable[[Blocks], float]]] = {
 class Exporter(Collector):
     """`text` is for any thread."""
 
-    def __init__(self, watch: Watch, janitor: Callable[[], JanitorState | None]) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        janitor: Callable[[], JanitorState | None],
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._watch = watch
         self._janitor = janitor
+        self._monotonic = monotonic
+        #: What was written last: when, as which content type.
+        self._written = (float("-inf"), "", b"")
+        self._lock = threading.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """All metrics in the format that an Accept header asks for, and its content type."""
+        """All metrics in the format that an Accept header asks for, and its content type; written once in
+        KEPT_S for however many ask."""
         encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+        with self._lock:
+            written_at, kind, text = self._written
+            if kind != content_type or self._monotonic() - written_at >= KEPT_S:
+                text = encode(self._registry)
+                self._written = (self._monotonic(), content_type, text)
+        return text, content_type
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client."""

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvstore.admin.serving
 from kvstore.admin import surveying
 from kvstore.admin.cache import Cache
+from kvstore.admin.exporter import KEPT_S as WRITTEN_S
 from kvstore.admin.exporter import UNSAVED, Exporter
 from kvstore.admin.history import KEPT_S, SAMPLE_S, History, Tally
 from kvstore.admin.janitor import Janitor
@@ -485,6 +486,25 @@ def test_asking_costs_the_backends_nothing(world: World, monkeypatch: pytest.Mon
         assert world.value("kvstore_segments") == 1
         assert world.report().total.segments == 1
         assert world.watch.ready().ok
+
+
+def test_ten_scrapers_cost_one(world: World) -> None:
+    name = world.register(kv_space())
+    exporter = Exporter(world.watch, lambda: None, monotonic=lambda: world.now)
+    world.commit(name)
+    world.look()
+    first = exporter.text("text/plain")
+    world.commit(name)
+    world.look(WRITTEN_S - 0.1)
+    assert exporter.text("text/plain") == first
+    other, kind = exporter.text("application/openmetrics-text;version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    assert b"kvstore_segments" in other
+    assert exporter.text("text/plain") != first
+    world.commit(name)
+    world.look(WRITTEN_S)
+    assert b"kvstore_segments{" in exporter.text("text/plain")[0]
+    assert " 3.0" in exporter.text("text/plain")[0].decode().split("kvstore_segments{")[1].splitlines()[0]
 
 
 # -- hostile texts -------------------------------------------------------------------------------------------
