@@ -77,6 +77,8 @@ class UpkeepConformance(CullConformance, InvalidationConformance):
         assert catalogue.pin(name, segments[:1], most_bytes=most) == 1
         with pytest.raises(CapacityExceeded):
             catalogue.pin(name, segments[2:3], most_bytes=0)
+        # A limit that was lowered since matters to new pins only.
+        assert catalogue.pin(name, segments[:2], most_bytes=0) == 0
 
     def test_pins_at_once_keep_to_their_limit_together(
         self, index: Index, catalogue: Maintenance, name: NamespaceId

@@ -288,7 +288,7 @@ def _touch(
         return
     db.execute(
         "INSERT INTO hot SELECT key, ?, 1 FROM segments WHERE namespace = ? AND id = ? "
-        "ON CONFLICT DO UPDATE SET minutes = minutes + 1",
+        "ON CONFLICT (segment) DO UPDATE SET minutes = minutes + 1",
         (place.key, place.generation, segments[0]),
     )
     (watched,) = db.execute("SELECT count(*) FROM hot WHERE namespace = ?", (place.key,)).fetchone()

@@ -136,12 +136,13 @@ class Writing:
             if outcome.op == "match" and outcome.reason == "absent":
                 credits.update(_credits(db, place.key, outcome))
         db.executemany(
-            "INSERT INTO totals VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET amount = amount + excluded.amount",
+            "INSERT INTO totals VALUES (?, ?, ?) "
+            "ON CONFLICT (namespace, name) DO UPDATE SET amount = amount + excluded.amount",
             [(place.key, name, amount) for name, amount in sums.items() if amount],
         )
         db.executemany(
             "INSERT INTO credits VALUES (?, ?, ?) "
-            "ON CONFLICT DO UPDATE SET blocks = blocks + excluded.blocks",
+            "ON CONFLICT (namespace, step) DO UPDATE SET blocks = blocks + excluded.blocks",
             [(place.key, step, blocks) for step, blocks in credits.items()],
         )
         rows = [_row(outcome) for outcome in outcomes if outcome.reason]

@@ -69,16 +69,29 @@ def first_to_go(
     return chosen
 
 
+def pins(
+    db: sqlite3.Connection, place: Place, segments: Sequence[SegmentId], pinned: int
+) -> list[tuple[int, int]]:
+    """Of the visible ones that are pinned (1) or not (0): row and bytes, each once."""
+    query = "SELECT key, nbytes FROM segments WHERE namespace = ? AND id = ? AND pinned = ?"
+    rows = [
+        db.execute(query, (place.generation, segment, pinned)).fetchone()
+        for segment in dict.fromkeys(segments)
+    ]
+    return [row for row in rows if row]
+
+
 def take(db: sqlite3.Connection, place: Place, segments: Sequence[SegmentId]) -> list[Taken]:
     """Make segments invisible and account for it; those that were visible."""
     taken: list[Taken] = []
     for segment in segments:
         row = db.execute(
-            "DELETE FROM segments WHERE namespace = ? AND id = ? "
-            "RETURNING key, nbytes, slots, ranks, pinned, cost, first, depth",
+            "SELECT key, nbytes, slots, ranks, pinned, cost, first, depth FROM segments "
+            "WHERE namespace = ? AND id = ?",
             (place.generation, segment),
         ).fetchone()
         if row:
+            db.execute("DELETE FROM segments WHERE key = ?", row[:1])
             db.execute("DELETE FROM hot WHERE segment = ?", row[:1])
             taken.append(Taken(segment, *row[1:]))
     if taken:

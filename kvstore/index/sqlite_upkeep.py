@@ -27,6 +27,7 @@ from kvstore.index.sqlite_moves import (
     first_to_go,
     forget,
     in_use,
+    pins,
     sweep_page,
     take,
     usage_of,
@@ -125,19 +126,17 @@ class SqliteUpkeep(SqliteCatalogue, Upkeep):
             place = place_of(db, namespace)
             if place is None:
                 return 0
-            query = "SELECT key, nbytes FROM segments WHERE namespace = ? AND id = ? AND pinned = 0"
-            rows = [db.execute(query, (place.generation, one)).fetchone() for one in dict.fromkeys(segments)]
-            pinned = [row for row in rows if row]
-            nbytes = sum(row[1] for row in pinned)
+            fresh = pins(db, place, segments, 0)
+            nbytes = sum(size for _, size in fresh)
             whole = usage_of(db, place.key).pinned_bytes + nbytes
-            if pinned and whole > most_bytes:
+            if fresh and whole > most_bytes:
                 raise CapacityExceeded(
                     f"sqlite {self._database.where}: pin: {whole} bytes of namespace {namespace} would be "
                     f"pinned; at most {most_bytes} may be"
                 )
-            db.executemany("UPDATE segments SET pinned = 1 WHERE key = ?", [(row[0],) for row in pinned])
+            db.executemany("UPDATE segments SET pinned = 1 WHERE key = ?", [(key,) for key, _ in fresh])
             account(db, place.key, Usage(0, 0, 0, nbytes))
-        return len(pinned)
+        return len(fresh)
 
     def unpin(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
         check_segments(segments)
@@ -147,12 +146,9 @@ class SqliteUpkeep(SqliteCatalogue, Upkeep):
                 place = place_of(db, namespace)
                 if place is None:
                     break
-                query = "UPDATE segments SET pinned = 0 WHERE namespace = ? AND id = ? AND pinned = 1 "
-                rows = [
-                    db.execute(query + "RETURNING nbytes", (place.generation, segment)).fetchone()
-                    for segment in some
-                ]
-                freed = [row[0] for row in rows if row]
+                pinned = pins(db, place, some, 1)
+                db.executemany("UPDATE segments SET pinned = 0 WHERE key = ?", [(key,) for key, _ in pinned])
+                freed = [nbytes for _, nbytes in pinned]
                 account(db, place.key, Usage(0, 0, 0, -sum(freed)))
                 count += len(freed)
         return count
