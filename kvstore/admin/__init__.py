@@ -20,8 +20,8 @@
     benchmark    bench
     simulate     simulate, on traces, replay and replay_store, with plot
     whatif       whatif
-    janitor      what serve does by itself; who leads in leadership, what it says of itself in logbook, reading
-                 of payloads in scrub
+    janitor      what serve does by itself: who leads in leadership, what is said of it in logbook, payloads
+                 read in scrub
     tier         this node's fast tier
     payloads, records     payloads verified, and what the index knows of them restored
     tarball, parallel, progress    what these are made of

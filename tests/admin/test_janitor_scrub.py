@@ -336,6 +336,7 @@ def test_a_segment_that_was_evicted_and_deleted_meanwhile_is_no_fault(
 
     monkeypatch.setattr(world.index, "sample", late)
     scrub = world.scrub()
+    scrub._in_a_row = scrubbing.IN_A_ROW
     for _ in range(3000):
         assert turn(world, scrub) == []
     assert world.visible(space.id) == set()
