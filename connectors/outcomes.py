@@ -126,17 +126,23 @@ class Outcomes:
 
     def _tell(self) -> None:
         """Call thread."""
-        told = True
-        while told:
-            batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
-            for space, noted in groupby(batch, key=lambda one: one.space):
-                told = self._tell_some(space, list(noted)) and told
+        try:
+            while self._tell_batch() and self._more():
+                pass
+        finally:
+            # Also after a bug, which costs its batch and not all that follow.
             with self._lock:
-                if told and len(self._waiting) < BATCH and not (self._again and self._waiting):
-                    break
-                self._again = False
+                self._telling = self._again = False
+
+    def _more(self) -> bool:
         with self._lock:
-            self._telling = self._again = False
+            again, self._again = self._again, False
+        return len(self._waiting) >= BATCH or (again and bool(self._waiting))
+
+    def _tell_batch(self) -> bool:
+        batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+        told = [self._tell_some(space, list(some)) for space, some in groupby(batch, lambda one: one.space)]
+        return all(told)
 
     def _tell_some(self, space: Space, noted: Sequence[_Noted]) -> bool:
         kept: Sequence[_Noted] = ()

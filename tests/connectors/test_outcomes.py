@@ -387,6 +387,21 @@ def test_a_call_that_failed_is_not_made_again(store: Store, space: Space) -> Non
     assert store.counters.snapshot()["outcomes_lost"] == 1
 
 
+def test_a_bug_costs_its_batch_and_not_what_follows(store: Store, space: Space) -> None:
+    recorded, outcomes = Recorded(space), Outcomes(store)
+
+    def broken() -> bytes:
+        raise ZeroDivisionError
+
+    outcomes.note(space, "a", "match", asked=1, served=0, reason="absent", missing=broken)
+    outcomes.tick()
+    assert store.transfers.drain(5.0)
+    note(outcomes, space, "b")
+    outcomes.tick(idle=True)
+    assert store.transfers.drain(5.0)
+    assert recorded.batches == [["b"]]
+
+
 def test_outcomes_of_two_namespaces_go_where_they_belong(store: Store, space: Space) -> None:
     other = open_space(store, model="another")
     other.register()
