@@ -194,6 +194,30 @@ def test_a_killed_writer_leaves_a_sound_file(path: str) -> None:
             before = segments
 
 
+@pytest.mark.slow
+def test_killed_upkeep_leaves_exact_accounts(path: str) -> None:
+    chance = random.Random(4)
+    with SqliteIndex(path) as index:
+        name = index.register(namespace(), expected_blocks=1000)
+        for attempt in range(8):
+            with _writer(path, f"victim {attempt}", "upkeep") as writer:
+                assert writer.stdout and writer.stdout.readline() == b"under way\n"
+                time.sleep(chance.uniform(0.0, 0.15))
+                writer.kill()
+            check(path, name)
+            (account,) = index.accounts()
+            raw = sqlite3.connect(path)
+            query = "SELECT count(*) FROM segments WHERE namespace <> (SELECT generation FROM namespaces)"
+            assert raw.execute(query).fetchone() == (account.bygone,)
+            raw.close()
+        # What was left half done is done by whoever comes next.
+        index.invalidate(name)
+        while index.drain(name, delete_after_s=1.0, limit=1000):
+            pass
+        index.bury(name, [segment for segment, _ in index.due(name, CREATED_S, 100_000)])
+        assert index.erase(name, 1_000_000) == "erased"
+
+
 def test_a_writer_killed_inside_a_transaction_has_changed_nothing(path: str) -> None:
     with SqliteIndex(path, busy_timeout_s=0.2) as index:
         name = index.register(namespace(), expected_blocks=1000)
