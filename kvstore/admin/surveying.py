@@ -14,11 +14,11 @@ from kvstore.errors import DeadlineExceeded
 from kvstore.eviction import Scope
 from kvstore.keys import NamespaceId
 from kvstore.tending import Quota, quotas
-from schemas.serving import Blocks, Held, ServedQuota, ServedNamespace
+from schemas.serving import Blocks, Held, ServedNamespace, ServedQuota
 from schemas.settings import Settings
 
 #: What a person reads, and what no alert hangs on, is not read with every look.
-NOTICE_S = 30.0
+NOTICE_S = 15.0
 LOOK_MOST_S = 10.0
 #: Namespaces that are told apart. The others are summed, and their totals read some at a time.
 NAMED = 48

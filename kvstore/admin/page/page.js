@@ -7,6 +7,7 @@ const REFRESH_MS = 5000;
 const TIMEOUT_MS = 8000;
 const STALE_MS = 20000;
 const SILENT_S = 30;
+const LEAST_S = 300;
 //: Reasons of misses with a colour of their own; the others share the last one.
 const REASONS = ["absent", "window", "below_threshold", "deadline", "capacity", "unavailable", "corrupt"];
 
@@ -192,8 +193,10 @@ function part(name, kind, text, where, since) {
 function overTime(report) {
   const { points, step_s: step, window_s: window } = report.history;
   const x = points.map((one) => one.at_s + step / 2);
+  // What a young server remembers is not squeezed into a corner.
+  const from = Math.max(report.at_s - window, Math.min(report.history.since_s, report.at_s - LEAST_S));
   const common = {
-    x, width: step, gap: 1.5 * step, xFrom: report.at_s - window, xTo: report.at_s, xTicks: times(report.at_s - window, window),
+    x, width: step, gap: 1.5 * step, xFrom: from, xTo: report.at_s, xTicks: times(from, report.at_s - from),
     xText: (at) => `${clock(at - step / 2)}–${clock(at + step / 2)}`, xName: "Time",
     nothing: "Nothing has been seen yet.",
   };
