@@ -128,6 +128,19 @@ class JournalConformance(Maintained):
         catalogue.sweep(name, 1000)
         assert catalogue.events(name) == before
 
+    def test_unlisting_is_an_event_and_an_invalidation_of_nothing_is_none(
+        self, index: Index, catalogue: Maintenance, name: NamespaceId
+    ) -> None:
+        """Whoever follows what can be matched must hear of all that can't be any more."""
+        catalogue.invalidate(name)
+        segment = put(index, name, chain(4))
+        assert catalogue.unlist(name, [segment, new_segment_id(), segment]) == 1
+        catalogue.invalidate(name)
+        assert [(one.op, one.segment, one.rule, one.slots) for one in catalogue.events(name)] == [
+            ("commit", segment, None, 4),
+            ("evict", segment, "repair", 4),
+        ]
+
     @pytest.mark.parametrize("rule", get_args(EvictionRule))
     def test_events_tell_the_rule(
         self, index: Index, catalogue: Maintenance, name: NamespaceId, rule: EvictionRule
