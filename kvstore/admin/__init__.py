@@ -22,6 +22,8 @@
     whatif       whatif
     janitor      what serve does by itself: who leads in leadership, what is said of it in logbook, payloads
                  read in scrub
+    serving      serve: what it sees in watching, surveying, noticing and history; metrics in exporter; HTTP
+                 in listening; the page in page/
     tier         this node's fast tier
     payloads, records     payloads verified, and what the index knows of them restored
     tarball, parallel, progress    what these are made of
