@@ -377,17 +377,20 @@ class JournalConformance(Maintained):
         # Only what was asked for counts, wherever in its chain that begins.
         index.tell(name, [outcome("match", 18, 3, "absent", missing=part_of(digests, 0, 15), position=70)])
         assert ghosts() == {steps[10]: 20, steps[30]: 35, steps[60]: 120}
+        # Whatever else is named.
+        index.tell(name, [outcome("match", 15, 0, "absent", missing=digests)])
+        assert ghosts() == {steps[10]: 30, steps[30]: 40, steps[60]: 120}
         # Other misses are not for lack of room, and saves ask for nothing.
         index.tell(name, [outcome("match", 100, 0, "deadline", missing=digests)])
         index.tell(name, [outcome("load", 100, 0, "absent", missing=digests)])
         index.tell(name, [outcome("save", 100, 0, "absent", missing=digests)])
-        assert ghosts() == {steps[10]: 20, steps[30]: 35, steps[60]: 120}
+        assert ghosts() == {steps[10]: 30, steps[30]: 40, steps[60]: 120}
         assert [one.extra_bytes for one in catalogue.ghosts(name)] == sorted(ghosts())
         assert all(isinstance(one, Ghosts) for one in catalogue.ghosts(name))
         # What is evicted since moves the ghosts further away.
         evict(index, name, [put_large(index, name, chain(1, seed="x"), 0, 1, sizes[2])], "capacity")
         index.tell(name, [outcome("match", 10, 0, "absent", missing=part_of(digests, 0, 10))])
-        assert ghosts() == {steps[10]: 20, steps[30]: 35, steps[60]: 120, step_of(11.1): 10}
+        assert ghosts() == {steps[10]: 30, steps[30]: 40, steps[60]: 120, step_of(11.1): 10}
 
     def test_a_ghost_ends_with_its_next_commit(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
