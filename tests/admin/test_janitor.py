@@ -295,6 +295,54 @@ def test_who_dies_while_it_counts_leaves_all_of_it_to_the_next(
     assert len(calls.made) == 5
 
 
+def test_who_was_cut_off_while_it_counted_does_not_go_on_after_another_has_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(5):
+        world.space(model=f"m{i}")
+    a, b = world.janitor("a"), world.janitor("b")
+    calls = Calls(monkeypatch, world.index, ("reconcile",))
+
+    def lose() -> None:
+        calls.at.clear()
+        world.clock.now += LEASE_S + 1
+        assert b.round()
+
+    calls.at["reconcile"] = lose
+    a.round()
+    assert not a.state().leader and len(calls.made) == 6
+    b._lead.resign()
+    world.clock.now += 61
+    assert a.round() and a.state().elections == 2
+    assert len(calls.made) == 6
+
+
+def test_a_count_that_takes_long_goes_on_in_the_next_round(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = sorted(world.space(model=f"m{i}").id for i in range(5))
+    janitor, counted = world.janitor(), []
+
+    def slow(namespace: Any) -> Reconciled:
+        counted.append(namespace)
+        world.clock.now += 0.6 * janitors._STEP_S
+        return Reconciled(world.index.usage(namespace), None, 0)
+
+    monkeypatch.setattr(world.index, "reconcile", slow)
+    for expected in (2, 4, 5, 5):
+        janitor.round()
+        assert len(counted) == expected
+    assert sorted(counted) == ids
+
+
+def test_without_scrubbing_there_is_no_such_step(request: pytest.FixtureRequest) -> None:
+    world = World(request.node.name, {"janitor": {"scrub_percent": 0}})
+    janitor = world.janitor()
+    assert janitor.round()
+    assert [one.step for one in janitor.state().steps if not one.runs] == ["scrub"]
+    world.close()
+
+
 def test_a_count_that_fails_is_made_up_for_in_a_minute_where_it_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

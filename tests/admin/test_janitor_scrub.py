@@ -291,6 +291,42 @@ def test_a_round_reads_so_many_bytes_and_the_rest_in_the_next_ones(
     assert scrub.state.behind == behind - 3
 
 
+def test_what_a_round_has_no_room_for_is_of_any_namespace(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrubbing, "ROUND_BYTES", 1)  # one segment
+    spaces = [world.space(model=model) for model in ("one", "two")]
+    for number, space in enumerate(spaces):
+        world.save(space, 100 * number, 30)
+    scrub = world.scrub()
+    turn(world, scrub, 0.0)
+    scrub._owed = {space.id: 30.0 for space in spaces}
+    for _ in range(20):
+        turn(world, scrub, 0.0)
+    read = Counter(name[:16] for name, nbytes in world.payloads.reads if nbytes == 2)
+    assert min(read[space.id] for space in spaces) >= 4 and sum(read.values()) == 20
+
+
+def test_a_copy_that_is_bad_is_dropped_before_the_original_is_judged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = world.space()
+    [segment] = world.save(space, 0)
+    name = world.payload(space, segment)
+    original = world.payloads.content(name)
+    world.payloads.tamper(name, _flip(-1))
+    dropped: list[str] = []
+
+    def distrust(distrusted: str) -> bool:
+        dropped.append(distrusted)
+        world.payloads.tamper(distrusted, lambda data: original)
+        return True
+
+    monkeypatch.setattr(world.payloads, "distrust", distrust)
+    assert until_read(world, world.scrub(), 5) == []
+    assert dropped == [name] and world.visible(space.id) == {segment}
+
+
 def test_a_round_ends_when_its_time_is_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     space = world.space()
     world.save(space, 0, 20)
