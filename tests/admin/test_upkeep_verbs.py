@@ -343,6 +343,20 @@ def test_only_a_share_of_every_quota_can_be_pinned(admin: Admin, either: Filled)
     assert pin_verb(admin, either, *words, "--apply", code=3).left_out == 3
 
 
+def test_what_follows_something_too_large_is_not_pinned_without_it(admin: Admin, either: Filled) -> None:
+    sizes = {0: 1000, 1: 9000, 2: 1000}
+    with opened(either) as index:
+        name = index.register(kv_space(tenant="blue"), expected_blocks=10)
+        for depth, size in sizes.items():
+            record = SegmentRecord((PartRecord(0, (size,)),), 1, "none", 1, depth=depth)
+            names = bytes([depth]) * 16
+            index.commit(name, SegmentId(bytes(7) + bytes([depth])), names, record, rank=0, ranks=1)
+        index.set_quota("tenant/blue", 12_000)
+    done = pin_verb(admin, either, "pin", "--namespace", name, "--depth", "9", "--apply", code=4)
+    assert [line.depth for line in done.segments] == [0]
+    assert (done.changed, done.left_out) == (1, 2)
+
+
 def test_pins_of_somebody_else_at_the_same_moment_stay_within_the_bound(either: Filled) -> None:
     [head, middle, tail] = chain(either)
     size = head.record.nbytes
