@@ -236,11 +236,14 @@ def _all(index: Maintenance, namespace: NamespaceId) -> Iterator[Event]:
 
 
 def _covers(event: Event, place: Mapping[Digest, int], block: int) -> bool:
-    """Whether the event's segment had the block, by what it says of its own blocks."""
+    """Whether the event's segment had the block, by what it says of its own blocks.
+
+    Who knows the name of its last block and not that of its first knows no other block of it either.
+    """
     if event.first is not None and (at := place.get(event.first)) is not None:
         return at <= block < at + event.slots
     if event.last is not None and (at := place.get(event.last)) is not None:
-        return at - event.slots < block <= at
+        return at == block
     return False
 
 
