@@ -170,6 +170,7 @@ class JournalConformance(Maintained):
         read: list[Event] = []
         while page := catalogue.events(name, after=read[-1].position if read else "", limit=350):
             read += page
+            assert len(read) <= len(whole)
         assert read == whole
         assert catalogue.events(name, limit=0) == []
         assert catalogue.events(name, after=whole[-1].position) == []
