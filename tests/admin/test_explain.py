@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from connectors.boundary import Rule, longest_boundary, most_tokens
@@ -388,6 +388,8 @@ def hybrids(draw: Any) -> tuple[list[GroupSpec], list[list[bool]], int]:
 
 
 @given(hybrids())
+@example(([FULL, WINDOW], [[True] * 5, [False, False, False, True, True]], 22))
+@example(([WINDOW], [[True] * 3 + [False] + [True]], 22))
 @settings(max_examples=300, deadline=None)
 def test_a_prompt_is_resumed_where_an_engine_would(
     case: tuple[list[GroupSpec], list[list[bool]], int],
