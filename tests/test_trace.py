@@ -43,6 +43,11 @@ class Later:
             self.jobs.pop(0)()
 
 
+def at_once(nbytes: int, job: Callable[[], None]) -> bool:
+    job()
+    return True
+
+
 class Lost:
     def __init__(self) -> None:
         self.count = 0
@@ -204,7 +209,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(tmp_path: Path) -> No
 
 def test_a_file_is_bounded_and_complete_by_itself(tmp_path: Path) -> None:
     most = 1 << 16
-    trace = Recorder(TraceSettings(folder=str(tmp_path), most_bytes=most), lambda _, job: job() is None)
+    trace = Recorder(TraceSettings(folder=str(tmp_path), most_bytes=most), at_once)
     trace.describe(NAME, namespace(), SLOT_BYTES)
     lost_at = []
     for number in range(900):
@@ -226,7 +231,7 @@ def test_a_file_is_bounded_and_complete_by_itself(tmp_path: Path) -> None:
 def test_a_request_longer_than_a_file_is_lost_alone(tmp_path: Path) -> None:
     lost = Lost()
     settings = TraceSettings(folder=str(tmp_path), most_bytes=1 << 16)
-    trace = Recorder(settings, lambda _, job: job() is None, lost=lost)
+    trace = Recorder(settings, at_once, lost=lost)
     trace.describe(NAME, namespace(), SLOT_BYTES)
     trace.record(NAME, packed(1), NOW)
     trace.record(NAME, hashlib.shake_128(b"long").digest(16 * 4000), NOW)
@@ -240,9 +245,7 @@ def test_a_request_longer_than_a_file_is_lost_alone(tmp_path: Path) -> None:
 def test_a_disk_that_fails_costs_requests_of_a_minute_and_nothing_else(tmp_path: Path) -> None:
     folder, lost, now = tmp_path / "file", Lost(), [NOW]
     folder.write_text("not a folder")
-    trace = Recorder(
-        TraceSettings(folder=str(folder)), lambda _, job: job() is None, lost=lost, clock=lambda: now[0]
-    )
+    trace = Recorder(TraceSettings(folder=str(folder)), at_once, lost=lost, clock=lambda: now[0])
     trace.describe(NAME, namespace(), SLOT_BYTES)
     trace.record(NAME, packed(1), now[0])
     assert lost.count == 1

@@ -1,8 +1,8 @@
 """A trace replayed under this store's own rules: segments, watermarks, admission (see kvstore.admin.replay).
 
-What is done here is what the index and the store do, on the same walk over entries (kvstore.index.walk):
+What is done here is what the index and the store do:
 
-    match   the leading blocks that are proved to be in living segments; these are used, to the minute
+    match   the leading blocks whose entries name living segments; these are used, to the minute
     save    the rest, from the first missing block on, cut into segments as the connectors cut them; of each,
             leading blocks that are there already are left out
     evict   after a commit that leaves more than `high` of the capacity: segments in the order of
@@ -24,15 +24,10 @@ from kvstore.admin.replay import Tally
 from kvstore.admin.traces import Request, Trace
 from kvstore.codec import ALIGN
 from kvstore.eviction import MINUTE_S
-from kvstore.index.walk import walk
-from kvstore.keys import SegmentId
-from schemas.records import PartRecord, SegmentRecord
 
 #: The header of a segment of KV blocks: its own part, and that of each slot.
 _HEADER_BYTES = 1000
 _SLOT_HEADER_BYTES = 345
-#: What the walk gets for a living segment; it only looks whether there is one.
-_LIVING = SegmentRecord((PartRecord(0, (0,)),), 1, "none", 0)
 
 
 def header_bytes(slots: int) -> int:
@@ -80,7 +75,8 @@ def noted(trace: Trace, window_s: float) -> list[int]:
 class _Segment:
     """One that lives, or has been evicted."""
 
-    name: SegmentId
+    #: Ids rise, so that of two that are equal in all else the older one goes first.
+    number: int
     #: Where it begins in its chain, and where the next one would.
     begin: int
     end: int
@@ -88,8 +84,6 @@ class _Segment:
     #: Of its last use.
     minute: int
     living: bool = True
-    #: Another segment has blocks of it as well, or had.
-    overlaps: bool = False
 
 
 class StoreReplay:
@@ -140,17 +134,14 @@ class StoreReplay:
     def _match(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[_Segment], int]:
         """The segments that serve a piece of a chain, and where the blocks end that they serve.
 
-        The walk of the index, without its look-ups beyond the first missing block: they find something only
-        where segments overlap, and there this is the walk itself.
+        Of the blocks that are there, each by its own entry. The index's walk over entries finds no more: that
+        takes an entry whose segment has gone while an older one with the same block lives, and an older one
+        is never used without the newer one, and goes first.
         """
         entries, found, at = self._entries, [], begin
         while at < end:
             segment = entries[chain[at]]
-            if segment is None:
-                break
-            if segment.overlaps:
-                return self._walk(chain, begin, end)
-            if not segment.living:
+            if segment is None or not segment.living:
                 break
             found.append(segment)
             # As much of the segment as this chain shares with the one that it was saved of.
@@ -166,36 +157,16 @@ class StoreReplay:
                 at = high
         return found, at
 
-    def _walk(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[_Segment], int]:
-        named: dict[SegmentId, _Segment] = {}
-
-        def lookup(position: int) -> tuple[SegmentId, int] | None:
-            segment = self._entries[chain[begin + position]]
-            if segment is None or not segment.living:
-                return None
-            named[segment.name] = segment
-            return segment.name, begin + position - segment.begin
-
-        runs = walk(end - begin, lookup, lambda name: _LIVING)
-        served = runs[-1].start + runs[-1].count if runs else 0
-        return [named[run.segment] for run in runs], begin + served
-
     def _save(self, request: Request, begin: int, end: int, minute: int) -> None:
         begin = self._match(request.chain, begin, end)[1]
         if begin == end:
             return
         slots, space = end - begin, self._trace.spaces[request.space]
         nbytes = slots * space.block_bytes + space.parts * self._rules.header_bytes(slots)
-        # Of two segments that are equal in all else the one with the lesser id goes first: here, the older.
-        name = SegmentId(len(self._segments).to_bytes(8, "big"))
-        segment = _Segment(name, begin, end, nbytes, minute)
+        segment = _Segment(len(self._segments), begin, end, nbytes, minute)
         self._segments.append(segment)
-        entries = self._entries
         for block in request.chain[begin:end]:
-            former = entries[block]
-            if former is not None and (former.living or former.overlaps):
-                former.overlaps = segment.overlaps = True
-            entries[block] = segment
+            self._entries[block] = segment
         self._queue(segment, request.space)
         self.used_bytes += nbytes
         self.stored_bytes += nbytes
@@ -203,8 +174,7 @@ class StoreReplay:
             self._evict()
 
     def _queue(self, segment: _Segment, space: int) -> None:
-        number = int.from_bytes(segment.name, "big")
-        heappush(self._order, (segment.minute, self._rank[space], -segment.begin, number))
+        heappush(self._order, (segment.minute, self._rank[space], -segment.begin, segment.number))
 
     def _evict(self) -> None:
         while self.used_bytes > self._low:

@@ -17,8 +17,11 @@ from kvstore.admin.progress import Silent
 from kvstore.admin.replay import endless, fifo, lru
 from kvstore.admin.replay_store import Rules, StoreReplay, noted
 from kvstore.admin.simulate import POLICIES, Setup, segment_blocks, simulate, sweep
-from kvstore.admin.traces import Assumed, BadTrace, Trace, read_traces
+from kvstore.admin.traces import Assumed, BadTrace, Request, Trace, read_traces
 from kvstore.errors import ConfigError
+from kvstore.index.walk import walk
+from kvstore.keys import SegmentId
+from schemas.records import PartRecord, SegmentRecord
 from schemas.settings import Settings
 from tests.admin import workloads
 
@@ -90,6 +93,21 @@ def test_engines_of_one_store_share_blocks_across_files(tmp_path: Path) -> None:
     assert chains(trace) == [[0, 1], [0, 1]]
     (space,) = trace.spaces
     assert (space.block_tokens, space.block_bytes, space.parts) == (16, 100, 2)
+
+
+def test_namespaces_share_no_blocks(tmp_path: Path) -> None:
+    """Whatever their requests have in common, and whatever a line of one says of the other."""
+    other = SPACE.replace('"space": 0', '"space": 1').replace("0123", "4567")
+
+    def line(space: int, *words: int, more: str = "") -> str:
+        data = base64.b64encode(np.array(words, dtype="<u8").tobytes()).decode()
+        return f'{{"t": 1, "n": {space}, {more}"d": "{data}"}}\n'
+
+    text = OURS + SPACE + other + line(0, 1, 2) + line(1, 1, 2) + line(0, 2, 1) + line(1, 2, 1)
+    trace = read(tmp_path, text + line(1, 9, more='"like": [3, 2], ') + line(1, 9, more='"like": [4, 2], '))
+    assert chains(trace) == [[0, 1], [2, 3], [4, 5], [6, 7], [2, 3, 8]]
+    assert trace.space_of == [0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert trace.skipped == 1
 
 
 @pytest.mark.parametrize(
@@ -272,27 +290,45 @@ def plain_rules(cut: int, spaces: int = 1) -> Rules:
     return Rules([cut] * spaces, 0.95, 0.90, lambda slots: 3)
 
 
-class AlwaysWalks(StoreReplay):
-    """Every look-up is the index's own walk."""
+class Walks(StoreReplay):
+    """Every look-up is the walk of the index."""
+
+    overlaps = 0
 
     def _match(self, chain: Sequence[int], begin: int, end: int) -> Any:
-        return self._walk(chain, begin, end)
+        named: dict[SegmentId, Any] = {}
+
+        def lookup(position: int) -> tuple[SegmentId, int] | None:
+            segment = self._entries[chain[begin + position]]
+            if segment is None or not segment.living:
+                return None
+            name = SegmentId(segment.number.to_bytes(8, "big"))
+            named[name] = segment
+            return name, begin + position - segment.begin
+
+        runs = walk(end - begin, lookup, lambda name: LIVING)
+        served = runs[-1].start + runs[-1].count if runs else 0
+        return [named[run.segment] for run in runs], begin + served
+
+    def _save(self, request: Request, *where: int) -> None:
+        before = {block: self._entries[block] for block in request.chain}
+        lived = {block for block, segment in before.items() if segment is not None and segment.living}
+        super()._save(request, *where)
+        self.overlaps += sum(self._entries[block] is not before[block] for block in lived)
 
 
-#: Far apart, so that the end of a request finds room that its middle has just been evicted for.
-_WIDE = (1.0, 0.7)
+LIVING = SegmentRecord((PartRecord(0, (0,)),), 1, "none", 0)
 
 
-@pytest.mark.parametrize("marks", [(0.95, 0.90), _WIDE])
+@pytest.mark.parametrize("marks", [(0.95, 0.90), (1.0, 0.7)])
 @pytest.mark.parametrize("cut", [1, 2, 3, 64])
 @pytest.mark.parametrize("capacity", [12, 60, 150, 300, 600, 3000])
-def test_the_shorter_way_finds_what_the_walk_finds(
+def test_entries_alone_find_what_the_walk_finds(
     tmp_path: Path, cut: int, capacity: int, marks: tuple[float, float]
 ) -> None:
-    """Also at capacities that hold a request or two, where segments come to overlap."""
     trace = random_trace(tmp_path, 7, spaces=2)
     rules = Rules([cut] * 2, *marks, lambda slots: 3)
-    quick, exact = StoreReplay(trace, rules, capacity), AlwaysWalks(trace, rules, capacity)
+    quick, exact = StoreReplay(trace, rules, capacity), Walks(trace, rules, capacity)
     for request in trace.requests:
         assert quick.serve(request, len(request.chain)) == exact.serve(request, len(request.chain))
     assert (quick.stored_bytes, quick.evictions) == (exact.stored_bytes, exact.evictions)
@@ -300,15 +336,22 @@ def test_the_shorter_way_finds_what_the_walk_finds(
     assert quick.stored_bytes == quick.used_bytes + quick.evicted_bytes
 
 
-def test_segments_do_come_to_overlap_there(tmp_path: Path) -> None:
-    """Or the test above would not have looked at what is hard."""
-    trace = random_trace(tmp_path, 7, spaces=2)
-    found = 0
-    for cut, capacity in ((2, 300), (3, 600)):
-        replay = StoreReplay(trace, Rules([cut] * 2, *_WIDE, lambda slots: 3), capacity)
-        replay.run()
-        found += sum(segment.overlaps for segment in replay._segments)
-    assert found > 10
+@pytest.mark.parametrize("gap_ms", [0, 1000, 40_000])
+def test_entries_alone_find_it_where_segments_overlap(tmp_path: Path, gap_ms: int) -> None:
+    """The end of a request finds room that its middle has been evicted for, and is then stored once more by
+    requests that are cut in other places."""
+    draw = random.Random(3)
+    lengths = [draw.randrange(1, 14) for _ in range(2000)]
+    trace = read(tmp_path, mooncake(*[list(range(length)) for length in lengths], gap_ms=gap_ms))
+    overlaps = 0
+    for capacity in (70, 80, 90, 100, 110):
+        rules = Rules([4], 0.75, 0.45, lambda slots: 0)
+        quick, exact = StoreReplay(trace, rules, capacity), Walks(trace, rules, capacity)
+        for request in trace.requests:
+            assert quick.serve(request, len(request.chain)) == exact.serve(request, len(request.chain))
+        assert (quick.stored_bytes, quick.evictions) == (exact.stored_bytes, exact.evictions)
+        overlaps += exact.overlaps
+    assert overlaps > 100
 
 
 def test_second_use_forgets_after_two_windows(tmp_path: Path) -> None:

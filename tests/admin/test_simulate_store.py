@@ -13,7 +13,8 @@ from kvstore.admin.replay_store import Rules, StoreReplay, header_bytes, noted
 from kvstore.admin.traces import Assumed, Trace, read_traces
 from kvstore.admin.whatif import whatif
 from kvstore.trace import Trace as Recorder
-from schemas.settings import TraceSettings
+from kvstore.transfers import Transfers
+from schemas.settings import TraceSettings, TransferSettings
 from schemas.simulation import WhatIfReport
 from tests.admin import store_run
 from tests.admin.store_run import BLOCK_BYTES, Ran, namespace, run, world
@@ -27,8 +28,10 @@ def recorded(
     folder: Path, capacity: int, asked: list[Asked], cut: int, *, second_use: bool = False
 ) -> tuple[Ran, Trace]:
     """What the store served, and the trace that it recorded of it."""
-    trace = Recorder(TraceSettings(folder=str(folder)), lambda nbytes, job: job() is None)
+    transfers = Transfers(TransferSettings())
+    trace = Recorder(TraceSettings(folder=str(folder)), transfers.errand)
     ran = run(capacity, cut, asked, trace=trace, second_use=second_use)
+    transfers.close()
     trace.close()
     return ran, read_traces([folder], Assumed(), Silent())
 
@@ -43,7 +46,7 @@ def simulated(trace: Trace, rules: Rules, capacity: int, notes: list[int] | None
 
 @pytest.fixture(scope="module")
 def asked() -> list[Asked]:
-    return requests(3, 1200)
+    return requests(3, 700)
 
 
 def rules(cut: int) -> Rules:
@@ -64,7 +67,7 @@ def test_every_request_finds_what_it_finds_in_the_store(
 
 def test_capacity_matters_here(asked: list[Asked]) -> None:
     """Or the test above would say nothing."""
-    small, large = run(24 * MIB, CUT, asked[:600]), run(400 * MIB, CUT, asked[:600])
+    small, large = run(24 * MIB, CUT, asked[:400]), run(400 * MIB, CUT, asked[:400])
     assert sum(large.hits) > 1.2 * sum(small.hits)
 
 
@@ -104,7 +107,7 @@ _ERROR = 0.01
 
 @pytest.mark.parametrize(
     "spaces",
-    [[requests(5, 2400)], [requests(5, 1600), requests(6, 800, gap_s=4.0)]],
+    [[requests(5, 1500)], [requests(5, 1200), requests(6, 600, gap_s=4.0)]],
     ids=["one", "two"],
 )
 def test_what_the_ghosts_say_of_more_capacity_comes_true(
