@@ -519,6 +519,92 @@ def test_a_namespace_with_nothing_to_sweep_is_swept_less_often(
     assert step(janitor.state(), "sweep").done == 6
 
 
+def test_a_round_deletes_all_that_is_due(world: World) -> None:
+    space, janitor = world.space(), world.janitor()
+    world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=0, rule="admin")
+    inner = janitor._tending.reap
+    janitor._tending.reap = lambda name: inner(name, most=3)  # type: ignore[method-assign]
+    janitor.round()
+    assert step(janitor.state(), "reap").done == len(world.payloads.deleted) == 10
+
+
+def test_a_round_sweeps_so_often_and_the_next_one_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tending, "_SWEEP_STEP", 2)
+    monkeypatch.setattr(janitors, "_SWEEPS", 4)
+    space, janitor = world.space(), world.janitor()
+    world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=0, rule="admin")
+    swept = []
+    for _ in range(4):
+        janitor.round()
+        swept.append(step(janitor.state(), "sweep").done)
+    assert swept == [8, 16, 20, 20]
+
+
+def test_who_has_lost_the_lease_between_two_sweeps_of_a_namespace_stops(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tending, "_SWEEP_STEP", 2)
+    space, a, b = world.space(), world.janitor("a"), world.janitor("b")
+    world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=1e10, rule="admin")
+    calls = Calls(monkeypatch, world.index, ("sweep",))
+
+    def lose() -> None:
+        world.clock.now += LEASE_S + 1
+        assert b._lead.campaign()
+
+    calls.at["sweep"] = lose
+    a.round()
+    assert calls.made == ["sweep"] and a.state().losses == 1
+
+
+def test_a_namespace_with_many_entries_is_forgotten_bit_by_bit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitors, "_ERASE_STEP", 3)
+    monkeypatch.setattr(world.index, "sweep", lambda name, limit: 0)
+    space, janitor = world.space(), world.janitor()
+    world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=0, rule="admin")
+    janitor.round()
+    world.clock.now += world.settings.janitor.forget_after_s + 1
+    calls = Calls(monkeypatch, world.index, ("erase",))
+    janitor.round()
+    assert len(calls.made) >= 6 and world.index.namespaces() == {}
+    assert step(janitor.state(), "erase").done == 1
+
+
+def test_scrubbing_takes_no_longer_than_from_one_round_to_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, janitor = world.space(), world.janitor()
+    world.save(space, 0, 10)
+    janitor.round()
+    verify = janitor._scrubbing._verify_part
+
+    def slow(*args: Any) -> None:
+        verify(*args)
+        world.clock.now += 3
+
+    monkeypatch.setattr(janitor._scrubbing, "_verify_part", slow)
+    janitor._scrubbing._owed[space.id] = 9.0
+    janitor.round()
+    assert world.settings.janitor.interval_s == 5.0
+    assert step(janitor.state(), "scrub").done == 2
+
+
+def test_the_last_faults_are_remembered(world: World) -> None:
+    janitor = world.janitor()
+    for number in range(70):
+        janitor._book.fault("scrub", f"{number} is wrong")
+    janitor._book.fault("scrub", "30 is wrong")
+    found = [(fault.problem, fault.times) for fault in janitor.state().faults]
+    assert found == [
+        ("30 is wrong", 2),
+        *((f"{number} is wrong", 1) for number in range(69, 19, -1) if number != 30),
+    ]
+
+
 # -- run ----------------------------------------------------------------------------------------------
 
 
