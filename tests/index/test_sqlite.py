@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,9 @@ from kvstore.errors import (
     PermissionDenied,
     TransientError,
 )
-from kvstore.index import sqlite_catalogue, sqlite_file
+from kvstore.index import sqlite_catalogue, sqlite_file, sqlite_upkeep
 from kvstore.index.sqlite import SqliteIndex
+from kvstore.index.sqlite_rows import Place
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 from kvstore.ports import CommitState, Outcome
 from kvstore.testing import IndexConformance, MaintenanceConformance
@@ -524,6 +526,34 @@ def test_long_work_lets_writers_in_between(
     assert index.erase(name, 100_000) == "erased"
     assert max(changed) <= 2048 + 16
     assert len(changed) > 15
+
+
+@pytest.mark.parametrize("changes", [1, 1000])
+def test_a_count_that_something_changed_under_corrects_nothing(
+    index: SqliteIndex, path: str, name: NamespaceId, monkeypatch: pytest.MonkeyPatch, changes: int
+) -> None:
+    put_all(index, name, chain(10), [1] * 10)
+    _miscount(index, name, 777)
+    counts: list[Usage] = []
+
+    def count_all(db: sqlite3.Connection, place: Place) -> Usage:
+        counts.append(count(db, place))
+        if len(counts) <= changes:
+            with SqliteIndex(path) as other:
+                put(other, name, chain(1, seed=str(len(counts))))
+        return counts[-1]
+
+    count = sqlite_upkeep.count_all
+    monkeypatch.setattr(sqlite_upkeep, "count_all", count_all)
+    found = index.reconcile(name)
+    right = usage_of(index.segments(name))
+    if changes == 1:
+        assert len(counts) == 2
+        assert found.counted == index.usage(name) == right
+    else:
+        assert found.counted is None
+        assert 2 < len(counts) < 10
+        assert index.usage(name) == replace(right, nbytes=right.nbytes + 777)
 
 
 def test_nothing_is_left_of_what_is_gone(index: SqliteIndex, path: str, name: NamespaceId) -> None:
