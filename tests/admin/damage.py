@@ -217,7 +217,7 @@ def spoilt(record: bytes, rng: random.Random) -> bytes:
     return record[:at] + bytes([record[at] ^ rng.randrange(1, 256)]) + record[at + 1 :]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Written:
     """One segment as it was written."""
 
@@ -256,7 +256,7 @@ def chain(seed: object, count: int, start: Sequence[ContentKey] = ()) -> list[Co
     return keys
 
 
-@dataclass
+@dataclass(repr=False)
 class World:
     """`trashed` were evicted by somebody: their payloads are not the index's any more."""
 
@@ -268,6 +268,10 @@ class World:
     trashed: set[SegmentId] = field(default_factory=set)
     #: Objects that are none of the product's business, and must stay as they are.
     foreign: dict[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Blocks of 256 bytes in a store of the default size would be millions of buckets.
+        self.settings.setdefault("capacity_bytes", 16 << 20)
 
     def cache(self) -> Cache:
         return Cache(load_settings(self.settings, environ={}))

@@ -34,7 +34,7 @@ NOW_S = 1_800_000_000.0
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
     """Three segments of one chain, one of two ranks."""
     folder = tmp_path / "cache"
-    settings = {"payloads": f"file://{folder}"}
+    settings: dict[str, Any] = {"payloads": f"file://{folder}"}
     if request.param == "redis":
         settings["index"] = request.getfixturevalue("redis_url")
         world = World(settings, RawFolder(folder), RawRedis(settings["index"]))
