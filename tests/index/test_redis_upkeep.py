@@ -299,6 +299,32 @@ def test_a_lost_number_of_bygones_is_found_again(
     assert index.accounts()[0].bygone == 6
 
 
+# Slices
+
+
+def test_of_a_touch_in_many_slices_the_first_segment_begins_a_load(
+    index: RedisIndex, name: NamespaceId
+) -> None:
+    segments = put_all(index, name, chain(2500), [1] * 2500)
+    index.touch(name, segments, LATER_S)
+    assert index.hottest(name, 10) == [(segments[0], 1.0)]
+    assert {one.last_use_s for one in index.segments(name)} == {LATER_S // 60 * 60}
+
+
+def test_a_bucket_of_thousands_is_listed_and_swept_whole(index: RedisIndex) -> None:
+    name = index.register(namespace(), expected_blocks=1)
+    digests = random.Random(2).randbytes(16 * 5000)
+    kept, gone = put_all(index, name, digests, [2000, 3000])
+    found = {(one.digest, one.segment, one.slot) for one in index.entries(name)}
+    assert found == {(digests[16 * i : 16 * i + 16], kept, i) for i in range(2000)} | {
+        (digests[16 * i : 16 * i + 16], gone, i - 2000) for i in range(2000, 5000)
+    }
+    index.evict(name, [gone], delete_after_s=LATER_S, rule="admin")
+    # Less than a call looks at, so it stops in the middle of the bucket and goes on from there.
+    assert sum(index.sweep(name, 300) for _ in range(20)) == 3000
+    assert {one.segment for one in index.entries(name)} == {kept}
+
+
 # Rings
 
 
