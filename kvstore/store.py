@@ -39,9 +39,8 @@ log = logging.getLogger(__name__)
 _QUARANTINE = 4096
 #: Who saves looks at the quotas after this share of the room that it knew of.
 _WRITERS = 16
-#: From one round of tidying to the next, and how long one may take before another process begins its own.
+#: From one round of tidying to the next.
 _TEND_S = 10.0
-_LEASE_S = 60.0
 #: For how long a saving thread deletes what others have evicted.
 _REAP_S = 2.0
 #: The lease of who deletes payloads and sweeps: a janitor all the time, an engine for a moment.
@@ -241,7 +240,7 @@ class Store:
         All but the eviction is left to a janitor if there is one, and otherwise done by one engine at a time.
         """
         evicted = self._make_room()
-        if not self.catalogue.lease(JANITOR, self.name, _LEASE_S):
+        if not self.catalogue.lease(JANITOR, self.name, self.settings.janitor.lease_s):
             return evicted
         until = time.monotonic() + _REAP_S
         try:
