@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ pytestmark = [pytest.mark.servers, pytest.mark.slow]
 MOST_MS = 10.0
 BLOCKS = 100_000
 LATER_S = CREATED_S + 3600.0
-#: Rounds, of which the best counts: the log has wall-clock time, and on a busy machine a server is also kept
-#: waiting for a processor.
+#: Rounds, of which the best counts. What the server waited for a processor is taken off; that a hypervisor
+#: took the processor away, nobody tells.
 ROUNDS = 3
 
 
@@ -97,6 +98,12 @@ class Stored:
         assert state == "erased"
 
 
+def waited_ms(server: RedisServer) -> float:
+    """How long it was kept waiting for a processor since it began; 0 where the kernel doesn't count it."""
+    path = Path(f"/proc/{server.pid}/schedstat")
+    return int(path.read_text().split()[1]) / 1e6 if path.exists() else 0.0
+
+
 @pytest.mark.parametrize("expected_blocks", [BLOCKS, 1], ids=["buckets", "one bucket"])
 def test_no_call_holds_redis_for_long(private_redis: RedisServer, expected_blocks: int) -> None:
     """Also where all entries are in one bucket, because the namespace was made for few."""
@@ -112,8 +119,11 @@ def test_no_call_holds_redis_for_long(private_redis: RedisServer, expected_block
             stored = Stored(index, expected_blocks)
             for verb, step in stored.steps(index, stored.name).items():
                 raw.slowlog_reset()
+                before = waited_ms(private_redis)
                 step()
-                slow = [(one["duration"] / 1000, one["command"][:80]) for one in raw.slowlog_get(10_000)]
+                waited = waited_ms(private_redis) - before
+                log = raw.slowlog_get(10_000)
+                slow = [(one["duration"] / 1000 - waited, one["command"][:80]) for one in log]
                 best[verb] = min(best.get(verb, (1e9, b"")), max(slow, default=(0.0, b"")))
             if max(best.values())[0] <= MOST_MS:
                 break

@@ -186,6 +186,17 @@ def test_a_namespace_of_schema_1_is_unknown_and_begins_anew(index: RedisIndex, r
     assert served(index.match(name, digests)) == 4
 
 
+def test_registering_again_is_seen(redis_url: str) -> None:
+    now_s = float(CREATED_S)
+    with RedisIndex.from_settings(redis_url, RedisSettings(), clock=lambda: now_s) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        put(index, name, chain(3))
+        now_s += 0.5
+        index.register(namespace(), expected_blocks=10)
+        (account,) = index.accounts()
+        assert (account.seen_s, account.usage.blocks) == (CREATED_S + 0.5, 3)
+
+
 # Generations
 
 
