@@ -24,6 +24,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import BaseModel
 from rich.console import Console
+from rich.text import Text
 
 from kvstore.admin import Cache, Sources
 from kvstore.cli import exits
@@ -98,7 +99,9 @@ class Call:
         wide = _WIDE if not stream.isatty() and "COLUMNS" not in os.environ else None
         console = Console(width=wide, markup=False, highlight=False, emoji=False, stderr=to_stderr)
         for renderable in text(report):
-            console.print(renderable)
+            # A text's own wish, which a console forgets.
+            whole = isinstance(renderable, Text) and bool(renderable.no_wrap)
+            console.print(renderable, soft_wrap=whole)
 
     def line(self, report: _Report, text: Callable[[_Report], Renderables]) -> None:
         """One of many reports, written out at once: as JSON on one line, or as text."""

@@ -152,9 +152,9 @@ def events(report: EventsReport) -> Renderables:
 
 
 def event(event: EventLine) -> Renderables:
-    """One event in one line, as a follower prints it."""
+    """One event in one line, however narrow the terminal is: other tools cut it up."""
     when = datetime.fromtimestamp(event.at_s, UTC).strftime("%Y-%m-%d %H:%M:%SZ") if event.at_s else "-" * 20
-    text = Text(f"{when}  {event.namespace[:_ID_DIGITS]}  ")
+    text = Text(f"{when}  {event.namespace[:_ID_DIGITS]}  ", no_wrap=True)
     text.append(f"{event.op:<10}", style=STYLES.get(event.op, ""))
     if event.op == "gap":
         text.append("  events before this are lost")

@@ -253,8 +253,8 @@ def test_events_are_listed_and_gone_on_from(admin: Admin, either: Filled) -> Non
     [gone] = events(admin, either, either.kv_id, "--after", mine[-1].position)
     assert (gone.op, gone.segment, gone.rule) == ("evict", mine[2].segment, "capacity")
     assert [line.op for line in events(admin, either, "--limit", "2")] == ["commit", "evict"]
-    text = admin("events", *either.options).out
-    assert len(text.splitlines()) == 6
+    text = admin("events", *either.options, env={"COLUMNS": "40"}).out
+    assert len(text.splitlines()) == 6, "an event is a line, whatever the width"
     assert row(text, "capacity")[3:5] == ["evict", mine[2].segment]
     bad = admin("events", either.kv_id, "--after", "soon", *either.options)
     assert (bad.code, "no position" in bad.err) == (1, True)
@@ -297,7 +297,7 @@ def test_events_are_followed_until_ctrl_c(filled: Filled, form: str) -> None:
     if form == "json":
         assert {json.loads(line)["op"] for line in lines} == {"commit"}
     else:
-        assert all(" commit " in line for line in lines)
+        assert [line for line in lines if " commit " not in line] == []
 
 
 def more_of(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
