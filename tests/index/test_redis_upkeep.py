@@ -30,7 +30,7 @@ from kvstore.conformance.chains import (
     record,
     served,
 )
-from kvstore.errors import NamespaceUnknown
+from kvstore.errors import CapacityExceeded, NamespaceUnknown
 from kvstore.eviction import GHOST_LEAST, ghost_bytes, ghost_step, worth
 from kvstore.index.redis import RedisIndex
 from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, new_segment_id
@@ -320,6 +320,25 @@ def test_of_a_touch_in_many_slices_the_first_segment_begins_a_load(
     index.touch(name, segments, LATER_S)
     assert index.hottest(name, 10) == [(segments[0], 1.0)]
     assert {one.last_use_s for one in index.segments(name)} == {LATER_S // 60 * 60}
+
+
+def test_pinning_too_much_in_many_slices_pins_none(index: RedisIndex, name: NamespaceId) -> None:
+    segments = put_all(index, name, chain(1200), [1] * 1200)
+    before, one = index.usage(name), record(1).nbytes
+    with pytest.raises(CapacityExceeded):
+        index.pin(name, segments, most_bytes=1199 * one)
+    assert index.usage(name) == before
+    assert len(index.order(name, 2000)) == 1200
+    assert index.pin(name, segments, most_bytes=1200 * one) == 1200
+
+
+def test_pages_of_rings_follow_each_other(index: RedisIndex, name: NamespaceId) -> None:
+    put_all(index, name, chain(1300), [1] * 1300)
+    events = index.events(name, limit=5000)
+    assert [event.depth for event in events] == list(range(1300))
+    assert index.events(name, after=events[99].position, limit=1100) == events[100:1200]
+    index.tell(name, [Outcome(float(i), "r", "match", 1, 0, "absent", 0, b"") for i in range(1300)])
+    assert [one.at_s for one in index.outcomes(name, 1200)] == [float(i) for i in range(1299, 99, -1)]
 
 
 def test_a_bucket_of_thousands_is_listed_and_swept_whole(index: RedisIndex) -> None:
