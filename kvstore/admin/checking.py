@@ -300,7 +300,7 @@ class _Run:
                         Finding(
                             self.name,
                             "record",
-                            "the index's record can't be read",
+                            "the index holds it, and can't list it",
                             stored.segment,
                             read=self._drawn(),
                         )
@@ -350,18 +350,18 @@ class _Run:
         for page in paged(differences.hidden.items()):
             visible = index.get(self.name, [segment for segment, _ in page])
             for (segment, digests), listing in zip(page, visible, strict=True):
-                lost = b"" if listing is None else self._lost(digests, wrong, bad)
+                lost = b"" if listing is None else self._lost(digests, wrong)
                 if lost:
                     detail = f"no entry leads to {len(lost) // DIGEST_BYTES} of its blocks"
                     self.found.findings.append(Finding(self.name, "hidden", detail, segment, lost))
 
-    def _lost(self, digests: bytes, wrong: set[Digest], bad: set[SegmentId]) -> bytes:
-        """Those that still nothing leads to but an entry that is wrong, or into a segment that is bad."""
+    def _lost(self, digests: bytes, wrong: set[Digest]) -> bytes:
+        """Those that still nothing leads to but an entry that is wrong."""
         found = self.check.index.find(self.name, digests)
         return b"".join(
             digest
             for digest, run in zip(split_digests(digests), found, strict=True)
-            if run is None or digest in wrong or run.segment in bad
+            if run is None or digest in wrong
         )
 
 

@@ -283,6 +283,25 @@ def test_what_is_committed_while_it_is_deleted_is_not_promised(world: World) -> 
         assert fsck(cache).found == 0
 
 
+def test_what_is_committed_after_the_look_is_kept(world: World) -> None:
+    done = orphan(world, 2 * HOUR_S)
+
+    class Committer:
+        def begin(self, what: str, total_bytes: int | None = None) -> None:
+            if what.startswith("collect"):
+                with world.cache() as cache:
+                    index, packed = cache.made_index(), b"".join(done.digests)
+                    index.commit(done.name, done.segment, packed, done.record, rank=0, ranks=1)
+
+        def advance(self, nbytes: int) -> None: ...
+
+    report = run(world, delete=True, progress=Committer())
+    assert (report.deleted.objects, report.left_out) == (0, 1)
+    assert there(world, done) == [True]
+    with world.cache() as cache:
+        assert fsck(cache).found == 0
+
+
 @pytest.mark.parametrize("text", ["5m", "0s", "an hour", "1", "-1h"])
 def test_ages_that_are_none(admin: Admin, tmp_path: Path, text: str) -> None:
     assert admin("gc", "--older-than", text, "--payloads", f"file://{tmp_path}").code == 2

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,20 @@ def test_one_that_was_cut_short_goes_on(world: World) -> None:
             # What it has done so far is sound.
             assert not [f for f in fsck(cache, depth=Depth(percent=100.0)).faults if f.kind != "unlisted"]
     assert len(steps) > 2 and sum(steps) == len(world.written)
+    assert known(world) == before
+
+
+def test_a_commit_that_was_cut_short_goes_on(world: World) -> None:
+    before = known(world)
+    lose_the_index(world)
+    two = next(each for each in world.written if each.namespace == TWO_RANKS)
+    one = replace(two.record, parts=two.record.parts[:1])
+    with world.cache() as cache:
+        index = cache.made_index()
+        index.register(TWO_RANKS, expected_blocks=10_000)
+        index.commit(two.name, two.segment, b"".join(two.digests), one, rank=0, ranks=2)
+        assert index.states(two.name, [two.segment]) == ["incomplete"]
+        rebuild(cache)
     assert known(world) == before
 
 
