@@ -14,10 +14,11 @@ import difflib
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -41,10 +42,21 @@ from kvstore.store import Store
 from kvstore.trace import Trace
 from kvstore.transfers import Crew, Transfers
 from schemas.base import explain, model_of, redact
-from schemas.settings import Settings, Tiers
+from schemas.settings import JournalSettings, Settings, Tiers
 from schemas.urls import local_path, s3_location
 
 PREFIX = "KVSTORE_"
+
+
+class _Options(TypedDict):
+    """What every index is told."""
+
+    journal: JournalSettings
+    cost_aware: bool
+    grace_s: float
+    clock: Callable[[], float]
+
+
 #: Kubernetes puts these into every pod when a Service is called "kvstore"; they are not settings.
 _SERVICE_LINK = re.compile(
     r"(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_.*)?)?)"
@@ -123,20 +135,21 @@ def _leaves(model: type[BaseModel], prefix: str) -> list[str]:
     return names
 
 
-def open_index(settings: Settings) -> RedisIndex | SqliteIndex:
+def open_index(settings: Settings, *, clock: Callable[[], float] = time.time) -> RedisIndex | SqliteIndex:
     """The index leaf of these settings, for reading, writing and maintenance. No I/O for Redis."""
     url = settings.index_url
-    journal, cost_aware = settings.journal, settings.eviction.cost_aware
+    options: _Options = {
+        "journal": settings.journal,
+        "cost_aware": settings.eviction.cost_aware,
+        "grace_s": settings.grace_s,
+        "clock": clock,
+    }
     if url.startswith("sqlite://"):
-        return SqliteIndex(
-            url.removeprefix("sqlite://"),
-            busy_timeout_s=settings.sqlite.busy_timeout_s,
-            journal=journal,
-            cost_aware=cost_aware,
-        )
+        busy_timeout_s = settings.sqlite.busy_timeout_s
+        return SqliteIndex(url.removeprefix("sqlite://"), busy_timeout_s=busy_timeout_s, **options)
     if url.startswith("memory://"):
-        return SqliteIndex.in_memory(url.removeprefix("memory://"), journal=journal, cost_aware=cost_aware)
-    return RedisIndex.from_settings(url, settings.redis, journal=journal, cost_aware=cost_aware)
+        return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
+    return RedisIndex.from_settings(url, settings.redis, **options)
 
 
 def open_payloads(settings: Settings) -> PayloadStore:

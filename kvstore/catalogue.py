@@ -180,9 +180,9 @@ class Upkeep(ABC):
     ) -> list[SegmentId]:
         """Evict in the order of eviction until at most `keep_bytes` remain.
 
-        At most `limit` per call, so that no call holds the index for long. Returns those evicted. Segments
-        whose last use, to the minute, is not before `spare_from_s` are passed over; a call looks at no more
-        than 4,096.
+        `delete_after_s` as in Index.evict. At most `limit` per call, so that no call holds the index for
+        long. Returns those evicted. Segments whose last use, to the minute, is not before `spare_from_s` are
+        passed over; a call looks at no more than 4,096.
         """
 
     @abstractmethod
@@ -306,7 +306,7 @@ class Journal(ABC):
     @abstractmethod
     def events(self, namespace: NamespaceId, *, after: str = "", limit: int = 1000) -> list[Event]:
         """Commits and evictions after a position, oldest first; from the oldest kept with `after` "".
-        Raises ValueError for a position that no event ever had."""
+        Raises ValueError for a text that is no position."""
 
     @abstractmethod
     def last_position(self, namespace: NamespaceId) -> str:

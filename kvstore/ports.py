@@ -232,6 +232,10 @@ class Index(ABC):
     ) -> int:
         """Make segments invisible and put them in the trash until `delete_after_s` (unix time).
 
+        An index that was told the grace time keeps them there for so long in any case, from the moment that
+        they become invisible and by its own clock: neither a caller that is held up on its way nor clocks
+        that differ cut it short. 0: their payloads may be deleted at once.
+
         `rule` is why, for people. Pinned segments go as well.
 
         Returns how many were visible. O(1) per segment: their digests' entries dangle, are ignored

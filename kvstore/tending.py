@@ -255,10 +255,8 @@ class Tending:
         the backends raise.
         """
         gone = self._index.invalidate(namespace)
-        now = self._clock()
-        # An index keeps these times to the second.
-        self.drain(namespace, delete_after_s=now - 2.0)
-        while due := self._index.due(namespace, now, _DELETE_STEP):
+        self.drain(namespace, delete_after_s=0)
+        while due := self._index.due(namespace, self._clock(), _DELETE_STEP):
             self._delete(namespace, due)
         while self.sweep(namespace):
             pass

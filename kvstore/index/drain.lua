@@ -1,12 +1,12 @@
--- drain: KEYS[1] meta, ARGV number of a generation, packed segments of it, unix seconds of the payloads'
--- deletion.
+-- drain: KEYS[1] meta, ARGV number of a generation, packed segments of it, what grace.lua says of the
+-- payloads' deletion.
 -- Answers how many were moved into the trash.
 --
 -- Race closed: a segment's removal from its generation and its entry in the trash are one step, so its
 -- payload's deletion is on record at any moment, and of two that drain only one counts.
 --
 -- The first write is one that a full Redis accepts (HDEL).
-local old, delete_after = prefix .. 'old:' .. ARGV[1], tonumber(ARGV[3])
+local old, delete_after = prefix .. 'old:' .. ARGV[1], deletion(ARGV[3])
 local segments, chosen, scored = items(ARGV[2], 8), {}, {}
 if #segments > 0 then
   for i, value in ipairs(redis.call('HMGET', old, unpack(segments))) do

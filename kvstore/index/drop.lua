@@ -1,5 +1,5 @@
 -- Shared by evict.lua and cull.lua: take segments out of sight and into the trash. Of both, ARGV[2] is
--- the unix second of the payloads' deletion, ARGV[3] the rule, ARGV[4] how many events are kept, ARGV[5]
+-- what grace.lua says of the payloads' deletion, ARGV[3] the rule, ARGV[4] how many events are kept, ARGV[5]
 -- how many ghosts, or -1 if the rule is no quota's.
 --
 -- Race closed: the record, the last use, the trash entry and the usage change in one step. A reader
@@ -8,7 +8,7 @@
 --
 -- The first write is one that Redis also accepts when it is full (HDEL, DEL): evicting is how room
 -- is made. After a first write a script always runs to its end.
-local delete_after, rule = tonumber(ARGV[2]), ARGV[3]
+local delete_after, rule = deletion(ARGV[2]), ARGV[3]
 local most_events, most_ghosts = tonumber(ARGV[4]), tonumber(ARGV[5])
 local of_quota = most_ghosts >= 0
 

@@ -83,7 +83,6 @@ from kvstore.index.contract import (
     check_segments,
     count_digests,
     minute,
-    whole_seconds,
 )
 from kvstore.index.redis_catalogue import RedisCatalogue
 from kvstore.index.redis_client import RedisClient, Script
@@ -109,7 +108,7 @@ _FIND = Script.load("find")
 _CLAIM = Script.load("claim", "walk")
 _COMMIT = Script.load("commit", "changes", "score", "generations")
 _TOUCH = Script.load("touch", "score")
-_EVICT = Script.load("evict", "changes", "drop")
+_EVICT = Script.load("evict", "changes", "grace", "drop")
 _NOTE = Script.load("note")
 
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
@@ -124,9 +123,10 @@ class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
         *,
         journal: JournalSettings = JOURNAL,
         cost_aware: bool = True,
+        grace_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(client, journal=journal, cost_aware=cost_aware, clock=clock)
+        super().__init__(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, clock=clock)
 
     @classmethod
     def from_settings(
@@ -136,11 +136,12 @@ class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
         *,
         journal: JournalSettings = JOURNAL,
         cost_aware: bool = True,
+        grace_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> Self:
         """For `redis://`, `rediss://` or `unix://`. No I/O. Raises ConfigError."""
         client = RedisClient.from_settings(url, settings)
-        return cls(client, journal=journal, cost_aware=cost_aware, clock=clock)
+        return cls(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, clock=clock)
 
     def __repr__(self) -> str:
         return f"RedisIndex({self._client.where})"
@@ -250,7 +251,7 @@ class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
         rule: EvictionRule,
     ) -> int:
         check_segments(segments)
-        how = (whole_seconds(delete_after_s), *self.recorded(rule))
+        how = (self.deletion(delete_after_s), *self.recorded(rule))
         return sum(
             self._client.run(_EVICT, key(namespace, "meta"), b"".join(some), *how)
             for some in pieces(segments, SLICE)

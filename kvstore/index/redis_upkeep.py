@@ -16,7 +16,6 @@ from kvstore.index.contract import (
     SWEEP_FACTOR,
     SWEEP_MIN,
     check_segments,
-    whole_seconds,
 )
 from kvstore.index.redis_catalogue import usage_of
 from kvstore.index.redis_client import Script
@@ -33,13 +32,13 @@ _SWEEP_SLICE = 1024
 _DUE_SLICE = 2000
 _COUNT_TRIES = 4
 
-_CULL = Script.load("cull", "changes", "score", "drop")
+_CULL = Script.load("cull", "changes", "score", "grace", "drop")
 _SWEEP = Script.load("sweep", "buckets")
 _PIN = Script.load("pin", "changes")
 _UNPIN = Script.load("unpin", "changes")
 _QUOTA = Script.load("quota")
 _INVALIDATE = Script.load("invalidate", "changes", "generations")
-_DRAIN = Script.load("drain", "generations")
+_DRAIN = Script.load("drain", "generations", "grace")
 _ERASE = Script.load("erase", "generations")
 _UNLIST = Script.load("unlist", "changes", "generations")
 _UNLINK = Script.load("unlink")
@@ -76,7 +75,7 @@ class RedisUpkeep(RedisPart, Upkeep):
                 _CULL,
                 key(namespace, "meta"),
                 keep_bytes,
-                whole_seconds(delete_after_s),
+                self.deletion(delete_after_s),
                 *self.recorded(rule),
                 limit - len(gone),
                 looks,
@@ -150,7 +149,7 @@ class RedisUpkeep(RedisPart, Upkeep):
         return int(self._client.run(_INVALIDATE, key(namespace, "meta"), self._journal.events))
 
     def drain(self, namespace: NamespaceId, *, delete_after_s: float, limit: int) -> int:
-        after, moved, cursor = whole_seconds(delete_after_s), 0, 0
+        after, moved, cursor = self.deletion(delete_after_s), 0, 0
         while moved < limit:
             fields = self._client.command("HMGET", key(namespace, "meta"), "drained", "epoch")
             drained, epoch = (int(field or 0) for field in fields)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from kvstore.eviction import MINUTE_S, WORTH_MINUTES
-from kvstore.index.contract import QUOTA_RULES
+from kvstore.index.contract import QUOTA_RULES, whole_seconds
 from kvstore.index.redis_client import RedisClient
 from kvstore.keys import NamespaceId
 from schemas.records import EvictionRule, SegmentRecord, unpack_record
@@ -35,12 +35,19 @@ class RedisPart:
         *,
         journal: JournalSettings = JOURNAL,
         cost_aware: bool = True,
+        grace_s: float = 0.0,
         clock: Callable[[], float],
     ) -> None:
+        """`grace_s`: see Index.evict. The other times of an eviction are the server's, not the clock's."""
         self._client = client
+        self._grace_s = grace_s
         self._journal = journal
         self._cost_aware = cost_aware
         self._clock = clock
+
+    def deletion(self, delete_after_s: float) -> str:
+        """How grace.lua is told when payloads may be deleted."""
+        return f"{max(0, whole_seconds(delete_after_s))}:{whole_seconds(self._grace_s)}"
 
     def recorded(self, rule: EvictionRule) -> tuple[str, int, int]:
         """How drop.lua is told what to remember of an eviction."""

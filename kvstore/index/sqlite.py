@@ -68,6 +68,7 @@ class SqliteIndex(SqliteUpkeep, SqliteJournal, Maintenance, Index):
         *,
         journal: JournalSettings = _JOURNAL,
         cost_aware: bool = True,
+        grace_s: float = 0.0,
         busy_timeout_s: float = 2.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -77,7 +78,7 @@ class SqliteIndex(SqliteUpkeep, SqliteJournal, Maintenance, Index):
         verbs: a disk that is full right now is no reason for an engine not to start.
         """
         database = SqliteFile(path, busy_timeout_s) if isinstance(path, str) else path
-        super().__init__(database, journal, clock)
+        super().__init__(database, journal, clock, grace_s)
         self._cost_aware = cost_aware
         with suppress(TransientError, PermissionDenied, CapacityExceeded), self._database.reading("open"):
             pass
@@ -89,10 +90,12 @@ class SqliteIndex(SqliteUpkeep, SqliteJournal, Maintenance, Index):
         *,
         journal: JournalSettings = _JOURNAL,
         cost_aware: bool = True,
+        grace_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> Self:
         """For tests: a database inside this process, shared by all indexes of that name."""
-        return cls(SqliteMemory.named(name), journal=journal, cost_aware=cost_aware, clock=clock)
+        database = SqliteMemory.named(name)
+        return cls(database, journal=journal, cost_aware=cost_aware, grace_s=grace_s, clock=clock)
 
     def __repr__(self) -> str:
         return f"SqliteIndex({self._database.where})"
@@ -209,9 +212,10 @@ class SqliteIndex(SqliteUpkeep, SqliteJournal, Maintenance, Index):
                 place = place_of(db, namespace)
                 if place is None:
                     break
-                gone += len(drop(db, self._writing, place, some, delete_after_s, rule))
+                after_s = self._writing.deletion(delete_after_s)
+                gone += len(drop(db, self._writing, place, some, after_s, rule))
                 for segment in some:
-                    abandon(db, place, segment, delete_after_s)
+                    abandon(db, place, segment, after_s)
         return gone
 
     def note(

@@ -90,6 +90,13 @@ class Writing:
 
     settings: JournalSettings
     clock: Callable[[], float]
+    grace_s: float = 0.0
+
+    def deletion(self, delete_after_s: float) -> float:
+        """When payloads may be deleted that go out of sight in this transaction; see Index.evict."""
+        if not delete_after_s or not self.grace_s:
+            return delete_after_s
+        return max(delete_after_s, self.clock() + self.grace_s)
 
     def committed(
         self, db: sqlite3.Connection, key: int, segment: SegmentId, digests: bytes, record: SegmentRecord

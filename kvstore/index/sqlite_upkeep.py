@@ -45,10 +45,15 @@ class SqliteUpkeep(SqliteCatalogue, Upkeep):
     """The changes of SqliteIndex that no request waits for."""
 
     def __init__(
-        self, database: SqliteDatabase, journal: JournalSettings, clock: Callable[[], float]
+        self,
+        database: SqliteDatabase,
+        journal: JournalSettings,
+        clock: Callable[[], float],
+        grace_s: float = 0.0,
     ) -> None:
+        """`grace_s`: see Index.evict."""
         super().__init__(database, journal, clock)
-        self._writing = Writing(journal, clock)
+        self._writing = Writing(journal, clock, grace_s)
 
     # eviction
 
@@ -79,7 +84,8 @@ class SqliteUpkeep(SqliteCatalogue, Upkeep):
                     looks=CULL_LOOKS - len(gone),
                     spare_from_s=spare_from_s,
                 )
-                gone += drop(db, self._writing, place, some, delete_after_s, rule)
+                after_s = self._writing.deletion(delete_after_s)
+                gone += drop(db, self._writing, place, some, after_s, rule)
             if len(some) < most or len(gone) == limit:
                 return gone
 
@@ -189,7 +195,8 @@ class SqliteUpkeep(SqliteCatalogue, Upkeep):
             with self._database.writing("drain") as db:
                 place = place_of(db, namespace)
                 some = min(SLICE, limit - moved)
-                count = drain_some(db, place, some, delete_after_s, self._clock()) if place else 0
+                after_s = self._writing.deletion(delete_after_s)
+                count = drain_some(db, place, some, after_s, self._clock()) if place else 0
             if not count:
                 break
             moved += count

@@ -43,7 +43,17 @@ POINTS = (
     "after cull", "after drain", "before delete", "in delete", "after delete", "after bury", "after sweep",
     "after cool", "after reconcile", "read", "after evict", "after erase",
 )  # fmt: skip
-STOPS = ("before accounts", "before delete", "in delete", "before bury", "before sweep", "read")
+STOPS = (
+    "before accounts",
+    "before cull",
+    "before drain",
+    "before evict",
+    "before delete",
+    "in delete",
+    "before bury",
+    "before sweep",
+    "read",
+)
 #: Of these, those at which what is deleted is deleted once more: by the one that comes after, or by the one
 #: that wakes up.
 KILLED_AT = ("in delete", "after delete")

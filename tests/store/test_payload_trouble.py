@@ -306,7 +306,7 @@ def test_evicted_payloads_are_deleted_with_one_call_and_a_bad_one_keeps_no_other
         space.save(slots(A[: start + 4]))
     runs = match(space, A).runs
     assert len(runs) == 10
-    store.index.evict(space.id, [run.segment for run in runs], delete_after_s=now[0] - 1, rule="admin")
+    store.index.evict(space.id, [run.segment for run in runs], delete_after_s=0, rule="admin")
     stubborn = payload_name(space.id, runs[3].segment, 0)
     plan.replace(Rule("delay", verbs=("delete",)), Rule("permission", verbs=("delete",), name=stubborn))
     store.tend()

@@ -56,13 +56,10 @@ class Replay:
     """The namespace as its events tell it, and whether every victim was the first in order.
 
     Of two processes' evictions the index serialises one before the other, so the order of the events is
-    the order in which it chose. SQLite chooses before it evicts, so that no writer waits for long: what was
-    committed within `slack_s` is not compared.
+    the order in which it chose.
     """
 
-    def __init__(self, slack_s: float) -> None:
-        self.slack_s = slack_s
-        self.committed_s: dict[SegmentId, float] = {}
+    def __init__(self) -> None:
         self.visible: dict[SegmentId, tuple[int, int, bytes]] = {}
         self.pinned: set[SegmentId] = set()
         self.nbytes: dict[SegmentId, int] = {}
@@ -77,7 +74,6 @@ class Replay:
                 key = int.from_bytes(event.segment[:4]), -event.depth, event.segment
                 self.visible[event.segment] = key
                 self.nbytes[event.segment] = event.nbytes
-                self.committed_s[event.segment] = event.at_s
                 continue
             assert event.rule == "capacity"
             assert event.segment not in self.pinned
@@ -85,12 +81,7 @@ class Replay:
             self.evicted += 1
             if self.evicted % 16 == 0:
                 # Looking at all for every one would take longer than the writers do.
-                before = event.at_s - self.slack_s
-                others = (
-                    key
-                    for one, key in self.visible.items()
-                    if one not in self.pinned and self.committed_s[one] <= before
-                )
+                others = (key for one, key in self.visible.items() if one not in self.pinned)
                 assert mine < min(others, default=(1 << 40, 0, b""))
 
 
@@ -117,7 +108,7 @@ def test_at_the_quota_under_load(where: str, redis_server: RedisServer, tmp_path
         found = match(space, hashes)
         pinned = [run.segment for run in found.runs]
         assert index.pin(space.id, pinned, most_bytes=CAPACITY) == len(pinned) == 8
-        replay = Replay(0.0 if where == "redis" else 1.0)
+        replay = Replay()
         replay.pinned.update(pinned)
         most, memory = _watch(settings, replay, index, space.id, redis_server if where == "redis" else None)
         usage = index.usage(space.id)

@@ -78,7 +78,7 @@ def make_store(
 ) -> Store:
     """A store on a folder, with faults planned, or another index, in place of the usual ones."""
     made = load_settings({"payloads": f"file://{root}", **settings}, environ={})
-    leaf = open_index(made)
+    leaf = open_index(made, **({"clock": clock} if clock else {}))
     payloads: PayloadStore = LocalPayloads(str(root))
     if plan is not None:
         payloads = FaultyPayloads(payloads, plan)
