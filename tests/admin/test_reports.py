@@ -14,7 +14,12 @@ from pydantic import BaseModel
 
 import schemas.archive
 import schemas.bench
+import schemas.explain
+import schemas.janitor
+import schemas.repairs
 import schemas.reports
+import schemas.serving
+import schemas.simulation
 import schemas.transfers
 import schemas.upkeep
 import schemas.usage
@@ -39,10 +44,16 @@ def shapes() -> dict[str, Any]:
         schemas.transfers,
         schemas.bench,
         schemas.archive,
+        schemas.repairs,
+        schemas.explain,
+        schemas.simulation,
+        schemas.janitor,
+        schemas.serving,
     ):
         for name, value in vars(module).items():
             own = isinstance(value, type) and issubclass(value, BaseModel)
             if own and value.__module__ == module.__name__:
+                assert name not in found, "two models of one name"
                 found[name] = {field: str(info.annotation) for field, info in value.model_fields.items()}
     return found
 
