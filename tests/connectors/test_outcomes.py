@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +70,8 @@ def scheduler_of(store: Store, space: Space, **changes: Any) -> KVScheduler:
         "can_load": True,
         "can_save": True,
     }
-    return KVScheduler(store, space, SCHEDULERS, **options | changes)
+    groups = changes.pop("groups", SCHEDULERS)
+    return KVScheduler(store, space, groups, **options | changes)
 
 
 def told(store: Store, space: Space) -> list[Outcome]:
@@ -217,6 +219,19 @@ def test_each_segment_is_told_when_all_ranks_have_ended_it(store: Store, space: 
         assert store.catalogue.seen(space.id) == {"offered": 7, "stored": 3, f"unsaved:{reason}": 4}
 
 
+def test_the_first_ranks_reason_is_told_when_the_last_has_ended(store: Store, space: Space) -> None:
+    [group] = SCHEDULERS
+    two = [replace(group, writers=2)]
+    scheduler, request = scheduler_of(store, space, groups=two, can_load=False), FakeRequest("r", [1, 2, 3])
+    answer(scheduler, request)
+    [save] = step(scheduler, (request, 27)).saves
+    ended(scheduler, {save.segment: "dropped"})
+    assert told(store, space) == []
+    ended(scheduler, {save.segment: "failed"})
+    finish(scheduler, request)
+    assert [brief(one) for one in told(store, space)] == [("save", 3, 0, "dropped", 0)]
+
+
 def test_what_is_not_worth_saving_is_told_once_at_the_end(opened: Any) -> None:
     store = opened(admission={"min_blocks": 9})
     space = open_space(store)
@@ -334,6 +349,20 @@ def test_the_engine_never_waits_and_what_is_too_much_is_dropped_and_counted(
     assert max(map(len, recorded.batches)) <= BATCH
 
 
+def test_what_comes_while_others_are_told_does_not_wait_for_a_step(store: Store, space: Space) -> None:
+    recorded, outcomes = Recorded(space), Outcomes(store)
+    recorded.go.clear()
+    note(outcomes, space, "a")
+    outcomes.tick()
+    while not recorded.threads:
+        time.sleep(0.001)
+    note(outcomes, space, "b")
+    outcomes.tick(idle=True)
+    recorded.go.set()
+    assert store.transfers.drain(5.0)
+    assert recorded.batches == [["a"], ["b"]]
+
+
 def test_while_the_index_is_down_nothing_is_told_and_nothing_lost(store: Store, space: Space) -> None:
     recorded, outcomes = Recorded(space), Outcomes(store)
     store.index_breaker = Breaker("index", store.settings.breaker)
@@ -341,13 +370,14 @@ def test_while_the_index_is_down_nothing_is_told_and_nothing_lost(store: Store, 
 
     def ping() -> None:
         if down:
+            if len(outcomes._waiting) == 0:
+                note(outcomes, space, "b")  # meanwhile
             raise TransientError("down")
 
     store.catalogue.ping = ping  # type: ignore[method-assign]
     # The outcomes themselves say that something is wrong.
     note(outcomes, space, "a", reason="unavailable")
     outcomes.tick(idle=True)
-    note(outcomes, space, "b")
     assert store.transfers.drain(5.0)
     outcomes.tick(idle=True)
     assert store.transfers.drain(5.0)
