@@ -53,7 +53,8 @@ def shapes() -> dict[str, Any]:
         for name, value in vars(module).items():
             own = isinstance(value, type) and issubclass(value, BaseModel)
             if own and value.__module__ == module.__name__:
-                assert name not in found, "two models of one name"
+                # Models of two modules may be called alike.
+                name = name if name not in found else f"{module.__name__}.{name}"
                 found[name] = {field: str(info.annotation) for field, info in value.model_fields.items()}
     return found
 
