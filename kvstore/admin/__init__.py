@@ -10,6 +10,10 @@
     evictions    evict
     pins         pin, unpin
     quotas       quota, quota set, quota clear
+    fsck         fsck: what it looks at in checking, entries and stock, what it does about it in mending
+    gc           gc
+    rebuild      rebuild; how a segment is committed from its payloads in recommit
+    drop         drop, invalidate
     doctor       doctor, with the checks of the machine in machine, of payloads in storage_checks, of quotas
                  and upkeep in upkeep_checks
     engine       vllm-config

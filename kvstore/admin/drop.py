@@ -117,8 +117,7 @@ class _Drop:
         self.progress.begin(f"drop {name}")
         if index.usage(name).segments:
             self.invalidated = index.invalidate(name)
-        # An index keeps these times to the second.
-        tending.drain(name, delete_after_s=self.clock() - 2.0 if self.now else None)
+        tending.drain(name, delete_after_s=0.0 if self.now else None)
         if self.now:
             self._hasten()
         while reaped := tending.reap(name):

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 import schemas.archive
 import schemas.bench
+import schemas.repairs
 import schemas.explain
 import schemas.janitor
 import schemas.repairs
@@ -41,6 +42,7 @@ def shapes() -> dict[str, Any]:
         schemas.reports,
         schemas.usage,
         schemas.upkeep,
+        schemas.repairs,
         schemas.transfers,
         schemas.bench,
         schemas.archive,
