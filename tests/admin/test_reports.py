@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 import schemas.archive
 import schemas.bench
-import schemas.repairs
 import schemas.explain
 import schemas.janitor
 import schemas.repairs
@@ -42,7 +41,6 @@ def shapes() -> dict[str, Any]:
         schemas.reports,
         schemas.usage,
         schemas.upkeep,
-        schemas.repairs,
         schemas.transfers,
         schemas.bench,
         schemas.archive,
