@@ -129,6 +129,8 @@ def groups_of(kind: str) -> list[tuple[Place, LocalGroup]]:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Callable[[str], Ranks]]:
+    #: The index's, whoever opens it; and of the store that is not a rank's.
+    shared = Clock(NOW)
     with ExitStack() as stack:
 
         def make(kind: str = "heads") -> Ranks:
@@ -146,7 +148,9 @@ def made(tmp_path: Path) -> Iterator[Callable[[str], Ranks]]:
                     "grace_s": GRACE_S,
                     "kv": {"staging_bytes": 1 << 17},
                 }
-                return stack.enter_context(make_store(tmp_path, plan=plan, clock=clock, **options))
+                opened = stack.enter_context(make_store(tmp_path, plan=plan, clock=shared, **options))
+                opened.clock = clock
+                return opened
 
             ranks = []
             for number, (place, group) in enumerate(places):
@@ -154,7 +158,7 @@ def made(tmp_path: Path) -> Iterator[Callable[[str], Ranks]]:
                 rank = Rank(place, group, store(clock, plan), plan, clock)
                 rank.worker.use(spaced)
                 ranks.append(rank)
-            space = store(Clock(NOW)).open(spaced, block_bytes=groups[0].spec.slot_bytes)
+            space = store(shared).open(spaced, block_bytes=groups[0].spec.slot_bytes)
             abandoned: list[bytes] = []
 
             def abandon(segment: Any) -> None:
@@ -259,7 +263,7 @@ def test_what_one_rank_has_not_written_is_abandoned(
 
     # Nothing is in the way of the next request with these blocks, once the claim has expired.
     heal(ranks.all[bad])
-    time.sleep(0.1)
+    store.clock.now += 1
     [again] = ranks.plan()
     assert again.segment != save.segment
     for rank in ranks.all:
@@ -276,7 +280,7 @@ def test_who_loses_the_claim_between_two_ranks_leaves_no_half_behind(
     ours, theirs = made(), made()
     [save], [other] = ours.plan(), theirs.plan()
     ours.all[0].run([save])
-    time.sleep(0.1)
+    ours.space.store.clock.now += 1
     for rank in theirs.all[: 1 + stored]:
         rank.run([other])
     assert ours.seen == (COUNT if stored else 0)
@@ -298,7 +302,7 @@ def test_ranks_save_the_same_blocks_whatever_they_find_stored(made: Any) -> None
     [save] = ours.plan()
     [other] = theirs.plan(A[:2])
     ours.all[0].run([save])
-    time.sleep(0.1)
+    ours.space.store.clock.now += 1
     for rank in theirs.all:
         rank.run([other])
     assert ours.seen == 2
