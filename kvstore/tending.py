@@ -32,7 +32,8 @@ _CULL_STEP = 256
 _LOOK = 512
 #: Segments deleted with one call, so that a bucket is asked once for hundreds.
 _DELETE_STEP = 256
-_SWEEP_STEP = 512
+#: Entries dropped by one sweep.
+SWEEP_STEP = 512
 #: Of one quota, in one go: what a process that writes faster than this one evicts can make it do.
 _STEPS = 256
 
@@ -194,8 +195,8 @@ class Tending:
         gone = self._cull(name, usage.nbytes - share, rule, spare_from_s)
         # Two threads may lose a count here; the next round of tidying sweeps anyway.
         owed = self._owed.get(name, 0) + gone * usage.blocks // max(1, usage.segments)
-        self._owed[name] = owed if owed < _SWEEP_STEP else 0
-        if owed >= _SWEEP_STEP:
+        self._owed[name] = owed if owed < SWEEP_STEP else 0
+        if owed >= SWEEP_STEP:
             self._proceed()
             self._index.sweep(name, owed)
         return gone
@@ -247,7 +248,7 @@ class Tending:
 
     def sweep(self, namespace: NamespaceId) -> int:
         """Drop some of the entries that dangle; returns how many. Raises what the index raises."""
-        return self._index.sweep(namespace, _SWEEP_STEP)
+        return self._index.sweep(namespace, SWEEP_STEP)
 
     def forget(self, namespace: NamespaceId) -> int:
         """Evict all that a namespace holds and delete it at once, without the grace that a load of another

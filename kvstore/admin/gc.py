@@ -33,7 +33,7 @@ from kvstore.errors import KVStoreError
 from kvstore.index.contract import SWEEP_MIN
 from kvstore.keys import NamespaceId, payload_name
 from kvstore.metrics import Counters
-from kvstore.tending import Tending
+from kvstore.tending import SWEEP_STEP, Tending
 from schemas.repairs import CollectedNamespace, Counted, GcReport, StrayCount, StrayKind
 from schemas.transfers import NAMED, Ended
 
@@ -191,12 +191,13 @@ class _Gc:
         space.drained = tending.drain(name)
         while reaped := tending.reap(name):
             space.reaped += reaped
-        # One that drops nothing has looked at a part of the entries only.
-        idle, rounds = 0, 2 + account.usage.blocks // SWEEP_MIN
-        while idle < rounds:
+        # A sweep that drops less than it may has looked at so many entries or buckets. They are counted once
+        # each: on a busy store, where evictions leave more of them all the time, there is always one to drop.
+        rounds = 2 + 2 * account.usage.blocks // SWEEP_MIN
+        while rounds:
             swept = tending.sweep(name)
             space.swept += swept
-            idle = 0 if swept else idle + 1
+            rounds -= swept < SWEEP_STEP
         done = self.index.reconcile(name)
         space.corrected = done.mended > 0 or (done.counted is not None and done.counted != done.recorded)
 

@@ -67,6 +67,8 @@ class _Cycle:
     next_s: float = float("-inf")
     #: Namespaces that are left of the turn; None: none has begun.
     left: list[NamespaceId] | None = None
+    #: Of the monotonic clock: when the turn began.
+    began_s: float = float("-inf")
 
 
 class Janitor:
@@ -239,7 +241,8 @@ class Janitor:
         for number, name in enumerate(names):
             self._proceed()
             if in_a_row == _PATIENCE or self._monotonic() >= self._until:
-                return left + names[number:]
+                # Those that failed come last, or three of them would keep the others from their turn for good.
+                return names[number:] + left
             try:
                 work(name)
                 in_a_row = 0
@@ -256,7 +259,12 @@ class Janitor:
         if cycle.left is None:
             if self._index.leaseholder(cycle.name) not in (None, self._lead.holder):
                 return
-            cycle.left = [account.namespace for account in self._known()]
+            cycle.left, cycle.began_s = [account.namespace for account in self._known()], now
+        elif now >= cycle.began_s + cycle.every_s:
+            # One that fails for good must not be the end of all others' turns.
+            left = set(cycle.left)
+            cycle.left += [account.namespace for account in self._known() if account.namespace not in left]
+            cycle.began_s = now
         cycle.left = self._each(step, cycle.left, work)
         if not cycle.left:
             self._index.lease(cycle.name, self._lead.holder, cycle.every_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -375,6 +376,30 @@ def test_a_count_that_fails_is_made_up_for_in_a_minute_where_it_failed(
     assert sorted(counted[5:]) == ids
 
 
+def test_namespaces_that_fail_for_good_do_not_end_the_turns_of_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = sorted(world.space(model=f"model-{number}").id for number in range(6))
+    inner, broken, counted = world.index.reconcile, set(ids[:4]), Counter[str]()
+
+    def reconcile(namespace: Any) -> Reconciled:
+        counted[namespace] += 1
+        if namespace in broken:
+            raise TransientError("can't be counted")
+        return inner(namespace)
+
+    monkeypatch.setattr(world.index, "reconcile", reconcile)
+    janitor, every_s = world.janitor(), world.settings.janitor.reconcile_s
+    for _ in range(4):
+        for _ in range(10):
+            janitor.round()
+            world.clock.now += every_s / 10
+    for name in ids[4:]:
+        assert 3 <= counted[name] <= 4
+    for name in broken:
+        assert counted[name] > 4
+
+
 def test_accounts_that_are_wrong_are_corrected_and_reported(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,7 +556,7 @@ def test_a_round_deletes_all_that_is_due(world: World) -> None:
 def test_a_round_sweeps_so_often_and_the_next_one_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tending, "_SWEEP_STEP", 2)
+    monkeypatch.setattr(tending, "SWEEP_STEP", 2)
     monkeypatch.setattr(janitors, "_SWEEPS", 4)
     space, janitor = world.space(), world.janitor()
     world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=0, rule="admin")
@@ -545,7 +570,7 @@ def test_a_round_sweeps_so_often_and_the_next_one_goes_on(
 def test_who_has_lost_the_lease_between_two_sweeps_of_a_namespace_stops(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tending, "_SWEEP_STEP", 2)
+    monkeypatch.setattr(tending, "SWEEP_STEP", 2)
     space, a, b = world.space(), world.janitor("a"), world.janitor("b")
     world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=1e10, rule="admin")
     calls = Calls(monkeypatch, world.index, ("sweep",))
