@@ -101,8 +101,13 @@ def plan(holders: Sequence[Holder], excess: int, *, spare_from_s: float | None) 
     given: dict[NamespaceId, int] = {}
     left = excess
     for number, candidate in _merged(holders, spare_from_s):
-        if left <= 0 or candidate is None:
+        if left <= 0:
             break
+        if candidate is None:
+            if given:
+                break
+            # All that is known of this one is spared: that must not spare what others have used long ago.
+            continue
         name = holders[number].namespace
         given[name] = given.get(name, 0) + candidate.nbytes
         left -= candidate.nbytes

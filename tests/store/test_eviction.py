@@ -104,6 +104,16 @@ def test_a_plan_ends_where_it_knows_no_more() -> None:
     assert plan(holders, 50, spare_from_s=None) == {"a" * 16: 10}
 
 
+def test_what_is_spared_does_not_spare_what_others_used_long_ago() -> None:
+    """All that is known of one namespace is fresh, and goes first by its worth alone."""
+    fresh, old = (Candidate(SegmentId(b"x" * 8), 10, at, at) for at in (NOW_S, NOW_S - 3600))
+    holders = [
+        Holder(NamespaceId("a" * 16), 0.0, [fresh], True),
+        Holder(NamespaceId("b" * 16), 9000.0, [old], False),
+    ]
+    assert plan(holders, 50, spare_from_s=NOW_S - 120) == {"b" * 16: 10}
+
+
 # On indexes
 
 
