@@ -20,7 +20,9 @@ end
 -- entry has the same fields in the same order: Redis then stores their names once per node.
 local function event(most, op, segment, first, last, depth, slots, nbytes, rule)
   if most == 0 then return end
-  redis.call('XADD', prefix .. 'events', 'MAXLEN', '~', most, '*', 'op', op, 'segment', segment,
+  -- A stream that can't be written (a key of another type, a right that is missing) must not cut a change off
+  -- in its middle: nothing depends on the journal being complete.
+  redis.pcall('XADD', prefix .. 'events', 'MAXLEN', '~', most, '*', 'op', op, 'segment', segment,
     'first', first, 'last', last, 'depth', depth, 'slots', slots,
     'bytes', string.format('%.0f', nbytes), 'rule', rule)
 end

@@ -31,25 +31,29 @@ local function locator(bits)
   end
 end
 
--- account(value): bytes and slots of a segment, and where the rest of its value, the agreement, begins.
+-- account(value): bytes and slots of a segment, and where the rest of its value, the agreement, begins. A
+-- value that is damaged says nothing, here and below: it must be possible to count past it and to evict it.
 local function account(value)
   local nbytes, slots, rest = string.match(value, '^(%d+):(%d+):()')
+  if not rest then return 0, 0, #value + 1 end
   return tonumber(nbytes), tonumber(slots), rest
 end
 
 -- An agreement that begins at `at`: the first digest (16 bytes), a checksum (8), the record's head (24).
 local function first_of(text, at) return string.sub(text, at, at + 15) end
 
-local function ranks_of(text, at) return string.byte(text, at + 28) end
+local function ranks_of(text, at) return math.max(1, string.byte(text, at + 28) or 1) end
 
 local function cost_of(text, at)
   local low, high = string.byte(text, at + 30, at + 31)
+  if not high then return 0 end
   local packed = low + high * 256
   return packed % 2048 * 2 ^ math.floor(packed / 2048)
 end
 
 local function word_of(text, at)
   local a, b, c, d = string.byte(text, at, at + 3)
+  if not d then return 0 end
   return a + b * 256 + c * 65536 + d * 16777216
 end
 

@@ -147,8 +147,10 @@ class RedisCatalogue(RedisPart, Catalogue):
             flat, values = self._client.run(_ORDER, key(namespace, "meta"), first, last)
             for segment, score, value in zip(flat[::2], flat[1::2], values, strict=True):
                 if value is not None:
-                    use, nbytes = Use.of(score), int(value.split(b":", 1)[0])
-                    found[segment] = Candidate(SegmentId(segment), nbytes, use.keep_s, use.used_s)
+                    use, nbytes = Use.of(score), value.split(b":", 1)[0]
+                    # Of a damaged value as little as the scripts say: it must not end all evictions.
+                    size = int(nbytes) if nbytes.isdigit() else 0
+                    found[segment] = Candidate(SegmentId(segment), size, use.keep_s, use.used_s)
             if len(values) <= last - first:
                 break
         return list(found.values())

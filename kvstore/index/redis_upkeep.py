@@ -20,7 +20,7 @@ from kvstore.index.contract import (
 from kvstore.index.redis_catalogue import usage_of
 from kvstore.index.redis_client import Script
 from kvstore.index.redis_values import NAMESPACES, QUOTAS, RedisPart, key, pieces
-from kvstore.keys import NamespaceId, SegmentId
+from kvstore.keys import SEGMENT_ID_BYTES, NamespaceId, SegmentId
 from schemas.records import EvictionRule
 
 #: Segments that one script evicts, moves or forgets, and entries that it unlinks: 1 to 2 ms of Redis' time.
@@ -126,7 +126,7 @@ class RedisUpkeep(RedisPart, Upkeep):
         done: list[SegmentId] = []
         pinned = 0
         for some in pieces(segments, _MOVED_SLICE):
-            count, nbytes = self._client.run(_PIN, key(namespace, "meta"), b"".join(some), most_bytes)
+            count, nbytes, fresh = self._client.run(_PIN, key(namespace, "meta"), b"".join(some), most_bytes)
             if count < 0:
                 self.unpin(namespace, done)
                 raise CapacityExceeded(
@@ -134,7 +134,10 @@ class RedisUpkeep(RedisPart, Upkeep):
                     f"{most_bytes} that may be in namespace {namespace}"
                 )
             pinned += count
-            done += some
+            # What was pinned before stays so, should the next ones be too many.
+            done += [
+                SegmentId(fresh[at : at + SEGMENT_ID_BYTES]) for at in range(0, len(fresh), SEGMENT_ID_BYTES)
+            ]
         return pinned
 
     def unpin(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
