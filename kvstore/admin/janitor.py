@@ -241,7 +241,7 @@ class Janitor:
         for number, name in enumerate(names):
             self._proceed()
             if in_a_row == _PATIENCE or self._monotonic() >= self._until:
-                # Those that failed come last, or three of them would keep the others from their turn for good.
+                # Those that failed come last, or three of them would keep the others waiting for good.
                 return names[number:] + left
             try:
                 work(name)
