@@ -104,6 +104,7 @@ class _Fsck:
                 self.clock,
                 self.depth.jobs,
                 self.outcomes,
+                self.unusable,
             )
             mending.all(findings)
             mending.reconcile(self.checked)

@@ -50,6 +50,8 @@ class Mending:
     clock: Callable[[], float]
     jobs: int = 8
     outcomes: dict[Key, tuple[Finding, Mended]] = field(default_factory=dict)
+    #: As of a check: segments that are not to be listed when nobody names them any more.
+    unusable: set[SegmentId] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def all(self, findings: Sequence[Finding]) -> None:
@@ -120,6 +122,7 @@ class Mending:
             if read:
                 verify(self.payloads, name, segment, whole)
         except CorruptPayload:
+            self.unusable.add(segment)
             if state == "visible":
                 # A record that can't be read, of payloads that can't be used: the payloads are gc's.
                 self.index.unlist(name, [segment])

@@ -126,6 +126,10 @@ class RawIndex(ABC):
     def spoil_record(self, name: NamespaceId, segment: SegmentId, rng: random.Random) -> None: ...
 
     @abstractmethod
+    def break_record(self, name: NamespaceId, segment: SegmentId) -> None:
+        """Make it one that no version can read."""
+
+    @abstractmethod
     def miscount(self, name: NamespaceId, nbytes: int) -> None: ...
 
     @abstractmethod
@@ -159,6 +163,10 @@ class RawSqlite(RawIndex):
             row = db.execute(f"SELECT record FROM segments WHERE {where}", (name, segment)).fetchone()
         if row is not None:
             self._run(f"UPDATE segments SET record = ? WHERE {where}", spoilt(row[0], rng), name, segment)
+
+    def break_record(self, name: NamespaceId, segment: SegmentId) -> None:
+        where = f"namespace = {self._GENERATION} AND id = ?"
+        self._run(f"UPDATE segments SET record = x'00' WHERE {where}", name, segment)
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         self._run("UPDATE namespaces SET nbytes = nbytes + ? WHERE id = ?", nbytes, name)
@@ -203,6 +211,12 @@ class RawRedis(RawIndex):
                 segment,  # type: ignore[arg-type]
                 value[:at] + spoilt(value[at:], rng),
             )
+
+    def break_record(self, name: NamespaceId, segment: SegmentId) -> None:
+        value: Any = self.client.hget(self._key(name, "segs"), segment)  # type: ignore[arg-type]
+        at = value.index(b":", value.index(b":") + 1) + 1 + 24
+        broken = value[:at] + b"\0" + value[at + 1 :]
+        self.client.hset(self._key(name, "segs"), segment, broken)  # type: ignore[arg-type]
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         self.client.hincrby(self._key(name, "meta"), "bytes", nbytes)

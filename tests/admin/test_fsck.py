@@ -447,3 +447,16 @@ def test_a_share_that_comes_back(tmp_path: Path) -> None:
     shutil.move(away, folder)
     assert run(world, repair=True).found == 0
     assert known(world) == before
+
+
+def test_a_record_that_cannot_be_read_is_not_replaced_by_damage(world: World) -> None:
+    """Its record goes, and what was found bad on the way is not listed as a segment that nobody knew."""
+    one = world.written[0]
+    flip(world, one, len(one.payloads[0]) - 1)
+    world.raw.break_record(one.name, one.segment)
+    everything = Depth(percent=100.0, settled_s=0.0)
+    assert run(world, repair=True, depth=everything).remaining == 0
+    assert run(world, depth=everything).found == 0
+    with world.cache() as cache:
+        assert cache.index is not None
+        assert cache.index.states(one.name, [one.segment]) == [None]

@@ -188,9 +188,7 @@ class Bench:
             index = cache.made_index()
             usage = index.usage(self.name)
             keep, gone = usage.nbytes - usage.nbytes // 100, 0
-            while step := index.cull(
-                self.name, keep_bytes=keep, delete_after_s=0, limit=256, rule="admin"
-            ):
+            while step := index.cull(self.name, keep_bytes=keep, delete_after_s=0, limit=256, rule="admin"):
                 gone += len(step)
             return f"{gone} segments"
 
