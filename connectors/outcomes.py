@@ -126,18 +126,23 @@ class Outcomes:
 
     def _tell(self) -> None:
         """Call thread."""
+        over = False
         try:
-            while self._tell_batch() and self._more():
-                pass
+            while not over and self._tell_batch():
+                over = self._is_over()
         finally:
             # Also after a bug, which costs its batch and not all that follow.
-            with self._lock:
-                self._telling = self._again = False
+            if not over:
+                with self._lock:
+                    self._telling = self._again = False
 
-    def _more(self) -> bool:
+    def _is_over(self) -> bool:
+        """Whether nothing is left to tell now; if so, nobody is at it from this moment on: what an engine
+        that goes idle notes after this look begins another call."""
         with self._lock:
             again, self._again = self._again, False
-        return len(self._waiting) >= BATCH or (again and bool(self._waiting))
+            self._telling = len(self._waiting) >= BATCH or (again and bool(self._waiting))
+            return not self._telling
 
     def _tell_batch(self) -> bool:
         batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]

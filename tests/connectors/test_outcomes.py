@@ -363,6 +363,35 @@ def test_what_comes_while_others_are_told_does_not_wait_for_a_step(store: Store,
     assert recorded.batches == [["a"], ["b"]]
 
 
+class LockThen:
+    """A lock after which, where a call thread leaves it, something happens once."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._lock, self._then, self._engine = threading.Lock(), [then], threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+        if threading.get_ident() != self._engine and self._then:
+            self._then.pop()()
+
+
+def test_what_comes_as_a_call_ends_does_not_wait_for_a_step(store: Store, space: Space) -> None:
+    recorded, outcomes = Recorded(space), Outcomes(store)
+
+    def idle() -> None:
+        note(outcomes, space, "b")
+        outcomes.tick(idle=True)
+
+    outcomes._lock = LockThen(idle)  # type: ignore[assignment]
+    note(outcomes, space, "a")
+    outcomes.tick()
+    assert store.transfers.drain(5.0)
+    assert recorded.batches == [["a"], ["b"]]
+
+
 def test_while_the_index_is_down_nothing_is_told_and_nothing_lost(store: Store, space: Space) -> None:
     recorded, outcomes = Recorded(space), Outcomes(store)
     store.index_breaker = Breaker("index", store.settings.breaker)
