@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
 import threading
 import time
@@ -244,7 +245,10 @@ class Store:
             return evicted
         until = time.monotonic() + _REAP_S
         try:
-            for account in self.catalogue.accounts():
+            accounts = self.catalogue.accounts()
+            # Each time in another order: neither one that takes all the time nor one that fails may keep the
+            # same others from their turn for good.
+            for account in random.sample(accounts, len(accounts)):
                 if account.bygone:
                     self.tending.drain(account.namespace)
                 while (account.trashed or account.bygone) and time.monotonic() < until:
