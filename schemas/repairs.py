@@ -211,7 +211,8 @@ class InvalidateReport(Closed):
 
 
 #: `kept`: nothing was changed. `waiting`: invisible; payloads that may still be read by a load are deleted
-#: after the grace time, and the namespace is forgotten then. `in_use`: an engine has stored something since.
+#: after the grace time, and the next drop forgets the namespace. `in_use`: an engine has stored
+#: something since.
 DropState = Literal["kept", "waiting", "in_use", "erased"]
 
 

@@ -184,5 +184,5 @@ def drop(report: DropReport) -> Renderables:
         text = "an engine has stored something there since: stop it, then drop again"
         yield pair("drop", Text(text, style="bold red"), width=_WIDTH)
     else:
-        text = "invisible; erased after the grace time by the janitor, or run drop again"
+        text = "invisible; payloads go after the grace time, the empty namespace when drop is run again then"
         yield pair("drop", text, width=_WIDTH)

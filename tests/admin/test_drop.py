@@ -91,7 +91,7 @@ def test_drop_with_a_grace_time(admin: Admin, world: World) -> None:
     assert blocks_matched(world) == 6
     ran = admin("drop", name, "--apply", *options(world))
     assert ran.code == 0, ran.err
-    assert "erased after the grace time by the janitor, or run drop again" in ran.out
+    assert "payloads go after the grace time, the empty namespace when drop is run again then" in ran.out
     assert blocks_matched(world) == 0
     assert payloads(world, name) == 2
     with world.cache() as cache:

@@ -155,8 +155,9 @@ def drop(
     """Remove a namespace with all that it holds.
 
     What it holds can't be matched from then on. Its payloads are deleted when the grace time has passed, in
-    which a load that is under way may still read them, and then the namespace is forgotten: by the janitor,
-    or by running drop again. An engine that still uses it registers it anew.
+    which a load that is under way may still read them: by whoever tends the cache, or by running drop again,
+    which then forgets the namespace as well. The janitor does that too, but only when no engine has
+    registered the namespace for janitor.forget_after_s. An engine that still uses it registers it anew.
     """
     with call.cache() as cache, progress.shown() as shows:
         report = drop_(cache, namespace, apply=apply, now=now, progress=shows)
