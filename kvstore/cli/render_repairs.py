@@ -111,13 +111,22 @@ def gc(report: GcReport) -> Renderables:
     yield ""
     if report.ended != "complete":
         yield pair("ended", Text(f"{report.ended}: {report.problem}", style="bold red"), width=_WIDTH)
-    waste = _counted(report.waste)
     if report.delete:
         yield pair("deleted", _counted(report.deleted), width=_WIDTH)
         if report.left_out:
             yield pair("left", f"{count(report.left_out, 'object')}: in use after all", width=_WIDTH)
     else:
-        yield pair("waste", f"{waste}; `cache-admin gc --delete` removes it", width=_WIDTH)
+        yield pair("waste", _wasted(report), width=_WIDTH)
+
+
+def _wasted(report: GcReport) -> str:
+    due = sum(space.due + space.bygone for space in report.namespaces)
+    found = [_counted(report.waste)] if report.waste.objects else []
+    if due:
+        found.append(count(due, "evicted segment"))
+    if not found:
+        return "none" if report.ended == "complete" else "unknown"
+    return f"{' and '.join(found)}; `cache-admin gc --delete` removes it"
 
 
 def _counted(counted: Counted) -> str:

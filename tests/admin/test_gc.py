@@ -85,10 +85,14 @@ def test_orphans_of_a_certain_age(admin: Admin, world: World) -> None:
     assert (report.waste.objects, report.waste.stored_bytes) == (1, len(old.payloads[0]))
     assert sum(space.young.objects for space in report.namespaces) == 3
     assert there(world, old) == [True]
+    assert (
+        "1 (" in (text := admin("gc", *options(world)).out) and "`cache-admin gc --delete` removes it" in text
+    )
     ran = admin("gc", "--delete", *options(world))
     assert ran.code == 0, ran.err
     assert (there(world, old), there(world, young), there(world, halves)) == ([False], [True], [True, True])
     assert GcReport.model_validate_json(admin("gc", "--json", *options(world)).out).waste.objects == 0
+    assert admin("gc", *options(world)).out.splitlines()[-1].split() == ["waste", "none"]
     ran = admin("gc", "--delete", "--older-than", "20m", *options(world))
     assert ran.code == 0
     assert (there(world, young), there(world, halves)) == ([False], [True, True])
