@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvstore.admin.cache import Cache
 from kvstore.admin.inventory import amount_of as held_by
+from kvstore.admin.machine import size
 from kvstore.admin.plans import Tally
 from kvstore.admin.progress import Progress, Silent
 from kvstore.admin.segments import find_segment
@@ -88,7 +89,7 @@ def plan_keep(cache: Cache, prefix: str | None, *, keep_bytes: int, now_s: float
     """The first in the order of eviction, until at most `keep_bytes` are left, of one namespace or of all
     together. Pinned segments stay. Raises UnknownName and what the index raises.
     """
-    plan = _empty(cache, prefix, f"down to {keep_bytes} bytes", spare=True)
+    plan = _empty(cache, prefix, f"down to {size(keep_bytes)}", spare=True)
     entries = _Entries(cache, plan)
     for account in plan.accounts:
         for listing in _listings(cache, account.namespace):

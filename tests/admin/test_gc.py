@@ -232,7 +232,9 @@ def test_half_an_index_is_no_reason_either(tmp_path: Path) -> None:
 def test_an_unreachable_index_costs_nothing(admin: Admin, world: World) -> None:
     done = orphan(world, 2 * HOUR_S)
     words = ["--payloads", world.settings["payloads"], "--index", "redis://127.0.0.1:1"]
-    assert admin("gc", "--delete", *words).code == 5
+    ran = admin("gc", "--delete", *words)
+    assert ran.code == 5
+    assert "`cache-admin doctor` says what to do" in ran.err
     assert there(world, done) == [True]
 
 

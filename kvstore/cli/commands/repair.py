@@ -185,4 +185,6 @@ def _age(option: str, text: str) -> float:
 def _end(call: Call, report: FsckReport | GcReport | RebuildReport) -> None:
     if report.problem:
         say(report.problem)
+    if report.ended == "failed":
+        say("`cache-admin doctor` says what to do")
     call.exit_by(report)
