@@ -186,8 +186,11 @@ class Upkeep(ABC):
         """
 
     @abstractmethod
-    def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
-        """Trashed segments whose time has come, with their number of ranks."""
+    def due(self, namespace: NamespaceId, now_s: float | None, limit: int) -> list[tuple[SegmentId, int]]:
+        """Trashed segments whose time has come by `now_s`, with their number of ranks.
+
+        None: by the index's own clock, by which the grace time began: for those who delete.
+        """
 
     @abstractmethod
     def bury(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> None:

@@ -27,7 +27,6 @@ from kvstore.errors import (
     CorruptPayload,
     KVStoreError,
     NamespaceUnknown,
-    PermissionDenied,
 )
 from kvstore.keys import (
     ContentKey,
@@ -421,9 +420,9 @@ class Space:
             state = self._known(
                 lambda: store.index.commit(self.id, segment, new, record, rank=rank, ranks=ranks)
             )
-        except (BreakerOpen, CapacityExceeded, PermissionDenied):
-            # Certainly not committed. After any other error it may have been, and what the index
-            # names must stay; what it doesn't name is found by gc.
+        except (BreakerOpen, CapacityExceeded):
+            # Certainly not committed. After any other error it may have been (a right that is missing in the
+            # middle of a script), and what the index names must stay; what it doesn't name is found by gc.
             with contextlib.suppress(KVStoreError):
                 store.payloads.delete([name])
             raise

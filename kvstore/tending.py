@@ -228,7 +228,7 @@ class Tending:
         What can't be deleted stays in the trash for the next time, and is no error but told to `failed`.
         Raises what the index raises.
         """
-        due = self._index.due(namespace, self._clock(), most)
+        due = self._index.due(namespace, None, most)
         deleted = 0
         for at in range(0, len(due), _DELETE_STEP):
             self._proceed()
@@ -257,7 +257,7 @@ class Tending:
         """
         gone = self._index.invalidate(namespace)
         self.drain(namespace, delete_after_s=0)
-        while due := self._index.due(namespace, self._clock(), _DELETE_STEP):
+        while due := self._index.due(namespace, None, _DELETE_STEP):
             self._delete(namespace, due)
         while self.sweep(namespace):
             pass

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from kvstore.admin.cache import Cache
 from kvstore.admin.checking import paged
 from kvstore.admin.exports import Refused
+from kvstore.admin.gc import LEAST_AGE_S
 from kvstore.admin.inventory import amount_of
 from kvstore.admin.progress import Progress, Silent
 from kvstore.admin.recommit import AnyIndex
@@ -148,7 +149,12 @@ class _Drop:
 
     def _unnamed(self) -> Iterable[str]:
         for page in paged(self.cache.payloads.list(f"{self.name}/")):
-            parsed = [(listed.name, parse_payload_name(listed.name)) for listed in page]
+            parsed = [
+                (listed.name, parse_payload_name(listed.name))
+                for listed in page
+                # What is younger may be on its way to its commit; gc finds it if it isn't.
+                if self.clock() - listed.modified_s >= LEAST_AGE_S
+            ]
             pairs = [(name, parts[1]) for name, parts in parsed if parts is not None]
             states = self.index.states(self.name, [segment for _, segment in pairs])
             yield from (name for (name, _), state in zip(pairs, states, strict=True) if state is None)

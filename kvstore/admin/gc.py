@@ -61,6 +61,10 @@ def gc(
     deleted. Raises Refused without an index, and, with `delete` and without `force`, where the index looks as
     if it had been lost: then the payloads are what it would be rebuilt from.
     """
+    if older_than_s < LEAST_AGE_S:
+        raise ValueError(
+            f"older_than_s = {older_than_s:g}: what is younger than {LEAST_AGE_S:g} s may still be saved"
+        )
     run = _Gc(cache, needed_index(cache), older_than_s, progress or Silent(), clock)
     began = time.monotonic()
     try:

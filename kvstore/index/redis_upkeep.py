@@ -47,6 +47,7 @@ _CORRECT = Script.load("correct", "generations")
 _COOL = Script.load("cool")
 _LEASE = Script.load("lease")
 _RELEASE = Script.load("release")
+_TIME = Script.load("time")
 
 #: By the number that erase.lua answers.
 _ERASED: tuple[Erased, ...] = ("erased", "more", "in_use")
@@ -87,7 +88,9 @@ class RedisUpkeep(RedisPart, Upkeep):
             looked += looks
         return gone
 
-    def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
+    def due(self, namespace: NamespaceId, now_s: float | None, limit: int) -> list[tuple[SegmentId, int]]:
+        if now_s is None:
+            now_s = float(self._client.run(_TIME, key(namespace, "meta")))
         after_s = math.floor(now_s) + 1
         found: dict[SegmentId, int] = {}
         for first in range(0, max(0, limit), _DUE_SLICE):

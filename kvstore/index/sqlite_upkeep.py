@@ -37,6 +37,8 @@ from kvstore.keys import NamespaceId, SegmentId
 from schemas.records import EvictionRule
 from schemas.settings import JournalSettings
 
+#: Of two that contend for a lease, how much longer the other one may ask for it.
+_LONGEST = 10
 #: How often a count is begun anew that found the namespace changed.
 _COUNTS = 4
 
@@ -89,7 +91,8 @@ class SqliteUpkeep(SqliteCatalogue, Upkeep):
             if len(some) < most or len(gone) == limit:
                 return gone
 
-    def due(self, namespace: NamespaceId, now_s: float, limit: int) -> list[tuple[SegmentId, int]]:
+    def due(self, namespace: NamespaceId, now_s: float | None, limit: int) -> list[tuple[SegmentId, int]]:
+        now_s = self._clock() if now_s is None else now_s
         with self._database.reading("due") as db:
             rows = db.execute(
                 "SELECT id, ranks FROM trash WHERE due <= ? AND namespace = "
@@ -288,7 +291,8 @@ class SqliteUpkeep(SqliteCatalogue, Upkeep):
         now = self._clock()
         with self._database.writing("lease") as db:
             row = db.execute("SELECT holder, expires FROM leases WHERE name = ?", (name,)).fetchone()
-            if row and row[0] != holder and row[1] > now:
+            # One that lasts much longer was taken before the clock was set back.
+            if row and row[0] != holder and now < row[1] <= now + _LONGEST * ttl_s:
                 return False
             db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (name, holder, now + ttl_s))
         return True

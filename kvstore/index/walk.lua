@@ -45,8 +45,8 @@ local function walk(digests, begin, locate, alive)
     local position, n = goal, 0
     while position >= begin do
       local entry = call('HGET', locate(digests, position))
-      local segment = entry and sub(entry, 1, 8)
-      if not entry or alive and not alive(segment) then
+      local segment = entry and #entry == 10 and sub(entry, 1, 8)
+      if not segment or alive and not alive(segment) then
         finish = position
         return false
       end

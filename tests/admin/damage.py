@@ -133,6 +133,10 @@ class RawIndex(ABC):
     def miscount(self, name: NamespaceId, nbytes: int) -> None: ...
 
     @abstractmethod
+    def expire(self, name: NamespaceId) -> None:
+        """Let the grace time of what is in the trash be over."""
+
+    @abstractmethod
     def forget_order(self, name: NamespaceId, segment: SegmentId) -> None:
         """Take it out of the order of eviction."""
 
@@ -170,6 +174,11 @@ class RawSqlite(RawIndex):
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         self._run("UPDATE namespaces SET nbytes = nbytes + ? WHERE id = ?", nbytes, name)
+
+    def expire(self, name: NamespaceId) -> None:
+        self._run(
+            "UPDATE trash SET due = 1 WHERE namespace = (SELECT key FROM namespaces WHERE id = ?)", name
+        )
 
     def forget_order(self, name: NamespaceId, segment: SegmentId) -> None:
         """It can't be: the order is an index of the table."""
@@ -220,6 +229,11 @@ class RawRedis(RawIndex):
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         self.client.hincrby(self._key(name, "meta"), "bytes", nbytes)
+
+    def expire(self, name: NamespaceId) -> None:
+        trash = self._key(name, "trash")
+        for segment, score in self.client.zrange(trash, 0, -1, withscores=True):  # type: ignore[union-attr]
+            self.client.zadd(trash, {segment: 1 + score % 1})
 
     def forget_order(self, name: NamespaceId, segment: SegmentId) -> None:
         self.client.zrem(self._key(name, "lru"), segment)

@@ -119,10 +119,11 @@ def test_evicted_segments_have_their_grace_time(world: World) -> None:
     with world.cache() as cache:
         assert cache.index is not None
         cache.index.evict(one.name, [one.segment], delete_after_s=time.time() + 120, rule="admin")
-    report = run(world, delete=True, ahead_s=60)
+    report = run(world, delete=True)
     assert there(world, one) == [True, True]
     assert [(s.trashed, s.due, s.reaped) for s in report.namespaces if s.id == one.name] == [(1, 0, 0)]
-    report = run(world, delete=True, ahead_s=300)
+    world.raw.expire(one.name)
+    report = run(world, delete=True)
     assert there(world, one) == [False, False]
     assert [(s.trashed, s.due, s.reaped) for s in report.namespaces if s.id == one.name] == [(1, 1, 2)]
 
@@ -138,7 +139,8 @@ def test_invalidated_segments_are_drained_reaped_and_swept(world: World) -> None
     report = run(world, delete=True)
     assert [(s.drained, s.swept) for s in report.namespaces if s.id == one.name] == [(1, 4)]
     assert there(world, one) == [True]
-    run(world, delete=True, ahead_s=300)
+    world.raw.expire(one.name)
+    run(world, delete=True)
     assert there(world, one) == [False]
     with world.cache() as cache:
         assert cache.index is not None

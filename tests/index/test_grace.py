@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvstore.blobs.memory import MemoryPayloads
 from kvstore.build import load_settings, open_index
 from kvstore.conformance.chains import chain, namespace, put_all
+from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import NamespaceId
+from kvstore.metrics import Counters
+from kvstore.tending import Tending
 
 GRACE_S = 300.0
 
@@ -60,3 +64,28 @@ def test_at_once_is_at_once(index: Any, way: str) -> None:
     name = index.register(namespace(), expected_blocks=100)
     trash(index, name, way, 0)
     assert len(index.due(name, time.time(), 9)) == 3
+
+
+def test_who_deletes_asks_by_the_clock_that_the_grace_time_began_by(index: Any, tmp_path: Path) -> None:
+    """A node whose clock is ahead deletes nothing early."""
+    name = index.register(namespace(), expected_blocks=100)
+    segments = put_all(index, name, chain(6), [2, 2, 2])
+    made = load_settings({"payloads": f"file://{tmp_path}", "grace_s": GRACE_S}, environ={})
+    ahead = Tending(index, MemoryPayloads("grace"), made, Counters(), lambda: time.time() + 3600)
+    index.evict(name, segments, delete_after_s=time.time(), rule="admin")
+    assert index.due(name, None, 9) == []
+    assert ahead.reap(name) == 0
+    assert index.states(name, segments) == ["trash"] * 3
+    assert ahead.forget(name) == 0
+    trash(index, name, "evict", 0)
+    assert len(index.due(name, None, 9)) == 3
+
+
+def test_a_lease_from_before_a_clock_was_set_back_ends(tmp_path: Path) -> None:
+    now = [1_800_000_000.0]
+    with SqliteIndex(f"{tmp_path}/index.sqlite", clock=lambda: now[0]) as index:
+        assert index.lease("janitor", "one", 15.0)
+        assert not index.lease("janitor", "two", 15.0)
+        now[0] -= 86_400.0
+        assert index.lease("janitor", "two", 15.0)
+        assert not index.lease("janitor", "one", 15.0)
