@@ -26,7 +26,7 @@ from kvstore.admin.machine import (
 )
 from kvstore.admin.payloads import are_there
 from kvstore.admin.storage_checks import check_fast_tier, check_payloads, to_be_made
-from kvstore.admin.upkeep_checks import check_quotas, check_sketch, check_upkeep
+from kvstore.admin.upkeep_checks import check_contents, check_quotas, check_sketch, check_upkeep
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -102,6 +102,7 @@ def _checks(cache: Cache, sources: Sources, clock: Callable[[], float], mounts: 
         yield from _or_problem("upkeep", check_upkeep(cache, clock))
         yield from _or_problem("admission", check_sketch(cache, clock))
     if index_works and payloads_work:
+        yield from _or_problem("contents", check_contents(cache))
         yield from _or_problem("agreement", check_agreement(cache))
 
 

@@ -12,6 +12,7 @@ from kvstore.admin.quotas import quota_lines
 from kvstore.catalogue import Account
 from kvstore.index.redis import RedisIndex
 from kvstore.index.sqlite import SqliteIndex
+from kvstore.keys import parse_payload_name
 from kvstore.store import JANITOR
 from schemas.reports import Check, QuotaLine
 
@@ -24,6 +25,22 @@ _FULL_SHARE = 0.27
 _MARK_BITS = 3
 #: Bytes of sketch per block, for one false positive in a hundred.
 _SKETCH_BYTES_PER_BLOCK = 2
+
+
+def check_contents(cache: Cache) -> Iterator[Check]:
+    """An index that names nothing beside payloads that are stored: it may have been lost."""
+    if cache.index is not None and any(
+        account.usage.segments or account.trashed or account.bygone for account in cache.index.accounts()
+    ):
+        return
+    stored = next((listed.name for listed in cache.payloads.list() if parse_payload_name(listed.name)), None)
+    if stored is not None:
+        yield Check(
+            name="contents",
+            state="warning",
+            found=f"the index names nothing, but payloads are stored, such as {stored}",
+            advice="if the index was lost, `cache-admin rebuild` makes it anew from the payloads",
+        )
 
 
 def check_quotas(cache: Cache) -> Iterator[Check]:

@@ -306,7 +306,8 @@ def test_a_trash_that_nobody_empties(either: Filled) -> None:
     [check] = named(examine(either), "upkeep")
     assert (check.state, "1 evicted segments wait" in check.found) == ("ok", True)
     with opened(either) as index:
-        index.evict(namespace_id(either.kv), [second], delete_after_s=now - 3600, rule="admin")
+        # Without a grace time, and so long overdue.
+        index.evict(namespace_id(either.kv), [second], delete_after_s=0, rule="admin")
     [check] = named(examine(either), "upkeep")
     assert (check.state, either.kv_id in check.found) == ("warning", True)
     assert "cache-admin serve" in check.advice
@@ -389,6 +390,23 @@ def damage_truncate(path: Path) -> None:
 def damage_append(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"x")
+
+
+def test_an_index_that_was_lost(either: Filled) -> None:
+    assert named(examine(either), "contents") == []
+    with opened(either) as index:
+        for space in index.namespaces():
+            index.unlist(space, [each.segment for each in index.segments(space)])
+    [check] = named(examine(either), "contents")
+    assert check.state == "warning"
+    assert "cache-admin rebuild" in check.advice
+
+
+def test_an_index_file_that_was_deleted(filled: Filled) -> None:
+    for file in filled.folder.glob("index.sqlite*"):
+        file.unlink()
+    [check] = named(examine(filled), "contents")
+    assert "payloads are stored" in check.found
 
 
 @pytest.mark.parametrize("damage", [damage_delete, damage_truncate, damage_append])

@@ -241,7 +241,10 @@ def test_a_kill_in_the_middle(tmp_path: Path, private_redis: RedisServer) -> Non
         world.write(TWO_RANKS, chain(number, 16), 0)
     before = known(world)
     lose_the_index(world)
-    words = [sys.executable, "-m", "kvstore.cli", "rebuild", "--jobs", "1", *options(world)]
+    # What a shell runs in the background ignores SIGINT, and so do its children.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from kvstore.cli import main; main()"
+    words = [sys.executable, "-c", code, "rebuild", "--jobs", "1", *options(world)]
     environ = {name: text for name, text in os.environ.items() if not name.startswith("KVSTORE_")}
     environ |= ENVIRON
     name, partial = namespace_id(TWO_RANKS), 0

@@ -304,7 +304,7 @@ def test_an_index_that_was_emptied_is_begun_with_anew(world: World) -> None:
     segment = world.commit(kv)
     world.tell(kv, 100, 100)
     world.look()
-    world.index.evict(kv, [segment], delete_after_s=world.now, rule="capacity")
+    world.index.evict(kv, [segment], delete_after_s=0, rule="capacity")
     assert world.look(SAMPLE_S).evictions_by_rule == {"capacity": 1}
     empty(world, kv)
     world.look(SAMPLE_S)

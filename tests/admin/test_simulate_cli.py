@@ -80,9 +80,12 @@ def test_the_settings_of_a_cache_count_if_there_are_any(admin: Admin, chats: Pat
         "KVSTORE_EVICTION__LOW": "0.5",
     }
     assert admin(*options, env=env).json["high"] == 0.8
+    # Also those of a cache that isn't named.
+    del env["KVSTORE_PAYLOADS"]
+    assert admin(*options, env=env).json["high"] == 0.8
     ran = admin(*options, env={"KVSTORE_EVICTION__HIGH": "0.8"})
     assert ran.code == 2
-    assert "payloads" in ran.err
+    assert "low = 0.9 is larger than high = 0.8" in ran.err
 
 
 @pytest.mark.parametrize(

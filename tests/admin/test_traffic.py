@@ -270,7 +270,9 @@ def test_events_are_followed_until_ctrl_c(filled: Filled, form: str) -> None:
     """As a process, because it ends with a signal; also a namespace that is new is followed."""
     words = ["events", "--follow", "--every", "0.05", *filled.options]
     words += ["--json"] if form == "json" else []
-    code = "from kvstore.cli import main; main()"
+    # What a shell runs in the background ignores SIGINT, and so do its children.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from kvstore.cli import main; main()"
     child = subprocess.Popen(
         [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -124,8 +124,9 @@ class Storm:
                 space.id,
                 keep_bytes=int(held * self.random.uniform(0.3, 0.9)),
                 # Some at once: their payloads vanish under loads that have been promised.
-                delete_after_s=store.clock() + self.random.choice([0, 60]),
+                delete_after_s=self.random.choice([0, store.clock() + 60]),
                 limit=64,
+                rule="admin",
             )
             self.happened["evicted"] += len(gone)
             store.tend()

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -15,6 +16,7 @@ from kvstore import admin
 from kvstore.admin.plot import svg
 from kvstore.admin.simulate import POLICIES, Setup
 from kvstore.admin.traces import Assumed
+from kvstore.build import PREFIX
 from kvstore.cli import progress, render_simulation
 from kvstore.cli.call import Call, say, verb
 from schemas.settings import Settings, parse_bytes
@@ -127,10 +129,12 @@ def whatif(
 
 
 def _settings(call: Call) -> Settings:
-    """Those that were given, or else the defaults: a simulation needs no store."""
-    if call.sources.describe():
-        return call.sources.settings()
-    return Settings(payloads="memory://simulation", index="memory://simulation")
+    """Those that were given, over the defaults; a simulation needs no store."""
+    sources = call.sources
+    named = (f"{PREFIX}SETTINGS", f"{PREFIX}PAYLOADS")
+    if sources.file or sources.payloads or any(name.startswith(named) for name in sources.environ):
+        return sources.settings()
+    return replace(sources, index="memory://simulation", payloads="memory://simulation").settings()
 
 
 def _policies(text: str) -> Sequence[Policy]:
