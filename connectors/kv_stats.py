@@ -25,7 +25,7 @@ LOADS: Final = ("complete", "failed")
 RESETS: Final = ("renamed", "left_alone", "named", "refused_name")
 _EVENTS: Final = (
     "evicted_segments", "deleted_payloads", "quarantined_segments", "dropped_copies", "note_failures",
-    "outcomes_lost",
+    "outcomes_lost", "trace_lost",
 )  # fmt: skip
 
 COUNTERS: Final = (

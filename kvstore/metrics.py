@@ -46,7 +46,6 @@ _PLAIN: Final = (
     "load_runs",
     "load_blocks",
     "load_bytes",
-    "load_cost_us",  # what computing the loaded blocks took those who saved them, in microseconds
     "save_segments",
     "save_bytes",
     "note_failures",

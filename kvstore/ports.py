@@ -267,7 +267,7 @@ class Index(ABC):
         """Remember what became of requests (kvstore.catalogue.Journal): in a ring of bounded length, in
         totals, and, of match outcomes that ended "absent", how much more capacity would have served them.
 
-        One round trip. Nothing for an unknown namespace.
+        One round trip for up to 64 outcomes with 4,096 digests. Nothing for an unknown namespace.
         """
 
     @abstractmethod

@@ -203,9 +203,6 @@ class Space:
         counters.add("load_runs")
         counters.add("load_blocks", run.count)
         counters.add("load_bytes", sum(view.nbytes for view in into))
-        # Of several ranks, each has saved its share.
-        shares = run.record.slots * len(run.record.parts)
-        counters.add("load_cost_us", run.record.cost_us * run.count // shares)
         return slots
 
     def _read(

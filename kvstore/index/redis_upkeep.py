@@ -34,8 +34,8 @@ _COUNT_TRIES = 4
 
 _CULL = Script.load("cull", "changes", "score", "grace", "drop")
 _SWEEP = Script.load("sweep", "buckets")
-_PIN = Script.load("pin", "changes")
-_UNPIN = Script.load("unpin", "changes")
+_PIN = Script.load("pin", "changes", "pinnable")
+_UNPIN = Script.load("unpin", "changes", "pinnable")
 _QUOTA = Script.load("quota")
 _INVALIDATE = Script.load("invalidate", "changes", "generations")
 _DRAIN = Script.load("drain", "generations", "grace")
