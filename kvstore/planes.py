@@ -160,7 +160,9 @@ def split(raw: memoryview, dtype: str) -> memoryview:
         parts.append(field)
     stored = [_shrunk(part) for part in parts]
     sizes = struct.pack(f"<{layout.parts}I", *(part.nbytes for part in stored))
-    return memoryview(np.concatenate([np.frombuffer(sizes, np.uint8), *stored]))
+    # Releases of numpy differ in how they type an array as a buffer; this suits all of them.
+    packed_all: memoryview = np.concatenate([np.frombuffer(sizes, np.uint8), *stored]).data
+    return packed_all
 
 
 def join(stored: memoryview, dtype: str, into: memoryview) -> None:
