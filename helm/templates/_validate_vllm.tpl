@@ -1,0 +1,3 @@
+{{/* One sentence per line for each combination of values that can't work. */}}
+{{- define "kvstore.validate.vllm" -}}
+{{- end -}}
