@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ CHART = ROOT / "helm"
 KUBE_VERSION = "1.34.0"
 
 Manifest = dict[str, Any]
+Values = Mapping[str, Any] | Path | None
 
 
 def helm() -> str:
@@ -42,33 +45,35 @@ def run(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str
     )
 
 
-def _template(
-    values: Mapping[str, Any] | Path | None,
-    name: str,
-    namespace: str,
-    kube: str,
-    notes: bool,
-    apis: tuple[str, ...],
+@cache
+def _rendered(
+    text: str, chart: str, name: str, namespace: str, kube: str, apis: tuple[str, ...]
 ) -> subprocess.CompletedProcess[str]:
-    text = values.read_text() if isinstance(values, Path) else json.dumps(dict(values or {}))
-    return _rendered(text, name, namespace, kube, notes, apis)
+    options = ["--namespace", namespace, "--kube-version", kube, "-f", "-"]
+    for api in apis:
+        options += ["--api-versions", api]
+    return run("template", name, chart, *options, stdin=text)
+
+
+def _text(values: Values) -> str:
+    return values.read_text() if isinstance(values, Path) else json.dumps(dict(values or {}))
 
 
 @cache
-def _rendered(
-    text: str, name: str, namespace: str, kube: str, notes: bool, apis: tuple[str, ...]
-) -> subprocess.CompletedProcess[str]:
-    verb = ["install", name, str(CHART), "--dry-run"] if notes else ["template", name, str(CHART)]
-    options = ["--namespace", namespace, "-f", "-"]
-    if not notes:
-        options += ["--kube-version", kube]
-        for api in apis:
-            options += ["--api-versions", api]
-    return run(*verb, *options, stdin=text)
+def _chart_of_notes() -> str:
+    """The chart again, with the notes as a manifest: `helm template` leaves them out, `install` wants a cluster."""
+    copy = Path(tempfile.mkdtemp(prefix="chart-")) / "kvstore"
+    atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
+    shutil.copytree(CHART, copy, ignore=shutil.ignore_patterns("NOTES.txt"))
+    shutil.copy(CHART / "templates" / "NOTES.txt", copy / "notes.txt")
+    (copy / "templates" / "notes.yaml").write_text(
+        'kind: Notes\ntext: {{ tpl (.Files.Get "notes.txt") . | toJson }}\n'
+    )
+    return str(copy)
 
 
 def render(
-    values: Mapping[str, Any] | Path | None = None,
+    values: Values = None,
     *,
     name: str = "cache",
     namespace: str = "inference",
@@ -76,14 +81,14 @@ def render(
     apis: tuple[str, ...] = (),
 ) -> list[Manifest]:
     """What would be installed, in helm's order. Fails the test with helm's words if it can't be rendered."""
-    done = _template(values, name, namespace, kube, False, apis)
+    done = _rendered(_text(values), str(CHART), name, namespace, kube, apis)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-def fails(values: Mapping[str, Any] | Path | None) -> str:
+def fails(values: Values) -> str:
     """What helm says when it refuses these values. Fails the test if it doesn't."""
-    done = _template(values, "cache", "inference", KUBE_VERSION, False, ())
+    done = _rendered(_text(values), str(CHART), "cache", "inference", KUBE_VERSION, ())
     assert done.returncode != 0, "rendered"
     return done.stderr
 
@@ -93,3 +98,11 @@ def pick(manifests: list[Manifest], kind: str, name: str | None = None) -> Manif
     found = [m for m in manifests if m["kind"] == kind and name in (None, m["metadata"]["name"])]
     assert len(found) == 1, f"{len(found)} of {kind} {name or ''}"
     return found[0]
+
+
+def notes(values: Values = None, *, name: str = "cache", namespace: str = "inference") -> str:
+    """What `helm install` says at its end."""
+    done = _rendered(_text(values), _chart_of_notes(), name, namespace, KUBE_VERSION, ())
+    assert done.returncode == 0, done.stderr
+    found = [m for m in yaml.safe_load_all(done.stdout) if m and m["kind"] == "Notes"]
+    return str(found[0]["text"])
