@@ -51,17 +51,25 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class RedisSettings(Closed):
     """How to talk to Redis. Credentials may stand in the URL or here; here wins."""
 
+    #: User of Redis' access control lists. Left out: the URL's, or Redis' default user.
     username: str | None = None
+    #: Password of that user.
     password: SecretStr | None = None
+    #: Deadline of making a connection.
     connect_timeout_s: Seconds = 0.5
     #: Deadline of one call, the reply included. A match has the smaller `kv.match_deadline_s` as well.
     timeout_s: Seconds = 1.0
+    #: Connections of one process, at most; a call waits for a free one for as long as `timeout_s`.
     max_connections: int = Field(default=16, ge=1)
+    #: File with the CA certificates to trust with `rediss://`, in PEM. Left out: the system's.
     tls_ca: str | None = None
+    #: Whether the server's certificate and its host name are checked.
     tls_verify: bool = True
 
 
 class SqliteSettings(Closed):
+    """The index in an SQLite file, for the processes of one machine."""
+
     #: How long a writer waits for another process's transaction.
     busy_timeout_s: Seconds = 2.0
 
@@ -83,15 +91,21 @@ class S3Settings(Closed):
     #: What moves the bytes. `obstore` (Rust, outside the GIL) or `boto3`; listing, deleting and cleaning up
     #: are boto3's in any case.
     client: Literal["obstore", "boto3"] = "obstore"
+    #: Profile of the AWS configuration files to take credentials and region from.
     profile: str | None = None
+    #: Access key, together with `secret_access_key`; outranks boto3's chain.
     access_key_id: SecretStr | None = None
+    #: The access key's secret.
     secret_access_key: SecretStr | None = None
+    #: Session token of temporary keys.
     session_token: SecretStr | None = None
     #: `auto`: path style with an endpoint, virtual-hosted style with AWS.
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
-    #: File with the CA certificates to trust, in PEM.
+    #: File with the CA certificates to trust, in PEM. Left out: the clients' own.
     tls_ca: str | None = None
+    #: Whether the endpoint's certificate and its host name are checked.
     tls_verify: bool = True
+    #: Deadline of making a connection.
     connect_timeout_s: Seconds = 1.0
     #: A GET that brings no byte for this long is given up, and tried again on another connection.
     stall_timeout_s: Seconds = 2.0
@@ -99,17 +113,21 @@ class S3Settings(Closed):
     read_timeout_s: Seconds = 10.0
     #: One attempt at one PUT of up to `multipart_bytes`.
     write_timeout_s: Seconds = 30.0
-    #: Attempts at one request, and the pause before the second; the pauses double, with full jitter.
+    #: Attempts at one request that fails for a reason that may pass.
     attempts: int = Field(default=3, ge=1, le=10)
+    #: Pause before the second attempt; the pauses double, with full jitter.
     backoff_s: Seconds = 0.1
+    #: The longest pause between attempts.
     max_backoff_s: Seconds = 2.0
     #: A longer read is split into ranged GETs of about this size, `concurrency` of them at a time.
     range_bytes: Bytes = Field(default=8 << 20, ge=64 << 10)
+    #: Ranged GETs of one process at a time.
     concurrency: int = Field(default=16, ge=1, le=256)
     #: Two parts of a segment that are closer than this are fetched with one GET.
     gap_bytes: Bytes = 1 << 20
     #: An upload larger than this is multipart, in parts of `part_bytes`.
     multipart_bytes: Bytes = Field(default=64 << 20, ge=5 << 20, le=5 << 30)
+    #: Size of the parts of such an upload, but the last.
     part_bytes: Bytes = Field(default=16 << 20, ge=5 << 20, le=1 << 30)
 
 
@@ -147,14 +165,17 @@ class AdmissionSettings(Closed):
     #: Save only blocks that a request has asked for before, on any engine, within `window_s`: one-off
     #: prompts then cost nothing but a few bits in the index. Encoder items likewise.
     second_use: bool = False
+    #: How long a first use is remembered, at least; it is forgotten after twice as long.
     window_s: Seconds = 86400.0
-    #: Of the bits, per namespace and window; too few, and some first uses pass for second ones.
+    #: Size of what remembers uses, per namespace and window; too small, and some first uses pass for second
+    #: ones.
     sketch_bytes: Bytes = Field(default=1 << 20, ge=1 << 10, le=64 << 20)
 
 
 class IdentitySettings(Closed):
     """Overrides of what the connectors find out by themselves."""
 
+    #: Whose the cache is: tenants never share, and each can have a quota.
     tenant: str = Field(default="default", min_length=1, max_length=128)
     #: Raising it forgets everything stored before under this name, in O(1).
     epoch: int = Field(default=0, ge=0)
@@ -183,18 +204,23 @@ class IdentitySettings(Closed):
 
 
 class SegmentSettings(Closed):
-    """When a segment closes, whichever comes first (design.md, section 3)."""
+    """When a segment closes, whichever comes first, and how its blocks are stored."""
 
+    #: Size of one rank's part of a segment, at most; a block that is larger is a segment of its own.
     target_bytes: Bytes = Field(default=32 << 20, ge=4096, le=1 << 30)
+    #: Blocks of one segment, at most.
     max_blocks: int = Field(default=64, ge=1, le=1024)
-    #: `planes-lz4` packs the exponents of floats apart from their mantissas. Off: docs/adr/0015 measures why.
+    #: How slots are compressed. `planes-lz4` packs the exponents of floats apart from their mantissas. Off:
+    #: docs/adr/0015 measures why.
     codec: Codec = "none"
 
 
 class TransferSettings(Closed):
     """The store's I/O threads and the bounds of their queues."""
 
+    #: Threads that read payloads.
     read_threads: int = Field(default=4, ge=1, le=128)
+    #: Threads that write segments.
     write_threads: int = Field(default=2, ge=1, le=128)
     #: Bytes of saves queued or running; a save past it is dropped and counted.
     write_bytes: Bytes = Field(default=512 << 20, ge=1)
@@ -210,8 +236,11 @@ class TransferSettings(Closed):
 class BreakerSettings(Closed):
     """After `failures` transient failures in a row calls fail at once, until a probe succeeds."""
 
+    #: Transient failures in a row, of one backend, that open its breaker.
     failures: int = Field(default=3, ge=1)
+    #: From opening to the first probe; doubles with each probe that fails.
     backoff_s: Seconds = 0.5
+    #: The longest time between probes.
     max_backoff_s: Seconds = 10.0
 
 
@@ -263,8 +292,9 @@ class EvictionSettings(Closed):
     namespace_bytes: Bytes | None = Field(default=None, ge=1)
     #: Bytes that all namespaces of one tenant may hold.
     tenant_bytes: Bytes | None = Field(default=None, ge=1)
-    #: Eviction begins above this share of a quota, and goes on down to the lower one.
+    #: Eviction begins above this share of a quota.
     high: float = Field(default=0.95, gt=0, le=1)
+    #: Eviction goes on down to this share.
     low: float = Field(default=0.90, gt=0, le=1)
     #: What was used within this time goes only if there is nothing else.
     fresh_s: Seconds = 120.0

@@ -39,7 +39,10 @@ def run(*args: str, stdin: str | None = None) -> subprocess.CompletedProcess[str
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("HELM_", "KUBE"))
     }
-    environment |= {"KUBECONFIG": os.devnull, "HELM_CACHE_HOME": str(ROOT / ".cache" / "helm")}
+    environment |= {
+        "KUBECONFIG": str(ROOT / ".cache" / "no-cluster"),
+        "HELM_CACHE_HOME": str(ROOT / ".cache" / "helm"),
+    }
     return subprocess.run(
         [helm(), *args], input=stdin, capture_output=True, text=True, timeout=60, env=environment
     )
@@ -61,7 +64,7 @@ def _text(values: Values) -> str:
 
 @cache
 def _chart_of_notes() -> str:
-    """The chart again, with the notes as a manifest: `helm template` leaves them out, `install` wants a cluster."""
+    """The chart, its notes a manifest: `helm template` leaves them out, and `install` wants a cluster."""
     copy = Path(tempfile.mkdtemp(prefix="chart-")) / "kvstore"
     atexit.register(shutil.rmtree, copy.parent, ignore_errors=True)
     shutil.copytree(CHART, copy, ignore=shutil.ignore_patterns("NOTES.txt"))
