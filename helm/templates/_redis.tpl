@@ -1,22 +1,153 @@
-{{/* What the other templates ask of Redis: its URL, settings, environment and files. */}}
+{{/* What the other templates ask of Redis: its URL, settings, environment and files; the built-in one and
+an external one answer alike. Nothing in here is secret: passwords come from a Secret by reference. */}}
+
+{{- define "kvstore.redis.name" -}}
+{{ include "kvstore.fullname" . }}-redis
+{{- end -}}
+
+{{/* Of the built-in Redis: the Secret with its passwords, and the one with its certificate. */}}
+{{- define "kvstore.redis.secret" -}}
+{{ .Values.redis.builtIn.auth.existingSecret | default (include "kvstore.redis.name" .) }}
+{{- end -}}
+
+{{- define "kvstore.redis.tlsSecret" -}}
+{{ .Values.redis.builtIn.tls.existingSecret | default (printf "%s-tls" (include "kvstore.redis.name" .)) }}
+{{- end -}}
+
+{{/* The URL's parts, as JSON: scheme, hosts (list), path (list), ports (list). Of an external Redis only. */}}
+{{- define "kvstore.redis.location" -}}
+{{- $url := .Values.redis.external.url -}}
+{{- $scheme := regexFind "^[a-z+]+" $url -}}
+{{- $rest := regexReplaceAll "^[a-z+]*(://)?" $url "" -}}
+{{- $parts := splitList "/" $rest -}}
+{{- $ports := list -}}
+{{- range $host := splitList "," (first $parts) -}}
+{{- $port := regexFind ":[0-9]+$" $host | trimPrefix ":" -}}
+{{- $ports = append $ports (int ($port | default (ternary "26379" "6379" (hasSuffix "+sentinel" $scheme)))) -}}
+{{- end -}}
+{{- dict "scheme" $scheme "hosts" (splitList "," (first $parts)) "path" (rest $parts) "ports" (uniq $ports) | toJson -}}
+{{- end -}}
+
 {{- define "kvstore.redis.url" -}}
-redis://{{ include "kvstore.fullname" . }}-redis:6379/0
+{{- if .Values.redis.builtIn.enabled -}}
+{{ ternary "rediss" "redis" .Values.redis.builtIn.tls.enabled }}://{{ include "kvstore.redis.name" . }}.{{ .Release.Namespace }}.svc:6379/0
+{{- else -}}
+{{ .Values.redis.external.url }}
+{{- end -}}
 {{- end -}}
 
+{{/* The subtree `redis` of the settings (schemas/settings.py). */}}
 {{- define "kvstore.redis.settings" -}}
-{}
+{{- $folder := "/etc/kvstore/tls/redis" -}}
+{{- $tree := dict -}}
+{{- if .Values.redis.builtIn.enabled -}}
+{{- $_ := set $tree "username" "kvstore" -}}
+{{- if .Values.redis.builtIn.tls.enabled }}{{ $_ := set $tree "tls_ca" (printf "%s/ca.crt" $folder) }}{{ end -}}
+{{- else -}}
+{{- with .Values.redis.external -}}
+{{- with .username }}{{ $_ := set $tree "username" . }}{{ end -}}
+{{- with .sentinel.username }}{{ $_ := set $tree "sentinel_username" . }}{{ end -}}
+{{- if .tls.caSecret }}{{ $_ := set $tree "tls_ca" (printf "%s/ca.crt" $folder) }}{{ end -}}
+{{- if .tls.clientSecret -}}
+{{- $_ := set $tree "tls_cert" (printf "%s/tls.crt" $folder) -}}
+{{- $_ := set $tree "tls_key" (printf "%s/tls.key" $folder) -}}
+{{- end -}}
+{{- if not .tls.verify }}{{ $_ := set $tree "tls_verify" false }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $tree -}}
 {{- end -}}
 
+{{/* Environment of whatever opens the index. */}}
 {{- define "kvstore.redis.env" -}}
-- name: KVSTORE_REDIS__PASSWORD
+{{- if .Values.redis.builtIn.enabled -}}
+{{ include "kvstore.redis.secretEnv" (list "KVSTORE_REDIS__PASSWORD" (include "kvstore.redis.secret" .) .Values.redis.builtIn.auth.passwordKey) }}
+{{- else -}}
+{{- $entries := list -}}
+{{- with .Values.redis.external -}}
+{{- if and .existingSecret .passwordKey -}}
+{{- $entries = append $entries (include "kvstore.redis.secretEnv" (list "KVSTORE_REDIS__PASSWORD" .existingSecret .passwordKey)) -}}
+{{- end -}}
+{{- if and .existingSecret .sentinel.passwordKey -}}
+{{- $entries = append $entries (include "kvstore.redis.secretEnv" (list "KVSTORE_REDIS__SENTINEL_PASSWORD" .existingSecret .sentinel.passwordKey)) -}}
+{{- end -}}
+{{- end -}}
+{{- join "\n" $entries -}}
+{{- end -}}
+{{- end -}}
+
+{{/* list VARIABLE SECRET KEY */}}
+{{- define "kvstore.redis.secretEnv" -}}
+- name: {{ index . 0 }}
   valueFrom:
     secretKeyRef:
-      name: {{ include "kvstore.fullname" . }}-redis
-      key: password
+      name: {{ index . 1 }}
+      key: {{ index . 2 }}
 {{- end -}}
 
+{{/* Certificates. Of the built-in Redis' Secret a client gets the authority alone, and never the server's key. */}}
 {{- define "kvstore.redis.volumes" -}}
+{{- $sources := list -}}
+{{- if .Values.redis.builtIn.enabled -}}
+{{- if .Values.redis.builtIn.tls.enabled -}}
+{{- $sources = append $sources (list (include "kvstore.redis.tlsSecret" .) (dict "ca.crt" "ca.crt")) -}}
+{{- end -}}
+{{- else -}}
+{{- with .Values.redis.external.tls -}}
+{{- if .caSecret }}{{ $sources = append $sources (list .caSecret (dict .caKey "ca.crt")) }}{{ end -}}
+{{- if .clientSecret }}{{ $sources = append $sources (list .clientSecret (dict "tls.crt" "tls.crt" "tls.key" "tls.key")) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if $sources -}}
+- name: redis-tls
+  projected:
+    defaultMode: 0440
+    sources:
+      {{- range $sources }}
+      - secret:
+          name: {{ index . 0 }}
+          items:
+            {{- range $key, $path := index . 1 }}
+            - key: {{ $key }}
+              path: {{ $path }}
+            {{- end }}
+      {{- end }}
+{{- end -}}
 {{- end -}}
 
 {{- define "kvstore.redis.volumeMounts" -}}
+{{- if include "kvstore.redis.volumes" . -}}
+- name: redis-tls
+  mountPath: /etc/kvstore/tls/redis
+  readOnly: true
+{{- end -}}
+{{- end -}}
+
+{{/* A Kubernetes quantity of memory -> bytes. */}}
+{{- define "kvstore.redis.bytes" -}}
+{{- $text := ternary (. | int64 | toString) (toString .) (kindIs "float64" .) -}}
+{{- $factors := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 -}}
+{{- $unit := regexReplaceAll "^[0-9.]+" $text "" -}}
+{{- mulf (regexFind "^[0-9.]+" $text | float64) (get $factors $unit | default 0 | float64) | int64 -}}
+{{- end -}}
+
+{{/* The memory limit of the built-in Redis in bytes; 0: none. */}}
+{{- define "kvstore.redis.limit" -}}
+{{- $limits := (.Values.redis.builtIn.resources).limits | default dict -}}
+{{- include "kvstore.redis.bytes" (get $limits "memory" | default "0") -}}
+{{- end -}}
+
+{{/*
+maxmemory in bytes. What it doesn't count is what the rest of the limit is for: while a child rewrites the
+append-only file every page that is written exists twice, the allocator's fragmentation, and the page
+cache's dirty pages, which a memory limit counts as well.
+*/}}
+{{- define "kvstore.redis.maxmemory" -}}
+{{- with .Values.redis.builtIn -}}
+{{- if .maxmemory -}}
+{{- include "kvstore.redis.bytes" .maxmemory -}}
+{{- else -}}
+{{- div (mul (include "kvstore.redis.limit" $ | int64) (.maxmemoryPercent | int64)) 100 -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
