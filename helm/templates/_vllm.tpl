@@ -1,0 +1,210 @@
+{{/*
+Configs of vLLM's connectors, and what an engine's pod needs to use them.
+
+Each config names /etc/kvstore/settings.yaml, so that what is secret comes from the environment. `recompute` is
+vLLM's word for: what can't be loaded is computed; its default ends the request.
+
+For a chart of your own that has this one as a dependency: kvstore.engine.labels, .env, .volumes and
+.volumeMounts, with .Subcharts.kvstore as the argument (docs/vllm-on-kubernetes.md).
+*/}}
+
+{{- define "kvstore.vllm.name" -}}
+{{ include "kvstore.fullname" . }}-vllm
+{{- end -}}
+
+{{/* Kind of engine -> the configs that it takes. */}}
+{{- define "kvstore.vllm.kinds" -}}
+kv: {kv: kv}
+ec: {ec: ec}
+kv-ec: {kv: kv, ec: ec}
+pd-prefill: {kv: pd-prefill}
+pd-decode: {kv: pd-decode}
+ec-producer: {ec: ec-producer}
+ec-consumer: {ec: ec-consumer}
+epd-language: {kv: kv, ec: ec-consumer}
+epd-prefill: {kv: pd-prefill, ec: ec-consumer}
+offloading-tier: {kv: offloading-tier}
+multi: {kv: multi}
+{{- end -}}
+
+{{/* Config -> the group under vllm.settings that is its own. */}}
+{{- define "kvstore.vllm.groups" -}}
+pd-prefill: prefill
+pd-decode: decode
+ec-producer: encoder
+offloading-tier: tier
+{{- end -}}
+
+{{/* The configs of the kinds that are asked for: {kv: [...], ec: [...]}. */}}
+{{- define "kvstore.vllm.wanted" -}}
+{{- $kinds := include "kvstore.vllm.kinds" . | fromYaml -}}
+{{- $kv := list -}}
+{{- $ec := list -}}
+{{- range $kind := .Values.vllm.kinds -}}
+{{- with get $kinds $kind -}}
+{{- with .kv }}{{ $kv = append $kv . }}{{ end -}}
+{{- with .ec }}{{ $ec = append $ec . }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- dict "kv" (uniq $kv) "ec" (uniq $ec) | toYaml -}}
+{{- end -}}
+
+{{/* The settings file that a config names. dict "root" $ "config" NAME */}}
+{{- define "kvstore.vllm.settingsFile" -}}
+{{- $group := get (include "kvstore.vllm.groups" .root | fromYaml) .config -}}
+{{- if and $group (get .root.Values.vllm.settings $group) -}}
+settings-{{ $group }}.yaml
+{{- else -}}
+settings.yaml
+{{- end -}}
+{{- end -}}
+
+{{/* A transfer config. dict "root" $ "config" NAME */}}
+{{- define "kvstore.vllm.config" -}}
+{{- $extra := get .root.Values.vllm.extraConfig .config | default dict -}}
+{{- $settings := printf "/etc/kvstore/%s" (include "kvstore.vllm.settingsFile" .) -}}
+{{- $bytes := mul (int64 .root.Values.vllm.offloadingTier.cpuGiB) 1073741824 -}}
+{{- $chunk := int64 .root.Values.vllm.offloadingTier.blocksPerChunk -}}
+{{- $store := dict "kv_connector" "KVStoreConnector" "kv_connector_module_path" "connectors.kv" "kv_role" "kv_both"
+      "kv_load_failure_policy" "recompute" "kv_connector_extra_config" (dict "settings" $settings) -}}
+{{- $made := $store -}}
+{{- if eq .config "pd-decode" -}}
+{{- $_ := set $made "kv_role" "kv_consumer" -}}
+{{- else if eq .config "offloading-tier" -}}
+{{- $tier := dict "type" "KVStoreTier" "module_path" "connectors.tier" "settings" $settings -}}
+{{- $made = dict "kv_connector" "OffloadingConnector" "kv_role" "kv_both" "kv_load_failure_policy" "recompute"
+      "kv_connector_extra_config" (dict "spec_name" "TieringOffloadingSpec" "cpu_bytes_to_use" $bytes
+        "blocks_per_chunk" $chunk "secondary_tiers" (list $tier)) -}}
+{{- else if eq .config "multi" -}}
+{{- $near := dict "kv_connector" "OffloadingConnector" "kv_role" "kv_both" "kv_load_failure_policy" "recompute"
+      "kv_connector_extra_config" (dict "cpu_bytes_to_use" $bytes "blocks_per_chunk" $chunk) -}}
+{{- $made = dict "kv_connector" "MultiConnector" "kv_role" "kv_both" "kv_load_failure_policy" "recompute"
+      "kv_connector_extra_config" (dict "connectors" (list $store $near)) -}}
+{{- else if hasPrefix "ec" .config -}}
+{{- $role := get (dict "ec" "ec_both" "ec-producer" "ec_producer" "ec-consumer" "ec_consumer") .config -}}
+{{- $made = dict "ec_connector" "ECStoreConnector" "ec_connector_module_path" "connectors.ec" "ec_role" $role
+      "ec_connector_extra_config" (dict "settings" $settings) -}}
+{{- end -}}
+{{- merge $made $extra | toRawJson -}}
+{{- end -}}
+
+{{/* What an engine of a kind is given, as a file for --config. dict "root" $ "kind" NAME */}}
+{{- define "kvstore.vllm.flags" -}}
+{{- $configs := get (include "kvstore.vllm.kinds" .root | fromYaml) .kind -}}
+{{- with $configs.kv }}
+kv-transfer-config: '{{ include "kvstore.vllm.config" (dict "root" $.root "config" .) | replace "'" "''" }}'
+{{- end -}}
+{{- with $configs.ec }}
+ec-transfer-config: '{{ include "kvstore.vllm.config" (dict "root" $.root "config" .) | replace "'" "''" }}'
+{{- end -}}
+{{- end -}}
+
+{{/* Settings of one group: those of all engines, and over them its own. dict "root" $ "group" NAME */}}
+{{- define "kvstore.vllm.groupSettings" -}}
+{{- $tree := include "kvstore.settings" .root | fromYaml -}}
+{{- mergeOverwrite $tree (deepCopy (get .root.Values.vllm.settings .group)) | toYaml -}}
+{{- end -}}
+
+{{/* Everything the ConfigMap holds. */}}
+{{- define "kvstore.vllm.data" -}}
+settings.yaml: |
+  {{- include "kvstore.settings" . | nindent 2 }}
+{{- $wanted := include "kvstore.vllm.wanted" . | fromYaml }}
+{{- range $config, $group := include "kvstore.vllm.groups" . | fromYaml }}
+{{- if and (get $.Values.vllm.settings $group) (has $config (concat $wanted.kv $wanted.ec)) }}
+settings-{{ $group }}.yaml: |
+  {{- include "kvstore.vllm.groupSettings" (dict "root" $ "group" $group) | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- range $config := concat $wanted.kv $wanted.ec }}
+{{ $config }}.json: |
+  {{ include "kvstore.vllm.config" (dict "root" $ "config" $config) }}
+{{- end }}
+{{- range $kind := .Values.vllm.kinds }}
+{{ $kind }}.yaml: |
+  {{- include "kvstore.vllm.flags" (dict "root" $ "kind" $kind) | trim | nindent 2 }}
+{{- end }}
+pod.yaml: |
+  {{- include "kvstore.vllm.pod" . | nindent 2 }}
+{{- end -}}
+
+{{/* What the pods of engines need, as values of the chart under docs/kubernetes/vllm. */}}
+{{- define "kvstore.vllm.pod" -}}
+# What an engine's pod needs: its labels, and its container's env and volumeMounts.
+kvstore:
+  release: {{ .Release.Name }}
+  configMap: {{ include "kvstore.vllm.name" . }}
+  podLabels:
+    {{- include "kvstore.engine.labels" . | nindent 4 }}
+  env:
+    {{- include "kvstore.engine.env" . | nindent 4 }}
+  volumes:
+    {{- include "kvstore.engine.volumes" . | nindent 4 }}
+  volumeMounts:
+    {{- include "kvstore.engine.volumeMounts" . | nindent 4 }}
+{{- end -}}
+
+{{- define "kvstore.engine.labels" -}}
+kvstore/client: "true"
+{{- end -}}
+
+{{- define "kvstore.engine.env" -}}
+- name: KVSTORE_SETTINGS
+  value: /etc/kvstore/settings.yaml
+{{ include "kvstore.env" . | trim }}
+{{- end -}}
+
+{{/*
+The configs and the certificates are one volume: a volume mounted inside a ConfigMap's can't be, as there is no
+folder to mount it on and none can be made. So certificates that come as volumes for below /etc/kvstore are taken
+apart, and go in as sources. Other volumes (payloads) follow as they are.
+*/}}
+{{- define "kvstore.engine.mounts" -}}
+{{- $sources := list (dict "configMap" (dict "name" (include "kvstore.vllm.name" .))) -}}
+{{- $volumes := list -}}
+{{- $mounts := list (dict "name" "kvstore" "mountPath" "/etc/kvstore" "readOnly" true) -}}
+{{- $places := dict -}}
+{{- range include "kvstore.vllm.parts.mounts" . | fromYamlArray -}}
+{{- if hasPrefix "/etc/kvstore/" .mountPath -}}
+{{- $_ := set $places .name (trimPrefix "/etc/kvstore/" .mountPath) -}}
+{{- else -}}
+{{- $mounts = append $mounts . -}}
+{{- end -}}
+{{- end -}}
+{{- range $volume := include "kvstore.vllm.parts.volumes" . | fromYamlArray -}}
+{{- $place := get $places $volume.name -}}
+{{- if $place -}}
+{{- range $source := $volume.projected.sources -}}
+{{- range $kind, $object := $source -}}
+{{- $items := list -}}
+{{- range $object.items -}}
+{{- $item := dict "key" .key "path" (printf "%s/%s" $place .path) -}}
+{{- if hasSuffix ".key" .path }}{{ $_ := set $item "mode" 288 }}{{ end -}}
+{{- $items = append $items $item -}}
+{{- end -}}
+{{- $sources = append $sources (dict $kind (dict "name" $object.name "items" $items)) -}}
+{{- end -}}
+{{- end -}}
+{{- else -}}
+{{- $volumes = append $volumes $volume -}}
+{{- end -}}
+{{- end -}}
+{{- $volumes = prepend $volumes (dict "name" "kvstore" "projected" (dict "sources" $sources)) -}}
+{{- dict "volumes" $volumes "volumeMounts" $mounts | toYaml -}}
+{{- end -}}
+
+{{- define "kvstore.vllm.parts.volumes" -}}
+{{ include "kvstore.redis.volumes" . }}
+{{- end -}}
+
+{{- define "kvstore.vllm.parts.mounts" -}}
+{{ include "kvstore.redis.volumeMounts" . }}
+{{- end -}}
+
+{{- define "kvstore.engine.volumes" -}}
+{{- get (include "kvstore.engine.mounts" . | fromYaml) "volumes" | toYaml -}}
+{{- end -}}
+
+{{- define "kvstore.engine.volumeMounts" -}}
+{{- get (include "kvstore.engine.mounts" . | fromYaml) "volumeMounts" | toYaml -}}
+{{- end -}}
