@@ -33,12 +33,12 @@ from connectors.ec_epochs import follow
 from connectors.ec_items import Item, Items
 from connectors.ec_media import Media
 from connectors.ec_staging import StagingFolder
-from connectors.ec_stats import RENAMED, no_gauges
+from connectors.ec_stats import RENAMED
 from connectors.ec_types import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
 from connectors.guard import guarded
 from connectors.identity import CONTENT_HASH
 from connectors.outcomes import Outcomes
-from connectors.stats import Report, Tally, merge
+from connectors.stats import Report, Tally, TierStates, merge
 from connectors.tensors import SAFETENSORS_DTYPES
 from connectors.weights import UNNAMED
 from kvstore.errors import KVStoreError
@@ -93,6 +93,7 @@ class ECScheduler:
         self._tower_lora = tower_lora
         self._staging = StagingFolder(self._settings.staging_dir, self._settings.staging_bytes)
         self._tally = Tally(store.counters, RENAMED)
+        self._tier_states = TierStates(store, self._tally)
         self._outcomes = Outcomes(store)
         #: Items that the workers are saving, and for which request.
         self._saving: dict[str, str] = {}
@@ -120,6 +121,7 @@ class ECScheduler:
 
     def _open(self, space: Space) -> None:
         self._space: Space | None = space
+        self._tally.state(f"namespace{{{space.id}}}", 1)
         self._namespace_json = canonical_json(space.namespace)
         self._items = Items(
             self._store, space, self._staging, self._tally, dtype=self._dtype, consumer=self._consumer
@@ -361,11 +363,20 @@ class ECScheduler:
 
     def take_stats(self) -> Report | None:
         """What both halves have done since the last call; None if nothing."""
-        own = self._tally.take(False, no_gauges)
+        self._tier_states.tell()
+        own = self._tally.take(False, self._gauges)
         reported, self._reported = self._reported, None
         if own is not None and reported is not None:
             merge(own, reported)
         return own or reported
+
+    def _gauges(self) -> dict[str, float]:
+        store = self._store
+        # With a tier in front much can be read while what is behind it is down, so no breaker says that.
+        breakers = {"index_down": store.index_breaker, "payloads_down": store.breaker}
+        return {
+            name: int(breaker is not None and not breaker.is_closed) for name, breaker in breakers.items()
+        }
 
     @guarded(None)
     def request_finished(self, request: Request) -> dict[str, Any] | None:
@@ -408,6 +419,7 @@ class ECScheduler:
 
     def _leave(self) -> None:
         space, self._space = self._space, None
+        self._tally.state("namespace{}", 1)
         if space is not None and space.namespace.weights.startswith(UNNAMED):
             self._store.transfers.errand(0, lambda: _empty(space))
 

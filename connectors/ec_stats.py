@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
-from connectors.stats import TIER_EVENTS, Exports, Mergeable, Metric, empty
+from connectors.stats import (
+    NAMESPACE,
+    SLOW,
+    TIER_EVENTS,
+    TIER_GAUGES,
+    Exports,
+    Mergeable,
+    Metric,
+    Timed,
+    empty,
+)
 from kvstore.metrics import MISS_REASONS, SAVE_OUTCOMES
 
 if TYPE_CHECKING:
@@ -42,9 +52,16 @@ COUNTERS: Final = (
     Metric("tier", "Events of the local tier", "event", TIER_EVENTS),
 )
 SECONDS: Final = {
-    "fetch_seconds": "From the look-up of an item to its verified bytes on this node",
-    "save_seconds": "From the end of the encoder to the commit",
+    "fetch_seconds": Timed("From the look-up of an item to its verified bytes on this node", SLOW),
+    "save_seconds": Timed("From the end of the encoder to the commit", SLOW),
 }
+#: Of the scheduler's half, which asks the index and reads payloads.
+GAUGES: Final = (
+    Metric("index_down", "1 while calls of the index are refused because it failed"),
+    Metric("payloads_down", "1 while reads of payloads are refused because they failed"),
+    NAMESPACE,
+    *TIER_GAUGES,
+)
 
 #: The store's counters that are reported, and as what.
 RENAMED: Final = {
@@ -57,7 +74,7 @@ RENAMED: Final = {
 
 
 def no_gauges() -> dict[str, float]:
-    """Items have no states to report, only events."""
+    """The workers' half has no states to report, only events."""
     return {}
 
 
@@ -85,7 +102,7 @@ class ECStorePromMetrics(ECConnectorPromMetrics):
             labelnames,
             per_engine_labelvalues,
             counters=COUNTERS,
-            gauges=(),
+            gauges=GAUGES,
             seconds=SECONDS,
         )
 

@@ -134,6 +134,7 @@ class KVScheduler:
 
         All that depends on the namespace is made here."""
         self._retired = space is None
+        self._tally.state(f"namespace{{{'' if space is None else space.id}}}", 1)
         if space is not None:
             self._space = space
             self._loading.use(space)

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from connectors.stats import TIER_EVENTS, Exports, Mergeable, Metric, empty
+from connectors.stats import (
+    NAMESPACE,
+    QUICK,
+    SLOW,
+    TIER_EVENTS,
+    TIER_GAUGES,
+    Exports,
+    Mergeable,
+    Metric,
+    Timed,
+    empty,
+)
 from kvstore.metrics import MISS_REASONS, SAVE_OUTCOMES
 
 if TYPE_CHECKING:
@@ -52,15 +63,16 @@ COUNTERS: Final = (
     Metric("resets", "Resets of the cache and names for new weights", "outcome", RESETS),
 )
 SECONDS: Final = {
-    "match_seconds": "From the question to the index's answer",
-    "load_seconds": "From a request's load being planned to its last block, on one rank",
-    "save_seconds": "From the copy of a segment's blocks to its commit, on one rank",
+    "match_seconds": Timed("From the question to the index's answer", QUICK),
+    "load_seconds": Timed("From a request's load being planned to its last block, on one rank", SLOW),
+    "save_seconds": Timed("From the copy of a segment's blocks to its commit, on one rank", SLOW),
 }
 #: Of the scheduler's half.
 SCHEDULER_GAUGES: Final = (
     Metric("queued_calls", "Calls of the index waiting for a thread"),
     Metric("pending_segments", "Segments that some rank has not ended"),
     Metric("index_down", "1 while calls of the index are refused because it failed"),
+    NAMESPACE,
 )
 #: Of each rank; the values of their label are its ranks.
 RANK_GAUGES: Final = (
@@ -70,6 +82,7 @@ RANK_GAUGES: Final = (
     Metric("load_staging_used_bytes", "Staging memory in use by loads"),
     Metric("save_staging_used_bytes", "Staging memory in use by saves"),
     Metric("payloads_down", "1 while reads of payloads are refused because they failed"),
+    *TIER_GAUGES,
 )
 
 #: The store's counters that are reported, and as what.

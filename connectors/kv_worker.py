@@ -30,7 +30,7 @@ from connectors.kv_types import GroupLoad, KVStoreWorkerMetadata, Load, Save
 from connectors.layout import LocalGroup
 from connectors.planning import gaps, split_run
 from connectors.shards import Place, read_part
-from connectors.stats import Tally
+from connectors.stats import Tally, TierStates
 from connectors.tensors import Blocks, Chunk, Copied, PagedCache, Staging
 from connectors.weights import Naming
 from kvstore.codec import Slot
@@ -120,6 +120,7 @@ class KVWorker:
         self._said_down = False
         self._naming: Naming | None = None
         self._tally = Tally(store.counters, RENAMED)
+        self._tier_states = TierStates(store, self._tally, f"{{{self._place.number}}}")
         #: Saves of hand-offs that found no room.
         self.kept = KeptSaves(self._start_save, self._drop_save)
 
@@ -457,6 +458,7 @@ class KVWorker:
         """What happened since the last call; None if nothing has."""
         staging = self._save_staging
         busy = bool(self._live) or (staging is not None and staging.free < staging.chunks)
+        self._tier_states.tell()
         report = self._tally.take(busy, self._gauges)
         return None if report is None else KVStoreStats(report)
 

@@ -24,15 +24,27 @@ from typing import Any, Final, Self
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from kvstore import __version__
 from kvstore.metrics import Counters
+from kvstore.store import Store
 
 #: Durations of one kind kept in one report, or between two lines of the log; more are left out. Counts are
 #: exact in any case.
 MOST: Final = 1024
 
-_BUCKETS: Final = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+#: Of an answer of the index: a fraction of a millisecond beside it, up to a deadline of half a second, close
+#: to which the buckets are narrow enough to tell "near it" from "half of it".
+QUICK: Final = (
+    0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0,
 )  # fmt: skip
+#: Of reading or writing payloads: a page cache's millisecond, a bucket's tens, deadlines of 2 and of 30 s.
+SLOW: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0,
+)  # fmt: skip
+
+#: Children that a metric with an open label may have; what comes after them is one more, OTHER.
+_MOST_OPEN: Final = 16
+OTHER: Final = "other"
 
 #: What a local tier reports: the store's counters of that name, after `tier_`.
 TIER_EVENTS: Final = (
@@ -124,6 +136,14 @@ class Tally:
                 values.append(seconds)
             self._touched = True
 
+    def state(self, name: str, value: float) -> None:
+        """Report a state once, whose changes the caller knows; `take` does not ask for it."""
+        with self._lock:
+            # The one that came last comes last: see Exports.
+            self._report["gauges"].pop(name, None)
+            self._report["gauges"][name] = value
+            self._touched = True
+
     def take(self, busy: bool, gauges: Callable[[], dict[str, float]]) -> Report | None:
         """What happened since the last call; None if nothing has, which is found out without a lock.
 
@@ -138,7 +158,7 @@ class Tally:
         before, self._gauges = self._gauges, {name: value for name, value in now.items() if value}
         with self._lock:
             report, self._report, self._touched = self._report, empty(), False
-        report["gauges"] = {name: value for name, value in now.items() if value != before.get(name, 0)}
+        report["gauges"] |= {name: value for name, value in now.items() if value != before.get(name, 0)}
         return None if is_empty(report) else report
 
     def _count(self) -> None:
@@ -151,14 +171,61 @@ class Tally:
         self._reported = now
 
 
+class TierStates:
+    """What a local tier holds, told when it was looked at anew. Of the thread that takes the tally."""
+
+    def __init__(self, store: Store, tally: Tally, child: str = "") -> None:
+        """`child`: what follows the names, of metrics with a label."""
+        self._tier = store.tier
+        self._tally = tally
+        self._child = child
+        self._told: dict[str, int] = {}
+
+    def tell(self) -> None:
+        """No I/O: the tier looks at its ledger by itself, every few seconds while it is used."""
+        if self._tier is None or (seen := self._tier.seen) is None:
+            return
+        states = {
+            "tier_capacity_bytes": seen.capacity_bytes,
+            "tier_used_bytes": seen.nbytes,
+            "tier_dirty_bytes": seen.dirty_bytes,
+        }
+        for name, value in states.items():
+            if self._told.get(name) != value:
+                self._tally.state(f"{name}{self._child}", value)
+        self._told = states
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; with a label, `name{value}` of a report is its child `value`."""
+    """One metric; with a label, `name{value}` of a report is its child `value`.
+
+    A gauge with a label but no values is open: the value that was reported last is 1, all before it 0.
+    """
 
     name: str
     help: str
     label: str = ""
     values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One histogram, of seconds."""
+
+    help: str
+    buckets: tuple[float, ...]
+
+
+#: Of both connectors, for those who want counters by namespace: engines have no label for it otherwise,
+#: because it may change while they run.
+NAMESPACE: Final = Metric("namespace", "1 for the namespace that the engine uses now", "cache_namespace")
+#: Of a local tier, as `TierStates` tells them.
+TIER_GAUGES: Final = (
+    Metric("tier_capacity_bytes", "What the local tier may hold"),
+    Metric("tier_used_bytes", "What it held when it was looked at last"),
+    Metric("tier_dirty_bytes", "Of that, what was not uploaded yet"),
+)
 
 
 class Exports:
@@ -173,13 +240,18 @@ class Exports:
         *,
         counters: tuple[Metric, ...],
         gauges: tuple[Metric, ...],
-        seconds: Mapping[str, str],
+        seconds: Mapping[str, Timed],
     ) -> None:
         """`metric_types`: vLLM's stand-ins for the classes of prometheus_client. `engines`: the values of
-        `labelnames`, of each engine of this front end. `seconds`: histogram -> its documentation."""
+        `labelnames`, of each engine of this front end."""
+        self._engines = engines
         self._counters: dict[tuple[int, str], Any] = {}
         self._gauges: dict[tuple[int, str], Any] = {}
         self._histograms: dict[tuple[int, str], Any] = {}
+        #: Of open gauges: the metric, its children by value, and which is 1.
+        self._open: dict[str, Any] = {}
+        self._opened: dict[tuple[int, str], dict[str, Any]] = {}
+        self._current: dict[tuple[int, str], Any] = {}
         for kind, children, metrics in (
             (Counter, self._counters, counters),
             (Gauge, self._gauges, gauges),
@@ -193,17 +265,27 @@ class Exports:
                     labelnames=[*labelnames, *([metric.label] if metric.label else [])],
                     **options,
                 )
+                if metric.label and not metric.values:
+                    self._open[metric.name] = made
                 for engine, values in engines.items():
                     if not metric.label:
                         children[engine, metric.name] = made.labels(*values)
                     for value in metric.values:
                         children[engine, f"{metric.name}{{{value}}}"] = made.labels(*values, value)
-        for name, text in seconds.items():
+        for name, one in seconds.items():
             timed = metric_types[Histogram](
-                name=prefix + name, documentation=text, labelnames=labelnames, buckets=_BUCKETS
+                name=prefix + name, documentation=one.help, labelnames=labelnames, buckets=one.buckets
             )
             for engine, values in engines.items():
                 self._histograms[engine, name] = timed.labels(*values)
+        info = metric_types[Gauge](
+            name=prefix + "info",
+            documentation="1, with the version of the connector",
+            labelnames=[*labelnames, "version"],
+            multiprocess_mode="mostrecent",
+        )
+        for values in engines.values():
+            info.labels(*values, __version__).set(1)
 
     def observe(self, report: Report, engine: int) -> None:
         """Add one report. What this version does not know is left out."""
@@ -213,7 +295,26 @@ class Exports:
         for name, value in report["gauges"].items():
             if (gauge := self._gauges.get((engine, name))) is not None:
                 gauge.set(value)
+                continue
+            base, _, child = name.partition("{")
+            if child and base in self._open and engine in self._engines:
+                self._switch(engine, base, child.removesuffix("}"))
         for name, values in report["seconds"].items():
             if (histogram := self._histograms.get((engine, name))) is not None:
                 for value in values:
                     histogram.observe(value)
+
+    def _switch(self, engine: int, name: str, value: str) -> None:
+        """An open gauge is 1 for `value` from now on; for "" it is 1 for nothing."""
+        if (former := self._current.pop((engine, name), None)) is not None:
+            former.set(0)
+        if not value:
+            return
+        children = self._opened.setdefault((engine, name), {})
+        if value not in children:
+            # An engine whose weights change every minute has a new namespace as often.
+            value = value if len(children) < _MOST_OPEN else OTHER
+        if value not in children:
+            children[value] = self._open[name].labels(*self._engines[engine], value)
+        children[value].set(1)
+        self._current[engine, name] = children[value]

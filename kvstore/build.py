@@ -213,7 +213,7 @@ def open_tier(settings: Settings) -> TieredPayloads:
 
 def _tiered(
     settings: Settings, tiers: Tiers, origin: PayloadStore, transfers: Transfers, counters: Counters
-) -> PayloadStore:
+) -> TieredPayloads:
     fast = LocalPayloads(local_path(tiers.fast), fsync=settings.local.fsync)
     return TieredPayloads(
         BreakingPayloads(fast, Breaker("fast tier", settings.breaker)),
@@ -262,9 +262,11 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     transfers, counters = Transfers(settings.transfers), Counters()
     origin = _origin(settings, breaker, crew)
     tiers = settings.tiers
+    tier = _tiered(settings, tiers, origin, transfers, counters) if tiers else None
     return Store(
         settings=settings,
-        payloads=_tiered(settings, tiers, origin, transfers, counters) if tiers else origin,
+        payloads=tier or origin,
+        tier=tier,
         index=BreakingIndex(index, index_breaker),
         catalogue=index,
         transfers=transfers,

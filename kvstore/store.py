@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Self
 
+from kvstore.blobs.tiered import TieredPayloads
 from kvstore.breaker import Breaker
 from kvstore.catalogue import Maintenance
 from kvstore.errors import KVStoreError
@@ -70,6 +71,8 @@ class Store:
     breaker: Breaker | None = None
     #: In front of the index, for those who show its state.
     index_breaker: Breaker | None = None
+    #: The same payloads, if they are in two tiers, for those who show what the local one holds.
+    tier: TieredPayloads | None = None
     clock: Callable[[], float] = time.time
     _quarantined: OrderedDict[SegmentId, None] = field(default_factory=OrderedDict, repr=False)
     _untold: dict[NamespaceId, set[SegmentId]] = field(default_factory=dict, repr=False)

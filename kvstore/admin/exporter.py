@@ -27,7 +27,8 @@ from schemas.serving import Blocks, Held, ServedNamespace
 #: Tens of milliseconds of computing with many namespaces.
 KEPT_S = 2.0
 #: Of a namespace; those that are not told apart are summed with the namespace "other".
-_NAMESPACE = ("namespace", "kind", "model", "tenant")
+#: Not `namespace`: that is the pod's where Prometheus runs on Kubernetes, and alerts are routed by it.
+_NAMESPACE = ("cache_namespace", "kind", "model", "tenant")
 _OTHER = ("other", "", "", "")
 #: What a save may end with besides being stored or being there already.
 UNSAVED = tuple(outcome for outcome in SAVE_OUTCOMES if outcome not in ("stored", "present"))
@@ -133,6 +134,11 @@ def _of_look(look: Look) -> Iterator[Metric]:
     count = len(look.named) + look.others
     yield GaugeMetricFamily("kvstore_namespaces", "Namespaces that the index knows", count)
     yield GaugeMetricFamily("kvstore_capacity_bytes", "Quota of the whole store", look.capacity_bytes)
+    if look.memory is not None:
+        used_bytes, limit_bytes = look.memory
+        yield GaugeMetricFamily("kvstore_index_used_bytes", "Memory that Redis uses", used_bytes)
+        if limit_bytes:
+            yield GaugeMetricFamily("kvstore_index_limit_bytes", "Memory that it may use", limit_bytes)
     quota = _gauge("quota_bytes", "Bytes that the namespaces of a scope may hold together", "scope")
     used = _gauge("quota_used_bytes", "Bytes that they hold", "scope")
     for one in look.quotas:

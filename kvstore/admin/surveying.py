@@ -12,6 +12,7 @@ from kvstore.admin.noticing import Noticed, readable
 from kvstore.catalogue import Account, Maintenance
 from kvstore.errors import DeadlineExceeded
 from kvstore.eviction import Scope
+from kvstore.index.redis import RedisIndex
 from kvstore.keys import NamespaceId
 from kvstore.tending import Quota, quotas
 from schemas.serving import Blocks, Held, ServedNamespace, ServedQuota
@@ -41,6 +42,8 @@ class Look:
     total: Held
     quotas: tuple[ServedQuota, ...]
     capacity_bytes: int
+    #: Memory of the index in use, and how much it may use, 0 if there is no bound; None: it doesn't tell.
+    memory: tuple[int, int] | None = None
 
 
 class Survey:
@@ -102,6 +105,7 @@ class Survey:
             total=total,
             quotas=self._quota_lines(rows),
             capacity_bytes=limits[Scope.STORE],
+            memory=_memory_of(index),
         )
         self._history.sample(now, total.stored_bytes)
         self._named = named
@@ -191,6 +195,10 @@ class Survey:
             ServedQuota(scope=readable(row.scope), quota_bytes=row.nbytes, used_bytes=row.used)
             for row in shown
         )
+
+
+def _memory_of(index: Maintenance) -> tuple[int, int] | None:
+    return index.memory() if isinstance(index, RedisIndex) else None
 
 
 def _model_of(stored: str) -> str:

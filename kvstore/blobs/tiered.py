@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from kvstore.blobs.fetcher import Fetcher
@@ -40,6 +41,7 @@ from kvstore.blobs.folder import BoundedFolder, Count, Later
 from kvstore.blobs.ledger import Ledger, TierUsage
 from kvstore.blobs.markers import Markers
 from kvstore.blobs.writeback import WriteBack
+from kvstore.errors import KVStoreError
 from kvstore.keys import parse_payload_name
 from kvstore.ports import Listed, PayloadStore
 
@@ -85,6 +87,8 @@ class TieredPayloads(PayloadStore):
             self._folder, slow, buffers, later, count=count, wait_s=wait_s, clock=clock, sleep=sleep
         )
         self._back = WriteBack(self._folder, slow, buffers, later, count=count, clock=clock, sleep=sleep)
+        #: What the folder held when it was tended last; None: not yet.
+        self.seen: TierUsage | None = None
         # A race on it costs a tending too many.
         self._tend_at = float("-inf")
 
@@ -199,6 +203,8 @@ class TieredPayloads(PayloadStore):
         """
         more = self._folder.tend()
         self._back.sweep()
+        with suppress(KVStoreError):
+            self.seen = self._ledger.usage()
         if more:
             self._tend_soon()
 

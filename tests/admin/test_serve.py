@@ -193,9 +193,9 @@ def test_what_is_held_is_what_the_index_says(world: World) -> None:
     held = lines[kv].held
     assert (held.stored_bytes, held.pinned_bytes, held.trashed_segments) == (2000, 1000, 1)
     assert held.cost_us == world.index.usage(kv).cost_us > 0
-    assert world.value("kvstore_stored_bytes", namespace=kv) == 2000
+    assert world.value("kvstore_stored_bytes", cache_namespace=kv) == 2000
     assert world.value("kvstore_stored_bytes") == report.total.stored_bytes
-    assert world.value("kvstore_recompute_seconds", namespace=kv) == pytest.approx(held.cost_us / 1e6)
+    assert world.value("kvstore_recompute_seconds", cache_namespace=kv) == pytest.approx(held.cost_us / 1e6)
 
 
 def test_quotas_are_those_in_force(world: World) -> None:
@@ -230,12 +230,12 @@ def test_history_begins_with_this_server_and_counters_with_the_namespace(world: 
     assert points[-1].missed == {"deadline": 30}
     blocks = after.namespaces[0].blocks
     assert (blocks.asked, blocks.served, blocks.missed) == (150, 80, {"absent": 40, "deadline": 30})
-    assert world.value("kvstore_asked_blocks", namespace=kv) == 150
-    assert world.value("kvstore_missed_blocks", namespace=kv, reason="absent") == 40
-    assert world.value("kvstore_missed_blocks", namespace=kv, reason="corrupt") == 0
-    assert world.value("kvstore_offered_blocks", namespace=kv) == 8
-    assert world.value("kvstore_saved_blocks", namespace=kv) == 5
-    assert world.value("kvstore_unsaved_blocks", namespace=kv, reason="not_admitted") == 3
+    assert world.value("kvstore_asked_blocks", cache_namespace=kv) == 150
+    assert world.value("kvstore_missed_blocks", cache_namespace=kv, reason="absent") == 40
+    assert world.value("kvstore_missed_blocks", cache_namespace=kv, reason="corrupt") == 0
+    assert world.value("kvstore_offered_blocks", cache_namespace=kv) == 8
+    assert world.value("kvstore_saved_blocks", cache_namespace=kv) == 5
+    assert world.value("kvstore_unsaved_blocks", cache_namespace=kv, reason="not_admitted") == 3
     # What came while it ran is counted from its beginning.
     new = world.register(ec_space())
     world.tell(new, 9, 9)
@@ -265,10 +265,10 @@ def test_counters_of_others_only_grow(world: World, monkeypatch: pytest.MonkeyPa
     assert report.others == 5
     assert report.others_held.segments == 5 + 4 + 3 + 2 + 1
     assert report.total.segments == 28
-    assert world.value("kvstore_segments", namespace="other") == 15
+    assert world.value("kvstore_segments", cache_namespace="other") == 15
     for _ in range(3):
         world.look(SAMPLE_S)
-    assert world.value("kvstore_asked_blocks", namespace="other") == 0
+    assert world.value("kvstore_asked_blocks", cache_namespace="other") == 0
     # The smallest becomes the largest: it stays where it is, or its counter would vanish from one place.
     for _ in range(20):
         world.commit(names[6])
@@ -277,16 +277,16 @@ def test_counters_of_others_only_grow(world: World, monkeypatch: pytest.MonkeyPa
     seen = []
     for _ in range(4):
         assert {line.id for line in world.look(SAMPLE_S).namespaces} == set(names[:2])
-        seen.append(world.value("kvstore_asked_blocks", namespace="other"))
+        seen.append(world.value("kvstore_asked_blocks", cache_namespace="other"))
     assert seen == sorted(seen)
     assert seen[-1] == 5 * 10
-    assert world.value("kvstore_missed_blocks", namespace="other", reason="absent") == 5 * 6
+    assert world.value("kvstore_missed_blocks", cache_namespace="other", reason="absent") == 5 * 6
     # One of the others goes; one that was told apart goes, and its place is taken by the largest.
     for gone in (names[5], names[0]):
         empty(world, gone)
     after = world.look(SAMPLE_S)
     assert {line.id for line in after.namespaces} == {names[1], names[6]}
-    assert world.value("kvstore_asked_blocks", namespace="other") == 50
+    assert world.value("kvstore_asked_blocks", cache_namespace="other") == 50
     assert sum(p.asked for p in world.report(KEPT_S).history.points) == 70
 
 
@@ -558,6 +558,7 @@ def everything(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Metri
         url="file:///f", state="ok", capacity_bytes=10, used_bytes=5, payloads=1, dirty_bytes=2
     )
     monkeypatch.setattr(Cache, "fast_state", lambda _: fast)
+    monkeypatch.setattr(surveying, "_memory_of", lambda _: (5, 10))
     kv = world.register(kv_space())
     world.commit(kv)
     world.tell(kv, 4, 2, "absent")
@@ -584,14 +585,14 @@ def test_every_metric_is_documented_with_its_labels(world: World, monkeypatch: p
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = list(dict.fromkeys(label for sample in family.samples for label in sample.labels))
         exported[name] = ", ".join(f"`{label}`" for label in labels if label not in NAMESPACE) or (
-            "namespace" if "namespace" in labels else ""
+            "namespace" if "cache_namespace" in labels else ""
         )
-        if "namespace" in labels and exported[name] != "namespace":
+        if "cache_namespace" in labels and exported[name] != "namespace":
             exported[name] = f"namespace, {exported[name]}"
     assert documented() == exported
 
 
-NAMESPACE = ("namespace", "kind", "model", "tenant")
+NAMESPACE = ("cache_namespace", "kind", "model", "tenant")
 
 
 def test_every_reason_rule_and_step_is_there_from_the_start(

@@ -13,6 +13,9 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
 
+from connectors.ec_stats import COUNTERS as EC_COUNTERS
+from connectors.ec_stats import GAUGES as EC_GAUGES
+from connectors.ec_stats import SECONDS as EC_SECONDS
 from connectors.kv_stats import (
     COUNTERS,
     RANK_GAUGES,
@@ -22,8 +25,11 @@ from connectors.kv_stats import (
     KVStorePromMetrics,
     KVStoreStats,
 )
-from connectors.stats import MOST, Tally, empty, is_empty
+from connectors.stats import MOST, NAMESPACE, Tally, TierStates, empty, is_empty
+from kvstore import __version__
+from kvstore.build import load_settings, open_store
 from kvstore.metrics import MISS_REASONS, SAVE_OUTCOMES, Counters
+from schemas.settings import Settings
 
 pytestmark = pytest.mark.engine
 
@@ -140,13 +146,15 @@ def exported() -> tuple[CollectorRegistry, KVStorePromMetrics]:
 def test_every_child_is_there_from_the_start() -> None:
     registry, _ = exported()
     samples = [s for metric in registry.collect() for s in metric.samples if not s.name.endswith("_created")]
-    assert {s.value for s in samples} == {0.0}
+    assert {s.value for s in samples if s.name != "vllm:kvstore_kv_info"} == {0.0}
+    assert [s.labels["version"] for s in samples if s.name == "vllm:kvstore_kv_info"] == [__version__] * 2
     assert {s.labels["engine"] for s in samples} == {"0", "1"}
     names = {s.name for s in samples}
     for metric in COUNTERS:
         assert f"vllm:kvstore_kv_{metric.name}_total" in names
     for gauge in SCHEDULER_GAUGES + RANK_GAUGES:
-        assert f"vllm:kvstore_kv_{gauge.name}" in names
+        # Which namespace it is nobody knows yet.
+        assert (f"vllm:kvstore_kv_{gauge.name}" in names) == (gauge is not NAMESPACE), gauge.name
     for histogram in SECONDS:
         assert f"vllm:kvstore_kv_{histogram}_count" in names
 
@@ -172,11 +180,90 @@ def test_a_report_is_added_to_its_engine() -> None:
     assert value("index_down", engine="1") == 1
 
 
+def test_an_engine_has_one_namespace_at_a_time() -> None:
+    registry, metrics = exported()
+
+    def now(engine: str) -> dict[str, float]:
+        [family] = [f for f in registry.collect() if f.name == "vllm:kvstore_kv_namespace"]
+        ours = [s for s in family.samples if s.labels["engine"] == engine]
+        return {s.labels["cache_namespace"]: s.value for s in ours}
+
+    def say(*names: str, engine: int = 0) -> None:
+        tally = Tally(Counters(), RENAMED)
+        for name in names:
+            tally.state(f"namespace{{{name}}}", 1)
+        metrics.observe(take(tally), engine)  # type: ignore[arg-type]
+
+    say("a")
+    say("b", engine=1)
+    assert (now("0"), now("1")) == ({"a": 1}, {"b": 1})
+    say("c")
+    assert now("0") == {"a": 0, "c": 1}
+    # Twice within one step, and back again: what came last counts.
+    say("a", "d", "a")
+    assert now("0") == {"a": 1, "c": 0, "d": 0}
+    say("")
+    assert sum(now("0").values()) == 0
+    for number in range(100):
+        say(f"n{number}")
+        assert sum(now("0").values()) == 1
+    assert len(now("0")) == 17
+    assert now("0")["other"] == 1
+    say("c")
+    assert {name for name, value in now("0").items() if value} == {"c"}
+    assert now("1") == {"b": 1}
+    say("of an engine that is not of this front end", engine=9)
+
+
+def test_a_state_is_told_once_and_costs_no_step() -> None:
+    tally = Tally(Counters(), RENAMED)
+    tally.state("namespace{a}", 1)
+    assert take(tally, {"queued": 2}) == empty() | {"gauges": {"namespace{a}": 1, "queued": 2}}
+    assert take(tally, {"queued": 0}) == empty() | {"gauges": {"queued": 0}}
+    assert tally.take(False, lambda: pytest.fail("looked")) is None
+
+
+def test_a_local_tier_is_told_of_when_it_was_looked_at(tmp_path: Path) -> None:
+    tiers = {"fast": f"file://{tmp_path}/fast", "slow": f"file://{tmp_path}/slow", "fast_capacity": "64MiB"}
+    settings = {"payloads": tiers, "index": f"sqlite://{tmp_path}/index.sqlite"}
+    with open_store(load_settings(settings, {})) as store:
+        tally = Tally(store.counters, RENAMED)
+        states = TierStates(store, tally, "{3}")
+        states.tell()
+        assert take(tally) is None
+        assert store.tier is not None
+        store.tier.put(f"{'a' * 16}/00/{'0' * 16}.0", [memoryview(bytes(1000))])
+        store.tier.tend()
+        states.tell()
+        states.tell()
+        report = take(tally)
+        assert report is not None and report["gauges"] == {
+            "tier_capacity_bytes{3}": 64 << 20, "tier_used_bytes{3}": 1000, "tier_dirty_bytes{3}": 0,
+        }  # fmt: skip
+        states.tell()
+        assert take(tally) is None
+
+
+def test_buckets_reach_from_what_is_usual_to_the_deadlines() -> None:
+    defaults = Settings(payloads="file:///x")
+    deadlines = {"match_seconds": defaults.kv.match_deadline_s, "load_seconds": defaults.kv.load_deadline_s}
+    for name, deadline in deadlines.items():
+        buckets = SECONDS[name].buckets
+        assert deadline in buckets and buckets[-1] > deadline, name
+        assert any(0.5 * deadline < bucket < deadline for bucket in buckets), name
+    assert SECONDS["match_seconds"].buckets[0] < 0.0005
+    assert defaults.ec.fetch_deadline_s in EC_SECONDS["fetch_seconds"].buckets
+
+
 def test_the_table_in_the_documentation_is_complete() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
     for metric in (*COUNTERS, *SCHEDULER_GAUGES, *RANK_GAUGES):
         assert f"`vllm:kvstore_kv_{metric.name}" in text, metric.name
     for name in SECONDS:
         assert f"`vllm:kvstore_kv_{name}`" in text
+    for metric in (*EC_COUNTERS, *EC_GAUGES):
+        assert f"`vllm:kvstore_ec_{metric.name}" in text, metric.name
+    for name in EC_SECONDS:
+        assert f"`vllm:kvstore_ec_{name}`" in text
     for one in (*MISS_REASONS, *SAVE_OUTCOMES):
         assert f"`{one}`" in text, one
