@@ -130,9 +130,12 @@ def _plain(node: yaml.Node) -> Any:
 
 
 def read(text: str) -> tuple[list[Value], list[str]]:
-    """The values with their comments, and a sentence for each thing wrong."""
+    """The values with their comments, and a sentence for each thing wrong. No values: it can't be read."""
     reader = Reader(text.splitlines())
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as exc:
+        return [], [f"values.yaml is not YAML: {' '.join(str(exc).split())}"]
     if not isinstance(node, yaml.MappingNode):
         return [], ["values.yaml is not a map"]
     return reader.group(node, ()), reader.problems
@@ -276,6 +279,8 @@ def _words(text: str) -> str:
 def generate(chart: Path = CHART) -> tuple[dict[Path, str], list[str]]:
     """What each generated file should hold, and what is wrong with the comments."""
     values, problems = read((chart / "values.yaml").read_text())
+    if not values:
+        return {}, problems
     readme = (chart / "README.md.gotmpl").read_text()
     if readme.count(MARK) != 1:
         problems.append(f"README.md.gotmpl: {MARK} belongs in it, once, where the table goes")

@@ -2,37 +2,61 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* The longest suffix that a name gets is "-redis-headless": 47 of 63 characters are the release's. */}}
+{{/*
+The longest suffix that a name gets is "-redis-headless", of 63 characters; a CronJob's name ends within 52. That
+leaves 47. A longer name is cut, with a hash, so that two of them stay two.
+*/}}
 {{- define "kvstore.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 47 | trimSuffix "-" -}}
-{{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 47 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 47 | trimSuffix "-" -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
+{{- if gt (len $full) 47 -}}
+{{- $full = printf "%s-%s" ($full | trunc 40 | trimSuffix "-") ($full | sha256sum | trunc 6) -}}
 {{- end -}}
+{{- $full | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "kvstore.chart" -}}
 {{- printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* dict "root" $ "component" NAME */}}
+{{- define "kvstore.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "kvstore.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What never changes between versions, as selectors can't. dict "root" $ "component" NAME */}}
 {{- define "kvstore.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "kvstore.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
+{{/* dict "root" $ "component" NAME */}}
 {{- define "kvstore.labels" -}}
 {{ include "kvstore.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 app.kubernetes.io/part-of: kvstore
 helm.sh/chart: {{ include "kvstore.chart" .root }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Labels and annotations of an object. dict "root" $ "component" NAME "annotations" more of them (optional) */}}
+{{- define "kvstore.metadata" -}}
+labels:
+  {{- include "kvstore.labels" . | nindent 2 }}
+{{- with merge (dict) (default dict .annotations) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/* dict "root" $ "image" a values' image */}}
@@ -45,13 +69,18 @@ helm.sh/chart: {{ include "kvstore.chart" .root }}
 {{- end -}}
 {{- end -}}
 
+{{/* "imagePullSecrets:", or nothing. */}}
+{{- define "kvstore.imagePullSecrets" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "kvstore.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
-seccompProfile:
-  type: RuntimeDefault
+{{- toYaml .Values.podSecurityContext -}}
 {{- end -}}
 
 {{- define "kvstore.containerSecurityContext" -}}
@@ -61,40 +90,17 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* The settings tree: what the values say of payloads and index, and over it what `settings` says. */}}
-{{- define "kvstore.settings" -}}
-{{- $tree := dict -}}
-{{- with .Values.payloads.s3 -}}
-{{- $url := printf "s3://%s/%s" .bucket .prefix -}}
-{{- $options := list -}}
-{{- with .endpoint }}{{ $options = append $options (printf "endpoint=%s" .) }}{{ end -}}
-{{- with .region }}{{ $options = append $options (printf "region=%s" .) }}{{ end -}}
-{{- if $options }}{{ $url = printf "%s?%s" $url (join "&" $options) }}{{ end -}}
-{{- $_ := set $tree "payloads" $url -}}
+{{/* A size in bytes: of a number, of 50GiB as the settings have it, or of 50Gi as Kubernetes does. 0 is none. */}}
+{{- define "kvstore.bytes" -}}
+{{- if not (kindIs "string" .) -}}
+{{- int64 . -}}
+{{- else if regexMatch "^[0-9]+([.][0-9]+)?([kKmMgGtTpP][iI]?)?[bB]?$" . -}}
+{{- $number := regexFind "^[0-9]+([.][0-9]+)?" . | float64 -}}
+{{- $unit := regexFind "[A-Za-z]*$" . | lower | trimSuffix "b" -}}
+{{- $power := index (dict "" 0 "k" 1 "m" 2 "g" 3 "t" 4 "p" 5) (trimSuffix "i" $unit) -}}
+{{- range until $power }}{{ $number = mulf $number (ternary 1024 1000 (hasSuffix "i" $unit)) }}{{ end -}}
+{{- floor $number | int64 -}}
+{{- else -}}
+0
 {{- end -}}
-{{- $_ := set $tree "index" (include "kvstore.redis.url" .) -}}
-{{- with include "kvstore.redis.settings" . | fromYaml }}{{ $_ := set $tree "redis" . }}{{ end -}}
-{{- mergeOverwrite $tree .Values.settings | toYaml -}}
-{{- end -}}
-
-{{- define "kvstore.env" -}}
-{{ include "kvstore.redis.env" . }}
-{{ include "kvstore.s3.env" . }}
-{{- end -}}
-
-{{- define "kvstore.s3.env" -}}
-{{- with .Values.payloads.s3 }}
-{{- if .existingSecret }}
-- name: KVSTORE_S3__ACCESS_KEY_ID
-  valueFrom:
-    secretKeyRef:
-      name: {{ .existingSecret }}
-      key: {{ .accessKeyIdKey }}
-- name: KVSTORE_S3__SECRET_ACCESS_KEY
-  valueFrom:
-    secretKeyRef:
-      name: {{ .existingSecret }}
-      key: {{ .secretAccessKeyKey }}
-{{- end }}
-{{- end }}
 {{- end -}}

@@ -1,0 +1,44 @@
+"""`helm test`: asks a janitor's Service for readiness and metrics, for up to two minutes. Argument: its URL."""
+
+import sys
+import time
+import urllib.error
+import urllib.request
+
+#: What stands in /metrics of a janitor that has seen its index.
+METRIC = 'kvstore_up{backend="index"} 1'
+
+
+def get(url):
+    """Status and text."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as exc:
+        return exc.code, exc.read().decode()
+    except OSError as exc:
+        return 0, str(exc)
+
+
+def wrong(url):
+    """What is wrong, or nothing."""
+    status, text = get(url + "/readyz")
+    if status != 200:
+        return f"/readyz: {status or 'no answer'}: {text.strip()}"
+    status, text = get(url + "/metrics")
+    if status != 200:
+        return f"/metrics: {status or 'no answer'}: {text.strip()[:200]}"
+    return "" if METRIC in text.splitlines() else f"/metrics lacks {METRIC!r}"
+
+
+def main(url, until):
+    while problem := wrong(url):
+        print(problem, flush=True)
+        if time.monotonic() > until:
+            return f"{url} is not what it should be: {problem}"
+        time.sleep(2)
+    print(f"{url} is ready, and shows its metrics")
+    return None
+
+
+sys.exit(main(sys.argv[1].rstrip("/"), time.monotonic() + 120))
