@@ -123,18 +123,10 @@ an external one answer alike. Nothing in here is secret: passwords come from a S
 {{- end -}}
 {{- end -}}
 
-{{/* A Kubernetes quantity of memory -> bytes. */}}
-{{- define "kvstore.redis.bytes" -}}
-{{- $text := ternary (. | int64 | toString) (toString .) (kindIs "float64" .) -}}
-{{- $factors := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 -}}
-{{- $unit := regexReplaceAll "^[0-9.]+" $text "" -}}
-{{- mulf (regexFind "^[0-9.]+" $text | float64) (get $factors $unit | default 0 | float64) | int64 -}}
-{{- end -}}
-
 {{/* The memory limit of the built-in Redis in bytes; 0: none. */}}
 {{- define "kvstore.redis.limit" -}}
 {{- $limits := (.Values.redis.builtIn.resources).limits | default dict -}}
-{{- include "kvstore.redis.bytes" (get $limits "memory" | default "0") -}}
+{{- include "kvstore.bytes" (get $limits "memory" | default "0") -}}
 {{- end -}}
 
 {{/*
@@ -145,7 +137,7 @@ cache's dirty pages, which a memory limit counts as well.
 {{- define "kvstore.redis.maxmemory" -}}
 {{- with .Values.redis.builtIn -}}
 {{- if .maxmemory -}}
-{{- include "kvstore.redis.bytes" .maxmemory -}}
+{{- include "kvstore.bytes" .maxmemory -}}
 {{- else -}}
 {{- div (mul (include "kvstore.redis.limit" $ | int64) (.maxmemoryPercent | int64)) 100 -}}
 {{- end -}}

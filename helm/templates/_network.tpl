@@ -1,0 +1,16 @@
+{{/* Selects the release's own pods that open the store. */}}
+{{- define "kvstore.network.ours" -}}
+matchLabels:
+  app.kubernetes.io/name: {{ include "kvstore.name" . }}
+  app.kubernetes.io/instance: {{ .Release.Name }}
+matchExpressions:
+  - key: app.kubernetes.io/component
+    operator: In
+    values: [janitor, fsck, gc, test]
+{{- end -}}
+
+{{/* The port of a URL of HTTP; 443 without one. */}}
+{{- define "kvstore.network.port" -}}
+{{- $named := regexFind ":[0-9]+/?$" . | trimPrefix ":" | trimSuffix "/" -}}
+{{- $named | default (hasPrefix "http:" . | ternary "80" "443") -}}
+{{- end -}}
