@@ -41,6 +41,19 @@ volumes:
   {{- include "kvstore.volumes" . | nindent 2 }}
 {{- end -}}
 
+{{/* The affinity of a pod beside the janitor: with a claim of one node, to that node. */}}
+{{- define "kvstore.jobAffinity" -}}
+{{- if and (include "kvstore.payloads.oneNode" .) (gt (int .Values.janitor.replicas) 0) -}}
+affinity:
+  podAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      - topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels:
+            {{- include "kvstore.selectorLabels" (dict "root" . "component" "janitor") | nindent 12 }}
+{{- end -}}
+{{- end -}}
+
 {{/* The container but its name, command and resources. KVSTORE_SETTINGS also serves whoever runs cache-admin in it
      with kubectl exec. */}}
 {{- define "kvstore.container" -}}

@@ -14,6 +14,13 @@
 {{- default (printf "%s-payloads" (include "kvstore.fullname" .)) .Values.payloads.pvc.existingClaim -}}
 {{- end -}}
 
+{{/* "yes" if the payloads are a claim that one node has at a time. */}}
+{{- define "kvstore.payloads.oneNode" -}}
+{{- if and (eq .Values.payloads.type "pvc") (not (has "ReadWriteMany" .Values.payloads.pvc.accessModes)) -}}
+yes
+{{- end -}}
+{{- end -}}
+
 {{- define "kvstore.payloads.url" -}}
 {{- if eq .Values.payloads.type "s3" -}}
 {{- $s3 := .Values.payloads.s3 -}}
@@ -202,6 +209,13 @@
 
 {{/* For pods of the chart: the settings and /tmp as well. */}}
 {{- define "kvstore.volumes" -}}
+{{- include "kvstore.ownVolumes" . }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvstore.ownVolumes" -}}
 - name: settings
   configMap:
     name: {{ include "kvstore.fullname" . }}
@@ -209,9 +223,6 @@
   emptyDir:
     sizeLimit: 64Mi
 {{- include "kvstore.storeVolumes" . }}
-{{- with .Values.extraVolumes }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{/* The settings are one file by subPath, so that certificates can be mounted beside it: a changed ConfigMap

@@ -1,0 +1,105 @@
+{{/* One sentence per line: what can't work about janitors, their pods and the cron jobs. */}}
+{{- define "kvstore.validate.janitor" -}}
+{{- $janitor := .Values.janitor }}
+{{- $pdb := $janitor.podDisruptionBudget }}
+{{- if and $pdb.enabled (gt (int $janitor.replicas) 1) }}
+{{- if kindIs "invalid" $pdb.minAvailable }}
+{{- if kindIs "invalid" $pdb.maxUnavailable }}
+janitor.podDisruptionBudget has neither maxUnavailable nor minAvailable: set one, or enabled to false.
+{{- else if has (toString $pdb.maxUnavailable) (list "0" "0%") }}
+janitor.podDisruptionBudget.maxUnavailable is {{ $pdb.maxUnavailable }}: no node with a janitor could ever be drained; 1 keeps the others.
+{{- end }}
+{{- else if or (eq (toString $pdb.minAvailable) "100%") (and (not (hasSuffix "%" (toString $pdb.minAvailable))) (ge (int $pdb.minAvailable) (int $janitor.replicas))) }}
+janitor.podDisruptionBudget.minAvailable is {{ $pdb.minAvailable }} of {{ $janitor.replicas }} replicas: no node with a janitor could ever be drained; let one be missing.
+{{- end }}
+{{- end }}
+{{- if and (ne $janitor.antiAffinity "none") (hasKey $janitor.affinity "podAntiAffinity") }}
+janitor.affinity has a podAntiAffinity, and janitor.antiAffinity is {{ $janitor.antiAffinity }}: set janitor.antiAffinity to none, since yours takes its place.
+{{- end }}
+{{- if eq (int $janitor.replicas) 0 }}
+{{- range $what := list "serviceMonitor" "podMonitor" "prometheusRule" }}
+{{- if dig $what "enabled" false ($.Values.monitoring | default dict) }}
+monitoring.{{ $what }}.enabled is true, and janitor.replicas is 0: there is nobody to show metrics; keep a janitor, or take the monitoring out.
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $name := list "janitor" "fsck" "gc" }}
+{{- $resources := (index $.Values $name).resources }}
+{{- $limit := dig "limits" "memory" "" $resources | toString }}
+{{- $request := dig "requests" "memory" "" $resources | toString }}
+{{- if and $limit (gt (include "kvstore.bytes" $request | int64) (include "kvstore.bytes" $limit | int64)) }}
+{{ $name }}.resources.requests.memory ({{ $request }}) is more than its limit ({{ $limit }}): raise the limit.
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvstore.validate.pods" -}}
+{{- $reserved := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart" "kvstore/client" }}
+{{- range $group := list "commonLabels" "podLabels" }}
+{{- range $label, $_ := index $.Values $group }}
+{{- if has $label $reserved }}
+{{ $group }} has {{ $label }}, which the chart sets: Services and policies find pods by it; choose another name.
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $annotation, $_ := .Values.commonAnnotations }}
+{{- if hasPrefix "helm.sh/hook" $annotation }}
+commonAnnotations has {{ $annotation }}: everything would be a hook, which helm neither upgrades nor uninstalls; take it out.
+{{- end }}
+{{- end }}
+{{- $context := .Values.podSecurityContext }}
+{{- if and $context.runAsNonRoot (hasKey $context "runAsUser") (eq (int $context.runAsUser) 0) }}
+podSecurityContext.runAsUser is 0, and runAsNonRoot is true: the kubelet would refuse to start the pods; name the user that engines write as, or another one with a group that may delete what they write.
+{{- end }}
+{{- range $variable := .Values.extraEnv }}
+{{- if regexMatch "^KVSTORE_(PAYLOADS|INDEX|SETTINGS|CAPACITY_BYTES|REDIS__|S3__)" $variable.name }}
+extraEnv has {{ $variable.name }}, which outranks the settings in the chart's pods and not in engines: use payloads, redis, capacity and settings instead.
+{{- else if and (hasKey $variable "value") (regexMatch "(?i)(password|secret|token|access_key)" $variable.name) }}
+extraEnv has {{ $variable.name }} with its value, which everybody who may see the pods can read: take it from a Secret, with valueFrom.secretKeyRef.
+{{- end }}
+{{- end }}
+{{- $volumes := list }}
+{{- range $volume := include "kvstore.ownVolumes" . | fromYamlArray }}
+{{- if kindIs "map" $volume }}{{ $volumes = append $volumes $volume.name }}{{ end }}
+{{- end }}
+{{- $extra := list }}
+{{- range $volume := .Values.extraVolumes }}
+{{- if has $volume.name (concat $volumes $extra) }}
+extraVolumes has {{ $volume.name }}, which the chart has as well: choose another name.
+{{- end }}
+{{- $extra = append $extra $volume.name }}
+{{- end }}
+{{- range $mount := .Values.extraVolumeMounts }}
+{{- if not (has $mount.name (concat $volumes $extra)) }}
+extraVolumeMounts names the volume {{ $mount.name }}, which is none: add it to extraVolumes.
+{{- end }}
+{{- if has (trimSuffix "/" $mount.mountPath) (list "" "/tmp" "/etc/kvstore" "/etc/kvstore/settings.yaml" "/etc/kvstore/tls" "/var/lib/kvstore") }}
+extraVolumeMounts mounts {{ $mount.name }} at {{ $mount.mountPath }}, which the chart needs itself: choose another path.
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvstore.validate.jobs" -}}
+{{- range $name := list "fsck" "gc" }}
+{{- $job := index $.Values $name }}
+{{- if not (regexMatch "^(@(yearly|annually|monthly|weekly|daily|midnight|hourly)|[^[:space:]]+([[:space:]]+[^[:space:]]+){4})$" (trim $job.schedule)) }}
+{{ $name }}.schedule is {{ $job.schedule }}: it has five fields, minute, hour, day, month and weekday, such as 23 4 * * 0, or is @daily or @weekly.
+{{- else if contains "TZ=" $job.schedule }}
+{{ $name }}.schedule names a time zone: that is {{ $name }}.timeZone.
+{{- end }}
+{{- end }}
+{{- $fsck := .Values.fsck }}
+{{- $gc := .Values.gc }}
+{{- if and $fsck.enabled $fsck.repair $gc.enabled $gc.delete (eq (trim $fsck.schedule) (trim $gc.schedule)) (eq $fsck.timeZone $gc.timeZone) }}
+fsck.repair and gc.delete run at the same time ({{ $gc.schedule }}): one would list again what the other deletes; give them different schedules.
+{{- end }}
+{{- if not (regexMatch "^[0-9]+([.][0-9]+)?[smhd]$" $gc.olderThan) }}
+gc.olderThan is {{ $gc.olderThan }}: it is an age such as 30m, 24h or 7d.
+{{- else }}
+{{- $units := dict "s" 1 "m" 60 "h" 3600 "d" 86400 }}
+{{- $seconds := mulf (regexFind "^[0-9.]+" $gc.olderThan | float64) (get $units (regexFind "[smhd]$" $gc.olderThan)) }}
+{{- if lt (int64 $seconds) 600 }}
+gc.olderThan is {{ $gc.olderThan }}: what is younger than 10 minutes may still be committed, and gc refuses to delete it; take 24h.
+{{- end }}
+{{- end }}
+{{- end -}}
