@@ -35,7 +35,8 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     kvs:{ns}:ghost           hash     step (kvstore.eviction.ghost_step) -> blocks
 
     meta's field             what
-    schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew
+    schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
+                             one of a newer schema is left alone
     json, kind, tenant       of the namespace
     bucket_bits              of a bucket's number
     created, seen            unix s of the first and the latest registration
@@ -72,7 +73,7 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from kvstore.catalogue import Maintenance
-from kvstore.errors import NamespaceUnknown
+from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.eviction import worth
 from kvstore.index.contract import (
     HOT_KEPT,
@@ -110,6 +111,9 @@ _COMMIT = Script.load("commit", "changes", "score", "generations")
 _TOUCH = Script.load("touch", "score")
 _EVICT = Script.load("evict", "changes", "grace", "drop")
 _NOTE = Script.load("note")
+
+#: What register.lua answers for a namespace that it must not touch.
+_NEWER = 2
 
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
@@ -167,6 +171,11 @@ class RedisIndex(RedisCatalogue, RedisUpkeep, RedisJournal, Index, Maintenance):
             bucket_bits(expected_blocks),
             round(self._clock(), 3),
         )
+        if begun == _NEWER:
+            raise PermissionDenied(
+                f"redis {self._client.where}: register: namespace {name} is of a newer release's schema; "
+                "upgrade this one, which goes on without it until then"
+            )
         if begun:
             # An erasing that came between the two may have taken the id away.
             self._client.command("SADD", NAMESPACES, name)

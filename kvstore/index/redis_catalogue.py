@@ -10,7 +10,7 @@ from kvstore.catalogue import Account, Candidate, Catalogue, Entry, Listing, Seg
 from kvstore.errors import KVStoreError, PermissionDenied
 from kvstore.index.contract import check_segments
 from kvstore.index.redis_client import Script
-from kvstore.index.redis_values import NAMESPACES, QUOTAS, RedisPart, Use, key, pieces, record_of
+from kvstore.index.redis_values import NAMESPACES, QUOTAS, SCHEMA, RedisPart, Use, key, pieces, record_of
 from kvstore.keys import Digest, NamespaceId, SegmentId
 
 #: Of listings, a compromise between round trips and how long one call holds Redis.
@@ -53,7 +53,8 @@ class RedisCatalogue(RedisPart, Catalogue):
             answers = self._client.many(asked)
             for name, known, trashed in zip(names, answers[::2], answers[1::2], strict=True):
                 schema, kind, tenant, seen, bygone, *usage = known
-                if schema is not None:
+                # A newer release's are evicted and deleted by what knows them.
+                if schema is not None and int(schema) <= SCHEMA:
                     found.append(
                         Account(
                             namespace=name,

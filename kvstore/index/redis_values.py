@@ -15,6 +15,8 @@ from kvstore.keys import NamespaceId
 from schemas.records import EvictionRule, SegmentRecord, unpack_record
 from schemas.settings import JournalSettings
 
+#: Raised with every change that an older release would misread (golden test: tests/index/test_redis.py).
+SCHEMA = 2
 NAMESPACES = "kvs:ns"
 QUOTAS = "kvs:quotas"
 JOURNAL = JournalSettings()

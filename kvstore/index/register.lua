@@ -1,14 +1,17 @@
 -- register: KEYS[1] meta, ARGV namespace JSON, kind, tenant, bucket bits, unix seconds.
--- Answers 1 if the namespace begins now, 0 if it was known.
+-- Answers 1 if the namespace begins now, 0 if it was known, 2 if a newer schema has it: then nothing is changed.
 --
 -- Race closed: replicas that start together may expect different numbers of blocks. The first one
 -- fixes the bucket bits for as long as the namespace exists; two values would split it in halves that
 -- don't see each other.
 local SCHEMA = '2'
-if redis.call('HGET', meta, 'schema') == SCHEMA then
+local schema = redis.call('HGET', meta, 'schema')
+if schema == SCHEMA then
   redis.call('HSET', meta, 'seen', ARGV[5])
   return 0
 end
+-- In a fleet that is being upgraded the older engines would empty what the newer ones have just filled.
+if tonumber(schema or 0) > tonumber(SCHEMA) then return 2 end
 -- What schema 1 left begins anew: its records lack what this one's have. Its entries dangle, in buckets
 -- of as many bits, and are swept; `rebuild` brings its payloads back.
 local bits = redis.call('HGET', meta, 'bits') or ARGV[4]
