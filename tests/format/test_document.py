@@ -1,0 +1,340 @@
+"""docs/format.md against the code: its examples come out, its tables leave nothing out and invent nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sqlite3
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from kvstore import codec, eviction, keys
+from kvstore.blobs import ledger_file
+from kvstore.index import (
+    redis as redis_index,
+)
+from kvstore.index import (
+    redis_catalogue,
+    redis_client,
+    redis_journal,
+    redis_upkeep,
+    redis_values,
+    sqlite_schema,
+)
+from kvstore.index.redis_client import Script
+from schemas.archive import Manifest
+from schemas.namespace import DTYPE_BYTES, GroupKind, GroupSpec, Namespace
+from schemas.records import CODECS, EvictionRule, OutcomeOp
+from schemas.segment import SegmentMeta, SlotMeta
+from tests.format import second
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+
+
+def example(name: str) -> list[str]:
+    """The lines of the block that follows the mark."""
+    found = re.search(rf"<!-- example: {re.escape(name)} -->\n```text\n(.*?)\n```", TEXT, flags=re.DOTALL)
+    assert found, name
+    return found[1].split("\n")
+
+
+def rows(after: str) -> list[list[str]]:
+    """The rows of the first table behind a heading or a mark."""
+    lines = iter(TEXT.partition(after)[2].splitlines())
+    table = []
+    for line in lines:
+        if line.startswith("|"):
+            table.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+        elif table:
+            break
+    assert len(table) > 2, after
+    return table[2:]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# Nothing of ours is in the second implementation
+
+
+def test_the_second_implementation_uses_none_of_our_code() -> None:
+    tree = ast.parse(Path(second.__file__).read_text())
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level
+            modules.add((node.module or "").partition(".")[0])
+    assert modules <= {
+        "__future__", "collections", "dataclasses", "hashlib", "json", "lz4", "numpy", "os", "pathlib", "re",
+        "redis", "secrets", "sqlite3", "struct", "time", "typing", "xxhash",
+    }  # fmt: skip
+
+
+# Examples
+
+
+def test_namespaces() -> None:
+    lines = example("namespaces")
+    for text, name in zip(lines[::2], lines[1::2], strict=True):
+        assert second.canonical(json.loads(text)) == text
+        assert second.namespace_id(text) == name
+        namespace = Namespace.model_validate_json(text)
+        assert keys.canonical_json(namespace) == text
+        assert keys.namespace_id(namespace) == name
+
+
+def test_block_hashes() -> None:
+    (tokens, root, *hashes) = example("chain sha256_cbor")
+    numbers = [int(one) for one in re.findall(r"\d+", tokens)]
+    assert second.chain(numbers[:-1], numbers[-1]) == [bytes.fromhex(one) for one in hashes]
+    assert root == f"hash_root {second.hash_root()}"
+
+
+def test_keys() -> None:
+    lines = iter(example("keys"))
+    for line in lines:
+        key, made = next(lines), next(lines)
+        if line.startswith("block"):
+            _, block, _, group = line.split()
+            found = second.block_key(bytes.fromhex(block), int(group))
+        else:
+            found = second.item_key(line.removeprefix("item "))
+        assert key == f"key {found.hex()}"
+        assert made == f"digest {second.digest(found).hex()}"
+
+
+def test_payload_names() -> None:
+    question, name = example("name")
+    namespace, segment, rank = question.split()
+    assert second.payload_name(namespace, bytes.fromhex(segment), int(rank)) == name
+
+
+def test_checksums() -> None:
+    key, described, seed, _, xxh3 = (line.partition(" ")[2] for line in example("checksum"))
+    assert described == f"{key}|none|F32|5,6"
+    assert f"{second.xxhash.xxh3_64_intdigest(described.encode()):016x}" == seed
+    stored = struct.pack("<30f", *(i % 3 for i in range(30)))
+    assert second.slot_checksum(stored, key, "none", "F32", [5, 6]) == xxh3
+
+
+def test_planes() -> None:
+    dtype, raw = example("planes")[0].split()
+    stored = bytes.fromhex(example("planes")[1])
+    assert second.unplanes(stored, dtype, len(raw) // 2).hex() == raw
+    assert bytes(codec.planes.split(memoryview(bytes.fromhex(raw)), dtype)) == stored
+
+
+def test_records() -> None:
+    described, packed = example("record")
+    record = second.unpack_record(bytes.fromhex(packed))
+    assert (second.pack_head(record, 2) + second.pack_parts(record)).hex() == packed
+    ranks, slots, *rest = (int(one) for one in re.findall(r"\d+", described.replace("lz4", "")))
+    assert (len(record.parts), record.slots, record.codec) == (ranks, slots, "planes-lz4")
+    assert [*record.parts[0][1], *record.parts[1][1]] == rest[:4]
+    assert [record.parts[0][0], record.created_s, record.depth, record.cost_us] == rest[4:]
+
+
+def test_values() -> None:
+    digests, value, said = example("value")
+    nbytes, slots, first, agreed, record = second.split_value(bytes.fromhex(value))
+    assert said == f"bytes {nbytes} slots {slots} first {first.hex()}"
+    assert agreed == second.agreement(bytes.fromhex(digests.partition(" ")[2]), record, 2)
+    assert record == second.unpack_record(bytes.fromhex(example("record")[1]))
+
+
+def test_buckets() -> None:
+    head, *buckets, value, expected = example("bucket")
+    _, one, _, segment, _, slot = head.split()
+    for line in buckets:
+        _, bits, _, bucket, _, field = line.split()
+        place = second.RedisStore.bucket(_Keys(), "ns", bytes.fromhex(one), int(bits))  # type: ignore[arg-type]
+        assert place == (f"b:{bucket}", bytes.fromhex(field))
+    assert value == f"value {segment}{int(slot):04x}"
+    assert second.bucket_bits(int(expected.split()[1])) == int(expected.split()[3])
+
+
+class _Keys:
+    def key(self, namespace: str, rest: str) -> str:
+        return rest
+
+
+@pytest.mark.parametrize("expected", [0, 1, 64, 65, 128, 129, 10_000, 10**6, 10**9, 10**15])
+def test_bits_of_buckets(expected: int) -> None:
+    assert second.bucket_bits(expected) == redis_index.bucket_bits(expected)
+
+
+def test_scores() -> None:
+    for line in example("score"):
+        _, minute, _, depth, _, worth, _, score = line.split()
+        assert f"{second.score(int(minute), int(depth), int(worth)):.17g}" == score
+        assert second.unscore(float(score)) == (int(minute), int(depth), int(worth))
+        assert redis_values.Use.of(score).used_s == int(minute) * 60
+
+
+# Tables
+
+
+def test_versions() -> None:
+    said = {row[0]: int(row[1]) for row in rows("# The format")}
+    assert said == {
+        "namespace": Namespace.model_fields["format"].default,
+        "segment file": SegmentMeta.model_fields["format"].default,
+        "packed record": 1,
+        "Redis schema": redis_values.SCHEMA,
+        "SQLite schema": sqlite_schema.SCHEMA_VERSION,
+        "ledger of a node's fast tier": ledger_file.SCHEMA_VERSION,
+        "archive of `cache-admin export`": Manifest.model_fields["format"].default,
+    }
+    assert f"local SCHEMA = '{redis_values.SCHEMA}'" in (LUA / "register.lua").read_text()
+    for line in (f"Redis schema {redis_values.SCHEMA}", f"1 to {sqlite_schema.SCHEMA_VERSION}"):
+        assert line in TEXT.partition("## Changelog")[2], "a new version is a line in the changelog"
+
+
+def test_members_of_a_namespace_and_a_segment() -> None:
+    assert [code(row[0])[0] for row in rows("### Namespace")] == list(Namespace.model_fields)
+    assert [code(row[0])[0] for row in rows("A group is all layers")] == list(GroupSpec.model_fields)
+    assert set(code(rows("A group is all layers")[0][1])) == {f'"{kind}"' for kind in get_args(GroupKind)}
+    assert [code(row[0])[0] for row in rows("`__metadata__` maps names")] == list(SegmentMeta.model_fields)
+    members = [name for row in rows("A slot's object has exactly") for name in code(row[0])]
+    assert members == list(SlotMeta.model_fields)
+    assert [code(row[0])[0] for row in rows("### Codecs")] == list(CODECS)
+    assert second.CODECS == CODECS
+    assert second.WIDTHS == DTYPE_BYTES
+    line = TEXT.partition("### Dtypes\n\n")[2].split("\n")[0]
+    widths = {name: int(part.split()[0]) for part in line.partition(":")[2].split(";") for name in code(part)}
+    assert widths == DTYPE_BYTES
+
+
+def test_limits() -> None:
+    assert "The data start is a multiple of 4096" in TEXT and codec.ALIGN == 4096
+    assert "at most 4 MiB" in TEXT and codec.MAX_HEADER == 4 << 20
+    assert "0x7E000000" in TEXT and codec.planes._MAX_BLOCK == 0x7E000000
+    assert len(codec._OPENING) == 25 and codec._SEAL == 33
+
+
+def test_every_key_of_redis() -> None:
+    """The golden dump of the index has every key there is."""
+    golden = (ROOT / "tests" / "index" / "golden" / "redis_schema.txt").read_text()
+    found = {line.split("  ")[0] for line in golden.splitlines() if line.startswith("kvs:")}
+    described = [re.escape(code(row[0])[0]) for row in rows("### Keys")]
+    patterns = {re.sub(r"<[a-z]+>", "[^:]+", one).replace("ns\\}", "[A-Z]+\\}") for one in described}
+    patterns = {one.replace("use:[^:]+", "use:.+") for one in patterns}
+    for key in found:
+        assert sum(re.fullmatch(one, key) is not None for one in patterns) == 1, key
+    for one in patterns:
+        assert any(re.fullmatch(one, key) for key in found), one
+    types = {code(row[0])[0].rpartition("}:")[2].partition(":")[0]: row[1] for row in rows("### Keys")}
+    for line in golden.splitlines():
+        if line.startswith("kvs:{"):
+            name, kind = line.split("  ")[:2]
+            assert kind.split()[0].rstrip(",") == types[name.rpartition("}:")[2].partition(":")[0]], line
+
+
+def test_every_field_of_meta() -> None:
+    golden = (ROOT / "tests" / "index" / "golden" / "redis_schema.txt").read_text()
+    found = set()
+    for part in golden.split("\nkvs:")[1:]:
+        if ":meta  hash" in part.partition("\n")[0]:
+            found |= set(re.findall(r"^    b'([a-z_]+)':", part, flags=re.MULTILINE))
+    assert {name for row in rows("Fields of `meta`") for name in code(row[0])} == found
+
+
+def test_words_of_the_journal() -> None:
+    streams = TEXT.partition("**Streams.**")[2].partition("**Totals**")[0]
+    assert set(get_args(EvictionRule)) <= set(code(streams))
+    assert set(get_args(OutcomeOp)) <= set(code(streams))
+    for name, field in (("segment", "'segment'"), ("rule", "'rule'")):
+        assert name in code(streams) and field in (LUA / "changes.lua").read_text()
+
+
+LUA = ROOT / "kvstore" / "index"
+
+
+def scripts() -> Iterator[Script]:
+    for module in (redis_index, redis_catalogue, redis_journal, redis_upkeep, redis_client):
+        yield from (value for value in vars(module).values() if isinstance(value, Script))
+
+
+def test_every_script_and_its_chunks() -> None:
+    said: dict[str, tuple[str, ...]] = {}
+    for names, chunks, *_ in rows("The text of a script is its chunks"):
+        each = chunks.split(";")
+        for number, name in enumerate(code(names)):
+            if "for" in chunks:
+                said[name] = tuple(code(chunks)[:1]) if name == code(chunks)[1] else ()
+            else:
+                said[name] = tuple(code(each[number] if len(each) > 1 else chunks))
+    made = {script.name: script for script in scripts()}
+    assert set(said) == set(made)
+    for name, chunks in said.items():
+        files = [LUA / f"{chunk}.lua" for chunk in ("keys", *chunks, name)]
+        assert "\n".join(file.read_text() for file in files) == made[name].source, name
+    assert all(said[name] == chunks for name, chunks in second.SCRIPTS.items())
+
+
+def test_how_many_arguments_the_scripts_take() -> None:
+    """Of those that a writer needs: as many as the script reads."""
+    for names, chunks, arguments, _ in rows("The text of a script is its chunks"):
+        (name, *others) = code(names)
+        if others or name == "tell":
+            continue
+        text = "\n".join((LUA / f"{chunk}.lua").read_text() for chunk in (*code(chunks), name))
+        read = max((int(one) for one in re.findall(r"ARGV\[(\d+)\]", text)), default=0)
+        said = 2 if arguments == "as `sweep`" else len(re.sub(r"KEYS\[1\][^;]*;", "", arguments).split(";"))
+        if name == "quota":
+            said += 1  # "scope, bytes or nothing"
+        if name in ("register", "claim"):
+            said = len(arguments.split(","))
+        assert said == read, name
+
+
+def test_every_table_and_column_of_sqlite() -> None:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        sqlite_schema.make_schema(db, "here")
+        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        made = {
+            name: [row[1] for row in db.execute(f"PRAGMA table_info({name})")]
+            for name in tables
+            if not name.startswith("sqlite_")
+        }
+    said = {code(row[0])[0]: code(row[1]) for row in rows("<!-- example: tables -->")}
+    assert said == made
+    assert f"0x{sqlite_schema.APPLICATION_ID:X}" in TEXT
+    assert f"0x{ledger_file.APPLICATION_ID:X}" in TEXT
+
+
+def test_worth() -> None:
+    for cost, nbytes in ((0, 10), (1, 1024), (1023, 1024), (10**6, 4096), (10**12, 1), (5, 10**9)):
+        record = second.Record(1, "none", cost, 0, 0, 0, ((0, (nbytes,)),))
+        assert second.worth("ec", record) == eviction.worth(cost, nbytes)
+        assert second.worth("kv", record) == 0
+
+
+def test_links_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.*)$", TEXT, flags=re.MULTILINE)
+    anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+    assert len(set(anchors)) == len(anchors)
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= set(anchors)
+
+
+def test_golden_segments_are_read() -> None:
+    for name in CODECS:
+        data = (ROOT / "tests" / "golden" / f"segment-1-{name}.safetensors").read_bytes()
+        header = second.read_header(data)
+        theirs = codec.parse_header(data[: header.data_start])
+        assert header.nbytes == len(data)
+        for slot, other in zip(header.slots, theirs.meta.slots, strict=True):
+            raw = bytearray(other.raw_bytes)
+            stored = data[slot.start : slot.end]
+            codec.decode_slot(memoryview(stored), other, memoryview(raw))
+            assert second.decode(stored, slot) == raw
