@@ -42,7 +42,7 @@ def segment_blocks(settings: Settings, slot_bytes: int) -> int:
 def is_remote(settings: Settings) -> bool:
     """Whether the store is elsewhere than this machine, as far as its URLs tell: a folder whose index other
     machines can reach is taken for one that they have mounted."""
-    return settings.origin.startswith("s3:") or settings.index_url.startswith(("redis:", "rediss:"))
+    return settings.origin.startswith("s3:") or settings.index_url.startswith("redis")
 
 
 def hit_source(settings: Settings) -> str:

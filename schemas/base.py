@@ -94,9 +94,18 @@ def redact(value: Any) -> Any:
         return f"{scheme}***"
     _, user, place = head.rpartition("@")
     host, slash, path = place.partition("/")
-    name, colon, port = host.rpartition(":")
     if mark and scheme == "s3://" and not user and _PLAIN.fullmatch(tail):
         return value
-    if colon and port and not port.isdecimal() and not port.endswith("]"):
-        host = f"{name}:***"
-    return f"{scheme}{'***@' if user else ''}{host}{slash}{path}{mark[0] + '***' if mark else ''}"
+    return f"{scheme}{'***@' if user else ''}{_shown(host)}{slash}{path}{mark[0] + '***' if mark else ''}"
+
+
+def _shown(place: str) -> str:
+    """One host, or several with commas between; what isn't surely a port, and all after it, is hidden."""
+    hosts = place.split(",")
+    for number, host in enumerate(hosts):
+        name, colon, port = host.rpartition(":")
+        plain = port.isdecimal() or port.endswith("]") or not port
+        # The second half of a password with a comma and without its "@" looks like a host without a port.
+        if not (plain if colon else number == 0 or ":" not in hosts[number - 1]):
+            return ",".join([*hosts[:number], f"{name}:***" if colon else "***"])
+    return place

@@ -28,7 +28,7 @@ from pydantic import (
 
 from schemas.base import Closed, redact
 from schemas.records import Codec
-from schemas.urls import check_folder, check_index, check_payloads, local_path
+from schemas.urls import RedisLocation, check_folder, check_index, check_payloads, local_path, redis_location
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -55,6 +55,10 @@ class RedisSettings(Closed):
     username: str | None = None
     #: Password of that user.
     password: SecretStr | None = None
+    #: User of the Sentinels of a `redis+sentinel://` index, which the URL's credentials are not for.
+    sentinel_username: str | None = None
+    #: Password of the Sentinels. Left out: they ask for none.
+    sentinel_password: SecretStr | None = None
     #: Deadline of making a connection.
     connect_timeout_s: Seconds = 0.5
     #: Deadline of one call, the reply included. A match has the smaller `kv.match_deadline_s` as well.
@@ -65,6 +69,19 @@ class RedisSettings(Closed):
     tls_ca: str | None = None
     #: Whether the server's certificate and its host name are checked.
     tls_verify: bool = True
+    #: File with this client's certificate, in PEM, for servers that ask for one (`tls-auth-clients yes`).
+    #: It is read again for every connection, as is its key.
+    tls_cert: str | None = None
+    #: File with the key of that certificate, in PEM and not encrypted.
+    tls_key: str | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are given both or neither")
+        if self.sentinel_username is not None and self.sentinel_password is None:
+            raise ValueError("sentinel_username is given without sentinel_password")
+        return self
 
 
 class SqliteSettings(Closed):
@@ -364,7 +381,9 @@ class Settings(Closed):
     #: `file:///DIR`; `s3://BUCKET/PREFIX?endpoint=URL&region=NAME` (neither is needed for AWS);
     #: `{fast: file:///DIR, slow: s3://..., fast_capacity: 50GiB}`; `memory://NAME` for tests.
     payloads: Payloads
-    #: `redis://[user:password@]host:port/db`, `rediss://`, `unix://`, `sqlite:///PATH`,
+    #: `redis://[user:password@]HOST:PORT/DB`, `rediss://` (TLS), `unix://PATH`; `redis://HOST,HOST,HOST`:
+    #: seeds of a Cluster, of which one must be up; `redis+sentinel://[user:password@]HOST:PORT,HOST:PORT/NAME/DB`
+    #: and `rediss+sentinel://`: the master that these Sentinels know by that name; `sqlite:///PATH`,
     #: `memory://NAME`; left out: SQLite inside the payload directory.
     index: str | None = None
     identity: IdentitySettings = IdentitySettings()
@@ -408,6 +427,8 @@ class Settings(Closed):
             )
         if (self.index or "").startswith("memory:") != self.origin.startswith("memory:"):
             raise ValueError("memory:// is for tests and must be used for both index and payloads")
+        if (self.index or "").startswith("redis"):
+            self._check_redis(redis_location(self.index or ""))
         if (self.s3.access_key_id is None) != (self.s3.secret_access_key is None):
             raise ValueError("s3.access_key_id and s3.secret_access_key are given both or neither")
         if isinstance(self.payloads, Tiers) and self.payloads.fast_capacity < self.segment.target_bytes:
@@ -432,6 +453,15 @@ class Settings(Closed):
                 "a run that is evicted after its match vanishes under its load"
             )
         return self
+
+    def _check_redis(self, location: RedisLocation) -> None:
+        if self.redis.tls_cert is not None and not location.tls:
+            raise ValueError("redis.tls_cert is for an index over TLS: rediss:// or rediss+sentinel://")
+        if self.redis.sentinel_password is not None and location.master is None:
+            raise ValueError(
+                "redis.sentinel_password is for an index that is found by Sentinels: "
+                "redis+sentinel://HOST:26379/MASTER/0"
+            )
 
     @property
     def origin(self) -> str:

@@ -1,7 +1,9 @@
 """The URLs of the settings tree: what each may say, checked in words.
 
     payloads   file:///DIR, s3://BUCKET/PREFIX?endpoint=URL&region=NAME, memory://NAME (tests)
-    index      redis://[user:password@]HOST:PORT/DB, rediss://, unix://PATH, sqlite:///PATH, memory://NAME
+    index      redis://[user:password@]HOST:PORT/DB, rediss:// (TLS), redis://HOST,HOST,HOST (seeds of a
+               Cluster), redis+sentinel://[user:password@]HOST:PORT,HOST:PORT/MASTER/DB, rediss+sentinel://,
+               unix://[user:password@]PATH?db=DB, sqlite:///PATH, memory://NAME
 
 The checks raise ValueError and never quote what they were given: it may hold a password.
 """
@@ -9,13 +11,19 @@ The checks raise ValueError and never quote what they were given: it may hold a 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from dataclasses import dataclass, field, replace
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 #: What a prefix may be made of: S3's safe characters, so that no client quotes it in its own way.
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()/-]*")
 _S3_KEYS = ("endpoint", "region")
+#: What Sentinel lets a master be called.
+_MASTER = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
+REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
+REDIS_PORT = 6379
+SENTINEL_PORT = 26379
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,36 +126,142 @@ def _check_endpoint(value: str) -> None:
 
 def check_index(value: str) -> str:
     """The URL of an index."""
+    if value.partition("://")[0] in REDIS_SCHEMES:
+        redis_location(value)
+        return value
     url = split(value)
-    if url.scheme in ("redis", "rediss"):
-        if not url.hostname:
-            raise ValueError("redis URL without a host; write redis://HOST:6379/0")
-        _check_port(url)
-        if url.path not in ("", "/") and not url.path[1:].isdigit():
-            raise ValueError("the path of a redis URL is a database number, as in redis://HOST:6379/0")
-    elif url.scheme == "sqlite":
+    if url.scheme == "sqlite":
         if url.netloc or url.path in ("", "/"):
             raise ValueError("sqlite URLs have three slashes and a file: sqlite:///var/lib/kvstore/index.db")
-    elif url.scheme == "unix":
-        if url.path in ("", "/"):
-            raise ValueError("unix URL without a socket; write unix:///run/redis.sock")
     elif url.scheme != "memory":
         raise ValueError(
-            "unsupported URL; allowed: redis://HOST:PORT/DB, rediss://, unix://PATH, sqlite:///PATH, memory://NAME"
+            "unsupported URL; allowed: redis://HOST:PORT/DB, rediss://, unix://PATH, sqlite:///PATH, "
+            "memory://NAME, redis+sentinel://HOST:PORT/MASTER/DB, rediss+sentinel://"
         )
     return value
 
 
-def _check_port(url: SplitResult) -> None:
-    try:
-        number = url.port
-    except ValueError:
-        number = 0
-    if number == 0:
+@dataclass(frozen=True, slots=True)
+class RedisLocation:
+    """A parsed URL of a Redis: one server, seeds of a Cluster, Sentinels that know a master, or a socket."""
+
+    #: Host without brackets, port. Several: seeds of a Cluster, or Sentinels. None: a socket.
+    hosts: tuple[tuple[str, int], ...] = ()
+    #: Of a socket.
+    path: str | None = None
+    db: int = 0
+    tls: bool = False
+    #: What Sentinels call the master; with a name `hosts` are Sentinels.
+    master: str | None = None
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+
+    @property
+    def where(self) -> str:
+        """For messages: everything but the credentials."""
+        if self.path is not None:
+            return f"{self.path}/{self.db}"
+        hosts = ",".join(place(host, port) for host, port in self.hosts)
+        return f"{hosts}/{self.master}/{self.db}" if self.master else f"{hosts}/{self.db}"
+
+
+def place(host: str, port: int) -> str:
+    """`host:port`, with brackets where the host needs them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def redis_location(value: str) -> RedisLocation:
+    """The parts of the URL of a Redis index."""
+    scheme, _, rest = value.partition("://")
+    if scheme not in REDIS_SCHEMES:
+        raise ValueError("not the URL of a Redis; write redis://HOST:6379/0")
+    head, mark, query = _cut(rest)
+    user, there = _user(head)
+    name, colon, password = user.partition(":")
+    known = RedisLocation(
+        username=unquote(name) if name else None, password=unquote(password) if colon else None
+    )
+    if scheme == "unix":
+        if not there.startswith("/") or there == "/":
+            raise ValueError("unix URL without a socket; write unix:///run/redis.sock")
+        return replace(known, path=unquote(there), db=_socket_db(mark + query))
+    if mark:
         raise ValueError(
-            "the port of a redis URL is a number up to 65535, as in redis://HOST:6379/0; special characters "
-            "of a password must be percent-encoded"
+            f"a {scheme} URL takes no options ('?' or '#'): what there is to set is under redis, such as "
+            "redis.password, redis.tls_ca, redis.timeout_s; special characters of a password must be "
+            "percent-encoded"
         )
+    listed, _, path = there.partition("/")
+    if scheme.endswith("+sentinel"):
+        return _sentinels(replace(known, tls=scheme.startswith("rediss")), listed, path, scheme)
+    hosts = _hosts(listed, REDIS_PORT, f"{scheme}://HOST:6379/0")
+    if path and not path.isdecimal():
+        raise ValueError(f"the path of a redis URL is a database number, as in {scheme}://HOST:6379/0")
+    if len(hosts) > 1 and int(path or 0):
+        raise ValueError("several hosts are seeds of a Cluster, which has no database but 0")
+    return replace(known, hosts=hosts, db=int(path or 0), tls=scheme == "rediss")
+
+
+def _sentinels(known: RedisLocation, listed: str, path: str, scheme: str) -> RedisLocation:
+    example = f"{scheme}://HOST:26379,HOST:26379,HOST:26379/mymaster/0"
+    hosts = _hosts(listed, SENTINEL_PORT, example)
+    master, slash, db = path.partition("/")
+    if not master or (master.isdecimal() and not slash):
+        raise ValueError(
+            f"a {scheme} URL names the master as in `sentinel monitor NAME ...` of its Sentinels: {example}"
+        )
+    if not _MASTER.fullmatch(master):
+        raise ValueError(f"the master's name is letters, digits and . - _ only, as in {example}")
+    if slash and db and not db.isdecimal():
+        raise ValueError(f"after the master's name comes a database number, as in {example}")
+    return replace(known, hosts=hosts, master=master, db=int(db or 0))
+
+
+def _cut(rest: str) -> tuple[str, str, str]:
+    """What comes before the first '?' or '#', that, and what comes after it."""
+    found = re.search(r"[?#]", rest)
+    return (rest, "", "") if found is None else (rest[: found.start()], found[0], rest[found.end() :])
+
+
+def _user(head: str) -> tuple[str, str]:
+    """User information and the rest. An '@' after the first slash is part of neither."""
+    authority, slash, path = head.partition("/")
+    user, _, listed = authority.rpartition("@")
+    return user, f"{listed}{slash}{path}"
+
+
+def _hosts(listed: str, port: int, example: str) -> tuple[tuple[str, int], ...]:
+    found = []
+    for part in listed.split(","):
+        bracket = part.rfind("]")
+        host, colon, number = part, "", ""
+        if part.find(":", bracket + 1) >= 0:
+            host, colon, number = part.rpartition(":")
+        if not host:
+            raise ValueError(f"redis URL without a host; write {example}")
+        if not _HOST.fullmatch(host):
+            raise ValueError(
+                f"not a valid URL: a host is a name or an address (IPv6 in brackets), as in {example}; "
+                "special characters of a password must be percent-encoded"
+            )
+        if colon and not (number.isdecimal() and 0 < int(number) <= 65535):
+            raise ValueError(
+                f"the port of a redis URL is a number up to 65535, as in {example}; special characters "
+                "of a password must be percent-encoded"
+            )
+        found.append((host.strip("[]"), int(number) if colon else port))
+    if len(set(found)) != len(found):
+        raise ValueError(f"a host stands twice in the list; write {example}")
+    return tuple(found)
+
+
+def _socket_db(query: str) -> int:
+    if query and not re.fullmatch(r"\?db=\d{1,9}", query):
+        raise ValueError(
+            "after '?' a unix URL takes db=NUMBER, as in unix:///run/redis.sock?db=1; all else is a setting "
+            "under redis"
+        )
+    return int(query[4:] or 0)
 
 
 def local_path(value: str) -> str:

@@ -40,8 +40,10 @@ class RedisServer:
     process that started it, however that one ends.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
+        """`options` are words of the command line, after our own."""
         self._folder = folder
+        self._options = options
         self._binary = find_redis_server()
         self._process: subprocess.Popen[bytes] | None = None
         self._was_up = False
@@ -139,6 +141,7 @@ class RedisServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--daemonize", "no", "--dir", str(self._folder)]
+        command += self._options
         self._process = spawn_tied(command, self._folder / "redis.log")
 
     def _answers(self) -> bool:

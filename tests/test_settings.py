@@ -14,7 +14,7 @@ from pydantic import SecretStr, ValidationError
 
 from schemas.base import explain, redact
 from schemas.settings import Settings, parse_bytes
-from schemas.urls import S3Location, local_path, s3_location
+from schemas.urls import S3Location, local_path, redis_location, s3_location
 
 SECRET = "hunter2"
 
@@ -62,7 +62,7 @@ def test_an_unknown_key_is_named_with_what_is_allowed() -> None:
 def test_an_unknown_key_of_a_section() -> None:
     assert problems(redis={"pasword": SECRET}) == [
         "unknown key 'redis.pasword'; allowed here: connect_timeout_s, max_connections, password, "
-        "timeout_s, tls_ca, tls_verify, username"
+        "sentinel_password, sentinel_username, timeout_s, tls_ca, tls_cert, tls_key, tls_verify, username"
     ]
 
 
@@ -133,11 +133,30 @@ def test_bad_payload_urls(url: str, words: str) -> None:
         ("redis://host:0", "port of a redis URL"),
         ("redis://host:65536", "port of a redis URL"),
         ("redis://[::1", "not a valid URL"),
+        ("redis://ho st", "not a valid URL"),
+        ("redis://host/0?protocol=2", "a redis URL takes no options"),
+        ("rediss://host/0?ssl_cert_reqs=none", "such as redis.password, redis.tls_ca"),
+        ("redis://host#0", "a redis URL takes no options"),
+        ("redis://a,b:6379,/0", "without a host"),
+        ("redis://a,a:6379/0", "stands twice"),
+        ("redis://a,b/1", "no database but 0"),
+        ("redis+sentinel://a,b", "names the master as in `sentinel monitor NAME ...`"),
+        ("redis+sentinel://a,b/", "redis+sentinel://HOST:26379,HOST:26379,HOST:26379/mymaster/0"),
+        ("redis+sentinel://a,b/0", "names the master"),
+        ("rediss+sentinel://a,b/my%20master/0", "letters, digits and . - _ only"),
+        ("redis+sentinel://a,b/mymaster/x", "comes a database number"),
+        ("redis+sentinel://a,b/mymaster/0/1", "comes a database number"),
+        ("redis+sentinel:///mymaster/0", "without a host"),
+        ("redis+sentinel://a:x/mymaster", "port of a redis URL"),
+        ("redis+sentinel://a/mymaster?db=1", "takes no options"),
+        ("unix:///run/redis.sock?password=x", "takes db=NUMBER"),
+        ("unix://run/redis.sock", "write unix:///run/redis.sock"),
         ("sqlite://index.db", "three slashes"),
         ("sqlite:///", "three slashes"),
         ("sqlite:///x?mode=ro", "no '?' or '#'"),
         ("unix://", "write unix:///run/redis.sock"),
         ("http://host", "allowed: redis://HOST:PORT/DB, rediss://, unix://PATH, sqlite:///PATH"),
+        ("redis+cluster://host", "memory://NAME, redis+sentinel://HOST:PORT/MASTER/DB"),
     ],
 )
 def test_bad_index_urls(url: str, words: str) -> None:
@@ -155,7 +174,9 @@ def test_bad_index_urls(url: str, words: str) -> None:
         "redis://[::1]:6379/15",
         f"rediss://user:{SECRET}@host:6379/0",
         f"redis://:{SECRET}@host",
-        "redis://host/0?protocol=2",
+        "redis://a,b:7000,[::1]:7001/0",
+        "redis+sentinel://a/mymaster",
+        f"rediss+sentinel://user:{SECRET}@a:26380,b,[::1]:26379/my-master.1/3",
         "unix:///run/redis.sock",
         f"unix://user:{SECRET}@/run/redis.sock?db=1",
         "sqlite:///var/lib/index.db",
@@ -163,6 +184,20 @@ def test_bad_index_urls(url: str, words: str) -> None:
 )
 def test_good_index_urls(url: str) -> None:
     assert Settings(payloads="file:///x", index=url).index_url == url
+
+
+def test_what_a_redis_url_says() -> None:
+    sentinel = redis_location(f"rediss+sentinel://us%40er:{SECRET}%2F@a:1,b,[::1]:3/main/4")
+    assert sentinel.hosts == (("a", 1), ("b", 26379), ("::1", 3))
+    assert (sentinel.master, sentinel.db, sentinel.tls) == ("main", 4, True)
+    assert (sentinel.username, sentinel.password) == ("us@er", f"{SECRET}/")
+    assert sentinel.where == "a:1,b:26379,[::1]:3/main/4"
+    assert SECRET not in repr(sentinel)
+    seeds = redis_location("redis://a,b:7000")
+    assert (seeds.hosts, seeds.db, seeds.tls) == ((("a", 6379), ("b", 7000)), 0, False)
+    assert (seeds.master, seeds.username, seeds.password) == (None, None, None)
+    socket = redis_location(f"unix://:{SECRET}@/run/redis.sock?db=2")
+    assert (socket.path, socket.db, socket.password, socket.hosts) == ("/run/redis.sock", 2, SECRET, ())
 
 
 # Combinations
@@ -174,6 +209,16 @@ def test_good_index_urls(url: str) -> None:
         ({"payloads": "memory://x"}, ["index may only be left out with file:// payloads"]),
         ({"payloads": "memory://x", "index": "redis://h"}, ["memory://", "both index and payloads"]),
         ({"index": "memory://x"}, ["memory://", "both index and payloads"]),
+        ({"redis": {"tls_key": "k"}}, ["redis: tls_cert and tls_key are given both or neither"]),
+        ({"redis": {"sentinel_username": "u"}}, ["sentinel_username is given without sentinel_password"]),
+        (
+            {"index": "redis://h", "redis": {"tls_cert": "c", "tls_key": "k"}},
+            ["redis.tls_cert is for an index over TLS"],
+        ),
+        (
+            {"index": "rediss://h", "redis": {"sentinel_password": "p"}},
+            ["redis.sentinel_password is for an index that is found by Sentinels"],
+        ),
         (
             {"breaker": {"backoff_s": 20, "max_backoff_s": 5}},
             ["breaker.backoff_s = 20", "breaker.max_backoff_s = 5"],
@@ -260,6 +305,12 @@ LEAKY_URLS = [
     f"redis://user:{SECRET}@host:port/0",
     f"redis://user:{SECRET}@host/db",
     f"redis://user:{SECRET}",  # the @ and the host forgotten: it looks like a port
+    f"redis+sentinel://user:{SECRET}@a:1,b:2/m/0",
+    f"rediss+sentinel://:{SECRET}@a,b/m/0",
+    f"redis+sentinel://a,user:{SECRET}@b/m/0",
+    f"redis+sentinel://user:{SECRET},a:1,b",
+    f"redis://user:12,{SECRET}",  # a comma in a password, the host forgotten
+    f"redis://user:x,{SECRET}:y",
     f"redis:user:{SECRET}@host/0",
     f"redis:/user:{SECRET}@host/0",
     f"user:{SECRET}@host:6379",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
-from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from pydantic import SecretStr
 
@@ -15,7 +13,6 @@ from schemas.settings import Settings
 
 Role = Literal["both", "producer", "consumer"]
 
-_SECRET_KEYS = re.compile(r"user|pass|secret|token|credential", re.IGNORECASE)
 #: What boto3 itself reads.
 _AWS = {
     "s3__access_key_id": "AWS_ACCESS_KEY_ID",
@@ -85,12 +82,8 @@ def _public(value: Any, path: str, notes: list[str]) -> Any:
 
 
 def without_credentials(url: str) -> tuple[str, bool]:
-    """A URL without user information and secret query parameters, and whether it had any."""
-    parts = urlsplit(url)
-    _, at, host = parts.netloc.rpartition("@")
-    pairs = parse_qsl(parts.query, keep_blank_values=True)
-    kept = [(key, value) for key, value in pairs if not _SECRET_KEYS.search(key)]
-    if not at and len(kept) == len(pairs):
-        return url, False
-    query = f"?{urlencode(kept)}" if kept else ""
-    return f"{parts.scheme}://{host}{parts.path}{query}", True
+    """A URL without user information, and whether it had any."""
+    scheme, _, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    _, at, place = authority.rpartition("@")
+    return (f"{scheme}://{place}{slash}{path}", True) if at else (url, False)

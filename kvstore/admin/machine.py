@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvstore import __version__
 from kvstore.admin.cache import Cache
@@ -22,6 +21,7 @@ from kvstore.eviction import Scope
 from kvstore.index.redis_client import RedisClient
 from schemas.reports import Check, CheckState
 from schemas.settings import Settings
+from schemas.urls import place, redis_location
 
 #: File systems that other machines can mount as well.
 _SHARED = {
@@ -72,10 +72,10 @@ def nearest_folder(path: Path) -> Path:
 
 def redis_is_remote(settings: Settings) -> bool:
     """Whether other machines can use the index."""
-    url = urlsplit(settings.index_url)
-    host = url.hostname or ""
-    local = host in ("", "localhost", "::1") or host.startswith("127.")
-    return url.scheme in ("redis", "rediss") and not local
+    if not settings.index_url.startswith("redis"):
+        return False
+    hosts = [host for host, _ in redis_location(settings.index_url).hosts]
+    return not all(host in ("localhost", "::1") or host.startswith("127.") for host in hosts)
 
 
 def check_disk(cache: Cache) -> Iterator[Check]:
@@ -207,12 +207,34 @@ def check_redis(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
             local = (before + clock()) / 2
             remote = int(reply[0]) + int(reply[1]) / 1e6
             yield _skew("index clock", "Redis' clock", remote - local, cache.settings)
+        yield from _check_sentinels(client)
         told = _asked(client, "INFO", "server") or {}
         told |= _asked(client, "INFO", "memory") or {}
     finally:
         client.close()
     yield from _check_memory(told, *_held(cache))
     yield from _check_version(told)
+
+
+def _check_sentinels(client: RedisClient) -> Iterator[Check]:
+    """Whom the Sentinels call the master, and whether all of them do."""
+    sentinels = client.sentinels
+    if sentinels is None:
+        return
+    answers = sorted(sentinels.survey(), key=lambda answer: answer.sentinel)
+    master = "" if sentinels.known is None else place(*sentinels.known)
+    agreed = [each for each in answers if each.address == sentinels.known and not each.down]
+    others = [f"{each.sentinel}: {each.text}" for each in answers if each not in agreed]
+    found = f"{master}, by the word of {len(agreed)} of {len(answers)} Sentinels"
+    yield Check(
+        name="index master",
+        state="warning" if others else "ok",
+        found="; ".join([found, *others]),
+        advice="with fewer Sentinels than their quorum there is no failover, and with none no new engine "
+        "finds the master: start those that don't answer, and name in the index URL those that there are"
+        if others
+        else "",
+    )
 
 
 def _asked(client: RedisClient, *words: str) -> Any:

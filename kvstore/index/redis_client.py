@@ -1,17 +1,11 @@
 """One call to Redis: a pooled connection, a deadline, one script or command, errors of our own tree.
 
-What a failure becomes:
-
-    timed out (connect, reply, or waiting for a pooled connection)      DeadlineExceeded
-    refused, reset, LOADING, READONLY, CLUSTERDOWN, MASTERDOWN, other   TransientError
-    NOAUTH, WRONGPASS, NOPERM                                           PermissionDenied
-    OOM (maxmemory reached and nothing may be evicted)                  CapacityExceeded
-
 Nothing is repeated in here but what costs no time and can't do harm: a call on a pooled connection
 that the server closed meanwhile (it was restarted, or closes idle clients) is sent once more on a
 fresh one, since every script and command of the index is idempotent (but note, which would then count
-itself: a first use passes for a second); a script that Redis doesn't know is sent as text; and a server
-that turns out to be part of a Cluster is asked as one from then on.
+itself: a first use passes for a second); so is one that a replica refused because it was the master until
+a moment ago; a script that Redis doesn't know is sent as text; and a server that turns out to be part of a
+Cluster is asked as one from then on.
 """
 
 from __future__ import annotations
@@ -22,42 +16,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import redis
-from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
-from redis.connection import parse_url
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    MovedError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    RedisClusterException,
-)
-from redis.retry import Retry
+from redis.exceptions import MovedError, NoScriptError, RedisClusterException, SlotNotCoveredError
 
-from kvstore.errors import (
-    CapacityExceeded,
-    Closed,
-    ConfigError,
-    DeadlineExceeded,
-    KVStoreError,
-    PermissionDenied,
-    TransientError,
-)
+from kvstore.errors import Closed, ConfigError
+from kvstore.index.redis_errors import FAILURES, classified, demoted, denied
+from kvstore.index.redis_opening import cluster, pool, sentinels
+from kvstore.index.redis_sentinel import Deadline, Sentinels
 from schemas.settings import RedisSettings
+from schemas.urls import redis_location
 
-#: What redis-py raises for a failed call; RedisClusterException is not a RedisError.
-FAILURES = (redis.RedisError, RedisClusterException, OSError)
-#: Denials that redis-py has no class for: a large command from a stranger, refused before it is read
-#: ("unauthenticated multibulk length"); a right that is missing inside a script, to Redis 7.0 and later.
-_DENIALS = ("unauthenticated", "The user executing the script can't", "ACL failure in script")
 #: A stale connection fails at once. A failure later than this share of the deadline is no such thing.
 _STALE_SHARE = 0.1
+_Client = redis.Redis | RedisCluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,60 +52,65 @@ class Script:
 
 
 class RedisClient:
-    """Calls with deadlines on a redis-py client: Redis, a Sentinel's master, or a RedisCluster.
+    """Calls with deadlines on redis-py: a single Redis, the master that Sentinels name, or a Cluster.
 
     Safe for threads, and for processes that fork (redis-py's pool notices and starts afresh).
     """
 
-    def __init__(self, client: redis.Redis | RedisCluster, *, where: str, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        client: _Client | None,
+        *,
+        where: str,
+        timeout_s: float = 1.0,
+        cluster: Callable[[], RedisCluster] | None = None,
+        sentinels: Sentinels | None = None,
+        deadline: Deadline | None = None,
+    ) -> None:
         """Takes a client as redis-py makes it, which should have timeouts, no retries, and RESP2.
 
-        `where` is how messages call it, `timeout_s` its deadline.
+        `where` is how messages call it, `timeout_s` its deadline. `cluster` reaches the same server as part
+        of a Cluster; without a `client`, that is what there is.
         """
-        self._client: redis.Redis | RedisCluster = client
+        self._first = client
+        self._current = client
         self._where = where
         self._timeout_s = timeout_s
         self._closed = False
-        #: How to reach the same server as part of a Cluster; None if the client was made elsewhere.
-        self._cluster_options: dict[str, Any] | None = None
+        self._cluster = cluster
         self._becoming = threading.Lock()
+        self._sentinels = sentinels
+        self._deadline = deadline or Deadline()
 
     @classmethod
     def from_settings(cls, url: str, settings: RedisSettings) -> Self:
-        """A client for `redis://`, `rediss://` or `unix://`. No I/O. Raises ConfigError."""
+        """A client for the URL of a Redis (schemas.urls). No I/O. Raises ConfigError."""
         try:
-            options: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
-        except (ValueError, TypeError):
-            # Neither the URL nor the exception is quoted: of a URL that can't be split correctly, a
-            # piece of the password may be in any part.
-            raise ConfigError(
-                "index is not a usable redis URL: redis://[user:password@]HOST:PORT/DB, "
-                "with special characters of a password percent-encoded"
-            ) from None
-        where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-        where = f"{where}/{options.get('db', 0)}"
-        kind = options.pop("connection_class", redis.Connection)
-        options |= _options(settings, tls=issubclass(kind, redis.SSLConnection))
-        pool = redis.BlockingConnectionPool(  # type: ignore[no-untyped-call]
-            connection_class=kind,
-            max_connections=settings.max_connections,
-            timeout=settings.timeout_s,
-            **options,
+            location = redis_location(url)
+        except ValueError as exc:
+            raise ConfigError(f"index is not a usable redis URL: {exc}") from None
+        where, timeout_s = location.where, settings.timeout_s
+        if location.master is not None:
+            deadline, found = Deadline(), sentinels(location, settings)
+            client = redis.Redis(connection_pool=pool(location, settings, found, deadline))
+            return cls(client, where=where, timeout_s=timeout_s, sentinels=found, deadline=deadline)
+        many = len(location.hosts) > 1
+        return cls(
+            None if many else redis.Redis(connection_pool=pool(location, settings)),
+            where=where,
+            timeout_s=timeout_s,
+            cluster=None if location.path else cluster(location, settings),
         )
-        self = cls(redis.Redis(connection_pool=pool), where=where, timeout_s=settings.timeout_s)
-        if "path" not in options:
-            self._cluster_options = {name: value for name, value in options.items() if name != "db"} | {
-                "ssl": issubclass(kind, redis.SSLConnection),
-                "max_connections": settings.max_connections,
-                # Namespaces on the nodes that are left go on working.
-                "require_full_coverage": False,
-            }
-        return self
 
     @property
     def where(self) -> str:
         """Host, port and database, for messages."""
         return self._where
+
+    @property
+    def sentinels(self) -> Sentinels | None:
+        """Who says where the master is."""
+        return self._sentinels
 
     def run(self, script: Script, key: str, *args: bytes | str | int | float) -> Any:
         """Run a script; `key` is its KEYS[1], which says which node of a Cluster has it all."""
@@ -145,11 +124,23 @@ class RedisClient:
         """Run one command."""
         return self._call(name or str(words[0]), *words)
 
+    def everywhere(self, *words: bytes | str | int | float) -> list[Any]:
+        """Run one command on the server, or on each primary of a Cluster."""
+
+        def send(client: Any) -> Any:
+            if not isinstance(client, RedisCluster):
+                return [client.execute_command(*words)]
+            client = cast(Any, client)
+            names = [node.name for node in client.get_primaries()]
+            return [client.execute_command(*words, target_nodes=client.get_node(node_name=n)) for n in names]
+
+        return list(self._attempt(str(words[0]), send))
+
     def many(self, commands: Sequence[Sequence[bytes | str | int | float]]) -> list[Any]:
         """Commands that don't depend on each other, in one round trip to each node that has their keys."""
 
-        def send() -> Any:
-            with self._client.pipeline(transaction=False) as pipeline:
+        def send(client: _Client) -> Any:
+            with client.pipeline(transaction=False) as pipeline:
                 for words in commands:
                     pipeline.execute_command(*words)
                 return pipeline.execute()
@@ -159,81 +150,67 @@ class RedisClient:
     def close(self) -> None:
         """Close every connection. Idempotent."""
         self._closed = True
-        self._client.close()
-        if isinstance(self._client, redis.Redis):
-            self._client.connection_pool.disconnect()
+        for client in (self._first, self._current):
+            if client is not None:
+                client.close()
+            if isinstance(client, redis.Redis):
+                client.connection_pool.disconnect()
 
     def _call(self, name: str, *words: bytes | str | int | float) -> Any:
-        return self._attempt(name, lambda: self._client.execute_command(*words))  # type: ignore[no-untyped-call]
+        return self._attempt(name, lambda client: client.execute_command(*words))  # type: ignore[no-untyped-call]
 
-    def _attempt(self, name: str, send: Callable[[], Any]) -> Any:
+    def _attempt(self, name: str, send: Callable[[_Client], Any]) -> Any:
+        operation = f"redis {self._where}: {name}"
         if self._closed:
-            raise Closed(f"redis {self._where}: {name}: closed")
+            raise Closed(f"{operation}: closed")
         began = time.monotonic()
+        self._deadline.begin(self._timeout_s)
         try:
             try:
-                return send()
-            except MovedError:
-                self._become_cluster()
-            except (redis.ConnectionError, OSError) as exc:
-                if not self._was_stale(exc, time.monotonic() - began):
+                return send(self._client())
+            except FAILURES as exc:
+                if not self._mended(exc, time.monotonic() - began):
                     raise
-            return send()
+            return send(self._client())
         except NoScriptError:
             raise
         except FAILURES as exc:
-            raise self._classified(exc, name) from exc
+            raise classified(exc, operation) from exc
 
-    def _was_stale(self, exc: Exception, took_s: float) -> bool:
-        """Whether a failure may mean no more than that the server had closed an idle connection."""
-        return took_s < self._timeout_s * _STALE_SHARE and not _denied(exc)
+    def _client(self) -> _Client:
+        """The client to use now. Connects, if it is to be a Cluster's. Raises one of FAILURES."""
+        if self._current is None:
+            self._become_cluster(None)
+        assert self._current is not None
+        return self._current
 
-    def _become_cluster(self) -> None:
+    def _mended(self, exc: Exception, took_s: float) -> bool:
+        """Whether what failed so, after so long, may be sent once more."""
+        if isinstance(exc, MovedError):
+            self._become_cluster(self._first)
+            return True
+        if isinstance(exc, RedisClusterException) and not isinstance(exc, SlotNotCoveredError):
+            # No node that it knew is left. What the URL names may lead to their successors.
+            self._begin_again()
+            return False
+        if took_s >= self._timeout_s * _STALE_SHARE or denied(exc):
+            return False
+        # The server may only have closed an idle connection; or it was demoted, and has changed nothing.
+        lost = isinstance(exc, (redis.ConnectionError, OSError))
+        return lost or (self._sentinels is not None and demoted(exc))
+
+    def _become_cluster(self, instead_of: _Client | None) -> None:
         with self._becoming:
-            single = self._client
-            if self._cluster_options is None or isinstance(single, RedisCluster):
+            if self._cluster is None or self._current is not instead_of:
                 return
-            self._client = RedisCluster(**self._cluster_options)
-        single.connection_pool.disconnect(inuse_connections=False)
+            self._current = self._cluster()
+        if isinstance(instead_of, redis.Redis):
+            instead_of.connection_pool.disconnect(inuse_connections=False)
 
-    def _classified(self, exc: Exception, name: str) -> KVStoreError:
-        text = str(exc)
-        kind: type[KVStoreError] = TransientError
-        if isinstance(exc, (redis.TimeoutError, TimeoutError)) or "No connection available" in text:
-            kind = DeadlineExceeded
-        elif _denied(exc):
-            kind = PermissionDenied
-        elif isinstance(exc, OutOfMemoryError) or "OOM command not allowed" in text:
-            kind = CapacityExceeded
-        return kind(f"redis {self._where}: {name}: {text.splitlines()[0] if text else type(exc).__name__}")
-
-
-def _denied(exc: Exception) -> bool:
-    if isinstance(exc, (AuthenticationError, AuthorizationError, NoPermissionError)):
-        return True
-    text = str(exc)
-    return text.startswith(("NOAUTH", "NOPERM", "WRONGPASS")) or any(words in text for words in _DENIALS)
-
-
-def _options(settings: RedisSettings, *, tls: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "socket_timeout": settings.timeout_s,
-        "socket_connect_timeout": settings.connect_timeout_s,
-        # RESP2 with hiredis decodes a match in two thirds of RESP3's time.
-        "protocol": 2,
-        "decode_responses": False,
-        # The breaker above repeats, after a pause and for all calls together; here a deadline is one.
-        "retry": Retry(NoBackoff(), 0),
-    }
-    if settings.username is not None:
-        options["username"] = settings.username
-    if settings.password is not None:
-        options["password"] = settings.password.get_secret_value()
-    if tls:
-        options["ssl_cert_reqs"] = "required" if settings.tls_verify else "none"
-        options["ssl_check_hostname"] = settings.tls_verify
-        if settings.tls_ca is not None:
-            if not Path(settings.tls_ca).is_file():
-                raise ConfigError(f"redis.tls_ca = {settings.tls_ca!r}: no such file")
-            options["ssl_ca_certs"] = settings.tls_ca
-    return options
+    def _begin_again(self) -> None:
+        with self._becoming:
+            if self._cluster is None or self._current is self._first:
+                return
+            former, self._current = self._current, self._first
+        if former is not None:
+            former.close()

@@ -239,6 +239,9 @@ def test_a_local_folder_under_a_shared_index() -> None:
         "redis://localhost:6379": False,
         "redis://127.0.0.5": False,
         "redis://[::1]:6379/0": False,
+        "redis://10.1.2.3,10.1.2.4/0": True,
+        "redis+sentinel://redis-0.svc,redis-1.svc/main": True,
+        "redis+sentinel://127.0.0.1,localhost/main": False,
         "unix:///run/redis.sock": False,
         "sqlite:///x/y.db": False,
     }.items():

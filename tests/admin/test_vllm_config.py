@@ -83,8 +83,9 @@ def test_the_default_index_is_left_out(admin: Admin) -> None:
     ("url", "public"),
     [
         ("redis://:pw-secret@h:1/2", "redis://h:1/2"),
-        ("rediss://me:pw-secret@h/0?ssl_check_hostname=false", "rediss://h/0?ssl_check_hostname=false"),
-        ("redis://h:1?password=pw-secret&username=me", "redis://h:1"),
+        ("rediss://me:pw-secret@h/0", "rediss://h/0"),
+        ("redis://me:pw-secret@a:1,[::1]:2/0", "redis://a:1,[::1]:2/0"),
+        ("redis+sentinel://me:pw-secret@a,b:1/main/0", "redis+sentinel://a,b:1/main/0"),
         ("redis://p%40w-secret@[::1]:1/0", "redis://[::1]:1/0"),
         ("unix://me:pw-secret@/run/redis.sock?db=1", "unix:///run/redis.sock?db=1"),
     ],

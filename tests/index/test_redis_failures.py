@@ -335,9 +335,8 @@ def test_settings_win_over_the_url() -> None:
     given_ = RedisSettings(
         username="u", password=SecretStr("p"), timeout_s=0.25, connect_timeout_s=0.5, max_connections=3
     )
-    url = "rediss://x:y@example.org:7000/5?socket_timeout=99&protocol=3&decode_responses=true"
-    index = RedisIndex.from_settings(url, given_)
-    pool = index._client._client.connection_pool
+    index = RedisIndex.from_settings("rediss://x:y@example.org:7000/5", given_)
+    pool = index._client._first.connection_pool
     assert pool.connection_class is redis.SSLConnection
     assert pool.max_connections == 3
     options = pool.connection_kwargs
@@ -352,7 +351,15 @@ def test_settings_win_over_the_url() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://user:hidden@host:port/0", "redis://user:hid/den@host:1/0", "http://hidden@host"]
+    "url",
+    [
+        "redis://user:hidden@host:port/0",
+        "redis://user:hid/den@host:1/0",
+        "http://hidden@host",
+        "redis://host:1/0?password=hidden",
+        "redis+sentinel://user:hidden@host:1/0",
+        "redis+sentinel://user:hid@den@host:port/m/0",
+    ],
 )
 def test_a_url_that_makes_no_sense_is_a_config_error(url: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -1,0 +1,134 @@
+"""From a URL and settings to redis-py's pools and connections. No I/O."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.retry import Retry
+
+from kvstore.errors import ConfigError
+from kvstore.index.redis_sentinel import Deadline, MasterConnection, Sentinels, TlsMasterConnection
+from schemas.settings import RedisSettings
+from schemas.urls import RedisLocation
+
+
+def pool(
+    location: RedisLocation,
+    settings: RedisSettings,
+    sentinels: Sentinels | None = None,
+    deadline: Deadline | None = None,
+) -> redis.BlockingConnectionPool:
+    """Connections to one server, or to the master that `sentinels` name. Raises ConfigError."""
+    options = _login(location, settings) | _options(settings, tls=location.tls)
+    kind: Any
+    if sentinels is not None:
+        kind = TlsMasterConnection if location.tls else MasterConnection
+        options |= {"sentinels": sentinels, "deadline": deadline}
+    elif location.path is not None:
+        kind = redis.UnixDomainSocketConnection
+        options["path"] = location.path
+    else:
+        kind = redis.SSLConnection if location.tls else redis.Connection
+        options["host"], options["port"] = location.hosts[0]
+    return redis.BlockingConnectionPool(  # type: ignore[no-untyped-call]
+        connection_class=kind,
+        max_connections=settings.max_connections,
+        timeout=settings.timeout_s,
+        db=location.db,
+        **options,
+    )
+
+
+def cluster(location: RedisLocation, settings: RedisSettings) -> Callable[[], RedisCluster]:
+    """What makes a client of the Cluster that the hosts are part of, and asks them for its nodes."""
+    options = _login(location, settings) | _options(settings, tls=location.tls)
+
+    def make() -> RedisCluster:
+        return RedisCluster(
+            startup_nodes=[
+                ClusterNode(*host)  # type: ignore[no-untyped-call]
+                for host in location.hosts
+            ],
+            ssl=location.tls,
+            max_connections=settings.max_connections,
+            # Namespaces on the nodes that are left go on working.
+            require_full_coverage=False,
+            **options,
+        )
+
+    return make
+
+
+def sentinels(location: RedisLocation, settings: RedisSettings) -> Sentinels:
+    """Those that the URL names. Raises ConfigError."""
+    options = _options(settings, tls=location.tls)
+    # They are asked beside each other, and their master then has to answer within the same call.
+    options["socket_timeout"] = options["socket_connect_timeout"]
+    if settings.sentinel_password is not None:
+        options["username"] = settings.sentinel_username
+        options["password"] = settings.sentinel_password.get_secret_value()
+    kind = redis.SSLConnection if location.tls else redis.Connection
+    assert location.master is not None
+    return Sentinels(
+        location.hosts,
+        location.master,
+        timeout_s=settings.connect_timeout_s,
+        connect=lambda **host: kind(**host, **options),
+    )
+
+
+def _login(location: RedisLocation, settings: RedisSettings) -> dict[str, Any]:
+    known = {"username": location.username, "password": location.password}
+    if settings.username is not None:
+        known["username"] = settings.username
+    if settings.password is not None:
+        known["password"] = settings.password.get_secret_value()
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _options(settings: RedisSettings, *, tls: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "socket_timeout": settings.timeout_s,
+        "socket_connect_timeout": settings.connect_timeout_s,
+        # RESP2 with hiredis decodes a match in two thirds of RESP3's time.
+        "protocol": 2,
+        "decode_responses": False,
+        # The breaker above repeats, after a pause and for all calls together; here a deadline is one.
+        "retry": Retry(NoBackoff(), 0),
+    }
+    return options | _tls(settings) if tls else options
+
+
+def _tls(settings: RedisSettings) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "ssl_cert_reqs": "required" if settings.tls_verify else "none",
+        "ssl_check_hostname": settings.tls_verify,
+    }
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        path = getattr(settings, name)
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"redis.{name} = {path!r}: no such file")
+    if settings.tls_ca is not None:
+        options["ssl_ca_certs"] = settings.tls_ca
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        _check_pair(settings.tls_cert, settings.tls_key)
+        # Without a password OpenSSL asks the terminal for that of an encrypted key, which may come later.
+        options |= {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key, "ssl_password": ""}
+    return options
+
+
+def _check_pair(cert: str, key: str) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+        why = f" ({exc.strerror or exc})" if isinstance(exc, OSError) else ""
+        raise ConfigError(
+            f"redis.tls_cert = {cert!r} and redis.tls_key = {key!r} are not a certificate and its key, in "
+            f"PEM and not encrypted{why}"
+        ) from None
