@@ -197,6 +197,7 @@ class Sandbox:
         for name, program in image.programs.items():
             binds.append(("--ro-bind", program, f"/usr/local/bin/{name}"))
         binds += [("--ro-bind", str(path), str(path)) for path in image.paths]
+        binds += [("--ro-bind", str(path), place) for place, path in image.files.items()]
         binds += self._mounts()
         # Left to itself bwrap makes folders that none but root may enter.
         for parent in sorted({parent for _, _, place in binds for parent in Path(place).parents}):
