@@ -316,7 +316,7 @@ def compress(raw: bytes, codec: str, dtype: str) -> tuple[bytes, str]:
     if raw and codec != "none":
         forms.append((lz4.block.compress(raw, store_size=False), "lz4"))
         if codec == "planes-lz4" and dtype in LAYOUTS:
-            forms.append((planes(raw, dtype, 0x70), "planes-lz4"))
+            forms += [(planes(raw, dtype, c), "planes-lz4") for c in range(0, 256, 16)]
     return min(
         (one for one in forms if one[1] == "none" or len(one[0]) < len(raw)), key=lambda one: len(one[0])
     )

@@ -1,0 +1,275 @@
+"""An index in Redis: what kvstore wrote, read raw; what the second one commits, served by kvstore."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvstore.admin.cache import Cache
+from kvstore.admin.rebuild import rebuild
+from kvstore.build import load_settings
+from kvstore.errors import PermissionDenied
+from kvstore.keys import SegmentId, canonical_json, digests
+from schemas.namespace import Namespace
+from schemas.records import CODECS, Codec
+from tests.format import second
+from tests.format.world import NOW_S, SHAPES, content, ec, kv, path, world
+from tests.servers import RedisServer
+
+SCRIPTS = Path(__file__).parents[2] / "kvstore" / "index"
+
+
+@pytest.fixture
+def raw(redis_server: RedisServer) -> Iterator[redis.Redis]:
+    with redis.Redis(port=redis_server.port, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+def theirs(raw: redis.Redis) -> second.RedisStore:
+    return second.RedisStore(raw, SCRIPTS)
+
+
+def packed(hashes: list[bytes], group: int = 0) -> bytes:
+    return b"".join(second.digest(second.block_key(one, group)) for one in hashes)
+
+
+@pytest.mark.parametrize("how", CODECS)
+def test_a_filled_index_is_read(
+    how: Codec, tmp_path: Path, redis_url: str, theirs: second.RedisStore
+) -> None:
+    namespace, hashes = kv(how, shards=2), path("a", 11)
+    with world(tmp_path, redis_url, namespace) as ours:
+        one = ours.save(hashes[:6], ranks=2)
+        two = ours.save(hashes[6:], depth=6, ranks=2, cost_us=5_000_000)
+        window = ours.save(hashes[4:6], group=1, depth=4)
+        gone, pinned = ours.save(path("g", 2), ranks=2), ours.save(path("p", 3), ranks=2)
+        ours.index.evict(ours.space.id, [SegmentId(gone)], delete_after_s=NOW_S + 10.0, rule="admin")
+        ours.index.pin(ours.space.id, [SegmentId(pinned)], most_bytes=10**9)
+        ours.index.touch(ours.space.id, [SegmentId(two)], NOW_S + 600)
+        name = ours.space.id
+        assert theirs.namespaces() == {name: canonical_json(namespace)}
+
+        records = theirs.records(name)
+        assert set(records) == {one, two, window, pinned}
+        for listing in ours.index.segments(name):
+            record = records[listing.segment]
+            assert record.nbytes == listing.record.nbytes
+            assert (record.depth, record.cost_us) == (listing.record.depth, listing.record.cost_us)
+        usage = ours.index.usage(name)
+        assert theirs.account(name) == {
+            "bytes": usage.nbytes, "segments": 4, "blocks": usage.blocks, "pinned": usage.pinned_bytes,
+            "cost": usage.cost_us,
+        }  # fmt: skip
+        assert usage.nbytes == sum(record.nbytes for record in records.values())
+
+        assert [(run.segment, run.slot, run.count) for run in theirs.match(name, packed(hashes))] == [
+            (one, 0, 6),
+            (two, 0, 5),
+        ]
+        entries = theirs.entries(name)
+        assert len(entries) == 6 + 5 + 2 + 2 + 3
+        assert entries[packed(hashes[5:6], 1)] == (window, 1)
+        assert entries == {entry.digest: (entry.segment, entry.slot) for entry in ours.index.entries(name)}
+
+        (due, ranks), minute = theirs.trash(name)[gone], NOW_S // 60
+        assert (due >= NOW_S + 10, ranks) == (True, 2)
+        assert [each for each, _ in theirs.order(name, "pins")] == [pinned]
+        order = theirs.order(name)
+        assert [each for each, _ in order][-1] == two
+        assert dict(order)[one] == (minute, 0, 0)
+        assert dict(order)[two] == (minute + 10, 6, 0)
+        assert [each for each, _ in order] == [each.segment for each in ours.index.order(name, 10)]
+        events = theirs.events(name)
+        assert [event["op"] for event in events].count(b"commit") == 5
+        assert events[-1]["rule"] == b"admin" and events[-1]["segment"] == gone
+
+        for rank in (0, 1):
+            for run in theirs.match(name, packed(hashes)):
+                some = hashes[run.start : run.start + run.count]
+                keys = [second.block_key(each) for each in some]
+                loaded = list(second.load(tmp_path, name, run, keys, rank))
+                assert loaded == [content(each, rank, "BF16", SHAPES["BF16"]) for each in some]
+
+
+def test_items_and_their_worth_are_read(tmp_path: Path, redis_url: str, theirs: second.RedisStore) -> None:
+    with world(tmp_path, redis_url, ec()) as ours:
+        cheap, dear = ours.save_item("a"), ours.save_item("b", cost_us=30_000)
+        name, key = ours.space.id, second.item_key("b")
+        (run,) = theirs.match(name, second.digest(key))
+        assert (run.segment, run.count) == (dear, 1)
+        (data,) = second.load(tmp_path, name, run, [key])
+        assert data == content(key, 0, "F32", (7, 16))
+        uses = dict(theirs.order(name))
+        assert uses[cheap] == (NOW_S // 60, 0, 0)
+        worth = second.worth("ec", run.record)
+        assert worth > 0
+        assert uses[dear] == (NOW_S // 60, 0, worth)
+
+
+def segment_of(
+    namespace: Namespace, hashes: list[bytes], *, rank: int = 0, ranks: int = 1, depth: int = 0,
+    segment: bytes | None = None, cost_us: int = 0,
+) -> tuple[str, bytes]:  # fmt: skip
+    """A segment of the second implementation's: its name and bytes."""
+    segment = segment or secrets.token_bytes(8)
+    if namespace.kind == "ec":
+        key = second.item_key(hashes[0].hex())
+        tensors = [second.Tensor(key, "F32", (7, 16), content(key, 0, "F32", (7, 16)))]
+    else:
+        tensors = [
+            second.Tensor(
+                second.block_key(one), "BF16", SHAPES["BF16"], content(one, rank, "BF16", SHAPES["BF16"])
+            )
+            for one in hashes
+        ]
+    text = canonical_json(namespace)
+    data = second.write_segment(
+        tensors, namespace=text, segment=segment, created_s=NOW_S, rank=rank, ranks=ranks, depth=depth,
+        cost_us=cost_us,
+    )  # fmt: skip
+    return second.payload_name(second.namespace_id(text), segment, rank), data
+
+
+def put_and_read(root: Path, name: str, data: bytes) -> second.Header:
+    second.put(root, name, data)
+    return second.read_header((root / name).read_bytes())
+
+
+@pytest.mark.parametrize("by", ["script", "hand"])
+@pytest.mark.parametrize("how", CODECS)
+def test_what_the_second_commits_kvstore_serves(
+    how: Codec, by: str, tmp_path: Path, redis_url: str, theirs: second.RedisStore
+) -> None:
+    namespace, hashes = kv(how), path("c", 9)
+    name = theirs.register(canonical_json(namespace), 50_000)
+    first = put_and_read(tmp_path, *segment_of(namespace, hashes[:5], cost_us=2048))
+    rest = put_and_read(tmp_path, *segment_of(namespace, hashes[5:], depth=5))
+    segment = bytes.fromhex(first.meta["segment"])
+    assert theirs.claim(name, packed(hashes), segment) == (0, True)
+    assert theirs.claim(name, packed(hashes), b"somebody") == (0, False)
+    for header in (first, rest):
+        if by == "script":
+            assert theirs.commit(name, header) == 1
+            assert theirs.commit(name, header) == 1
+        else:
+            assert theirs.commit_by_hand(name, header)
+            assert not theirs.commit_by_hand(name, header)
+    with world(tmp_path, redis_url, namespace) as ours:
+        assert ours.space.id == name
+        assert ours.served(hashes) == [content(one, 0, "BF16", SHAPES["BF16"]) for one in hashes]
+        assert ours.index.usage(name).segments == 2
+        assert ours.index.reconcile(name).recorded == ours.index.reconcile(name).counted
+        assert ours.faults() == []
+        # Nobody holds the claim any more, and the rest of the chain can be claimed behind what is there.
+        more = digests([*hashes, *path("d", 1)])
+        assert ours.index.claim(name, more, SegmentId(b"whoever "), 1.0).present == 9
+        assert ours.index.last_position(name)
+
+
+@pytest.mark.parametrize("by", ["script", "hand"])
+def test_by_script_and_by_hand_the_index_is_the_same(
+    by: str, tmp_path: Path, theirs: second.RedisStore, raw: redis.Redis
+) -> None:
+    """Every key but for the clock's: what the document lists is all that the script does."""
+    for namespace in (kv("lz4"), ec()):
+        name = theirs.register(canonical_json(namespace), 1)
+        segment = bytes(range(8))
+        header = put_and_read(
+            tmp_path, *segment_of(namespace, path("e", 3), segment=segment, depth=0, cost_us=99_968)
+        )
+        theirs.claim(name, header.digests, segment)
+        assert theirs.commit(name, header) == 1
+        scripted = dump(raw, name)
+        raw.flushall()
+        theirs.register(canonical_json(namespace), 1)
+        theirs.claim(name, header.digests, segment)
+        assert theirs.commit_by_hand(name, header)
+        assert dump(raw, name) == scripted
+        assert f"kvs:{{{name}}}:lru" in scripted
+        raw.flushall()
+
+
+def dump(raw: redis.Redis, name: str) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key in raw.keys(f"kvs:{{{name}}}:*"):
+        match raw.type(key):
+            case b"hash":
+                fields = raw.hgetall(key)
+                found[key.decode()] = {k: v for k, v in fields.items() if k not in (b"created", b"seen")}
+            case b"zset":
+                found[key.decode()] = raw.zrange(key, 0, -1, withscores=True)
+            case b"stream":
+                found[key.decode()] = [fields for _, fields in raw.xrange(key)]
+            case _:
+                found[key.decode()] = raw.get(key)
+    return found
+
+
+def test_several_ranks_become_visible_with_the_last(
+    tmp_path: Path, redis_url: str, theirs: second.RedisStore
+) -> None:
+    namespace, hashes = kv("planes-lz4", shards=2), path("r", 6)
+    name, segment = theirs.register(canonical_json(namespace), 100), secrets.token_bytes(8)
+    headers = [
+        put_and_read(tmp_path, *segment_of(namespace, hashes, rank=rank, ranks=2, segment=segment))
+        for rank in (0, 1)
+    ]
+    with world(tmp_path, redis_url, namespace) as ours:
+        assert theirs.commit(name, headers[1]) == 0
+        assert ours.served(hashes) == []
+        assert theirs.commit(name, headers[0]) == 1
+        for rank in (0, 1):
+            wanted = [content(one, rank, "BF16", SHAPES["BF16"]) for one in hashes]
+            assert ours.served(hashes, rank=rank) == wanted
+        assert ours.faults() == []
+        assert theirs.evict(name, [segment], at_s=0, grace_s=0) == 1
+        assert theirs.trash(name) == {segment: (0, 2)}
+        assert theirs.commit(name, headers[0]) == 2, "what is in the trash is refused"
+        assert ours.space.store.tending.reap(ours.space.id) == 2
+        assert not list(tmp_path.glob("*/*/*.?"))
+
+
+def test_rebuild_takes_what_the_second_wrote(
+    tmp_path: Path, redis_url: str, theirs: second.RedisStore
+) -> None:
+    namespace, hashes = kv("planes-lz4"), path("b", 20)
+    for at in range(0, 20, 4):
+        second.put(tmp_path, *segment_of(namespace, hashes[at : at + 4], depth=at, cost_us=7))
+    settings = load_settings({"payloads": f"file://{tmp_path}", "index": redis_url}, environ={})
+    with Cache(settings) as cache:
+        report = rebuild(cache)
+    (space,) = report.namespaces
+    assert (space.listed.segments, space.unusable, space.refused, report.left_out) == (5, 0, 0, 0)
+    with world(tmp_path, redis_url, namespace) as ours:
+        assert len(ours.served(hashes)) == 20
+        assert ours.faults() == []
+    assert sum(run.count for run in theirs.match(space.id, packed(hashes))) == 20
+
+
+def test_a_newer_schema_is_left_alone(
+    tmp_path: Path, redis_url: str, theirs: second.RedisStore, raw: redis.Redis
+) -> None:
+    namespace = kv()
+    with world(tmp_path, redis_url, namespace) as ours:
+        ours.save(path("n", 3))
+        name = ours.space.id
+        # As a newer release would: see the document on versions.
+        raw.hset(f"kvs:{{{name}}}:meta", "schema", "3")
+        raw.hdel(f"kvs:{{{name}}}:meta", "bucket_bits")
+        before = dump(raw, name)
+        with pytest.raises(PermissionDenied, match="newer"):
+            ours.space.register()
+        assert ours.space.match(digests(path("n", 3))).blocks == 0
+        assert ours.index.accounts() == []
+        ours.space.store.tend()
+        with pytest.raises(PermissionDenied):
+            ours.save(path("m", 3))
+        assert dump(raw, name) == before
+    with pytest.raises(second.Miss):
+        theirs.register(canonical_json(namespace), 1)
+    assert theirs.namespaces() == {}
