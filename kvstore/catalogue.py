@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvstore.errors import KVStoreError
 from kvstore.keys import Digest, NamespaceId, SegmentId
 from kvstore.ports import Outcome
 from schemas.records import EvictionRule, SegmentRecord
@@ -104,6 +105,14 @@ class Catalogue(ABC):
     @abstractmethod
     def accounts(self) -> list[Account]:
         """Every registered namespace in a few round trips altogether, each exact by itself; by id."""
+
+    @abstractmethod
+    def reachable(self) -> tuple[list[Account], KVStoreError | None]:
+        """As `accounts`, without what is kept on a node of the index that doesn't answer, and why it doesn't.
+
+        For upkeep, which one node must not keep from all others. Who takes a namespace that isn't there for
+        one that is no more asks `accounts`.
+        """
 
     @abstractmethod
     def usage(self, namespace: NamespaceId) -> Usage:

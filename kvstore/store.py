@@ -232,6 +232,8 @@ class Store:
         try:
             if upkeep:
                 self.tend()
+                if self.tending.unreachable is not None:
+                    log.warning("could not tidy all of the store: %s", self.tending.unreachable)
             elif look:
                 self._make_room()
         except KVStoreError as exc:
@@ -248,7 +250,7 @@ class Store:
             return evicted
         until = time.monotonic() + _REAP_S
         try:
-            accounts = self.catalogue.accounts()
+            accounts, _ = self.catalogue.reachable()
             # Each time in another order: neither one that takes all the time nor one that fails may keep the
             # same others from their turn for good.
             for account in random.sample(accounts, len(accounts)):

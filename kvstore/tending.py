@@ -106,12 +106,16 @@ class Tending:
         self._clock = clock
         self._proceed = proceed
         self._failed = failed
+        #: Why the last eviction left some namespaces out: a node of the index doesn't answer. What they hold
+        #: counts in no quota meanwhile, so that less is evicted than should be, and never more.
+        self.unreachable: KVStoreError | None = None
         #: Entries that dangle since an eviction of ours and have not been swept for.
         self._owed: dict[NamespaceId, int] = {}
 
     def quotas(self) -> list[Quota]:
-        """Every quota with what is used of it now. Raises what the index raises."""
-        return quotas(self._index.accounts(), self._settings, self._index.quotas())
+        """Every quota with what is used of it now, as far as can be told. Raises what the index raises."""
+        accounts, self.unreachable = self._index.reachable()
+        return quotas(accounts, self._settings, self._index.quotas())
 
     def evict(self) -> tuple[int, int]:
         """Meet every quota. Returns how many segments that took, and how many bytes may be added until the

@@ -225,9 +225,9 @@ class Janitor:
         return step != "reconcile" or now >= self._reconciling.next_s
 
     def _known(self) -> list[Account]:
-        """Every namespace, as it was found in this round. Another one begins each round."""
+        """Every namespace that can be reached, as found in this round. Another one begins each round."""
         if self._accounts is None:
-            found = self._index.accounts()
+            found, _ = self._index.reachable()
             turn = self._book.rounds % len(found) if found else 0
             self._accounts = found[turn:] + found[:turn]
         return self._accounts
@@ -277,6 +277,8 @@ class Janitor:
     def _evict(self) -> None:
         evicted, _ = self._tending.evict()
         self._book.did("evict", evicted)
+        if self._tending.unreachable is not None:
+            raise self._tending.unreachable
 
     def _drain(self) -> None:
         names = [account.namespace for account in self._known() if account.bygone]

@@ -166,6 +166,7 @@ class CatalogueConformance(Maintained):
         put(index, names[0], chain(9))
         catalogue.drain(names[0], delete_after_s=DELETE_AFTER_S, limit=1)
         accounts = catalogue.accounts()
+        assert catalogue.reachable() == (accounts, None)
         assert [one.namespace for one in accounts] == sorted(names)
         told = {one.namespace: one for one in accounts}
         for name, space in zip(names, spaces, strict=True):

@@ -44,29 +44,42 @@ class RedisCatalogue(RedisPart, Catalogue):
         return found
 
     def accounts(self) -> list[Account]:
-        fields = ("schema", "kind", "tenant", "seen", "bygone", *_USAGE)
-        found = []
-        for names in pieces(self._registered(), _NAMESPACES_PAGE):
-            asked: list[tuple[str, ...]] = []
-            for name in names:
-                asked += [("HMGET", key(name, "meta"), *fields), ("ZCARD", key(name, "trash"))]
-            answers = self._client.many(asked)
-            for name, known, trashed in zip(names, answers[::2], answers[1::2], strict=True):
-                schema, kind, tenant, seen, bygone, *usage = known
-                # A newer release's are evicted and deleted by what knows them.
-                if schema is not None and int(schema) <= SCHEMA:
-                    found.append(
-                        Account(
-                            namespace=name,
-                            kind=kind.decode("ascii"),
-                            tenant=tenant.decode(),
-                            usage=usage_of(usage),
-                            trashed=int(trashed),
-                            bygone=int(bygone or 0),
-                            seen_s=float(seen),
-                        )
-                    )
+        found, failure = self.reachable()
+        if failure is not None:
+            raise failure
         return found
+
+    def reachable(self) -> tuple[list[Account], KVStoreError | None]:
+        found: list[Account] = []
+        failure: KVStoreError | None = None
+        # One pipeline over several nodes fails as a whole if one of them does.
+        for names in self._client.by_node({name: key(name, "meta") for name in self._registered()}):
+            try:
+                for some in pieces(names, _NAMESPACES_PAGE):
+                    found += self._accounts(some)
+            except KVStoreError as exc:
+                failure = exc
+        return sorted(found, key=lambda account: account.namespace), failure
+
+    def _accounts(self, names: Sequence[NamespaceId]) -> Iterator[Account]:
+        fields = ("schema", "kind", "tenant", "seen", "bygone", *_USAGE)
+        asked: list[tuple[str, ...]] = []
+        for name in names:
+            asked += [("HMGET", key(name, "meta"), *fields), ("ZCARD", key(name, "trash"))]
+        answers = self._client.many(asked)
+        for name, known, trashed in zip(names, answers[::2], answers[1::2], strict=True):
+            schema, kind, tenant, seen, bygone, *usage = known
+            # A newer release's are evicted and deleted by what knows them.
+            if schema is not None and int(schema) <= SCHEMA:
+                yield Account(
+                    namespace=name,
+                    kind=kind.decode("ascii"),
+                    tenant=tenant.decode(),
+                    usage=usage_of(usage),
+                    trashed=int(trashed),
+                    bygone=int(bygone or 0),
+                    seen_s=float(seen),
+                )
 
     def _registered(self) -> list[NamespaceId]:
         return [

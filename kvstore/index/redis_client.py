@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import redis
 from redis.cluster import RedisCluster
@@ -32,6 +33,7 @@ from schemas.urls import redis_location
 #: A stale connection fails at once. A failure later than this share of the deadline is no such thing.
 _STALE_SHARE = 0.1
 _Client = redis.Redis | RedisCluster
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,17 @@ class RedisClient:
                 return pipeline.execute()
 
         return list(self._attempt(str(commands[0][0]), send)) if commands else []
+
+    def by_node(self, keys: Mapping[_T, str]) -> list[list[_T]]:
+        """What has these keys, in groups of what one node of a Cluster has; without a Cluster all in one."""
+        client = self._current
+        if not isinstance(client, RedisCluster):
+            return [list(keys)] if keys else []
+        groups: defaultdict[str, list[_T]] = defaultdict(list)
+        for item, key in keys.items():
+            nodes = client.nodes_manager.slots_cache.get(client.keyslot(key))  # type: ignore[no-untyped-call]
+            groups[nodes[0].name if nodes else ""].append(item)
+        return list(groups.values())
 
     def close(self) -> None:
         """Close every connection. Idempotent."""

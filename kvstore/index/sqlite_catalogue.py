@@ -46,6 +46,9 @@ class SqliteCatalogue(SqlitePart, Catalogue):
             for name, kind, tenant, seen, trashed, bygone, *usage in rows
         ]
 
+    def reachable(self) -> tuple[list[Account], None]:
+        return self.accounts(), None
+
     def usage(self, namespace: NamespaceId) -> Usage:
         with self._database.reading("usage") as db:
             row = db.execute(f"SELECT {USAGE} FROM namespaces WHERE id = ?", (namespace,)).fetchone()

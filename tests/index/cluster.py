@@ -39,6 +39,17 @@ class RedisClusterServers:
         """How many keys each master has."""
         return [int(client.dbsize()) for client in self._clients]
 
+    def kill(self, port: int) -> None:
+        """`kill -9` of one master."""
+        process = self._processes[self.ports.index(port)]
+        process.kill()
+        process.wait(10)
+
+    def set(self, name: str, value: str) -> None:
+        """CONFIG SET on every master."""
+        for client in self._clients:
+            client.config_set(name, value)
+
     def __enter__(self) -> Self:
         try:
             return self._start()
