@@ -1,0 +1,1 @@
+"""The chart's dashboards: `python -m tools.dashboards` writes helm/files/dashboards/*.json."""
