@@ -1,6 +1,6 @@
 """One namespace of a store: match, load, save, touch.
 
-Order of a save, so that a crash after any step is harmless (invariants 1, 4 and 8 of the design):
+Order of a save, so that a crash after any step is harmless (invariants 1, 4 and 8 of docs/format.md):
     1. claim      another engine's copy would be a waste        crash: the claim expires
     2. put        the payload is complete and durable           crash: an unreferenced payload
     3. commit     the index names it, all ranks at once         crash: done

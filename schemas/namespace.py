@@ -1,4 +1,4 @@
-"""Namespace: everything that changes the bytes of a payload (design.md, section 2)."""
+"""Namespace: everything that changes the bytes of a payload (docs/format.md, "Namespace")."""
 
 from __future__ import annotations
 

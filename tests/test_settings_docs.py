@@ -181,7 +181,7 @@ def test_the_schema_says_what_the_program_says(tree: dict[str, Any], good: bool)
 def test_secrets_can_be_left_out() -> None:
     text = json.dumps(docs.schema(secrets=False))
     secret = [path for path, key in KEYS.items() if "secret" in docs.kind(key.field)]
-    assert secret == ["redis.password", "s3.access_key_id", "s3.secret_access_key", "s3.session_token"]
+    assert {"redis.password", "s3.access_key_id", "s3.secret_access_key", "s3.session_token"} <= {*secret}
     for path in secret:
         assert f'"{path.partition(".")[2]}"' not in text
     assert "additionalProperties" in text

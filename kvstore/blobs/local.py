@@ -3,7 +3,7 @@
     <root>/<namespace id>/<2 hex>/<segment id>.<rank>    a payload (kvstore.keys.payload_name)
     <root>/.tmp/<32 hex>                                 a payload that is being written
 
-Order of a put, so that a crash after any step is harmless (invariants 1 and 4 of the design):
+Order of a put, so that a crash after any step is harmless (invariants 1 and 4 of docs/format.md):
     1. create   .tmp/<random>, and lock it              crash: an empty temporary file
     2. write    every buffer                            crash: a partial temporary file
     3. sync     the file (`data`, `full`)               crash: a whole temporary file

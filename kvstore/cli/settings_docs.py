@@ -358,6 +358,8 @@ def schema(*, secrets: bool = True) -> dict[str, Any]:
                 del node["properties"][field]
                 continue
             described.pop("title", None)
+            if "$ref" in described:
+                described.pop("default", None)  # its keys say theirs
             if _is_size(info):
                 _accept_sizes(described)
             if text := texts(model)[field]:

@@ -538,7 +538,18 @@ SCRIPTS = {
     "commit": ("changes", "score", "generations"),
     "touch": ("score",),
     "evict": ("changes", "grace", "drop"),
+    "note": (),
 }
+
+
+def mark(one: bytes) -> tuple[int, set[int]]:
+    """Of a digest: the number that its own line is made of, and the bits of its mark."""
+    m = int.from_bytes(one[4:8], "big")
+    return int.from_bytes(one[:4], "big"), {m % 512, m // 512 % 512, m // 512**2 % 512}
+
+
+def window_name(now_s: float, window_s: float, sketch_bytes: int, back: int = 0) -> str:
+    return f"{sketch_bytes}:{window_s:.12g}:{int(now_s // window_s) - back}"
 
 
 class RedisStore:
@@ -700,6 +711,33 @@ class RedisStore:
                 pipe.delete(claim)
             pipe.execute()
         return True
+
+    def note(self, namespace: str, digests: bytes, now_s: float, window_s: float, sketch_bytes: int) -> int:
+        blocks = [digests[at : at + 16] for at in range(0, len(digests), 16)]
+        masks = b""
+        for first in range(0, len(blocks), 32):
+            bits = set().union(*(mark(one)[1] for one in blocks[first : first + 32]))
+            masks += sum(1 << 511 - bit for bit in bits).to_bytes(64, "big")
+        marks = b"".join(one[:8] for one in blocks)
+        windows = [f"use:{window_name(now_s, window_s, sketch_bytes, back)}" for back in (0, 1)]
+        return int(self.run("note", namespace, marks, masks, *windows, sketch_bytes // 64, 1000))
+
+    def noted(self, namespace: str, digests: bytes, window: str) -> int:
+        """Leading blocks that a window's sketch has, by its bytes."""
+        sketch, size = self.client.get(self.key(namespace, f"use:{window}")), int(window.split(":")[0])
+        if sketch is None:
+            return 0
+
+        def has(line: int, bits: set[int]) -> bool:
+            at = line % (size // 64) * 64
+            return all(sketch[at + bit // 8] >> 7 - bit % 8 & 1 for bit in bits)
+
+        for position in range(len(digests) // 16):
+            own, bits = mark(digests[16 * position : 16 * position + 16])
+            home = position // 32 * 32 * 16
+            if not has(mark(digests[home : home + 16])[0], bits) and not has(own, bits):
+                return position
+        return len(digests) // 16
 
     def evict(self, namespace: str, segments: Sequence[bytes], *, at_s: int, grace_s: int) -> int:
         deletion = f"{at_s}:{grace_s}"

@@ -210,7 +210,7 @@ def test_members_of_a_namespace_and_a_segment() -> None:
     assert [code(row[0])[0] for row in rows("### Codecs")] == list(CODECS)
     assert second.CODECS == CODECS
     assert second.WIDTHS == DTYPE_BYTES
-    line = TEXT.partition("### Dtypes\n\n")[2].split("\n")[0]
+    line = TEXT.partition("### Dtypes\n\n")[2].partition("\n\n")[0]
     widths = {name: int(part.split()[0]) for part in line.partition(":")[2].split(";") for name in code(part)}
     assert widths == DTYPE_BYTES
 

@@ -171,6 +171,27 @@ def test_what_the_second_commits_kvstore_serves(
         assert ours.index.last_position(name)
 
 
+def test_the_sketch_of_uses(tmp_path: Path, redis_url: str, theirs: second.RedisStore) -> None:
+    now, day, size = float(NOW_S), 86400.0, 1 << 20
+    with world(tmp_path, redis_url, kv()) as ours:
+        name, common = ours.space.id, path("u", 50)
+        one, two = common + path("v", 40), common + path("w", 3)
+        assert theirs.noted(name, packed(one), second.window_name(now, day, size)) == 0
+
+        def note(hashes: list[bytes], at_s: float) -> int:
+            return ours.index.note(name, digests(hashes), now_s=at_s, window_s=day, sketch_bytes=size)
+
+        assert note(one, now) == 0
+        assert theirs.noted(name, packed(one), second.window_name(now, day, size)) == 90
+        assert theirs.noted(name, packed(two), second.window_name(now, day, size)) == 50
+        assert theirs.note(name, packed(two), now, day, size) == 50
+        assert note(two, now) == 53
+        # The next window looks back at this one.
+        assert theirs.note(name, packed(two), now + day, day, size) == 53
+        assert theirs.noted(name, packed(two), second.window_name(now + day, day, size)) == 53
+        assert note(one, now + 3 * day) == 0
+
+
 @pytest.mark.parametrize("by", ["script", "hand"])
 def test_by_script_and_by_hand_the_index_is_the_same(
     by: str, tmp_path: Path, theirs: second.RedisStore, raw: redis.Redis
@@ -240,7 +261,9 @@ def test_rebuild_takes_what_the_second_wrote(
     namespace, hashes = kv("planes-lz4"), path("b", 20)
     for at in range(0, 20, 4):
         second.put(tmp_path, *segment_of(namespace, hashes[at : at + 4], depth=at, cost_us=7))
-    settings = load_settings({"payloads": f"file://{tmp_path}", "index": redis_url}, environ={})
+    settings = load_settings(
+        {"payloads": f"file://{tmp_path}", "index": redis_url, "capacity_bytes": "1GiB"}, environ={}
+    )
     with Cache(settings) as cache:
         report = rebuild(cache)
     (space,) = report.namespaces
