@@ -115,12 +115,20 @@ def _tls(settings: RedisSettings) -> dict[str, Any]:
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"redis.{name} = {path!r}: no such file")
     if settings.tls_ca is not None:
+        _check_authority(settings.tls_ca)
         options["ssl_ca_certs"] = settings.tls_ca
     if settings.tls_cert is not None and settings.tls_key is not None:
         _check_pair(settings.tls_cert, settings.tls_key)
         # Without a password OpenSSL asks the terminal for that of an encrypted key, which may come later.
         options |= {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key, "ssl_password": ""}
     return options
+
+
+def _check_authority(path: str) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except OSError as exc:
+        raise ConfigError(f"redis.tls_ca = {path!r}: no certificate in PEM in it ({exc})") from None
 
 
 def _check_pair(cert: str, key: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import socketserver
+import ssl
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 MASTER = "kv-master"
 
@@ -14,7 +16,8 @@ MASTER = "kv-master"
 class ScriptedSentinel:
     """Speaks the part of the protocol that a client of Sentinel needs. Its fields may be set at any time."""
 
-    def __init__(self, master: int = 0, *, epoch: int = 0) -> None:
+    def __init__(self, master: int = 0, *, epoch: int = 0, context: ssl.SSLContext | None = None) -> None:
+        """`context`: of a server, to speak TLS."""
         self.master = master
         self.epoch = epoch
         self.flags = "master"
@@ -27,6 +30,7 @@ class ScriptedSentinel:
         self._let_go = threading.Event()
         self._server = _Server(("127.0.0.1", 0), _Conversation)
         self._server.sentinel = self
+        self._server.context = context
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
 
@@ -73,6 +77,13 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     sentinel: ScriptedSentinel
+    context: ssl.SSLContext | None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        if self.context is not None:
+            connection = self.context.wrap_socket(connection, server_side=True)
+        return connection, address
 
 
 class _Conversation(socketserver.StreamRequestHandler):

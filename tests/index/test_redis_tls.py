@@ -1,0 +1,147 @@
+"""The index over TLS, to a server that asks its clients for certificates."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.conformance.chains import chain, namespace, put, served
+from kvstore.errors import ConfigError, TransientError
+from kvstore.index.redis import RedisIndex
+from schemas.settings import RedisSettings
+from tests.index.scripted_sentinel import MASTER, ScriptedSentinel
+from tests.servers import RedisServer, ServerError, _free_port
+
+pytestmark = pytest.mark.servers
+
+
+class Papers:
+    """An authority, a server's certificate and a client's, each with its key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._make("ca")
+        self._make("server", "-addext", "subjectAltName=IP:127.0.0.1")
+        self._make("client")
+        self._openssl(
+            "ec", "-in", self["client.key"], "-aes256", "-passout", "pass:x", "-out", self["locked.key"]
+        )
+
+    def __getitem__(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def _make(self, name: str, *extra: str) -> None:
+        words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        words += [
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+            "-keyout",
+            self[f"{name}.key"],
+            "-out",
+            self[f"{name}.crt"],
+        ]
+        if name != "ca":
+            words += ["-CA", self["ca.crt"], "-CAkey", self["ca.key"], "-addext", "basicConstraints=CA:FALSE"]
+        self._openssl(*words, *extra)
+
+    @staticmethod
+    def _openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=30)
+
+    @property
+    def trusting(self) -> RedisSettings:
+        """Knows the authority, and has nothing to show."""
+        return RedisSettings(tls_ca=self["ca.crt"])
+
+    @property
+    def known(self) -> RedisSettings:
+        """Shows its certificate."""
+        return RedisSettings(tls_ca=self["ca.crt"], tls_cert=self["client.crt"], tls_key=self["client.key"])
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    return Papers(tmp_path_factory.mktemp("papers"))
+
+
+@pytest.fixture(scope="module")
+def port(papers: Papers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Where a server speaks TLS with those whose certificate it can verify."""
+    number = _free_port()
+    options = ["--tls-port", str(number), "--tls-auth-clients", "yes", "--tls-ca-cert-file", papers["ca.crt"]]
+    options += ["--tls-cert-file", papers["server.crt"], "--tls-key-file", papers["server.key"]]
+    server = RedisServer(tmp_path_factory.mktemp("tls"), *options)
+    try:
+        server.start()
+    except ServerError as exc:
+        if "tls-port" in str(exc) or "TLS support" in str(exc):
+            pytest.skip("the redis-server here is built without TLS")
+        raise
+    yield number
+    server.kill()
+
+
+def test_a_client_certificate_is_shown(papers: Papers, port: int) -> None:
+    with RedisIndex.from_settings(f"rediss://127.0.0.1:{port}/0", papers.known) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        put(index, name, chain(3))
+        assert served(index.match(name, chain(3))) == 3
+    with RedisIndex.from_settings(f"rediss://127.0.0.1:{port}/0", papers.trusting) as index:
+        with pytest.raises(TransientError):
+            index.ping()
+
+
+def test_a_server_is_verified(papers: Papers, port: int) -> None:
+    stranger = papers.known.model_copy(update={"tls_ca": None})
+    for url, settings, words in [
+        (f"rediss://127.0.0.1:{port}/0", stranger, "certificate verify failed"),
+        (f"rediss://localhost:{port}/0", papers.known, "Hostname mismatch"),
+    ]:
+        with RedisIndex.from_settings(url, settings) as index, pytest.raises(TransientError, match=words):
+            index.ping()
+    careless = stranger.model_copy(update={"tls_verify": False})
+    with RedisIndex.from_settings(f"rediss://localhost:{port}/0", careless) as index:
+        index.ping()
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_sentinels_and_master_over_tls(papers: Papers, port: int, both: bool) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(papers["server.crt"], papers["server.key"])
+    context.load_verify_locations(papers["ca.crt"])
+    context.verify_mode = ssl.CERT_REQUIRED
+    with ScriptedSentinel(port, context=context if both else None) as sentinel:
+        url = f"rediss+sentinel://127.0.0.1:{sentinel.port}/{MASTER}/0"
+        with RedisIndex.from_settings(url, papers.known) as index:
+            if both:
+                index.ping()
+                assert index.register(namespace(), expected_blocks=10)
+            else:
+                with pytest.raises(TransientError, match=f"127.0.0.1:{sentinel.port}"):
+                    index.ping()
+
+
+BAD_PAPERS = [
+    ({"tls_cert": "none.crt", "tls_key": "client.key"}, "redis.tls_cert = .*no such file"),
+    ({"tls_cert": "client.crt", "tls_key": "none.key"}, "redis.tls_key = .*no such file"),
+    ({"tls_cert": "client.crt", "tls_key": "server.key"}, "not a certificate and its key"),
+    ({"tls_cert": "client.crt", "tls_key": "locked.key"}, "not encrypted"),
+    ({"tls_cert": "client.key", "tls_key": "client.key"}, "not a certificate and its key"),
+    ({"tls_ca": "client.key"}, "redis.tls_ca = .*no certificate"),
+]
+
+
+@pytest.mark.parametrize(("files", "words"), BAD_PAPERS)
+@pytest.mark.parametrize("url", ["rediss://h/0", "rediss://a,b/0", "rediss+sentinel://h/m/0"])
+def test_papers_that_are_no_use_are_refused_at_once(
+    papers: Papers, files: dict[str, str], words: str, url: str
+) -> None:
+    settings = RedisSettings.model_validate({name: papers[file] for name, file in files.items()})
+    with pytest.raises(ConfigError, match=words):
+        RedisIndex.from_settings(url, settings)
