@@ -228,7 +228,7 @@ def _inline(part: Any, definitions: Schema, name: str = "") -> Any:
         if key not in ("title", "default", "format", "writeOnly", "discriminator", "description")
     }
     if name.endswith("_bytes") and found.get("type") == "integer":
-        size = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTkmgt][Ii]?)?[Bb]?\s*$"}
+        size = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*([Bb]|[KMGTkmgt][Ii]?[Bb])?\s*$"}
         return {"anyOf": [found, size]}
     return found
 

@@ -3,8 +3,9 @@
 {{- end -}}
 
 {{/*
-The longest suffix that a name gets is "-redis-headless", of 63 characters; a CronJob's name ends within 52. That
-leaves 47. A longer name is cut, with a hash, so that two of them stay two.
+The longest suffix that a name gets is "-dashboard-overview", of 63 characters; names of CronJobs ("-fsck") and
+StatefulSets ("-redis") end within 52, since what they make has names of its own. That leaves 44. A longer name is
+cut, with a hash, so that two of them stay two.
 */}}
 {{- define "kvstore.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
@@ -12,8 +13,8 @@ leaves 47. A longer name is cut, with a hash, so that two of them stay two.
 {{- if not $full -}}
 {{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- end -}}
-{{- if gt (len $full) 47 -}}
-{{- $full = printf "%s-%s" ($full | trunc 40 | trimSuffix "-") ($full | sha256sum | trunc 6) -}}
+{{- if gt (len $full) 44 -}}
+{{- $full = printf "%s-%s" ($full | trunc 37 | trimSuffix "-") ($full | sha256sum | trunc 6) -}}
 {{- end -}}
 {{- $full | trimSuffix "-" -}}
 {{- end -}}

@@ -90,6 +90,9 @@ extraVolumeMounts mounts {{ $mount.name }} at {{ $mount.mountPath }}, which the 
 {{- end }}
 {{- $fsck := .Values.fsck }}
 {{- $gc := .Values.gc }}
+{{- if and $fsck.quick $fsck.readDataPercent }}
+fsck.quick is true, and fsck.readDataPercent is {{ $fsck.readDataPercent }}: a quick look reads nothing; take one of them out.
+{{- end }}
 {{- if and $fsck.enabled $fsck.repair $gc.enabled $gc.delete (eq (trim $fsck.schedule) (trim $gc.schedule)) (eq $fsck.timeZone $gc.timeZone) }}
 fsck.repair and gc.delete run at the same time ({{ $gc.schedule }}): one would list again what the other deletes; give them different schedules.
 {{- end }}

@@ -1,0 +1,452 @@
+"""The chart as a whole: every values file under helm/ci, and what must hold of all that it renders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import typer.main
+import yaml
+
+from kvstore.build import load_settings
+from kvstore.cli.app import app
+from schemas.settings import Settings
+from tests.helm import golden
+from tests.helm.chart import CHART, ROOT, Manifest, pick, render, run
+from tests.helm.pods import containers, pod_templates, violations
+
+CI = sorted((CHART / "ci").glob("*-values.yaml"))
+#: What the chart promises, a version of today, and the newest.
+KUBES = ("1.25", "1.31", "1.34")
+#: Not Kubernetes' own: the Prometheus Operator's. tests/helm/test_monitoring*.py reads them.
+CUSTOM = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+#: As long as helm lets a release's name be.
+LONG = "a" * 47 + "-long1"
+each_file = pytest.mark.parametrize("values", CI, ids=lambda path: path.name.removesuffix("-values.yaml"))
+
+
+def test_ci_has_the_sizes_and_the_variants() -> None:
+    names = {path.name.removesuffix("-values.yaml") for path in CI}
+    assert names >= {"small", "medium", "large", "payloads-pvc", "payloads-hostpath", "workload-identity"}
+
+
+@each_file
+def test_lint(values: Path) -> None:
+    done = run("lint", "--strict", "--quiet", str(CHART), "--values", str(values))
+    assert done.returncode == 0 and "WARNING" not in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kube", KUBES)
+@each_file
+def test_kubernetes_accepts_every_manifest(values: Path, kube: str) -> None:
+    for manifest in render(values, kube=f"{kube}.0"):
+        if manifest["kind"] not in CUSTOM:
+            assert _judged(json.dumps(manifest), kube) == kube
+
+
+@cache
+def _judged(manifest: str, kube: str) -> str:
+    """By which version's schemas it is valid. Most manifests are the same for most values."""
+    return str(kubernetes_validate.validate(json.loads(manifest), kube, strict=True))
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_golden(name: str) -> None:
+    kept = golden.FOLDER / f"{name}.yaml"
+    assert golden.text(name) == kept.read_text(), "python -m tests.helm.golden, and read the diff"
+
+
+def test_versions_are_one() -> None:
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert project is not None and about["appVersion"] == project[1]
+
+
+# Pods.
+
+
+@each_file
+def test_pods_are_restricted(values: Path) -> None:
+    by_path = yaml.safe_load(values.read_text())["payloads"].get("type") == "hostPath"
+    for what, template in pod_templates(render(values)):
+        found = violations(template["spec"])
+        if by_path:
+            # A folder of the node is what was asked for, and nothing else.
+            found = [line for line in found if line != "volume payloads is a hostPath"]
+        assert not found, what
+
+
+@each_file
+def test_pods_ask_for_little(values: Path) -> None:
+    for what, template in pod_templates(render(values)):
+        spec = template["spec"]
+        assert spec["automountServiceAccountToken"] is False, what
+        assert spec["enableServiceLinks"] is False, what
+        for one in containers(spec):
+            assert one["securityContext"]["readOnlyRootFilesystem"] is True, (what, one["name"])
+            assert {"cpu", "memory"} <= one["resources"]["requests"].keys(), (what, one["name"])
+            assert "memory" in one["resources"]["limits"], (what, one["name"])
+            assert re.search(r":[^:/]+$", one["image"]) and not one["image"].endswith(":latest"), one["image"]
+
+
+@each_file
+def test_every_mount_has_its_volume_and_the_reverse(values: Path) -> None:
+    manifests = render(values)
+    claims = {
+        f"StatefulSet/{one['metadata']['name']}": [
+            claim["metadata"]["name"] for claim in one["spec"]["volumeClaimTemplates"]
+        ]
+        for one in manifests
+        if one["kind"] == "StatefulSet" and "volumeClaimTemplates" in one["spec"]
+    }
+    for what, template in pod_templates(manifests):
+        spec = template["spec"]
+        volumes = [volume["name"] for volume in spec.get("volumes", [])] + claims.get(what, [])
+        mounted = {mount["name"] for one in containers(spec) for mount in one.get("volumeMounts", [])}
+        assert len(volumes) == len(set(volumes)), what
+        assert mounted == set(volumes), what
+        for one in containers(spec):
+            paths = [mount["mountPath"] for mount in one.get("volumeMounts", [])]
+            assert len(paths) == len(set(paths)), (what, one["name"])
+            names = [variable["name"] for variable in one.get("env", [])]
+            assert len(names) == len(set(names)), (what, one["name"])
+
+
+@each_file
+def test_every_reference_leads_somewhere(values: Path) -> None:
+    """To something that is rendered and has that key, or that the values name."""
+    manifests = render(values)
+    named = set(_strings(yaml.safe_load(values.read_text()))) | {"default"}
+    own: dict[tuple[str, str], set[str]] = {}
+    for one in manifests:
+        keys = set(one.get("data") or {}) | set(one.get("stringData") or {})
+        own[one["kind"], one["metadata"]["name"]] = keys
+    for what, template in pod_templates(manifests):
+        for kind, name, keys in _references(template["spec"]):
+            assert (kind, name) in own or name in named, f"{what}: no {kind} {name}"
+            if (kind, name) in own and keys:
+                assert keys <= own[kind, name], f"{what}: {kind} {name} lacks {keys - own[kind, name]}"
+
+
+def _strings(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _strings(value)
+
+
+def _references(spec: dict[str, Any]) -> Iterator[tuple[str, str, set[str]]]:
+    yield "ServiceAccount", spec.get("serviceAccountName", "default"), set()
+    for one in spec.get("imagePullSecrets", []):
+        yield "Secret", one["name"], set()
+    for volume in spec.get("volumes", []):
+        sources = [volume, *volume.get("projected", {}).get("sources", [])]
+        for source in sources:
+            if "persistentVolumeClaim" in source:
+                yield "PersistentVolumeClaim", source["persistentVolumeClaim"]["claimName"], set()
+            for kind, key in (("ConfigMap", "configMap"), ("Secret", "secret")):
+                if key in source and not source[key].get("optional"):
+                    name = source[key].get("name") or source[key]["secretName"]
+                    yield kind, name, {item["key"] for item in source[key].get("items", [])}
+    for one in containers(spec):
+        for variable in one.get("env", []):
+            for kind, key in (("ConfigMap", "configMapKeyRef"), ("Secret", "secretKeyRef")):
+                if (found := variable.get("valueFrom", {}).get(key)) and not found.get("optional"):
+                    yield kind, found["name"], {found["key"]}
+
+
+@each_file
+def test_no_secret_outside_of_secrets(values: Path) -> None:
+    manifests = render(values)
+    for one in manifests:
+        if one["kind"] == "ConfigMap":
+            for name, text in one["data"].items():
+                assert not re.search(r"^\s*(password|secret_access_key|access_key_id):", text, re.M), name
+    for what, template in pod_templates(manifests):
+        for one in containers(template["spec"]):
+            for variable in one.get("env", []):
+                secret = re.search(r"PASSWORD$|SECRET|TOKEN$|ACCESS_KEY", variable["name"])
+                assert not (secret and "value" in variable), (what, variable["name"])
+
+
+@each_file
+def test_what_our_containers_run_is_a_command_of_ours(values: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    seen = set()
+    for _, template in pod_templates(render(values)):
+        for one in containers(template["spec"]):
+            if "/kvstore" not in one["image"].partition("@")[0] or "command" in one:
+                continue
+            verb, *arguments = one["args"]
+            command = group.commands[verb]
+            with command.make_context(verb, arguments) as context:
+                assert not context.args
+            seen.add(verb)
+            variables = {variable["name"]: variable.get("value") for variable in one["env"]}
+            mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
+            assert variables["KVSTORE_SETTINGS"] in mounts
+    assert seen == {"serve", "fsck", "gc", "doctor"}
+
+
+# Settings.
+
+
+@each_file
+def test_the_store_accepts_the_settings(values: Path, tmp_path: Path) -> None:
+    manifests = render(values)
+    janitor = _accepted(manifests, "cache-kvstore", tmp_path)
+    assert janitor.tiers is None
+    engine = _accepted(manifests, "cache-kvstore-vllm", tmp_path)
+    node_cache = yaml.safe_load(values.read_text())["payloads"].get("nodeCache", {})
+    assert (engine.tiers is not None) == node_cache.get("enabled", False)
+    assert (engine.origin, engine.index, engine.capacity_bytes, engine.redis, engine.s3) == (
+        janitor.origin, janitor.index, janitor.capacity_bytes, janitor.redis, janitor.s3,
+    )  # fmt: skip
+
+
+def _accepted(manifests: list[Manifest], name: str, folder: Path) -> Settings:
+    """As a process reads them: the file of that ConfigMap, and over it the variables."""
+    config = next(one for one in manifests if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name)
+    file = folder / f"{name}.yaml"
+    file.write_text(config["data"]["settings.yaml"])
+    spec = pick(manifests, "Deployment")["spec"]["template"]["spec"]
+    variables = {one["name"]: one.get("value", "a secret") for one in spec["containers"][0]["env"]}
+    return load_settings({"settings": str(file)}, variables)
+
+
+# Names, labels, selectors.
+
+
+@each_file
+def test_selectors_find_pods_and_never_change(values: Path) -> None:
+    manifests = render(values)
+    pods = [template["metadata"]["labels"] for _, template in pod_templates(manifests)]
+    stable = {
+        "app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/component",
+    }  # fmt: skip
+    ports = [
+        {port["name"] for one in containers(template["spec"]) for port in one.get("ports", [])}
+        for _, template in pod_templates(manifests)
+    ]
+    for one in manifests:
+        spec, kind = one.get("spec", {}), one["kind"]
+        what = f"{kind}/{one['metadata']['name']}"
+        if kind == "Service":
+            selector = spec["selector"]
+        elif kind in ("Deployment", "StatefulSet", "PodDisruptionBudget"):
+            selector = spec["selector"]["matchLabels"]
+        else:
+            continue
+        assert selector.keys() <= stable, what
+        found = [number for number, labels in enumerate(pods) if selector.items() <= labels.items()]
+        assert len(found) == 1, what
+        for port in spec.get("ports", []):
+            assert port["targetPort"] in ports[found[0]], what
+    for one in manifests:
+        if one["kind"] in ("Deployment", "StatefulSet"):
+            labels = one["spec"]["template"]["metadata"]["labels"]
+            assert one["spec"]["selector"]["matchLabels"].items() <= labels.items()
+            # A new version of the chart alone restarts nothing.
+            assert "helm.sh/chart" not in labels
+
+
+@each_file
+def test_names_fit_with_the_longest_release(values: Path) -> None:
+    assert len(LONG) == 53
+    for one in render(values, name=LONG):
+        name = one["metadata"]["name"]
+        # A CronJob's Jobs and a StatefulSet's revisions get eleven characters more.
+        assert len(name) <= (52 if one["kind"] in ("CronJob", "StatefulSet") else 63), name
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name), name
+        for labels in _labels(one):
+            assert all(len(str(value)) <= 63 for value in labels.values()), labels
+
+
+def _labels(tree: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if key in ("labels", "matchLabels") and isinstance(value, dict):
+                yield value
+            yield from _labels(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _labels(value)
+
+
+@pytest.mark.parametrize("names", [("cache", "other"), (LONG, LONG[:-1] + "2")], ids=["short", "long"])
+@pytest.mark.parametrize("values", ["large", "small", "redis-tls", "vllm-pd"])
+def test_two_releases_in_one_namespace(values: str, names: tuple[str, str]) -> None:
+    first, second = (render(CHART / "ci" / f"{values}-values.yaml", name=name) for name in names)
+    named = [{(one["kind"], one["metadata"]["name"]) for one in release} for release in (first, second)]
+    assert not named[0] & named[1]
+    pods = [template["metadata"]["labels"] for _, template in pod_templates(second)]
+    for one in first:
+        selector = one.get("spec", {}).get("selector")
+        if selector and one["kind"] not in CUSTOM:
+            wanted = selector.get("matchLabels", selector).items()
+            assert not any(wanted <= labels.items() for labels in pods), one["metadata"]["name"]
+
+
+@each_file
+def test_everything_is_labelled_and_in_the_namespace(values: Path) -> None:
+    common = yaml.safe_load(values.read_text()).get("commonLabels", {})
+    for one in render(values):
+        labels = one["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "kvstore"
+        assert labels["app.kubernetes.io/part-of"] == "kvstore"
+        assert common.items() <= labels.items(), one["metadata"]["name"]
+
+
+# The schema.
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def _groups(schema: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if schema.get("additionalProperties") is False:
+        yield path
+    for name, inner in schema.get("properties", {}).items():
+        yield from _groups(inner, (*path, name))
+
+
+def test_no_group_takes_an_unknown_key() -> None:
+    paths = list(_groups(SCHEMA))
+    assert len(paths) > 30
+    check = jsonschema.Draft7Validator(SCHEMA)
+    assert check.is_valid(DEFAULTS)
+    for path in paths:
+        values = json.loads(json.dumps(DEFAULTS))
+        node = values
+        for part in path:
+            node = node.setdefault(part, {})
+        node["surelyUnknown"] = 1
+        assert not check.is_valid(values), path
+
+
+def test_every_key_has_a_type() -> None:
+    check = jsonschema.Draft7Validator(SCHEMA)
+    checked = 0
+    for path, default in _leaves(DEFAULTS):
+        if isinstance(default, bool | int | str | list) and path[0] != "settings":
+            values = json.loads(json.dumps(DEFAULTS))
+            node = values
+            for part in path[:-1]:
+                node = node[part]
+            node[path[-1]] = {"a": "map"}
+            assert not check.is_valid(values), path
+            checked += 1
+    assert checked > 100
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value and "properties" in _schema_at((*path, name)):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _schema_at(path: tuple[str, ...]) -> dict[str, Any]:
+    node = SCHEMA
+    for part in path:
+        node = node["properties"][part]
+    return dict(node)
+
+
+def test_every_value_is_read() -> None:
+    files = [*(CHART / "templates").rglob("*"), CHART / "files" / "alerts.yaml"]
+    texts = "\n".join(path.read_text() for path in files if path.is_file())
+    for path, _ in _leaves(DEFAULTS):
+        assert re.search(rf"(?:[.\"]|: ){path[-1]}\b", texts), f"no template reads {'.'.join(path)}"
+
+
+def test_settings_are_those_of_the_store() -> None:
+    """Helm refuses a misspelt setting, and takes what the store takes."""
+    check = jsonschema.Draft7Validator(SCHEMA["properties"]["settings"])
+    good = {"kv": {"staging_bytes": "2GiB", "handoff": None}, "grace_s": 300, "segment": {"codec": "lz4"}}
+    assert check.is_valid(good)
+    assert Settings.model_validate({"payloads": "file:///x", **good})
+    for bad in (
+        {"kv": {"staging": 1}},
+        {"grace_s": "soon"},
+        {"segment": {"codec": "zip"}},
+        {"kv": {"staging_bytes": "2Gi"}},
+    ):
+        assert not check.is_valid(bad)
+        with pytest.raises(ValueError):
+            Settings.model_validate({"payloads": "file:///x", **bad})
+
+
+# As people install it.
+
+
+def _commands(text: str) -> list[str]:
+    blocks = re.findall(r"```(?:sh|shell|bash|console)?\n(.*?)```", text, re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if re.match(r"helm (install|upgrade) ", line)]
+
+
+def test_examples_of_the_readme_render() -> None:
+    commands = _commands((CHART / "README.md").read_text())
+    assert len(commands) >= 4
+    for command in commands:
+        options = [word for word in shlex.split(command, comments=True) if word != "\\"]
+        kept: list[str] = []
+        for flag, value in itertools.pairwise(options):
+            if flag in ("--set", "--set-string", "--values", "-f"):
+                kept += [flag, value.replace("my-values", str(CHART / "ci" / "medium-values"))]
+        done = run("template", "example", str(CHART), *kept)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+def test_as_a_part_of_another_chart(tmp_path: Path) -> None:
+    """Helm hands a subchart `global`, and its values under its name."""
+    (tmp_path / "charts").mkdir()
+    (tmp_path / "charts" / "kvstore").symlink_to(CHART)
+    about = {"apiVersion": "v2", "name": "platform", "version": "1.0.0"}
+    about["dependencies"] = [{"name": "kvstore", "version": ">=0", "condition": "cache"}]  # type: ignore[assignment]
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(about))
+    values = {"global": {"x": 1}, "cache": True, "kvstore": {"payloads": {"s3": {"bucket": "my-bucket"}}}}
+    done = run("template", "p", str(tmp_path), "-f", "-", stdin=json.dumps(values))
+    assert done.returncode == 0, done.stderr
+    assert pick([one for one in yaml.safe_load_all(done.stdout) if one], "Deployment")
+
+
+def test_a_package_holds_what_it_needs(tmp_path: Path) -> None:
+    done = run("package", str(CHART), "--destination", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (package,) = tmp_path.glob("*.tgz")
+    values = json.dumps({"payloads": {"s3": {"bucket": "my-bucket"}}})
+    packed, here = (run("template", "x", str(chart), "-f", "-", stdin=values) for chart in (package, CHART))
+    pattern = r"(?m)^\s+(password|[\w-]*(crt|key|password)): .*$"
+    assert re.sub(pattern, "", packed.stdout) == re.sub(pattern, "", here.stdout) != ""
+    assert package.stat().st_size < 1 << 19
+
+
+@each_file
+def test_helm_4_renders_the_same(values: Path) -> None:
+    helm = pytest.importorskip("helm_python", reason="no helm-python-sdk: Helm 4 as a library")
+    chart = helm.Chart.load(str(CHART))
+    rendered = chart.render(yaml.safe_load(values.read_text()), name="cache", namespace="inference")
+    found = [one for text in rendered.values() if "kind:" in text for one in yaml.safe_load_all(text) if one]
+    found = [one for one in found if isinstance(one, dict) and "kind" in one]
+
+    def order(one: Manifest) -> tuple[str, str]:
+        return one["kind"], one["metadata"]["name"]
+
+    def known(manifests: list[Manifest]) -> list[Manifest]:
+        # What is generated is another one every time.
+        return [one for one in sorted(manifests, key=order) if one["kind"] != "Secret"]
+
+    assert known(found) == known(render(values))
