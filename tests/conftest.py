@@ -1,8 +1,9 @@
 """Fixtures and rules for every test.
 
 A test that takes a server gets the marker `servers` by itself, so the quick tier cannot start one by
-oversight. Whatever a test asks for and cannot have is a failure, never a silent skip. Three exceptions are
-said again at the end of the run: a GPU, and a real S3 server and a browser where none can be installed.
+oversight. Whatever a test asks for and cannot have is a failure, never a silent skip. Exceptions, which the
+end of the run says again: a GPU, and where they cannot be installed a real S3 server, a browser and what pods
+run with.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import Browser, BrowserError, find_browser
+from tests.helm.running import missing as why_no_pods
 from tests.s3_bucket import S3Bucket
 from tests.s3_ceph import CephServer, can_install
 from tests.s3_proxy import S3Proxy
@@ -21,12 +23,13 @@ from tests.s3_servers import MotoServer, S3Server
 from tests.servers import RedisServer, ServerError
 
 _S3_FIXTURES = {"s3_server", "s3_bucket", "s3_proxy", "private_s3"}
-_SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis", "browser"} | _S3_FIXTURES
+_SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis", "browser", "pods"} | _S3_FIXTURES
 #: What the end of the run says once more, and how a test's report says that it belongs there.
-_GPU, _IMITATION, _BROWSER = "needs a GPU", "imitation", "needs a browser"
+_GPU, _IMITATION, _BROWSER, _PODS = "needs a GPU", "imitation", "needs a browser", "needs pods"
 _SUMMARY = {
     _GPU: "NOT TESTED: no CUDA device",
     _BROWSER: "NOT TESTED: Chromium is not here and cannot be installed",
+    _PODS: "NOT TESTED: pods run as root only, with bubblewrap, iproute2 and util-linux",
     _IMITATION: "TESTED AGAINST AN IMITATION: Ceph is not here and cannot be installed",
 }
 
@@ -46,6 +49,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "browser" in fixtures and find_browser() is None and not can_install():
         item.user_properties.append((_BROWSER, True))
         pytest.skip("no Chromium")
+    if "pods" in fixtures and (reason := why_no_pods()) and not can_install():
+        item.user_properties.append((_PODS, True))
+        pytest.skip(reason)
     if _S3_FIXTURES & fixtures and not _has_real_s3():
         item.user_properties.append((_IMITATION, True))
 
@@ -146,6 +152,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.fail(str(exc), pytrace=False)
     yield window
     window.close()
+
+
+@pytest.fixture(scope="session")
+def pods() -> None:
+    """For tests that run the chart's pods as processes of this machine (tests/helm/running.py)."""
+    if reason := why_no_pods():
+        pytest.fail(reason, pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import urllib.error
 import urllib.request
 
 #: What stands in /metrics of a janitor that has seen its index.
-METRIC = 'kvstore_up{backend="index"} 1'
+METRIC = 'kvstore_up{backend="index"} 1.0'
 
 
 def get(url):

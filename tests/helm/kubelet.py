@@ -307,6 +307,10 @@ class Pod:
             network_pid=self._holder.pid,
         )
 
+    def refresh(self) -> None:
+        """Brings changed ConfigMaps and Secrets into its volumes now, rather than within the minute."""
+        self._volumes.refresh()
+
     def changed(self) -> None:
         """Its readiness may have changed."""
         self._node.changed()

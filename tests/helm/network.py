@@ -42,6 +42,8 @@ class Network:
         self._lock = threading.Lock()
         _ip(
             f"link set {self.bridge} alias '{_ABANDONED}{os.getpid()}'",
+            # Left to itself it would take over the lowest of its pods', and change with them.
+            f"link set {self.bridge} address 02:6b:76:73:00:{number:02x}",
             f"addr add {self.gateway}/24 dev {self.bridge}",
             f"link set {self.bridge} up",
         )

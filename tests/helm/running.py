@@ -130,8 +130,8 @@ class Cluster:
             pod.until_ready(timeout_s)
         return time.monotonic() - min(pod.created for pod in alive)
 
-    def job(self, name: str, timeout_s: float = 60.0) -> Pod:
-        """One attempt at a CronJob, a Job or a bare pod (`helm test`), which has then ended."""
+    def job(self, name: str) -> Pod:
+        """Begins one attempt at a CronJob, a Job or a bare pod such as `helm test`'s."""
         for kind in ("CronJob", "Job", "Pod"):
             if manifest := self._objects.get((kind, name)):
                 break
@@ -148,9 +148,11 @@ class Cluster:
             raise Unsupported(f"{kind} {name} would be restarted for ever")
         # Attempts after the first are the Job's or the kubelet's, and only repeat it.
         once = {**template, "spec": {**template["spec"], "restartPolicy": "Never"}}
-        pod = self._pod(f"{name}-{self._number()}", once, name)
-        pod.until_ended(timeout_s)
-        return pod
+        return self._pod(f"{name}-{self._number()}", once, name)
+
+    def another(self, name: str) -> Pod:
+        """One more pod of a Deployment, as a rollout makes it."""
+        return self._replica(self._objects["Deployment", name])
 
     def rollout(self, name: str, timeout_s: float = 60.0) -> list[float]:
         """As `kubectl rollout restart deployment`: seconds that each old pod took to end."""

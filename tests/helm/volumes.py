@@ -21,6 +21,10 @@ _SIZES = {
 }
 
 
+#: Kinds of volumes that hold what ConfigMaps and Secrets say.
+_PROJECTED = {"configMap", "secret", "projected"}
+
+
 def parse_size(text: object) -> int:
     """Bytes of a quantity: 64Mi."""
     words = str(text)
@@ -42,6 +46,12 @@ class Volumes:
     def make(self) -> dict[str, Path]:
         """Name -> folder. Raises NotStarted, as for a Secret that isn't there yet; call it again then."""
         return {volume["name"]: self._one(volume) for volume in self._spec.get("volumes", ())}
+
+    def refresh(self) -> None:
+        """Brings changed ConfigMaps and Secrets into the pod, which a kubelet does within a minute or so."""
+        for volume in self._spec.get("volumes", ()):
+            if _PROJECTED & set(volume):
+                self._one(volume)
 
     def overfull(self) -> str | None:
         """The first emptyDir with more in it than its limit, for which a kubelet evicts the pod."""
@@ -66,42 +76,53 @@ class Volumes:
         if kind == "emptyDir":
             folder.chmod(0o777)
             return self._own(folder)
-        folder.chmod(0o755)
-        if kind in ("configMap", "secret"):
-            self._project(volume["name"], {kind: source}, folder, source.get("defaultMode", 0o644))
-        elif kind == "projected":
-            for one in source["sources"]:
-                self._project(volume["name"], one, folder, source.get("defaultMode", 0o644))
-        else:
+        if kind not in _PROJECTED:
             raise Unsupported(f"volume {volume['name']} of kind {kind}")
+        folder.chmod(0o755)
+        wanted: dict[Path, tuple[bytes, int]] = {}
+        for one in source["sources"] if kind == "projected" else [{kind: source}]:
+            wanted |= self._projection(volume["name"], one, folder, source.get("defaultMode", 0o644))
+        self._write(folder, wanted)
         return folder
 
-    def _project(self, volume: str, source: Spec, folder: Path, mode: int) -> None:
+    def _projection(
+        self, volume: str, source: Spec, folder: Path, mode: int
+    ) -> dict[Path, tuple[bytes, int]]:
+        """File -> content and mode."""
         [(how, reference)] = source.items()
         if how not in ("configMap", "secret"):
             raise Unsupported(f"projection of {how}")
         kind = "ConfigMap" if how == "configMap" else "Secret"
-        name = reference.get("name") or reference["secretName"]
+        name, optional = reference.get("name") or reference["secretName"], reference.get("optional", False)
         try:
             found = data_of(self._objects, kind, name)
         except KeyError:
-            if reference.get("optional"):
-                return
+            if optional:
+                return {}
             message = f'MountVolume.SetUp failed for volume "{volume}" : {kind.lower()} "{name}" not found'
             raise NotStarted("ContainerCreating", message) from None
-        items = reference.get("items") or [{"key": key, "path": key} for key in found]
-        for item in items:
-            if item["key"] not in found:
-                if reference.get("optional"):
-                    continue
+        made = {}
+        for item in reference.get("items") or [{"key": key, "path": key} for key in found]:
+            if item["key"] in found:
+                made[folder / item["path"]] = (found[item["key"]], item.get("mode", mode))
+            elif not optional:
                 message = f"references non-existent {kind.lower()} key: {item['key']}"
                 raise NotStarted("ContainerCreating", f'MountVolume.SetUp failed for "{volume}" : {message}')
-            path = folder / item["path"]
+        return made
+
+    def _write(self, folder: Path, wanted: Mapping[Path, tuple[bytes, int]]) -> None:
+        """These files and no others. Each is replaced: one that is mounted by its subPath stays as it was."""
+        for path, (content, mode) in wanted.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(found[item["key"]])
+            new = path.with_name(f"..{path.name}")
+            new.write_bytes(content)
             # Who shares the group may read it, whatever the mode says.
-            path.chmod(item.get("mode", mode) | (0o440 if self._group is not None else 0))
-            os.chown(path, 0, self._group or 0)
+            new.chmod(mode | (0o440 if self._group is not None else 0))
+            os.chown(new, 0, self._group or 0)
+            new.replace(path)
+        for path in folder.rglob("*"):
+            if path.is_file() and path not in wanted:
+                path.unlink()
 
     def _on_node(self, source: Spec) -> Path:
         """A path of the node belongs to the node: nobody changes its owner for a pod."""
@@ -116,10 +137,15 @@ class Volumes:
 
     def _own(self, folder: Path) -> Path:
         """What `fsGroup` does to a volume that can be written."""
-        if self._group is not None:
-            for path in (folder, *folder.rglob("*")):
-                os.chown(path, -1, self._group)
-                path.chmod(path.stat().st_mode | (0o2770 if path.is_dir() else 0o660))
+        if self._group is None:
+            return folder
+        policy = self._spec["securityContext"].get("fsGroupChangePolicy", "Always")
+        root = folder.stat()
+        if policy == "OnRootMismatch" and root.st_gid == self._group and root.st_mode & 0o2770 == 0o2770:
+            return folder
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, -1, self._group)
+            path.chmod(path.stat().st_mode | (0o2770 if path.is_dir() else 0o660))
         return folder
 
 
