@@ -81,27 +81,40 @@ def test_types_and_defaults_in_words(path: str, kind: str, default: str) -> None
 
 
 @cache
-def attributes(root: str) -> dict[str, tuple[set[str], str]]:
-    """Of every module: the attributes that it takes, and its text."""
+def attributes(root: str) -> dict[str, tuple[set[tuple[str, str]], str]]:
+    """Of every module: the attributes that it takes, each with what it is taken from, and its text."""
     found = {}
     for file in (ROOT / root).rglob("*.py"):
         name = str(file.relative_to(ROOT))
         if name not in NO_READERS:
             text = file.read_text(encoding="utf-8")
+            nodes = ast.walk(ast.parse(text))
             found[name] = (
-                {one.attr for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Attribute)},
+                {(last(one.value), one.attr) for one in nodes if isinstance(one, ast.Attribute)},
                 text,
             )
     return found
 
 
+def last(node: ast.expr) -> str:
+    """The name nearest to the dot."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+SECTIONS = {path.partition(".")[0] for path in KEYS if "." in path}
+
+
 def readers(path: str) -> set[str]:
-    """Modules that take the key's attribute, and name its section or the section's class."""
+    """Modules that take the key's attribute, not of another section, and name its own or that one's class."""
     section, _, leaf = path.rpartition(".")
     found = set()
     for root in ("kvstore", "connectors", "schemas"):
         for name, (taken, text) in attributes(root).items():
-            if leaf in taken and (not section or section in taken or class_of(section) in text):
+            of = {base for base, attribute in taken if attribute == leaf} - (SECTIONS - {section})
+            known = (
+                not section or section in {attribute for _, attribute in taken} or class_of(section) in text
+            )
+            if of and known:
                 found.add(name)
     return found
 

@@ -40,7 +40,7 @@ TEXT = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
 
 def example(name: str) -> list[str]:
     """The lines of the block that follows the mark."""
-    found = re.search(rf"<!-- example: {re.escape(name)} -->\n```text\n(.*?)\n```", TEXT, flags=re.DOTALL)
+    found = re.search(rf"<!-- example: {re.escape(name)} -->\n\n```text\n(.*?)\n```", TEXT, flags=re.DOTALL)
     assert found, name
     return found[1].split("\n")
 
