@@ -3,7 +3,12 @@
 {{- /* Commands that look. A script may run no more than its caller, so these with eval change nothing. */ -}}
 {{- $looks := list "eval" "evalsha" "time" "info" "exists" "get" "getrange" "bitcount" "hexists" "hget" "hgetall" "hlen" "hmget" "hrandfield" "hscan" "smembers" "xrange" "xrevrange" "zcard" "zcount" "zmscore" "zrange" "zrevrange" "zscore" "config|get" "object|encoding" -}}
 {{- $changes := list "set" "setrange" "bitfield" "del" "unlink" "rename" "expire" "hset" "hdel" "hincrby" "sadd" "srem" "zadd" "zincrby" "zrem" "zremrangebyrank" "zremrangebyscore" "zunionstore" "xadd" -}}
-user default off
+{{- /*
+Nobody can be the default user, who is off and has no password. It keeps its rights because Redis replays the
+append-only file as this user and checks them once more at each EXEC: without them a restart loses every change
+that a script made.
+*/ -}}
+user default off resetpass ~* &* +@all
 user keeper on -@all +ping +acl|load {{- if .Values.redis.builtIn.tls.enabled }} +config|set{{ end }}
 user kvstore on ~kvs:* -@all{{ range $looks }} +{{ . }}{{ end }}{{ range $changes }} +{{ . }}{{ end }}
 {{- if .Values.redis.builtIn.auth.reader.enabled }}
