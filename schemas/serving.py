@@ -181,3 +181,12 @@ class ServingReport(Closed):
     asked_blocks: int
     #: None: this server has none.
     janitor: JanitorState | None
+
+
+class ProbeReport(Closed):
+    """What one that runs says at /readyz."""
+
+    url: str
+    ready: bool
+    #: Its own sentence, or why there is none.
+    found: str

@@ -28,6 +28,7 @@
                  read in scrub
     serving      serve: what it sees in watching, surveying, noticing and history; metrics in exporter; HTTP
                  in listening; the page in page/
+    probing      serve --probe
     tier         this node's fast tier
     payloads, records     payloads verified, and what the index knows of them restored
     tarball, parallel, progress    what these are made of

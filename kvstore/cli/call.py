@@ -57,8 +57,8 @@ def _common(
         typer.Option(
             "--index",
             metavar="URL",
-            help="redis://HOST:PORT/DB, rediss://, redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB, unix:// or "
-            "sqlite:///PATH. Default: SQLite inside the payload folder.",
+            help="redis://HOST:PORT/DB, rediss://, redis+sentinel://HOST:PORT,HOST:PORT/MASTER/DB, unix:// "
+            "or sqlite:///PATH. Default: SQLite inside the payload folder.",
         ),
     ] = None,
     payloads: Annotated[

@@ -10,7 +10,7 @@ from schemas.bench import BenchReport
 from schemas.explain import ExplainReport
 from schemas.repairs import DropReport, FsckReport, GcReport, RebuildReport
 from schemas.reports import DoctorReport, SegmentReport, StatusReport
-from schemas.serving import ServingReport
+from schemas.serving import ProbeReport, ServingReport
 from schemas.transfers import Ended, ExportReport, ImportReport, WarmReport
 from schemas.upkeep import EvictReport, PinReport
 
@@ -79,6 +79,11 @@ def _of_serving(report: ServingReport) -> ExitCode:
         return ExitCode.UNREACHABLE
     failing = report.janitor is not None and any(step.failing for step in report.janitor.steps)
     return ExitCode.PARTIAL if failing else ExitCode.OK
+
+
+@of_report.register
+def _of_probe(report: ProbeReport) -> ExitCode:
+    return ExitCode.OK if report.ready else ExitCode.UNREACHABLE
 
 
 @of_report.register

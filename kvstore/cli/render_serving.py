@@ -1,4 +1,4 @@
-"""What `serve --once` prints as text."""
+"""What `serve --once` and `serve --probe` print as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvstore.admin.machine import size
 from kvstore.cli.tables import Column, Renderables, Rows, age, backend, count, pair
 from schemas.janitor import DONE, JanitorState
 from schemas.reports import Backend
-from schemas.serving import Answering, ServingReport
+from schemas.serving import Answering, ProbeReport, ServingReport
 
 _LINES = 10
 
@@ -32,6 +32,11 @@ def serving(report: ServingReport) -> Renderables:
         yield from _janitor(report.janitor)
     for fault in report.faults[:_LINES]:
         yield pair("fault", f"{age(report.at_s, fault.at_s)} ago, {fault.where}: {fault.problem}")
+
+
+def probed(report: ProbeReport) -> Renderables:
+    """Its own sentence."""
+    yield pair("ready" if report.ready else "not ready", f"{report.url}: {report.found}")
 
 
 def _janitor(state: JanitorState) -> Renderables:

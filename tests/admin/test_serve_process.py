@@ -452,3 +452,20 @@ def test_it_says_when_the_index_is_gone(private_redis: RedisServer, browser: Bro
         said = browser.run("return document.getElementById('attention').innerText")
         assert "The index does not answer" in said
         assert browser.run("return document.querySelector('#tile-blocks data').value") == "14"
+
+
+def test_a_server_is_probed_from_outside(world: World, admin: Admin) -> None:
+    address = world.serve.url.removeprefix("http://").rstrip("/")
+    world.serve.until(lambda: world.serve.get("/readyz")[0] == 200)
+    ran = admin("serve", "--probe", "--listen", address)
+    assert (ran.code, ran.out) == (0, f"ready      {world.serve.url}readyz: ok\n")
+    # One that listens everywhere is asked here, and no proxy of the environment is.
+    everywhere = f"0.0.0.0:{address.rpartition(':')[2]}"
+    env = {"http_proxy": "http://127.0.0.1:1"}
+    probed = admin("serve", "--probe", "--json", "--listen", everywhere, env=env).json
+    assert probed == {"url": f"{world.serve.url}readyz", "ready": True, "found": "ok"}
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        ran = admin("serve", "--probe", "--listen", f"127.0.0.1:{mute.getsockname()[1]}")
+    assert ran.code == 5
+    assert "no answer" in ran.out

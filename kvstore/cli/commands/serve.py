@@ -42,6 +42,14 @@ def serve(
     once: Annotated[
         bool, typer.Option("--once", help="One round, print what there is then, and end; listens nowhere.")
     ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Ask the server that listens there whether it is ready, print what it says, and end: for "
+            "health checks. Exits with 5 if it is not, or does not answer.",
+        ),
+    ] = False,
 ) -> None:
     """Look after the cache until it is stopped, and show it: a page, metrics, probes.
 
@@ -52,6 +60,13 @@ def serve(
     is the page as JSON. There is no password: by default only this machine is listened to.
     """
     host, port = _place(listen)
+    if probe:
+        from kvstore.admin.probing import probe as ask
+
+        answer = ask(host, port)
+        call.print(answer, render_serving.probed)
+        call.exit_by(answer)
+        return
     # Prometheus' library and the page are for this verb alone.
     from kvstore.admin.serving import Serving
 
