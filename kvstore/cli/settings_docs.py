@@ -125,6 +125,13 @@ index: rediss://redis.example:6379/0
 capacity_bytes: 10TiB
 ```
 
+An engine names the file, or holds the same keys itself; `cache-admin vllm-config` writes the whole flag:
+
+```json
+{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
+ "kv_connector_extra_config": {"settings": "/etc/kvstore/settings.yaml"}}
+```
+
 [`settings.schema.json`](settings.schema.json), beside this page, is the JSON schema of such a file: an
 editor that is told of it (for many, by a first line `# yaml-language-server: $schema=settings.schema.json`)
 completes and checks keys. What depends on several keys is checked by the program alone; `cache-admin

@@ -1,0 +1,84 @@
+"""A second implementation of the format, made from docs/format.md alone.
+
+Reads and writes segments, names, records and archives; reads an index in Redis or SQLite, and commits into it.
+It knows nothing of kvstore's code: what it needs and the document does not say is a fault of the document.
+"""
+
+from tests.format.second.archives import read_archive, write_archive
+from tests.format.second.basics import CODECS, WIDTHS, Miss
+from tests.format.second.names import (
+    block_key,
+    canonical,
+    chain,
+    digest,
+    hash_root,
+    item_key,
+    namespace_id,
+    payload_name,
+    weights_digest,
+)
+from tests.format.second.planes import unplanes
+from tests.format.second.records import (
+    Record,
+    agreement,
+    load,
+    pack_head,
+    pack_parts,
+    record_of,
+    score,
+    unpack_record,
+    unscore,
+    worth,
+)
+from tests.format.second.redis_index import SCRIPTS, RedisStore, bucket_bits, split_value, window_name
+from tests.format.second.segments import (
+    Header,
+    Tensor,
+    decode,
+    put,
+    read_header,
+    slot_checksum,
+    write_segment,
+)
+from tests.format.second.sqlite_index import SqliteStore
+
+__all__ = [
+    "CODECS",
+    "Header",
+    "Miss",
+    "Record",
+    "RedisStore",
+    "SCRIPTS",
+    "SqliteStore",
+    "Tensor",
+    "WIDTHS",
+    "agreement",
+    "block_key",
+    "bucket_bits",
+    "canonical",
+    "chain",
+    "decode",
+    "digest",
+    "hash_root",
+    "item_key",
+    "load",
+    "namespace_id",
+    "pack_head",
+    "pack_parts",
+    "payload_name",
+    "put",
+    "read_archive",
+    "read_header",
+    "record_of",
+    "score",
+    "slot_checksum",
+    "split_value",
+    "unpack_record",
+    "unplanes",
+    "unscore",
+    "weights_digest",
+    "window_name",
+    "worth",
+    "write_archive",
+    "write_segment",
+]
