@@ -47,7 +47,7 @@ payloads.s3.ca names certificates to trust, and payloads.s3.endpoint is http://,
 {{- $annotated := hasKey .Values.serviceAccount.annotations "eks.amazonaws.com/role-arn" }}
 {{- $azure := hasKey .Values.serviceAccount.annotations "azure.workload.identity/client-id" }}
 {{- if ne (empty $s3.accessKeyId) (empty $s3.secretAccessKey) }}
-payloads.s3.accessKeyId and payloads.s3.secretAccessKey are given both or neither.
+payloads.s3.accessKeyId and payloads.s3.secretAccessKey go together: give both, or neither.
 {{- end }}
 {{- if and $s3.existingSecret $inline }}
 payloads.s3.existingSecret and payloads.s3.accessKeyId are both set: keep the Secret, and take accessKeyId and secretAccessKey out.

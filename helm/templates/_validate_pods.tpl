@@ -16,12 +16,8 @@ janitor.podDisruptionBudget.minAvailable is {{ $pdb.minAvailable }} of {{ $janit
 {{- if and (ne $janitor.antiAffinity "none") (hasKey $janitor.affinity "podAntiAffinity") }}
 janitor.affinity has a podAntiAffinity, and janitor.antiAffinity is {{ $janitor.antiAffinity }}: set janitor.antiAffinity to none, since yours takes its place.
 {{- end }}
-{{- if eq (int $janitor.replicas) 0 }}
-{{- range $what := list "serviceMonitor" "podMonitor" "prometheusRule" }}
-{{- if dig $what "enabled" false ($.Values.monitoring | default dict) }}
-monitoring.{{ $what }}.enabled is true, and janitor.replicas is 0: there is nobody to show metrics; keep a janitor, or take the monitoring out.
-{{- end }}
-{{- end }}
+{{- if and (eq (int $janitor.replicas) 0) .Values.monitoring.prometheusRule.enabled }}
+monitoring.prometheusRule.enabled is true, and janitor.replicas is 0: its alerts are about metrics that nobody would show; keep a janitor, or take the rules out.
 {{- end }}
 {{- range $name := list "janitor" "fsck" "gc" }}
 {{- $resources := (index $.Values $name).resources }}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import tempfile
@@ -61,6 +62,12 @@ def _rendered(
     return run("template", name, chart, *options, stdin=text)
 
 
+@cache
+def _parsed(text: str) -> bytes:
+    """The documents, pickled: a caller may change what it is given."""
+    return pickle.dumps([one for one in yaml.load_all(text, Loader=_Loader) if one])
+
+
 def _text(values: Values) -> str:
     return values.read_text() if isinstance(values, Path) else json.dumps(dict(values or {}))
 
@@ -89,7 +96,8 @@ def render(
     """What would be installed, in helm's order. Fails the test with helm's words if it can't be rendered."""
     done = _rendered(_text(values), str(CHART), name, namespace, kube, apis)
     assert done.returncode == 0, done.stderr
-    return [document for document in yaml.load_all(done.stdout, Loader=_Loader) if document]
+    manifests: list[Manifest] = pickle.loads(_parsed(done.stdout))
+    return manifests
 
 
 def fails(values: Values) -> str:

@@ -1,0 +1,476 @@
+"""The janitors, what they need, the cron jobs and the smoke test: a look at each template."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+
+from kvstore.cli.exits import ExitCode
+from tests.helm.chart import Manifest, pick, render
+
+BUCKET: dict[str, Any] = {"payloads": {"s3": {"bucket": "my-bucket"}}}
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Values with a bucket, and these; a dot in a name is written as two underscores."""
+    tree = copy.deepcopy(BUCKET)
+    for name, value in values.items():
+        *path, leaf = name.split("__")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    return tree
+
+
+CLAIM = {"payloads": {"type": "pvc"}}
+ONE_NODE = {
+    "payloads": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}},
+    "janitor": {"replicas": 1},
+}
+FOLDER = {"payloads": {"type": "hostPath", "hostPath": {"path": "/mnt/nfs/kv", "sameOnAllNodes": True}}}
+
+
+def deployment(values: dict[str, Any]) -> Manifest:
+    return pick(render(values), "Deployment")
+
+
+def pod(values: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = deployment(values)["spec"]["template"]["spec"]
+    return spec
+
+
+def settings(values: dict[str, Any], name: str = "cache-kvstore") -> dict[str, Any]:
+    tree: dict[str, Any] = yaml.safe_load(pick(render(values), "ConfigMap", name)["data"]["settings.yaml"])
+    return tree
+
+
+def variables(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in pod(values)["containers"][0]["env"]}
+
+
+# The settings.
+
+
+@pytest.mark.parametrize(
+    ("s3", "url"),
+    [
+        ({}, "s3://my-bucket/kvstore"),
+        ({"prefix": ""}, "s3://my-bucket/"),
+        ({"prefix": "/team/cache/"}, "s3://my-bucket/team/cache"),
+        ({"region": "eu-west-1"}, "s3://my-bucket/kvstore?region=eu-west-1"),
+        (
+            {"endpoint": "https://rgw:443/", "region": "x"},
+            "s3://my-bucket/kvstore?endpoint=https://rgw:443&region=x",
+        ),
+    ],
+)
+def test_url_of_the_bucket(s3: dict[str, str], url: str) -> None:
+    values = given(payloads__s3={"bucket": "my-bucket", **s3})
+    assert settings(values)["payloads"] == url
+
+
+@pytest.mark.parametrize("values", [CLAIM, FOLDER], ids=["claim", "folder"])
+def test_payloads_are_a_folder_of_the_mount(values: dict[str, Any]) -> None:
+    """Below it: a volume's own root has a lost+found, which nobody may read."""
+    assert settings(values)["payloads"] == "file:///var/lib/kvstore/payloads"
+    assert settings(values, "cache-kvstore-vllm")["payloads"] == "file:///var/lib/kvstore/payloads"
+    (mount,) = [one for one in pod(values)["containers"][0]["volumeMounts"] if one["name"] == "payloads"]
+    assert mount == {"name": "payloads", "mountPath": "/var/lib/kvstore"}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "nbytes"),
+    [
+        ("100GiB", 100 << 30), ("100Gi", 100 << 30), ("1.5TiB", 3 << 39), ("2TB", 2 * 10**12),
+        ("500G", 5 * 10**11), (1 << 40, 1 << 40), ("1073741824", 1 << 30), ("20tib", 20 << 40),
+        ("200TiB", 200 << 40),
+    ],
+)  # fmt: skip
+def test_capacity(capacity: str | int, nbytes: int) -> None:
+    assert settings(given(capacity=capacity))["capacity_bytes"] == nbytes
+
+
+def test_settings_are_laid_over_what_the_values_say() -> None:
+    more = {"grace_s": 300, "kv": {"save_decode": True}, "redis": {"timeout_s": 2}, "s3": {"concurrency": 64}}
+    values = given(settings=more, payloads__s3__ca__secret="authority")
+    found = settings(values)
+    assert found["grace_s"] == 300 and found["kv"] == {"save_decode": True}
+    # Beside what the chart puts there itself.
+    assert found["redis"] == {"username": "kvstore", "timeout_s": 2}
+    assert found["s3"] == {"concurrency": 64, "tls_ca": "/etc/kvstore/tls/s3/ca.crt"}
+
+
+def test_engines_have_the_nodes_cache_in_front() -> None:
+    cache = {"enabled": True, "path": "/mnt/nvme/kv", "capacity": "1TiB", "write": "back"}
+    values = given(payloads__nodeCache=cache)
+    assert settings(values)["payloads"] == "s3://my-bucket/kvstore"
+    assert settings(values, "cache-kvstore-vllm")["payloads"] == {
+        "fast": "file:///var/cache/kvstore",
+        "slow": "s3://my-bucket/kvstore",
+        "fast_capacity": 1 << 40,
+        "write": "back",
+    }
+    # None of the chart's own pods mounts it: a folder of a node is not theirs.
+    assert not [one for one in pod(values)["volumes"] if "hostPath" in one]
+
+
+def test_changed_settings_restart_the_pods_and_the_same_ones_do_not() -> None:
+    def checksum(values: dict[str, Any]) -> str:
+        annotations = deployment(values)["spec"]["template"]["metadata"]["annotations"]
+        return str(annotations["checksum/settings"])
+
+    first = checksum(given())
+    assert first == checksum(given(janitor__replicas=5, service__port=80))
+    assert first != checksum(given(capacity="1TiB"))
+    assert first != checksum(given(settings={"grace_s": 300}))
+
+
+# Credentials.
+
+
+def test_keys_come_from_the_secret_that_is_named() -> None:
+    s3 = {
+        "existingSecret": "keys",
+        "accessKeyIdKey": "id",
+        "secretAccessKeyKey": "secret",
+        "sessionTokenKey": "token",
+    }
+    values = given(payloads__s3={"bucket": "my-bucket", **s3})
+    refs = {
+        name: one["valueFrom"]["secretKeyRef"] for name, one in variables(values).items() if "_S3__" in name
+    }
+    assert refs == {
+        "KVSTORE_S3__ACCESS_KEY_ID": {"name": "keys", "key": "id"},
+        "KVSTORE_S3__SECRET_ACCESS_KEY": {"name": "keys", "key": "secret"},
+        "KVSTORE_S3__SESSION_TOKEN": {"name": "keys", "key": "token"},
+    }
+    assert not [one for one in render(values) if one["metadata"]["name"] == "cache-kvstore-s3"]
+
+
+def test_keys_in_the_values_become_a_secret_and_stand_nowhere_else() -> None:
+    values = given(payloads__s3__accessKeyId="AKIA1", payloads__s3__secretAccessKey="hush: #1")
+    manifests = render(values)
+    secret = pick(manifests, "Secret", "cache-kvstore-s3")
+    assert secret["stringData"] == {"access-key-id": "AKIA1", "secret-access-key": "hush: #1"}
+    assert variables(values)["KVSTORE_S3__SECRET_ACCESS_KEY"]["valueFrom"]["secretKeyRef"] == {
+        "name": "cache-kvstore-s3",
+        "key": "secret-access-key",
+    }
+    rest = [one for one in manifests if one is not secret]
+    assert "hush" not in str(rest) and "AKIA1" not in str(rest)
+
+
+def test_without_keys_it_is_the_pods_role() -> None:
+    assert not [name for name in variables(given()) if "S3" in name or "AWS" in name]
+
+
+def test_a_role_by_the_pods_own_token() -> None:
+    identity = {"roleArn": "arn:aws:iam::1:role/kv", "stsEndpoint": "https://sts.example.com"}
+    values = given(payloads__s3__webIdentity=identity, payloads__s3__region="eu-west-1")
+    found = {name: one.get("value") for name, one in variables(values).items() if name.startswith("AWS")}
+    assert found == {
+        "AWS_ROLE_ARN": "arn:aws:iam::1:role/kv",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/secrets/kvstore/token",
+        "AWS_ENDPOINT_URL_STS": "https://sts.example.com",
+        "AWS_REGION": "eu-west-1",
+    }
+    (volume,) = [one for one in pod(values)["volumes"] if "projected" in one]
+    (source,) = volume["projected"]["sources"]
+    assert source["serviceAccountToken"]["audience"] == "sts.amazonaws.com"
+    (mount,) = [one for one in pod(values)["containers"][0]["volumeMounts"] if one["name"] == volume["name"]]
+    assert (mount["mountPath"], source["serviceAccountToken"]["path"]) == (
+        "/var/run/secrets/kvstore",
+        "token",
+    )
+
+
+@pytest.mark.parametrize(("kind", "field"), [("secret", "secretName"), ("configMap", "name")])
+def test_an_authority_of_ones_own(kind: str, field: str) -> None:
+    values = given(payloads__s3__ca={kind: "authority", "key": "bundle.pem"})
+    (volume,) = [one for one in pod(values)["volumes"] if one["name"] == "s3-ca"]
+    assert volume[kind] == {field: "authority", "items": [{"key": "bundle.pem", "path": "ca.crt"}]}
+    assert settings(values)["s3"]["tls_ca"] == "/etc/kvstore/tls/s3/ca.crt"
+
+
+# The Deployment.
+
+
+def test_liveness_does_not_ask_what_readiness_asks() -> None:
+    (container,) = pod(given())["containers"]
+    paths = {
+        name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")
+    }
+    assert paths == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
+    assert container["ports"] == [{"name": "http", "containerPort": 9464}]
+
+
+def test_metrics_of_a_janitor_that_is_not_ready_can_be_read() -> None:
+    spec = pick(render(given(service__port=80)), "Service", "cache-kvstore")["spec"]
+    assert spec["publishNotReadyAddresses"] is True
+    assert spec["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}]
+
+
+def test_it_ends_before_it_is_killed() -> None:
+    from kvstore.cli.commands import serve
+
+    assert pod(given())["terminationGracePeriodSeconds"] > serve._STOP_S + 5
+
+
+@pytest.mark.parametrize(
+    ("values", "strategy"),
+    [
+        (given(), {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}),
+        (
+            # There may be a janitor on every node.
+            given(janitor__antiAffinity="hard"),
+            {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}},
+        ),
+        (ONE_NODE, {"type": "Recreate"}),
+        (CLAIM, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}),
+    ],
+    ids=["default", "hard", "one node", "shared claim"],
+)
+def test_strategy(values: dict[str, Any], strategy: dict[str, Any]) -> None:
+    assert deployment(values)["spec"]["strategy"] == strategy
+
+
+def test_anti_affinity() -> None:
+    soft = pod(given())["affinity"]["podAntiAffinity"]
+    (term,) = soft["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    selector = deployment(given())["spec"]["selector"]
+    assert term["podAffinityTerm"]["labelSelector"] == selector
+    hard = pod(given(janitor__antiAffinity="hard"))["affinity"]["podAntiAffinity"]
+    assert hard["requiredDuringSchedulingIgnoredDuringExecution"][0]["labelSelector"] == selector
+    assert "affinity" not in pod(given(janitor__antiAffinity="none"))
+    node = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    assert pod(given(janitor__affinity=node))["affinity"].keys() == {"nodeAffinity", "podAntiAffinity"}
+
+
+def test_spread_counts_janitors() -> None:
+    (zones,) = pod(given())["topologySpreadConstraints"]
+    assert zones["labelSelector"] == deployment(given())["spec"]["selector"]
+    own = {
+        "maxSkew": 2,
+        "topologyKey": "rack",
+        "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": {"matchLabels": {"a": "b"}},
+    }
+    assert pod(given(janitor__topologySpreadConstraints=[own]))["topologySpreadConstraints"] == [own]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "budget", "spec"),
+    [
+        (2, {}, {"maxUnavailable": 1}),
+        (3, {"minAvailable": 2}, {"minAvailable": 2}),
+        (3, {"maxUnavailable": "50%"}, {"maxUnavailable": "50%"}),
+        (1, {}, None),
+        (0, {}, None),
+        (2, {"enabled": False}, None),
+    ],
+)
+def test_disruption_budget(replicas: int, budget: dict[str, Any], spec: dict[str, Any] | None) -> None:
+    values = given(janitor__replicas=replicas, janitor__podDisruptionBudget=budget)
+    found = [one for one in render(values) if one["kind"] == "PodDisruptionBudget"]
+    if spec is None:
+        assert not found
+        return
+    expected = spec | {"unhealthyPodEvictionPolicy": "AlwaysAllow"}
+    selector = pick(render(values), "Deployment")["spec"]["selector"]
+    assert found[0]["spec"] == expected | {"selector": selector}
+
+
+def test_where_pods_go_and_what_they_carry() -> None:
+    values = given(
+        nodeSelector={"pool": "system"},
+        tolerations=[{"key": "a", "operator": "Exists"}],
+        priorityClassName="high",
+        podLabels={"azure.workload.identity/use": "true"},
+        podAnnotations={"a/b": "c"},
+        commonLabels={"team": "x"},
+        commonAnnotations={"owner": "y"},
+        imagePullSecrets=["registry"],
+        extraEnv=[{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        extraVolumes=[{"name": "aws", "configMap": {"name": "aws"}}],
+        extraVolumeMounts=[{"name": "aws", "mountPath": "/etc/aws"}],
+        janitor__podAnnotations={"only": "janitors"},
+    )
+    manifests = render(values)
+    jobs = [one for one in manifests if one["kind"] == "CronJob"]
+    templates = [pick(manifests, "Deployment")["spec"]["template"], pick(manifests, "Pod")]
+    templates += [one["spec"]["jobTemplate"]["spec"]["template"] for one in jobs]
+    assert len(templates) == 4
+    for template in templates:
+        spec, about = template["spec"], template["metadata"]
+        assert spec["nodeSelector"] == {"pool": "system"} and spec["priorityClassName"] == "high"
+        assert spec["tolerations"] == [{"key": "a", "operator": "Exists"}]
+        assert spec["imagePullSecrets"] == [{"name": "registry"}]
+        assert about["labels"].items() >= {"azure.workload.identity/use": "true", "team": "x"}.items()
+        assert about["labels"]["kvstore/client"] == "true"
+        assert about["annotations"].items() >= {"a/b": "c", "owner": "y"}.items()
+        assert ("only" in about["annotations"]) == (template is templates[0])
+        assert "aws" in {one["name"] for one in spec["volumes"]}
+        for container in spec["containers"] + spec.get("initContainers", []):
+            assert {"name": "HTTPS_PROXY", "value": "http://proxy:3128"} in container["env"]
+            assert {"name": "aws", "mountPath": "/etc/aws"} in container["volumeMounts"]
+    for one in manifests:
+        assert one["metadata"]["labels"]["team"] == "x", one["kind"]
+
+
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [
+        ({"tag": "1.2"}, "ghcr.io/kvstore/kvstore:1.2"),
+        ({"registry": "", "repository": "mine/kv", "tag": "x"}, "mine/kv:x"),
+        ({"tag": "1.2", "digest": "sha256:" + "0" * 64}, "ghcr.io/kvstore/kvstore@sha256:" + "0" * 64),
+    ],
+)
+def test_image(image: dict[str, str], name: str) -> None:
+    assert pod(given(image=image))["containers"][0]["image"] == name
+
+
+def test_ipv6() -> None:
+    (container,) = pod(given(janitor__listen="[::]"))["containers"]
+    assert container["args"] == ["serve", "--listen", "[::]:9464"]
+
+
+def test_openshift_takes_the_users_away() -> None:
+    context = {"runAsUser": None, "runAsGroup": None, "fsGroup": None}
+    assert pod(given(podSecurityContext=context))["securityContext"] == {
+        "runAsNonRoot": True,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("account", "name", "made"),
+    [
+        ({}, "cache-kvstore", True),
+        ({"name": "kv"}, "kv", True),
+        ({"create": False, "name": "theirs"}, "theirs", False),
+        ({"create": False}, "default", False),
+    ],
+)
+def test_service_account(account: dict[str, Any], name: str, made: bool) -> None:
+    values = given(serviceAccount=account)
+    assert pod(values)["serviceAccountName"] == name
+    found = [one for one in render(values) if one["kind"] == "ServiceAccount"]
+    assert [one["metadata"]["name"] for one in found] == ([name] if made else [])
+    assert all(one["automountServiceAccountToken"] is False for one in found)
+
+
+# The claim.
+
+
+def test_claim() -> None:
+    claim = pick(render(CLAIM), "PersistentVolumeClaim")
+    assert claim["metadata"]["name"] == "cache-kvstore-payloads"
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "120Gi"}},
+    }
+    (volume,) = [one for one in pod(CLAIM)["volumes"] if one["name"] == "payloads"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "cache-kvstore-payloads"}
+
+
+def test_a_claim_that_goes_with_the_release() -> None:
+    values = {"payloads": {"type": "pvc", "pvc": {"keep": False, "storageClass": "nfs"}}}
+    claim = pick(render(values), "PersistentVolumeClaim")
+    assert "annotations" not in claim["metadata"] and claim["spec"]["storageClassName"] == "nfs"
+
+
+def test_a_claim_that_exists() -> None:
+    values = {"payloads": {"type": "pvc", "pvc": {"existingClaim": "ours"}}}
+    assert not [one for one in render(values) if one["kind"] == "PersistentVolumeClaim"]
+    (volume,) = [one for one in pod(values)["volumes"] if one["name"] == "payloads"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "ours"}
+
+
+def test_with_a_claim_of_one_node_all_pods_are_there() -> None:
+    manifests = render(ONE_NODE)
+    selector = pick(manifests, "Deployment")["spec"]["selector"]
+    specs = [pick(manifests, "Pod")["spec"]]
+    specs += [
+        one["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+        for one in manifests
+        if one["kind"] == "CronJob"
+    ]
+    for spec in specs:
+        (term,) = spec["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term == {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
+    assert "affinity" not in pick(render(CLAIM), "Pod")["spec"]
+
+
+# The cron jobs and the smoke test.
+
+
+def job(values: dict[str, Any], verb: str, kube: str = "1.34.0") -> dict[str, Any]:
+    spec: dict[str, Any] = pick(render(values, kube=kube), "CronJob", f"cache-kvstore-{verb}")["spec"]
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("verb", "values", "arguments"),
+    [
+        ("fsck", {}, ["fsck", "--json", "--jobs", "8"]),
+        ("fsck", {"repair": True, "jobs": 2}, ["fsck", "--json", "--jobs", "2", "--repair"]),
+        ("fsck", {"readDataPercent": 5}, ["fsck", "--json", "--jobs", "8", "--read-data", "5%"]),
+        ("fsck", {"quick": True}, ["fsck", "--json", "--jobs", "8", "--quick"]),
+        ("gc", {}, ["gc", "--json", "--older-than", "24h", "--delete"]),
+        ("gc", {"delete": False, "olderThan": "7d"}, ["gc", "--json", "--older-than", "7d"]),
+    ],
+)
+def test_what_jobs_run(verb: str, values: dict[str, Any], arguments: list[str]) -> None:
+    spec = job(given(**{verb: values}), verb)["jobTemplate"]["spec"]["template"]["spec"]
+    assert spec["containers"][0]["args"] == arguments
+
+
+@pytest.mark.parametrize("verb", ["fsck", "gc"])
+def test_jobs(verb: str) -> None:
+    values = given(**{verb: {"schedule": "@daily", "timeZone": "Europe/Berlin", "suspend": True}})
+    spec = job(values, verb)
+    assert (spec["schedule"], spec["timeZone"], spec["suspend"]) == ("@daily", "Europe/Berlin", True)
+    assert spec["concurrencyPolicy"] == "Forbid" and spec["startingDeadlineSeconds"] == 3600
+    assert (spec["successfulJobsHistoryLimit"], spec["failedJobsHistoryLimit"]) == (1, 3)
+    assert "timeZone" not in job(given(), verb)
+    assert job(given(), verb)["jobTemplate"]["spec"]["activeDeadlineSeconds"] == 21600
+    off = given(**{verb: {"enabled": False}})
+    assert [one["metadata"]["name"] for one in render(off) if one["kind"] == "CronJob"] == [
+        f"cache-kvstore-{({'fsck', 'gc'} - {verb}).pop()}"
+    ]
+
+
+@pytest.mark.parametrize("verb", ["fsck", "gc"])
+def test_what_was_found_is_not_looked_for_again(verb: str) -> None:
+    """The Job fails at once for what another try won't change, and tries again if nobody answered."""
+    spec = job(given(), verb)["jobTemplate"]["spec"]
+    assert spec["backoffLimit"] == 2
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    disrupted, codes = spec["podFailurePolicy"]["rules"]
+    assert disrupted["action"] == "Ignore"
+    assert codes["action"] == "FailJob" and codes["onExitCodes"]["containerName"] == verb
+    meant = {ExitCode.ERROR, ExitCode.USAGE, ExitCode.PROBLEMS, ExitCode.PARTIAL}
+    assert set(codes["onExitCodes"]["values"]) == meant and ExitCode.UNREACHABLE not in meant
+    # What 1.25 doesn't know it is not given; then every failure is the last.
+    old = job(given(), verb, "1.25.0")["jobTemplate"]["spec"]
+    assert "podFailurePolicy" not in old and old["backoffLimit"] == 0
+
+
+def test_smoke_test() -> None:
+    smoke = pick(render(given(service__port=80)), "Pod")
+    assert smoke["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    policy = smoke["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+    assert policy == "before-hook-creation,hook-succeeded"
+    (doctor,), (service,) = smoke["spec"]["initContainers"], smoke["spec"]["containers"]
+    assert doctor["args"] == ["doctor"]
+    assert service["command"] == ["python", "-c"] and service["args"][1] == "http://cache-kvstore:80"
+    compile(service["args"][0], "smoke", "exec")
+    for values in (given(test__enabled=False), given(janitor__replicas=0)):
+        assert not [one for one in render(values) if one["kind"] == "Pod"]
