@@ -251,11 +251,42 @@ def test_several_ranks_become_visible_with_the_last(
             wanted = [content(one, rank, "BF16", SHAPES["BF16"]) for one in hashes]
             assert ours.served(hashes, rank=rank) == wanted
         assert ours.faults() == []
-        assert theirs.evict(name, [segment], at_s=0, grace_s=0) == 1
+        assert theirs.evict(name, [segment], at_s=0, grace_s=100) == 1
         assert theirs.trash(name) == {segment: (0, 2)}
         assert theirs.commit(name, headers[0]) == 2, "what is in the trash is refused"
         assert ours.space.store.tending.reap(ours.space.id) == 2
         assert not list(tmp_path.glob("*/*/*.?"))
+
+
+def test_a_claim_is_on_the_first_missing_block(
+    tmp_path: Path, theirs: second.RedisStore, raw: redis.Redis
+) -> None:
+    namespace, hashes = kv(), path("f", 6)
+    name = theirs.register(canonical_json(namespace), 100)
+    assert theirs.commit(name, put_and_read(tmp_path, *segment_of(namespace, hashes[:4]))) == 1
+    assert theirs.claim(name, packed(hashes), b"writer 1") == (4, True)
+    assert raw.get(f"kvs:{{{name}}}:claim:{packed(hashes[4:5]).hex()}") == b"writer 1"
+    assert theirs.claim(name, packed(hashes[:4]), b"writer 1") == (4, False)
+
+
+def test_what_was_invalidated_or_evicted_is_refused_for_as_long_as_it_is_there(
+    tmp_path: Path, redis_url: str, theirs: second.RedisStore, raw: redis.Redis
+) -> None:
+    namespace = kv()
+    name = theirs.register(canonical_json(namespace), 100)
+    bygone, gone = (put_and_read(tmp_path, *segment_of(namespace, path(seed, 2))) for seed in ("x", "y"))
+    with world(tmp_path, redis_url, namespace) as ours:
+        assert theirs.commit(name, bygone) == 1
+        assert ours.index.invalidate(ours.space.id) == 1
+        assert set(raw.hgetall(f"kvs:{{{name}}}:old:0")) == {bytes.fromhex(bygone.meta["segment"])}
+        assert theirs.commit(name, gone) == 1
+        segment, began = bytes.fromhex(gone.meta["segment"]), int(raw.time()[0])
+        assert theirs.evict(name, [segment], at_s=1, grace_s=100) == 1
+        assert began + 100 < theirs.trash(name)[segment][0] <= began + 110
+        for header in (bygone, gone):
+            assert theirs.commit(name, header) == 2
+            assert not theirs.commit_by_hand(name, header)
+        assert theirs.account(name) == dict.fromkeys(("bytes", "segments", "blocks", "pinned", "cost"), 0)
 
 
 def test_rebuild_takes_what_the_second_wrote(

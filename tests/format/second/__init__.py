@@ -1,6 +1,6 @@
 """A second implementation of the format, made from docs/format.md alone.
 
-Reads and writes segments, names, records and archives; reads an index in Redis or SQLite, and commits into it.
+Reads and writes segments, names, records and archives; reads an index in Redis or SQLite, commits into it.
 It knows nothing of kvstore's code: what it needs and the document does not say is a fault of the document.
 """
 
