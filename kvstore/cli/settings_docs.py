@@ -77,7 +77,8 @@ Each source overrides the ones before it, key by key:
 2. **a mapping or a file**, one of the two. The mapping is what stands beside `kv_connector` or
    `ec_connector` in an engine's configuration, `kv_connector_extra_config` and `ec_connector_extra_config`.
    The file is YAML and holds the whole tree; it is named by the mapping's one key `settings`, by
-   `cache-admin --settings FILE`, or, where neither is given, by the environment variable `KVSTORE_SETTINGS`
+   `--settings FILE` of `cache-admin`, or, where neither is given, by the environment variable
+   `KVSTORE_SETTINGS`
 3. **environment variables** `KVSTORE_<KEY>`, upper case, with two underscores between the levels:
    `KVSTORE_INDEX`, `KVSTORE_REDIS__PASSWORD`. A variable `KVSTORE_...` that is no setting is refused; those
    that Kubernetes makes for a Service called `kvstore` are ignored
