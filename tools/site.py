@@ -27,10 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Pages of the site that are not in docs/: path in the repository -> path on the site.
 ELSEWHERE = {"helm/README.md": "chart.md", "CHANGELOG.md": "changelog.md"}
 
-_FENCE = re.compile(r" {0,3}(```+|~~~+)")
+_FENCE = re.compile(r" *(```+|~~~+)")
 _LIST_ITEM = re.compile(r"(?:[-*+]|\d+\.) ")
 #: Inline code, which is left alone, or an inline link.
-_LINK = re.compile(r"(?P<code>`+)(?:(?!(?P=code)).)+(?P=code)(?!`)(?!\]\()|\[(?P<text>[^\]]*)\]\((?P<target>[^()\s]+)\)")
+_LINK = re.compile(
+    r"(?P<code>`+)(?:(?!(?P=code)).)+(?P=code)(?!`)(?!\]\()|\[(?P<text>[^\]]*)\]\((?P<target>[^()\s]+)\)"
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -87,21 +89,26 @@ def _lines(markdown: str, moved: Callable[[str, str], str | None]) -> Iterator[s
             return match[0]
         return moved(match["target"], match["text"]) or match[0]
 
-    fence, before = "", ""
+    fence, before, in_list = "", "", False
     for line in markdown.split("\n"):
         found = _FENCE.match(line)
         if fence:
             if found and found[1].startswith(fence) and not line.strip().strip(fence[0]):
                 fence = ""
             yield line
-        elif found:
+            before = line
+            continue
+        if line.startswith("    ") and not in_list and not before.strip():
+            yield line  # indented code: what comes after it is still behind an empty line
+            continue
+        item = _LIST_ITEM.match(line)
+        # A list ends where text begins that is neither indented nor goes on with a paragraph.
+        in_list = bool(item) or (in_list and (line.startswith(" ") or not line or bool(before.strip())))
+        if found:
             fence = found[1]
             yield line
-        elif line.startswith("    ") and not before.strip():
-            yield line
-            continue  # indented code: what comes after it is still behind an empty line
         else:
-            if _LIST_ITEM.match(line) and _is_text(before):
+            if item and _is_text(before):
                 yield ""
             yield _LINK.sub(link, line)
         before = line
