@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,14 @@ from kvstore.errors import ConfigError
 from kvstore.index.redis_sentinel import Deadline, MasterConnection, Sentinels, TlsMasterConnection
 from schemas.settings import RedisSettings
 from schemas.urls import RedisLocation
+
+#: Connections don't say which library they are of: that costs two round trips each, and users that may do no
+#: more than the index needs are denied it, in the server's log of such things. redis-py 7 renamed the option.
+_NAMELESS: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(redis.connection.AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
 
 
 def pool(
@@ -101,6 +110,7 @@ def _options(settings: RedisSettings, *, tls: bool) -> dict[str, Any]:
         "decode_responses": False,
         # The breaker above repeats, after a pause and for all calls together; here a deadline is one.
         "retry": Retry(NoBackoff(), 0),
+        **_NAMELESS,
     }
     return options | _tls(settings) if tls else options
 

@@ -1,5 +1,5 @@
 """The chart's Redis as rendered, in a process: its users may do what the store does and nothing else, it
-keeps the index over a crash, changes its passwords and certificates while it runs, and says when it is full."""
+keeps the index over a crash, changes passwords and certificates while it runs, and says when it is full."""
 
 from __future__ import annotations
 
