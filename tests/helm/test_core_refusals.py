@@ -16,7 +16,8 @@ ROLE = {"roleArn": "arn:aws:iam::1:role/kv"}
 
 
 def folder(**more: Any) -> dict[str, Any]:
-    return {"payloads": {"type": "hostPath", "hostPath": FOLDER["payloads"]["hostPath"] | more}}
+    host_path = {"path": "/mnt/nfs/kv", "sameOnAllNodes": True, **more}
+    return {"payloads": {"type": "hostPath", "hostPath": host_path}}
 
 
 def claim(**more: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         given(payloads__s3__webIdentity=ROLE, serviceAccount__annotations=IRSA),
-        "serviceAccount.annotations has eks.amazonaws.com/role-arn, and payloads.s3.webIdentity.roleArn is set",
+        "serviceAccount.annotations has eks.amazonaws.com/role-arn, and payloads.s3.webIdentity.roleArn is",
     ),
     (
         given(serviceAccount__annotations={"azure.workload.identity/client-id": "x"}),
