@@ -99,49 +99,97 @@ ec-transfer-config: '{{ include "kvstore.vllm.config" (dict "root" $.root "confi
 {{- end -}}
 {{- end -}}
 
-{{/* Settings of one group: those of all engines, and over them its own. dict "root" $ "group" NAME */}}
-{{- define "kvstore.vllm.groupSettings" -}}
-{{- $tree := include "kvstore.settings" .root | fromYaml -}}
-{{- mergeOverwrite $tree (deepCopy (get .root.Values.vllm.settings .group)) | toYaml -}}
+{{/* Settings, as YAML: those of all engines, and over them a group's own. dict "root" $ "group" NAME or "" */}}
+{{- define "kvstore.vllm.settings" -}}
+{{- $tree := include "kvstore.engineSettings" .root | fromYaml -}}
+{{- if .group -}}
+{{- $tree = mergeOverwrite $tree (deepCopy (get .root.Values.vllm.settings .group)) -}}
+{{- end -}}
+{{- include "kvstore.vllm.wholeNumbers" $tree -}}
+{{- toYaml $tree -}}
 {{- end -}}
 
-{{/* Everything the ConfigMap holds. */}}
+{{/* Makes integers of a tree's whole numbers. Helm reads every number as a float, and writes the large ones as
+     1e+11, which is a text to YAML. */}}
+{{- define "kvstore.vllm.wholeNumbers" -}}
+{{- range $key, $value := . -}}
+{{- if kindIs "map" $value -}}
+{{- include "kvstore.vllm.wholeNumbers" $value -}}
+{{- else if kindIs "float64" $value -}}
+{{- if eq $value (float64 (int64 $value)) }}{{ $_ := set $ $key (int64 $value) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Everything the ConfigMap holds. dict "root" $ "namespace" its own */}}
 {{- define "kvstore.vllm.data" -}}
+{{- $root := .root -}}
 settings.yaml: |
-  {{- include "kvstore.settings" . | nindent 2 }}
-{{- $wanted := include "kvstore.vllm.wanted" . | fromYaml }}
-{{- range $config, $group := include "kvstore.vllm.groups" . | fromYaml }}
-{{- if and (get $.Values.vllm.settings $group) (has $config (concat $wanted.kv $wanted.ec)) }}
+  {{- include "kvstore.vllm.settings" (dict "root" $root "group" "") | nindent 2 }}
+{{- $wanted := include "kvstore.vllm.wanted" $root | fromYaml }}
+{{- $configs := concat $wanted.kv $wanted.ec }}
+{{- range $config, $group := include "kvstore.vllm.groups" $root | fromYaml }}
+{{- if and (get $root.Values.vllm.settings $group) (has $config $configs) }}
 settings-{{ $group }}.yaml: |
-  {{- include "kvstore.vllm.groupSettings" (dict "root" $ "group" $group) | nindent 2 }}
+  {{- include "kvstore.vllm.settings" (dict "root" $root "group" $group) | nindent 2 }}
 {{- end }}
 {{- end }}
-{{- range $config := concat $wanted.kv $wanted.ec }}
+{{- range $config := $configs }}
 {{ $config }}.json: |
-  {{ include "kvstore.vllm.config" (dict "root" $ "config" $config) }}
+  {{ include "kvstore.vllm.config" (dict "root" $root "config" $config) }}
 {{- end }}
-{{- range $kind := .Values.vllm.kinds }}
+{{- range $kind := $root.Values.vllm.kinds }}
 {{ $kind }}.yaml: |
-  {{- include "kvstore.vllm.flags" (dict "root" $ "kind" $kind) | trim | nindent 2 }}
+  {{- include "kvstore.vllm.flags" (dict "root" $root "kind" $kind) | trim | nindent 2 }}
 {{- end }}
 pod.yaml: |
   {{- include "kvstore.vllm.pod" . | nindent 2 }}
 {{- end -}}
 
-{{/* What the pods of engines need, as values of the chart under docs/kubernetes/vllm. */}}
+{{/* What the pods of engines need, as values of the chart under docs/kubernetes/vllm. As above. */}}
 {{- define "kvstore.vllm.pod" -}}
+{{- $account := include "kvstore.engine.serviceAccountName" .root -}}
 # What an engine's pod needs: its labels, and its container's env and volumeMounts.
 kvstore:
-  release: {{ .Release.Name }}
-  configMap: {{ include "kvstore.vllm.name" . }}
+  release: {{ .root.Release.Name }}
+  configMap: {{ include "kvstore.vllm.name" .root }}
   podLabels:
-    {{- include "kvstore.engine.labels" . | nindent 4 }}
+    {{- include "kvstore.engine.labels" .root | nindent 4 }}
   env:
-    {{- include "kvstore.engine.env" . | nindent 4 }}
+    {{- include "kvstore.engine.env" .root | nindent 4 }}
   volumes:
-    {{- include "kvstore.engine.volumes" . | nindent 4 }}
+    {{- include "kvstore.engine.volumes" .root | nindent 4 }}
   volumeMounts:
-    {{- include "kvstore.engine.volumeMounts" . | nindent 4 }}
+    {{- include "kvstore.engine.volumeMounts" .root | nindent 4 }}
+{{- if and $account (eq .namespace .root.Release.Namespace) }}
+serviceAccountName: {{ $account }}
+{{- end }}
+{{- end -}}
+
+{{/* The service account whose role opens the bucket; empty where keys do, or no role is bound to it. */}}
+{{- define "kvstore.engine.serviceAccountName" -}}
+{{- $s3 := .Values.payloads.s3 -}}
+{{- if and (eq .Values.payloads.type "s3") (not (include "kvstore.s3.secretName" .)) -}}
+{{- if or .Values.serviceAccount.annotations $s3.webIdentity.roleArn -}}
+{{- include "kvstore.serviceAccountName" . -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secrets and ConfigMaps that an engine's pod takes from its namespace, besides the chart's own ConfigMap:
+     a list of "secret/NAME" and "configmap/NAME", as JSON. */}}
+{{- define "kvstore.engine.objects" -}}
+{{- $found := list -}}
+{{- range include "kvstore.engine.env" . | fromYamlArray -}}
+{{- with dig "valueFrom" "secretKeyRef" "name" "" . }}{{ $found = append $found (printf "secret/%s" .) }}{{ end -}}
+{{- end -}}
+{{- range include "kvstore.engine.volumes" . | fromYamlArray -}}
+{{- range dig "projected" "sources" list . -}}
+{{- with .secret }}{{ $found = append $found (printf "secret/%s" .name) }}{{ end -}}
+{{- with .configMap }}{{ $found = append $found (printf "configmap/%s" .name) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- without ($found | uniq) (printf "configmap/%s" (include "kvstore.vllm.name" .)) | toJson -}}
 {{- end -}}
 
 {{- define "kvstore.engine.labels" -}}
@@ -155,36 +203,36 @@ kvstore/client: "true"
 {{- end -}}
 
 {{/*
-The configs and the certificates are one volume: a volume mounted inside a ConfigMap's can't be, as there is no
-folder to mount it on and none can be made. So certificates that come as volumes for below /etc/kvstore are taken
-apart, and go in as sources. Other volumes (payloads) follow as they are.
+The configs and the certificates are one volume: inside a ConfigMap's volume no other can be mounted, since there
+is no folder to mount it on and none can be made. So the volumes for below /etc/kvstore are taken apart, and go in
+as sources. The others (payloads, a token, the node's cache) follow as they are.
 */}}
-{{- define "kvstore.engine.mounts" -}}
+{{- define "kvstore.engine.files" -}}
 {{- $sources := list (dict "configMap" (dict "name" (include "kvstore.vllm.name" .))) -}}
-{{- $volumes := list -}}
 {{- $mounts := list (dict "name" "kvstore" "mountPath" "/etc/kvstore" "readOnly" true) -}}
 {{- $places := dict -}}
-{{- range include "kvstore.vllm.parts.mounts" . | fromYamlArray -}}
+{{- range include "kvstore.engineVolumeMounts" . | fromYamlArray -}}
 {{- if hasPrefix "/etc/kvstore/" .mountPath -}}
 {{- $_ := set $places .name (trimPrefix "/etc/kvstore/" .mountPath) -}}
 {{- else -}}
 {{- $mounts = append $mounts . -}}
 {{- end -}}
 {{- end -}}
-{{- range $volume := include "kvstore.vllm.parts.volumes" . | fromYamlArray -}}
+{{- $volumes := list -}}
+{{- range $volume := include "kvstore.engineVolumes" . | fromYamlArray -}}
 {{- $place := get $places $volume.name -}}
 {{- if $place -}}
-{{- range $source := $volume.projected.sources -}}
-{{- range $kind, $object := $source -}}
+{{- $parts := dig "projected" "sources" (list (omit $volume "name")) $volume -}}
+{{- range $part := $parts }}{{ range $kind, $object := $part -}}
 {{- $items := list -}}
 {{- range $object.items -}}
 {{- $item := dict "key" .key "path" (printf "%s/%s" $place .path) -}}
 {{- if hasSuffix ".key" .path }}{{ $_ := set $item "mode" 288 }}{{ end -}}
 {{- $items = append $items $item -}}
 {{- end -}}
-{{- $sources = append $sources (dict $kind (dict "name" $object.name "items" $items)) -}}
-{{- end -}}
-{{- end -}}
+{{- $name := $object.name | default $object.secretName -}}
+{{- $sources = append $sources (dict $kind (dict "name" $name "items" $items)) -}}
+{{- end }}{{ end -}}
 {{- else -}}
 {{- $volumes = append $volumes $volume -}}
 {{- end -}}
@@ -193,18 +241,10 @@ apart, and go in as sources. Other volumes (payloads) follow as they are.
 {{- dict "volumes" $volumes "volumeMounts" $mounts | toYaml -}}
 {{- end -}}
 
-{{- define "kvstore.vllm.parts.volumes" -}}
-{{ include "kvstore.redis.volumes" . }}
-{{- end -}}
-
-{{- define "kvstore.vllm.parts.mounts" -}}
-{{ include "kvstore.redis.volumeMounts" . }}
-{{- end -}}
-
 {{- define "kvstore.engine.volumes" -}}
-{{- get (include "kvstore.engine.mounts" . | fromYaml) "volumes" | toYaml -}}
+{{- get (include "kvstore.engine.files" . | fromYaml) "volumes" | toYaml -}}
 {{- end -}}
 
 {{- define "kvstore.engine.volumeMounts" -}}
-{{- get (include "kvstore.engine.mounts" . | fromYaml) "volumeMounts" | toYaml -}}
+{{- get (include "kvstore.engine.files" . | fromYaml) "volumeMounts" | toYaml -}}
 {{- end -}}

@@ -104,28 +104,29 @@ initContainers:
   - name: wheels
     image: {{ include "vllm.wheelsImage" . }}
     imagePullPolicy: {{ $install.image.pullPolicy }}
-    command: [python3, -c, "import shutil; shutil.copytree('/wheels', '/work/wheels', dirs_exist_ok=True)"]
+    command: [python3, -c, "import shutil; shutil.copytree('/wheels', '/opt/wheels/kvstore', dirs_exist_ok=True)"]
     resources:
       {{- toYaml $install.resources | nindent 6 }}
     securityContext:
       {{- toYaml .Values.securityContext | nindent 6 }}
     volumeMounts:
-      - name: work
-        mountPath: /work
+      - name: wheels
+        mountPath: /opt/wheels
   - name: install
     image: {{ include "vllm.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
-    command: [sh, /opt/install/install.sh, /work/wheels, /opt/kvstore, {{ $install.requirement | quote }}]
+    command: [sh, /opt/install/install.sh, /opt/wheels/kvstore, /opt/kvstore, {{ $install.requirement | quote }}]
     env:
       - name: HOME
-        value: /work
+        value: /tmp
     resources:
       {{- toYaml $install.resources | nindent 6 }}
     securityContext:
       {{- toYaml .Values.securityContext | nindent 6 }}
     volumeMounts:
-      - name: work
-        mountPath: /work
+      - name: wheels
+        mountPath: /opt/wheels
+        readOnly: true
       - name: tmp
         mountPath: /tmp
       - name: install
@@ -208,7 +209,7 @@ initContainers:
 {{- if .Values.kvstore.install.enabled -}}
 - name: package
   emptyDir: {sizeLimit: 1Gi}
-- name: work
+- name: wheels
   emptyDir: {sizeLimit: 1Gi}
 - name: install
   configMap:
