@@ -25,7 +25,8 @@ annotations:
 {{- end -}}
 
 {{/* Where and how a target is scraped. A label that a sample has and Prometheus wants for itself would be renamed, not
-     taken: no label of kvstore's is one that it wants. dict "root" $ "values" a monitor's values "port" NAME "path" PATH */}}
+     taken: no label of kvstore's is one that it wants. dict "root" $ "values" a monitor's values "port" NAME "path" PATH
+     "metricRelabelings" those that go before the values' (optional) */}}
 {{- define "kvstore.monitoring.endpoint" -}}
 port: {{ .port }}
 path: {{ .path }}
@@ -37,7 +38,7 @@ relabelings:
   {{- with .values.relabelings }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with .values.metricRelabelings }}
+{{- with concat (.metricRelabelings | default list) .values.metricRelabelings }}
 metricRelabelings:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -23,6 +23,10 @@ def _by(metric: str, *labels: str) -> str:
     return of_engines(f"vllm:kvstore_{metric}", *labels, match=ENGINE)
 
 
+def _tier(gauge: str, what: str) -> Query:
+    return Query(f"max by (instance) (vllm:kvstore_{gauge}{{{ENGINE}}})", f"{{{{instance}}}} {what}")
+
+
 _LATENCY = Row(
     "How long it takes",
     (
@@ -156,6 +160,21 @@ _TRAFFIC = Row(
             alerts=("KVStoreHitRatioCollapsed",),
         ),
         Panel(
+            "From asked for to loaded",
+            "timeseries",
+            "short",
+            (
+                Query(_by("kv_asked_tokens_total"), "asked for"),
+                Query(_by("kv_matched_tokens_total"), "found"),
+                Query(_by("kv_promised_tokens_total"), "promised"),
+                Query(_by("kv_loaded_tokens_total"), "loaded"),
+                Query(_by("kv_saved_tokens_total"), "stored"),
+            ),
+            "Tokens per second. Found and not promised: the engine's own cache has them, or the index "
+            "answered too late. Promised and not loaded: loads fail.",
+            alerts=("KVStoreLoadsFailing",),
+        ),
+        Panel(
             "Blocks missed, by reason",
             "timeseries",
             "short",
@@ -189,6 +208,8 @@ _TRAFFIC = Row(
             (
                 Query(_by("kv_loaded_bytes_total", *_ENGINE), f"loaded {_WHO}"),
                 Query(_by("kv_saved_bytes_total", *_ENGINE), f"saved {_WHO}"),
+                Query(_by("ec_loaded_bytes_total", *_ENGINE), f"loaded (encoder outputs) {_WHO}"),
+                Query(_by("ec_saved_bytes_total", *_ENGINE), f"saved (encoder outputs) {_WHO}"),
             ),
             "What an engine moves. Compare it with its network.",
         ),
@@ -244,17 +265,12 @@ _TIER = Row(
             "timeseries",
             "bytes",
             (
-                Query(
-                    f"max by (instance) (vllm:kvstore_kv_tier_used_bytes{{{ENGINE}}})", "{{instance}} held"
-                ),
-                Query(
-                    f"max by (instance) (vllm:kvstore_kv_tier_dirty_bytes{{{ENGINE}}})",
-                    "{{instance}} not uploaded",
-                ),
-                Query(
-                    f"max by (instance) (vllm:kvstore_kv_tier_capacity_bytes{{{ENGINE}}})",
-                    "{{instance}} may hold",
-                ),
+                _tier("kv_tier_used_bytes", "held"),
+                _tier("kv_tier_dirty_bytes", "not uploaded"),
+                _tier("kv_tier_capacity_bytes", "may hold"),
+                _tier("ec_tier_used_bytes", "held (encoder outputs)"),
+                _tier("ec_tier_dirty_bytes", "not uploaded (encoder outputs)"),
+                _tier("ec_tier_capacity_bytes", "may hold (encoder outputs)"),
             ),
             "Engines of one node share one. What is not uploaded is on this node alone (write: back); "
             "growing, uploads fail or are too slow.",
