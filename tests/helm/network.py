@@ -15,8 +15,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.servers import end_process, spawn_tied
 
@@ -51,6 +52,7 @@ class Network:
         self._thread = threading.Thread(target=self._loop.run_forever, name=self.bridge, daemon=True)
         self._thread.start()
         self._servers: list[asyncio.Server] = []
+        self._relays: set[asyncio.Task[None]] = set()
 
     @property
     def gateway(self) -> str:
@@ -104,7 +106,9 @@ class Network:
 
         async def listen() -> asyncio.Server:
             return await asyncio.start_server(
-                lambda reader, writer: _relay(reader, writer, endpoints), address or self.gateway, port
+                lambda reader, writer: self._take(_relay(reader, writer, endpoints)),
+                address or self.gateway,
+                port,
             )
 
         self._servers.append(asyncio.run_coroutine_threadsafe(listen(), self._loop).result(10))
@@ -120,6 +124,12 @@ class Network:
         self._thread.join(10)
         self._loop.close()
         _ip(f"link del {self.bridge}", check=False)
+
+    def _take(self, relay: Coroutine[Any, Any, None]) -> None:
+        # The loop itself would let go of one whose two sides are silent.
+        task = self._loop.create_task(relay)
+        self._relays.add(task)
+        task.add_done_callback(self._relays.discard)
 
     async def _end(self) -> None:
         for server in self._servers:

@@ -250,18 +250,33 @@ class Cluster:
         return made
 
     def _behind(self, service: Spec) -> list[Pod]:
-        """The pods that a Service's selector chooses, ready or not."""
+        """The pods that a Service's selector chooses, the ready ones unless it says otherwise."""
         wanted = set((service.get("selector") or {}).items())
+        early = service.get("publishNotReadyAddresses", False)
         alive = [pod for pod in self.pods if not pod.ending.is_set() and pod.phase == "Running"]
-        return [pod for pod in alive if wanted and wanted <= set(pod.labels.items())]
+        ready = [pod for pod in alive if pod.ready or early]
+        return [pod for pod in ready if wanted and wanted <= set(pod.labels.items())]
 
     def _endpoints(self, service: Spec, port: Spec) -> Callable[[], list[tuple[str, int]]]:
         def found() -> list[tuple[str, int]]:
-            ready = [pod for pod in self._behind(service) if pod.ready]
             target = port.get("targetPort", port["port"])
-            return [(pod.address, _port(pod, target)) for pod in ready]
+            return [(pod.address, _port(pod, target)) for pod in self._behind(service)]
 
         return found
+
+    def targets(self, monitor: Spec) -> list[str]:
+        """What Prometheus scrapes by a ServiceMonitor with one endpoint: HOST:PORT of each pod."""
+        wanted = set(monitor["spec"]["selector"]["matchLabels"].items())
+        services = [each for (kind, _), each in self._objects.items() if kind == "Service"]
+        chosen = [each for each in services if wanted <= set(each["metadata"].get("labels", {}).items())]
+        named = monitor["spec"]["endpoints"][0]["port"]
+        return [
+            f"{host}:{number}"
+            for service in chosen
+            for port in service["spec"]["ports"]
+            if port["name"] == named
+            for host, number in self._endpoints(service["spec"], port)()
+        ]
 
     def _publish(self) -> None:
         """Writes the names that pods resolve, into the file that all of them have as /etc/hosts."""
@@ -273,11 +288,9 @@ class Cluster:
             if name in self._addresses:
                 lines.append(" ".join([self._addresses[name], name, *full]))
                 continue
-            early = manifest["spec"].get("publishNotReadyAddresses", False)
             for pod in self._behind(manifest["spec"]):
-                if pod.ready or early:
-                    names = [name, *full]
-                    lines.append(" ".join([pod.address, *(f"{pod.name}.{each}" for each in names), *names]))
+                names = [name, *full]
+                lines.append(" ".join([pod.address, *(f"{pod.name}.{each}" for each in names), *names]))
         # In place, since it is this very file that is mounted.
         with self._lock, self._hosts.open("r+") as hosts:
             hosts.write("\n".join(lines) + "\n")
