@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 _FENCE = re.compile(r"^( *)(```+|~~~+) *([\w-]*)[^\n]*\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?:(?: {4}[^\n]*|[ \t]*)(?:\n|\Z))+")
@@ -24,7 +25,12 @@ class Fence:
     end: int
 
 
-def fences(text: str) -> Iterator[Fence]:
+@cache
+def fences(text: str) -> tuple[Fence, ...]:
+    return tuple(_fences(text))
+
+
+def _fences(text: str) -> Iterator[Fence]:
     for found in _FENCE.finditer(text):
         indent = len(found[1])
         body = "".join(line[indent:] for line in found[4].splitlines(keepends=True))
@@ -41,14 +47,15 @@ def blocks(text: str) -> Iterator[str]:
             yield "\n".join(line[4:] for line in found[0].splitlines())
 
 
+@cache
 def prose(text: str) -> str:
     """Without fences, comments and indented code."""
     return _INDENTED.sub("\n", _COMMENT.sub("", _FENCE.sub("", text)))
 
 
-def inline_code(text: str) -> Iterator[str]:
-    for found in _CODE.finditer(prose(text)):
-        yield " ".join(found[2].split())
+@cache
+def inline_code(text: str) -> tuple[str, ...]:
+    return tuple(" ".join(found[2].split()) for found in _CODE.finditer(prose(text)))
 
 
 def links(text: str) -> Iterator[str]:
