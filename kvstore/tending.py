@@ -3,7 +3,7 @@
 Done by every store that saves, in its own process, so that one machine needs no daemon, and by the janitor
 of `cache-admin serve`. Every step may be done by several processes at once and cut off anywhere.
 
-Order of an eviction, so that a crash after any step is harmless (invariants 4 and 7 of the design):
+Order of an eviction, so that a crash after any step is harmless (invariants 4 and 7 of docs/format.md):
     1. evict   out of sight, into the trash        crash: done; the payloads are due after the grace time
     2. delete  payloads whose grace has passed     crash: deleted once more, which nothing notices
     3. bury    forget that they were in the trash  crash: done
