@@ -8,12 +8,21 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+import yaml
+
 from tests.helm.chart import CHART, ROOT, Manifest, pick, render
 
 VALUES = CHART / "ci" / "monitoring-values.yaml"
 #: As tests.helm.chart renders it.
 RELEASE = "inference/cache"
 DASHBOARDS = sorted((CHART / "files" / "dashboards").glob("*.json"))
+#: Every alert and its severity, as they stand in the chart's file: known without a helm.
+NAMED: dict[str, str] = {
+    rule["alert"]: rule["labels"]["severity"]
+    for group in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+    if "alert" in rule
+}
 RUNBOOKS = ROOT / "docs" / "runbooks.md"
 
 

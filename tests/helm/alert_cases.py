@@ -1,0 +1,621 @@
+"""Worlds in which an alert fires, and worlds that look like them in which it doesn't."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.helm.monitoring import RELEASE
+
+#: In a step of ten minutes, a day and two hours: for what is compared with yesterday.
+DAY = 156
+SLOWLY = "KVStoreHitRatioCollapsed"
+
+
+def series(metric: str, values: str, **labels: str) -> dict[str, str]:
+    """`values` as promtool writes them, one a step."""
+    named = {"release": RELEASE, "instance": "a"} | labels
+    inside = ",".join(f'{name}="{value}"' for name, value in named.items() if value)
+    return {"series": f"{metric}{{{inside}}}", "values": values}
+
+
+def both(metric: str, first: str, second: str, **labels: str) -> list[dict[str, str]]:
+    """What two servers export."""
+    return [series(metric, first, **labels), series(metric, second, **labels, instance="b")]
+
+
+def engine(metric: str, values: str, **labels: str) -> dict[str, str]:
+    return series(f"vllm:kvstore_{metric}", values, **({"model_name": "m", "engine": "0"} | labels))
+
+
+def space(metric: str, values: str, **labels: str) -> dict[str, str]:
+    """Of a namespace."""
+    named = {"cache_namespace": "ab", "kind": "kv", "model": "m", "tenant": "t"}
+    return series(f"kvstore_{metric}", values, **(named | labels))
+
+
+@dataclass
+class Case:
+    """One world. `fires`: the labels of what fires at step `at`, besides the release and the severity."""
+
+    alert: str
+    title: str
+    world: Sequence[dict[str, str]]
+    at: int
+    fires: list[dict[str, str]] = field(default_factory=list)
+
+
+def cron(what: str, values: str, name: str) -> dict[str, str]:
+    """Of kube-state-metrics."""
+    labels = {"release": "", "namespace": "inference", "cronjob": name}
+    return series(f"kube_cronjob_status_last_{what}_time", values, **labels)
+
+
+def match_buckets(slow: int, quick: int) -> list[dict[str, str]]:
+    """Matches per minute that take 0.45 s, and that take 2 ms."""
+    made = []
+    for le in ("0.0025", "0.4", "0.5", "+Inf"):
+        rate = quick + (slow if le in ("0.5", "+Inf") else 0)
+        made.append(engine("kv_match_seconds_bucket", f"0+{rate}x60", le=le))
+    return [*made, engine("kv_match_seconds_count", f"0+{slow + quick}x60")]
+
+
+def saves(outcomes: dict[str, int], connector: str = "kv") -> list[dict[str, str]]:
+    return [engine(f"{connector}_saves_total", f"0+{n}x120", outcome=name) for name, n in outcomes.items()]
+
+
+def ratio(asked: str, served: str) -> list[dict[str, str]]:
+    return [
+        *[space("asked_blocks_total", asked, instance=one) for one in "ab"],
+        *[space("served_blocks_total", served, instance=one) for one in "ab"],
+    ]
+
+
+UP, DOWN = "1x60", "0x60"
+LEADS = both("kvstore_janitor_leader", "1x60", "0x60")
+ANSWERS = both("kvstore_up", UP, UP, backend="index")
+M = {"model_name": "m"}
+KV = {"model_name": "m", "connector": "kv"}
+CUT = {"reason": "breaker_open"}
+FIRED = {"failed": 10, "stored": 90}
+#: 100 blocks a second, of which 60 are served, and after a day 10.
+ASKED, SERVED = "0+60000x156", "0+36000x156"
+COLLAPSED = "0+36000x144 5190000+6000x12"
+
+CASES = [
+    Case("KVStoreIndexDown", "for nobody", both("kvstore_up", DOWN, DOWN, backend="index"), 4, [{}]),
+    Case("KVStoreIndexDown", "for one of two", both("kvstore_up", UP, DOWN, backend="index"), 30),
+    Case(
+        "KVStoreIndexDown",
+        "not for long",
+        both("kvstore_up", "1 0 0 0 1x30", "1 0 0 0 1x30", backend="index"),
+        5,
+    ),
+    Case("KVStoreIndexDown", "the payloads are", both("kvstore_up", DOWN, DOWN, backend="payloads"), 30),
+    Case("KVStoreIndexDown", "nothing is there", [], 30),
+    Case(
+        "KVStoreIndexDown",
+        "a rolling restart: each new one has asked nobody yet",
+        both("kvstore_up", "1x5 _ _ 0 1x50", "1x9 _ _ 0 1x50", backend="index"),
+        12,
+    ),
+    Case("KVStorePayloadsDown", "for nobody", both("kvstore_up", DOWN, DOWN, backend="payloads"), 6, [{}]),
+    Case("KVStorePayloadsDown", "for one of two", both("kvstore_up", DOWN, UP, backend="payloads"), 30),
+    Case(
+        "KVStorePayloadsDown",
+        "not for long",
+        both("kvstore_up", "0x3 1x60", "0x3 1x60", backend="payloads"),
+        6,
+    ),
+    Case(
+        "KVStoreBackendUnreachable",
+        "for one of two",
+        both("kvstore_up", UP, DOWN, backend="payloads") + both("kvstore_up", UP, UP, backend="index"),
+        16,
+        [{"backend": "payloads"}],
+    ),
+    Case("KVStoreBackendUnreachable", "for both", both("kvstore_up", DOWN, DOWN, backend="index"), 30),
+    Case("KVStoreBackendUnreachable", "for none", both("kvstore_up", UP, UP, backend="index"), 30),
+    Case("KVStoreServersAbsent", "nobody is scraped", [], 11, [{}]),
+    Case(
+        "KVStoreServersAbsent",
+        "another release's are",
+        [series("kvstore_info", "1x60", release="other/cache", version="1")],
+        11,
+        [{}],
+    ),
+    Case("KVStoreServersAbsent", "one is", [series("kvstore_info", "1x60", version="1")], 30),
+    Case(
+        "KVStoreServersAbsent",
+        "both are started anew",
+        both("kvstore_info", "1x5 stale _x3 1x60", "1x5 stale _x3 1x60", version="1"),
+        30,
+    ),
+    Case(
+        "KVStoreIndexMemoryHigh",
+        "above 90 %",
+        both("kvstore_index_used_bytes", "95x60", "95x60")
+        + both("kvstore_index_limit_bytes", "100x60", "100x60"),
+        16,
+        [{}],
+    ),
+    Case(
+        "KVStoreIndexMemoryHigh",
+        "below",
+        both("kvstore_index_used_bytes", "89x60", "89x60")
+        + both("kvstore_index_limit_bytes", "100x60", "100x60"),
+        60,
+    ),
+    Case("KVStoreIndexMemoryHigh", "no bound", both("kvstore_index_used_bytes", "95x60", "95x60"), 60),
+    Case(
+        "KVStoreNoJanitorLeader",
+        "none of two",
+        [*both("kvstore_janitor_leader", "0x60", "0x60"), *ANSWERS],
+        11,
+        [{}],
+    ),
+    Case("KVStoreNoJanitorLeader", "one of two", [*LEADS, *ANSWERS], 60),
+    Case(
+        "KVStoreNoJanitorLeader",
+        "a change of leaders",
+        [*both("kvstore_janitor_leader", "1x5 0x55", "0x8 1x60"), *ANSWERS],
+        15,
+    ),
+    Case(
+        "KVStoreNoJanitorLeader",
+        "the index is down",
+        [
+            *both("kvstore_janitor_leader", "0x60", "0x60"),
+            *both("kvstore_up", DOWN, DOWN, backend="index"),
+        ],
+        60,
+    ),
+    Case("KVStoreNoJanitorLeader", "servers that only show", ANSWERS, 60),
+    Case(
+        "KVStoreJanitorStuck",
+        "no round has ended since",
+        [*LEADS, *both("kvstore_janitor_round_timestamp_seconds", "0x60", "0x60")],
+        30,
+        [{}],
+    ),
+    Case("KVStoreJanitorStuck", "a leader without a round", LEADS, 16, [{}]),
+    Case(
+        "KVStoreJanitorStuck",
+        "rounds end, and another's last one is old",
+        [*LEADS, *both("kvstore_janitor_round_timestamp_seconds", "0+60x60", "0x60")],
+        60,
+    ),
+    Case(
+        "KVStoreJanitorStuck",
+        "nobody leads, which is another alert's",
+        [
+            *both("kvstore_janitor_leader", "0x60", "0x60"),
+            *both("kvstore_janitor_round_timestamp_seconds", "0x60", "0x60"),
+        ],
+        60,
+    ),
+    Case(
+        "KVStoreJanitorStepFailing",
+        "every time",
+        [
+            *ANSWERS,
+            series("kvstore_janitor_step_failures_total", "0+10x90", step="reap"),
+            series("kvstore_janitor_step_runs_total", "0+10x90", step="reap"),
+            series("kvstore_janitor_step_failures_total", "0+1x90", step="scrub"),
+            series("kvstore_janitor_step_runs_total", "0+10x90", step="scrub"),
+        ],
+        70,
+        [{"step": "reap"}],
+    ),
+    Case(
+        "KVStoreJanitorStepFailing",
+        "a failure, then a restart",
+        [
+            *ANSWERS,
+            series("kvstore_janitor_step_failures_total", "0 5 5 5 0x80", step="reap"),
+            series("kvstore_janitor_step_runs_total", "0 10 20 30 0+10x80", step="reap"),
+        ],
+        70,
+    ),
+    Case(
+        "KVStoreJanitorStepFailing",
+        "the payloads are down",
+        [
+            *both("kvstore_up", "0x90", "0x90", backend="payloads"),
+            series("kvstore_janitor_step_failures_total", "0+10x90", step="reap"),
+            series("kvstore_janitor_step_runs_total", "0+10x90", step="reap"),
+        ],
+        80,
+    ),
+    Case(
+        "KVStoreScrubBehind",
+        "by a tenth of all",
+        [
+            *both("kvstore_janitor_scrub_behind_segments", "100x480", "0x480"),
+            *[space("segments", "1000x480", instance=one) for one in "ab"],
+        ],
+        400,
+        [{}],
+    ),
+    Case(
+        "KVStoreScrubBehind",
+        "by little, of two namespaces",
+        [
+            *both("kvstore_janitor_scrub_behind_segments", "100x480", "0x480"),
+            space("segments", "1000x480"),
+            space("segments", "1000x480", cache_namespace="cd"),
+        ],
+        400,
+    ),
+    Case(
+        "KVStoreDamagedPayloads",
+        "one was found",
+        both("kvstore_janitor_scrubbed_bad_segments_total", "0x20 1x40", "0x60"),
+        30,
+        [{}],
+    ),
+    Case(
+        "KVStoreDamagedPayloads",
+        "found long ago, and the janitor was started anew",
+        both("kvstore_janitor_scrubbed_bad_segments_total", "0 1x400 0x100", "0x500"),
+        500,
+    ),
+    Case(
+        "KVStoreOverQuota",
+        "a tenant",
+        [
+            *both("kvstore_quota_used_bytes", "110x60", "110x60", scope="tenant/t"),
+            *both("kvstore_quota_bytes", "100x60", "100x60", scope="tenant/t"),
+            *both("kvstore_quota_used_bytes", "110x60", "110x60", scope="store"),
+            *both("kvstore_quota_bytes", "200x60", "200x60", scope="store"),
+        ],
+        31,
+        [{"scope": "tenant/t"}],
+    ),
+    Case(
+        "KVStoreOverQuota",
+        "until it was evicted",
+        [
+            *both("kvstore_quota_used_bytes", "110x20 95x60", "110x20 95x60", scope="store"),
+            *both("kvstore_quota_bytes", "100x60", "100x60", scope="store"),
+        ],
+        31,
+    ),
+    Case(
+        "KVStoreNoRoom",
+        "Redis is full",
+        [engine("kv_save_failures_total", "0+6x60", reason="capacity")],
+        40,
+        [M],
+    ),
+    Case("KVStoreNoRoom", "once", [engine("kv_save_failures_total", "0x5 6x60", reason="capacity")], 40),
+    Case(
+        "KVStoreNoRoom", "another reason", [engine("kv_save_failures_total", "0+6x60", reason="deadline")], 40
+    ),
+    Case(
+        "KVStoreDirtyBytesHigh",
+        "an engine's node",
+        [
+            engine("kv_tier_dirty_bytes", "45x60", rank="0"),
+            engine("kv_tier_capacity_bytes", "100x60", rank="0"),
+        ],
+        40,
+        [{"instance": "a"}],
+    ),
+    Case(
+        "KVStoreDirtyBytesHigh",
+        "a server's node",
+        [series("kvstore_tier_dirty_bytes", "45x60"), series("kvstore_tier_capacity_bytes", "100x60")],
+        40,
+        [{"instance": "a"}],
+    ),
+    Case(
+        "KVStoreDirtyBytesHigh",
+        "few",
+        [
+            engine("kv_tier_dirty_bytes", "30x60", rank="0"),
+            engine("kv_tier_capacity_bytes", "100x60", rank="0"),
+        ],
+        40,
+    ),
+    Case(
+        "KVStoreDirtyBytesHigh",
+        "one tier: all is 0",
+        [engine("kv_tier_dirty_bytes", "0x60", rank="0"), engine("kv_tier_capacity_bytes", "0x60", rank="0")],
+        40,
+    ),
+    Case(
+        "KVStoreEnginesCutOff",
+        "two of three",
+        [
+            engine("kv_misses_total", "0+50x60", **CUT),
+            engine("kv_misses_total", "0+50x60", **CUT, instance="b"),
+            engine("kv_misses_total", "0x60", **CUT, instance="c"),
+            *ANSWERS,
+        ],
+        20,
+        [M],
+    ),
+    Case(
+        "KVStoreEnginesCutOff",
+        "the index is down for all, which is another alert's",
+        [
+            engine("kv_misses_total", "0+50x60", **CUT),
+            *both("kvstore_up", DOWN, DOWN, backend="index"),
+        ],
+        40,
+    ),
+    Case(
+        "KVStoreEnginesCutOff",
+        "one of three",
+        [
+            engine("kv_misses_total", "0+50x60", **CUT),
+            engine("kv_misses_total", "0x60", **CUT, instance="b"),
+            engine("kv_misses_total", "0x60", **CUT, instance="c"),
+        ],
+        40,
+    ),
+    Case(
+        "KVStoreEnginesCutOff",
+        "a blip of a minute",
+        [engine("kv_misses_total", "0x5 50x60", **CUT)],
+        16,
+    ),
+    Case(
+        "KVStoreEngineCutOff",
+        "one of three",
+        [
+            engine("kv_misses_total", "0+50x60", **CUT),
+            engine("kv_misses_total", "0x60", **CUT, instance="b"),
+            engine("kv_misses_total", "0x60", **CUT, instance="c"),
+        ],
+        20,
+        [{"model_name": "m", "engine": "0", "instance": "a"}],
+    ),
+    Case(
+        "KVStoreEngineCutOff",
+        "an idle engine whose gauge says so still",
+        [
+            engine("kv_index_down", "1x60"),
+            engine("kv_misses_total", "0x5 50x60", **CUT),
+            engine("kv_misses_total", "0x60", **CUT, instance="b"),
+        ],
+        40,
+    ),
+    Case(
+        "KVStoreEngineCutOff",
+        "all of them, which is the other alert's",
+        [
+            engine("kv_misses_total", "0+50x60", **CUT),
+            engine("kv_misses_total", "0+50x60", **CUT, instance="b"),
+        ],
+        40,
+    ),
+    Case("KVStoreRequestsFailed", "some", [engine("ec_unavailable_requests_total", "0+3x30")], 15, [M]),
+    Case("KVStoreRequestsFailed", "a stray one", [engine("ec_unavailable_requests_total", "0x5 1x30")], 8),
+    Case(
+        "KVStoreRequestsFailed",
+        "an engine that had many was started anew",
+        [engine("ec_unavailable_requests_total", "900x5 0x30")],
+        8,
+    ),
+    Case(
+        "KVStoreLoadsFailing",
+        "a tenth",
+        [
+            engine("kv_loads_total", f"0+{n}x60", outcome=name)
+            for name, n in (("failed", 10), ("complete", 90))
+        ],
+        40,
+        [M],
+    ),
+    Case(
+        "KVStoreLoadsFailing",
+        "few",
+        [
+            engine("kv_loads_total", f"0+{n}x60", outcome=name)
+            for name, n in (("failed", 1), ("complete", 99))
+        ],
+        40,
+    ),
+    Case(
+        "KVStoreLoadsFailing",
+        "all, of next to none",
+        [
+            engine("kv_loads_total", "0x20 1x9 2x60", outcome="failed"),
+            engine("kv_loads_total", "0x60", outcome="complete"),
+        ],
+        40,
+    ),
+    Case(
+        "KVStoreCorruptLoads",
+        "one block",
+        [
+            engine("kv_misses_total", "0x20 1x60", reason="corrupt"),
+            engine("kv_misses_total", "0x60", reason="absent"),
+        ],
+        30,
+        [M],
+    ),
+    Case(
+        "KVStoreCorruptLoads",
+        "engines come and go, and blocks are absent",
+        [
+            engine("kv_misses_total", "0x20 stale", reason="corrupt"),
+            engine("kv_misses_total", "_x20 0x60", reason="corrupt", instance="b"),
+            engine("kv_misses_total", "0+9x60", reason="absent"),
+        ],
+        30,
+    ),
+    Case("KVStoreMatchSlow", "one in twenty", match_buckets(slow=5, quick=95), 40, [M]),
+    Case("KVStoreMatchSlow", "one in a thousand", match_buckets(slow=1, quick=999), 40),
+    Case("KVStoreMatchSlow", "of hardly any", match_buckets(slow=1, quick=0), 40),
+    Case("KVStoreSavesDropped", "a tenth", saves({"dropped": 10, "stored": 90}), 100, [M]),
+    Case("KVStoreSavesDropped", "few", saves({"dropped": 1, "stored": 90}), 100),
+    Case("KVStoreSavesDropped", "nothing is saved", saves({"dropped": 0, "present": 0}), 100),
+    Case("KVStoreSavesFailing", "of KV blocks", saves(FIRED), 60, [KV]),
+    Case("KVStoreSavesFailing", "of encoder outputs", saves(FIRED, "ec"), 60, [{**KV, "connector": "ec"}]),
+    Case(
+        "KVStoreSavesFailing",
+        "of both",
+        saves(FIRED) + saves(FIRED, "ec"),
+        60,
+        [KV, {**KV, "connector": "ec"}],
+    ),
+    Case("KVStoreSavesFailing", "few", saves({"failed": 1, "stored": 90}), 60),
+    Case(
+        "KVStoreHitRatioCollapsed",
+        "from 60 to 10 %",
+        ratio(ASKED, COLLAPSED),
+        DAY - 1,
+        [{"cache_namespace": "ab", "kind": "kv", "model": "m", "tenant": "t"}],
+    ),
+    Case("KVStoreHitRatioCollapsed", "as yesterday", ratio(ASKED, SERVED), DAY - 1),
+    Case(
+        "KVStoreHitRatioCollapsed",
+        "hardly any traffic today",
+        ratio("0+60000x144 8640060+60x12", "0+36000x144 5184000x12"),
+        DAY - 1,
+    ),
+    Case("KVStoreHitRatioCollapsed", "new today", ratio("_x144 0+60000x12", "_x144 0x12"), DAY - 1),
+    Case(
+        "KVStoreHitRatioCollapsed",
+        "the index was emptied and fills again",
+        ratio("0+60000x138 0+60000x18", "0+36000x138 0+36000x18"),
+        DAY - 1,
+    ),
+    Case(
+        "KVStoreOutcomesLost",
+        "for long",
+        [engine("kv_events_total", "0+6x120", event="outcomes_lost")],
+        90,
+        [KV],
+    ),
+    Case(
+        "KVStoreOutcomesLost",
+        "of items",
+        [engine("ec_outcomes_lost_total", "0+6x120")],
+        90,
+        [{**KV, "connector": "ec"}],
+    ),
+    Case(
+        "KVStoreOutcomesLost",
+        "while Redis was restarted",
+        [engine("kv_events_total", "0x9 60x120", event="outcomes_lost")],
+        90,
+    ),
+    Case(
+        "KVStoreTierErrors",
+        "a bad disk",
+        [engine("kv_tier_total", "0+6x60", event="fast_errors")],
+        40,
+        [{"instance": "a", "connector": "kv"}],
+    ),
+    Case("KVStoreTierErrors", "a stray one", [engine("kv_tier_total", "0x20 1x60", event="fast_errors")], 40),
+    Case("KVStoreTierErrors", "hits", [engine("kv_tier_total", "0+600x60", event="hits_fast")], 40),
+    Case(
+        "KVStoreUploadsFailing",
+        "for long",
+        [engine("ec_tier_total", "0+1x90", event="upload_failures")],
+        60,
+        [{"instance": "a", "connector": "ec"}],
+    ),
+    Case("KVStoreUploadsFailing", "once", [engine("kv_tier_total", "0x9 4x90", event="upload_failures")], 60),
+    Case(
+        "KVStoreVersionMix",
+        "an engine that was forgotten",
+        [
+            *both("kvstore_info", "1x480", "1x480", version="2"),
+            engine("kv_info", "1x480", version="1"),
+        ],
+        400,
+        [{}],
+    ),
+    Case(
+        "KVStoreVersionMix",
+        "an upgrade",
+        [
+            *both("kvstore_info", "1x60 stale", "1x60 stale", version="1"),
+            *both("kvstore_info", "_x60 1x480", "_x60 1x480", version="2"),
+            engine("kv_info", "1x90 stale", version="1"),
+            engine("kv_info", "_x90 1x400", version="2"),
+        ],
+        480,
+    ),
+    Case(
+        "KVStoreCronJobFailing",
+        "due, and not done",
+        [
+            cron("schedule", "0x600", "cache-kvstore-gc"),
+            cron("successful", "-86400x600", "cache-kvstore-gc"),
+            cron("schedule", "0x600", "others-gc"),
+        ],
+        500,
+        [{"namespace": "inference", "cronjob": "cache-kvstore-gc"}],
+    ),
+    Case(
+        "KVStoreCronJobFailing",
+        "never done",
+        [cron("schedule", "0x600", "cache-kvstore-fsck")],
+        500,
+        [{"namespace": "inference", "cronjob": "cache-kvstore-fsck"}],
+    ),
+    Case(
+        "KVStoreCronJobFailing",
+        "done, or under way",
+        [
+            cron("schedule", "0x600", "cache-kvstore-gc"),
+            cron("successful", "_x9 600x600", "cache-kvstore-gc"),
+            cron("schedule", "_x400 24000x300", "cache-kvstore-fsck"),
+        ],
+        500,
+    ),
+]
+
+
+def healthy() -> list[dict[str, str]]:
+    """Two servers and two engines that are well, with a rolling restart of each."""
+    gone, back = 90, 100
+    answers = (f"1x{gone} _x2 0 1x{back}", f"1x{gone + 9} _x2 0 1x{back}")
+    world = [
+        *both("kvstore_up", *answers, backend="index"),
+        *both("kvstore_up", *answers, backend="payloads"),
+        *both("kvstore_info", f"1x{gone} _x2 1x{back}", f"1x{gone + 9} _x2 1x{back}", version="1"),
+        *both("kvstore_janitor_leader", f"1x{gone} _x2 0x{back}", f"0x{gone + 2} 1x{back}"),
+        *both("kvstore_janitor_round_timestamp_seconds", f"0+60x{gone}", "0+60x200"),
+        *both("kvstore_janitor_scrubbed_bad_segments_total", "0x200", f"0x{gone + 9} _x2 0x{back}"),
+        *both("kvstore_janitor_step_runs_total", f"0+9x{gone}", f"0+9x{gone} 0+9x{back}", step="reap"),
+        *both("kvstore_janitor_step_failures_total", f"0x{gone}", f"0 1x{gone} 0x{back}", step="reap"),
+        *both("kvstore_janitor_scrub_behind_segments", "0x200", "1x200"),
+        *both("kvstore_quota_used_bytes", "95x200", "95x200", scope="store"),
+        *both("kvstore_quota_bytes", "100x200", "100x200", scope="store"),
+        *both("kvstore_index_used_bytes", "50x200", "50x200"),
+        *both("kvstore_index_limit_bytes", "100x200", "100x200"),
+        *[space("segments", "1000x200", instance=one) for one in "ab"],
+        *ratio("0+6000x200", "0+3000x200"),
+    ]
+    # An engine's counters begin anew.
+    grows, still = f"0+100x{gone} _x3 0+100x{back}", f"0x{gone} _x3 0x{back}"
+    for one in "cd":
+        world.append(engine("kv_info", f"1x{gone} _x3 1x{back}", version="1", instance=one))
+        for metric, values, labels in (
+            ("kv_misses_total", grows, {"reason": "absent"}),
+            ("kv_misses_total", still, {"reason": "breaker_open"}),
+            ("kv_misses_total", still, {"reason": "corrupt"}),
+            ("kv_loads_total", grows, {"outcome": "complete"}),
+            ("kv_loads_total", still, {"outcome": "failed"}),
+            ("kv_saves_total", grows, {"outcome": "stored"}),
+            ("kv_saves_total", still, {"outcome": "dropped"}),
+            ("kv_saves_total", still, {"outcome": "failed"}),
+            ("kv_save_failures_total", still, {"reason": "capacity"}),
+            ("ec_unavailable_requests_total", still, {}),
+            ("kv_match_seconds_bucket", grows, {"le": "0.0025"}),
+            ("kv_match_seconds_bucket", grows, {"le": "+Inf"}),
+            ("kv_match_seconds_count", grows, {}),
+            ("kv_events_total", still, {"event": "outcomes_lost"}),
+            ("kv_tier_total", grows, {"event": "hits_fast"}),
+            ("kv_tier_total", still, {"event": "fast_errors"}),
+            ("kv_tier_total", still, {"event": "upload_failures"}),
+        ):
+            world.append(engine(metric, values, **labels, instance=one))
+    return world
