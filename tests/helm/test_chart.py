@@ -233,6 +233,31 @@ def _accepted(manifests: list[Manifest], name: str, folder: Path) -> Settings:
     return load_settings({"settings": str(file)}, variables)
 
 
+@each_file
+def test_files_that_the_settings_name_are_mounted(values: Path) -> None:
+    """Certificates: with the file's name, in every container that reads the settings."""
+    manifests = render(values)
+    settings = yaml.safe_load(pick(manifests, "ConfigMap", "cache-kvstore")["data"]["settings.yaml"])
+    named = {text for text in _strings(settings) if text.startswith("/etc/")}
+    for what, template in pod_templates(manifests):
+        spec = template["spec"]
+        for one in containers(spec):
+            if not any(variable["name"] == "KVSTORE_SETTINGS" for variable in one.get("env", [])):
+                continue
+            assert named <= set(_files(spec, one)), what
+
+
+def _files(spec: dict[str, Any], container: dict[str, Any]) -> Iterator[str]:
+    """The paths that volumes of Secrets and ConfigMaps give a container."""
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    for mount in container["volumeMounts"]:
+        volume = volumes[mount["name"]]
+        for source in [volume, *volume.get("projected", {}).get("sources", [])]:
+            for kind in ("secret", "configMap"):
+                for item in source.get(kind, {}).get("items", []):
+                    yield f"{mount['mountPath']}/{item['path']}"
+
+
 # Names, labels, selectors.
 
 
