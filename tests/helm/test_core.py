@@ -104,6 +104,13 @@ def test_settings_are_laid_over_what_the_values_say() -> None:
     assert found["s3"] == {"concurrency": 64, "tls_ca": "/etc/kvstore/tls/s3/ca.crt"}
 
 
+def test_settings_win() -> None:
+    own = {"url": "rediss://redis:6379/0", "tls": {"verify": False}}
+    values = given(redis={"builtIn": {"enabled": False}, "external": own})
+    assert settings(values)["redis"] == {"tls_verify": False}
+    assert settings({**values, "settings": {"redis": {"tls_verify": True}}})["redis"] == {"tls_verify": True}
+
+
 def test_engines_have_the_nodes_cache_in_front() -> None:
     cache = {"enabled": True, "path": "/mnt/nvme/kv", "capacity": "1TiB", "write": "back"}
     values = given(payloads__nodeCache=cache)
