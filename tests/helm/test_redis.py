@@ -120,8 +120,8 @@ def test_a_change_of_the_configuration_restarts_it() -> None:
 @pytest.mark.parametrize(
     ("limit", "values", "expected"),
     [
-        ("2Gi", {}, 2 * 1024**3 * 60 // 100),
-        ("1500M", {}, 1_500_000_000 * 60 // 100),
+        ("2Gi", {}, 2 * 1024**3 * 35 // 100),
+        ("1500M", {}, 1_500_000_000 * 35 // 100),
         (2147483648, {"maxmemoryPercent": 50}, 1 << 30),
         ("2Gi", {"maxmemory": "1200Mi"}, 1200 << 20),
         ("2Gi", {"maxmemory": "1.5Gi"}, 3 << 29),
@@ -365,9 +365,9 @@ REFUSED = [
         "one key of the Secret twice",
     ),
     (built_in(resources={"limits": {"memory": None}}), "no memory limit"),
-    (built_in(resources={"limits": {"memory": "32Mi"}}), "needs 32Mi to hold anything"),
+    (built_in(resources={"limits": {"memory": "64Mi"}}), "needs 32Mi to hold anything"),
     (built_in(maxmemory="2Gi"), "more than nine tenths"),
-    (built_in(persistence={"size": "2Gi"}), "less than twice maxmemory"),
+    (built_in(persistence={"size": "1Gi"}), "less than twice maxmemory"),
     (built_in(config={"maxmemory": "1gb"}), "config.maxmemory: see redis.builtIn.maxmemory"),
     (built_in(config={"aclfile": "/x"}), "config.aclfile: see redis.builtIn.auth"),
     (built_in(config={"TLS-Port": 1}), "config.TLS-Port: see redis.builtIn.tls"),

@@ -40,7 +40,7 @@ _TLS = {
         "builtIn": {
             "tls": {"enabled": True, "selfSigned": True},
             # So little that a test can fill it.
-            "resources": {"limits": {"memory": "64Mi"}},
+            "resources": {"limits": {"memory": "100Mi"}},
             # So slow that a test can look at it loading.
             "config": {"loading-process-events-interval-bytes": 1024, "key-load-delay": 2000},
         }
@@ -294,7 +294,7 @@ def test_a_full_redis_refuses_and_serves(
         assert "Redis is full" in ran.out, ran.out
         with tls.raw() as client:
             client.delete(*client.scan_iter("filler *", count=1000))
-            assert client.info("memory")["maxmemory"] == (64 << 20) * 60 // 100
+            assert client.info("memory")["maxmemory"] == (100 << 20) * 35 // 100
         put(index, name, chain(100), 50, 50)
         assert served(index.match(name, chain(100))) == 100
 

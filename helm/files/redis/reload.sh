@@ -1,6 +1,7 @@
-# Takes over passwords and certificates that changed in the Secrets, without a restart and without closing a
-# connection:   kubectl exec <release>-redis-0 -- sh /etc/redis/reload.sh
-# The kubelet brings a changed Secret into the pod within about a minute and a half.
+# Takes over passwords and certificates that changed in the Secrets, without a restart:
+#   kubectl exec RELEASE-redis-0 -- sh /etc/redis/reload.sh
+# The kubelet brings a changed Secret into the pod within about a minute and a half. Redis 7.0 closes connections
+# at that, which engines make anew at once; later ones and Valkey only those whose user has changed.
 set -eu
 sh /etc/redis/users.sh
 answer=$(sh /etc/redis/cli.sh ACL LOAD)
