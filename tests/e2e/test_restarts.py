@@ -146,7 +146,7 @@ def until_served(stream: Stream, phase: str) -> None:
 def hung(pod: Pod) -> None:
     """Redis takes connections and answers none, for a while."""
     pod.container.sandbox.signal(signal.SIGSTOP)
-    time.sleep(SECONDS)
+    time.sleep(SECONDS + 1)
     pod.container.sandbox.signal(signal.SIGCONT)
 
 
@@ -170,6 +170,8 @@ def a_bad_day(release: Release, engine: Engine, stream: Stream) -> list[float]:
     assert lives.isdisjoint(pod.name for pod in release.janitors) and len(release.janitors) == 2
 
     stream.during("Redis hangs", lambda: hung(release.redis))
+    # The first few wait for their deadline, half a second; nobody for Redis.
+    assert sum(answer.phase == "Redis hangs" for answer in stream.answers) > SECONDS, stream.table()
     until_closed(engine, stream, "breaker closes")
 
     stored = release.redis
