@@ -237,6 +237,31 @@ def test_one_namespace_that_fails_does_not_keep_the_others_waiting(
     assert not step(janitor.state(), "reap").failing
 
 
+def test_namespaces_that_are_out_of_reach_are_a_fault_and_the_others_are_looked_after(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when one node of a Cluster is down."""
+    near, away = world.space(model="near"), world.space(model="away")
+    for number, space in enumerate((near, away)):
+        world.save(space, 10 * number, 10)
+        quota(world, space, 6)
+    whole = world.index.reachable
+    janitor = world.janitor()
+    monkeypatch.setattr(
+        world.index,
+        "reachable",
+        lambda: ([one for one in whole()[0] if one.namespace == near.id], TransientError("a node is down")),
+    )
+    janitor.round()
+    assert (len(world.visible(near.id)), len(world.visible(away.id))) == (6, 10)
+    evict = step(janitor.state(), "evict")
+    assert (evict.done, evict.failures, evict.problem) == (4, 1, "a node is down")
+    monkeypatch.undo()
+    janitor.round()
+    assert len(world.visible(away.id)) == 6
+    assert not step(janitor.state(), "evict").failing
+
+
 def test_a_payload_store_that_is_down_is_asked_three_times_a_round(world: World) -> None:
     spaces = [world.space(model=f"m{i}") for i in range(8)]
     for i, space in enumerate(spaces):
