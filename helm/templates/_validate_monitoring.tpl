@@ -13,7 +13,7 @@ monitoring.{{ ternary "serviceMonitor" "podMonitor" $monitoring.serviceMonitor.e
 monitoring.{{ $name }}.scrapeTimeout ({{ $values.scrapeTimeout }}) is longer than monitoring.{{ $name }}.interval ({{ $values.interval }}): Prometheus refuses that; lower it.
 {{- end }}
 {{- end }}
-{{- if and $rule.enabled (not $rule.serverMatcher) (not $monitoring.serviceMonitor.enabled) (not $monitoring.podMonitor.enabled) (gt (int .Values.janitor.replicas) 0) }}
+{{- if and $rule.enabled (not $rule.serverMatcher) (not $monitoring.serviceMonitor.enabled) (not $monitoring.podMonitor.enabled) }}
 monitoring.prometheusRule is enabled, but neither monitoring.serviceMonitor nor monitoring.podMonitor: nothing gives the janitors' series the label that the rules select them by. Enable one of them, or say in monitoring.prometheusRule.serverMatcher how your Prometheus calls them, such as job="kvstore".
 {{- end }}
 {{- if and $rule.enabled $rule.cronJobs (not .Values.fsck.enabled) (not .Values.gc.enabled) }}

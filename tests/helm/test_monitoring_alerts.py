@@ -37,7 +37,7 @@ def units(alert: str) -> list[dict[str, Any]]:
 
 
 def promtool(folder: Path, written: Sequence[dict[str, Any]], tests: list[dict[str, Any]]) -> str:
-    """What promtool finds wrong with these rules; "" if nothing. Annotations are looked at elsewhere: here they
+    """What promtool finds wrong with these rules; "" if nothing. Annotations are left out: here they
     would have to be written out for each case."""
     bare = [{key: value for key, value in rule.items() if key != "annotations"} for rule in written]
     (folder / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": bare}]}))

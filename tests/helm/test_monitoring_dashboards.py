@@ -1,0 +1,152 @@
+"""The dashboards as Grafana reads them: structure, places, variables, links, and words that help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helm.monitoring import DASHBOARDS, NAMED, dashboards, queries
+from tests.helm.prometheus import metrics
+from tools.dashboards.grafana import Dashboard, Panel, Query, Row, made
+
+NAMES = [path.name for path in DASHBOARDS]
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+TYPES = {"row", "timeseries", "stat", "bargauge", "table"}
+#: Of those that Grafana knows: https://grafana.com/docs, "Standard options", unit.
+UNITS = {"none", "short", "percentunit", "bytes", "Bps", "s", "reqps"}
+BUILT_IN = {"__rate_interval", "__range", "__interval"}
+
+
+def panels(name: str) -> list[dict[str, Any]]:
+    return [panel for panel in dashboards()[name]["panels"] if panel["type"] != "row"]
+
+
+def strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from strings(one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page(name: str) -> None:
+    page = dashboards()[name]
+    assert page["schemaVersion"] >= 39
+    assert (page["id"], page["uid"]) == (None, name.removesuffix(".json"))
+    assert page["title"].startswith("kvstore: ")
+    assert page["description"]
+    assert "kvstore" in page["tags"]
+    assert page["time"]["from"] and page["refresh"]
+    assert "__inputs" not in page
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_places(name: str) -> None:
+    page = dashboards()[name]
+    ids = [panel["id"] for panel in page["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: dict[tuple[int, int], str] = {}
+    for panel in page["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] >= 0 and at["w"] >= 4 and at["h"] >= 1 and at["x"] + at["w"] <= 24, panel["title"]
+        for x in range(at["x"], at["x"] + at["w"]):
+            for y in range(at["y"], at["y"] + at["h"]):
+                assert (x, y) not in taken, f"{panel['title']} lies on {taken[x, y]}"
+                taken[x, y] = panel["title"]
+    # Nothing hangs in the air: Grafana would pull it up, and the file would never be what is shown.
+    rows = {y for _, y in taken}
+    assert rows == set(range(max(rows) + 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_panels(name: str) -> None:
+    titles = [panel["title"] for panel in panels(name)]
+    assert len(titles) > 20
+    for panel in panels(name):
+        title = panel["title"]
+        assert panel["type"] in TYPES
+        assert panel["datasource"] == DATASOURCE
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, title
+        assert len(panel["description"]) > 20 and panel["description"].endswith("."), title
+        assert not re.search(r"\s{2}", panel["description"]), title
+        steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        limits = [step["value"] for step in steps[1:]]
+        assert steps[0]["value"] is None
+        assert limits == sorted(limits)
+        refs = [target["refId"] for target in panel["targets"]]
+        assert refs and len(refs) == len(set(refs))
+        for target in panel["targets"]:
+            assert target["datasource"] == DATASOURCE
+            assert (
+                len(panel["targets"]) == 1 or target["legendFormat"] != "__auto" or panel["type"] == "table"
+            )
+        for link in panel["links"]:
+            alert = link["title"].removeprefix("Runbook: ")
+            assert alert in NAMED
+            assert link["url"].endswith(f"/runbooks.md#{alert.lower()}")
+
+
+def test_every_alert_is_on_some_panel() -> None:
+    linked = {link["title"] for name in NAMES for panel in panels(name) for link in panel["links"]}
+    # Its jobs are kube-state-metrics' to show; and who is absent has no panel.
+    elsewhere = {"KVStoreCronJobFailing", "KVStoreServersAbsent", "KVStoreBackendUnreachable"}
+    assert {title.removeprefix("Runbook: ") for title in linked} == set(NAMED) - elsewhere
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_variables_are_defined_and_used(name: str) -> None:
+    page = dashboards()[name]
+    defined = [variable["name"] for variable in page["templating"]["list"]]
+    assert defined[0] == "datasource"
+    assert len(defined) == len(set(defined))
+    used: set[str] = set()
+    for text in strings({"panels": page["panels"], "variables": page["templating"]}):
+        used |= set(re.findall(r"\$\{?(\w+)", text)) - {"1"}
+    assert used - BUILT_IN == set(defined) | ({"__all"} & used)
+    for variable in page["templating"]["list"]:
+        if variable["type"] == "query":
+            # What lacks a label is part of all.
+            assert variable["includeAll"] and variable["allValue"] == ".*"
+            assert variable["datasource"] == DATASOURCE
+
+
+def test_no_data_source_is_named() -> None:
+    for page in dashboards().values():
+        found = [text for text in strings(page) if re.fullmatch(r"[A-Za-z0-9_-]{9,}", text)]
+        assert not [text for text in found if re.fullmatch(r"P[0-9A-F]{10,}", text)]
+
+    def sources(value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            yield from (value["datasource"] for _ in [0] if "datasource" in value)
+            for one in value.values():
+                yield from sources(one)
+        elif isinstance(value, list):
+            for one in value:
+                yield from sources(one)
+
+    for page in dashboards().values():
+        assert all(source == DATASOURCE for source in sources(page))
+
+
+def test_every_query_chooses_its_release_and_of_the_index_the_maximum() -> None:
+    for panel, expr, _ in queries():
+        for name in metrics(expr):
+            assert re.search(rf'{re.escape(name)}\{{[^}}]*release=~"\$release"', expr), panel
+            of_index = name.startswith("kvstore_") and not name.startswith(
+                ("kvstore_janitor_", "kvstore_info")
+            )
+            if of_index:
+                assert re.search(rf"max( by \([^)]*\))? ?\((rate\()?{re.escape(name)}", expr) or (
+                    "kvstore_quota" in name and re.search(r"max( by \(scope\))? ?\(", expr)
+                ), f"{panel}: {name} of several servers"
+
+
+def test_panels_flow() -> None:
+    one = Panel("a", "stat", "none", (Query("up{}"),), "b", width=10, height=4)
+    tall = Panel("c", "stat", "none", (Query("up{}"),), "d", width=10, height=6)
+    page = made(Dashboard("n", "t", "x", (), (Row("r", (one, tall, one)), Row("s", (one,)))), "https://x")
+    places = [(p["title"], p["gridPos"]["x"], p["gridPos"]["y"]) for p in page["panels"]]
+    assert places == [("r", 0, 0), ("a", 0, 1), ("c", 10, 1), ("a", 0, 7), ("s", 0, 11), ("a", 0, 12)]
