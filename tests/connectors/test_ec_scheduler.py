@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
+from kvstore.breaker import Breaker
 from kvstore.errors import TransientError
 from kvstore.keys import digest, item_key
 from kvstore.store import Store
@@ -45,6 +46,26 @@ def engine() -> Iterator[Callable[..., FakeEngine]]:
     yield scheduler
     for one in made:
         one.half.shutdown()
+
+
+def test_metrics_say_what_is_down_and_which_namespace_it_is(opened: Any, engine: Any) -> None:
+    store = opened()
+    store.breaker = Breaker("payloads", store.settings.breaker)
+    store.index_breaker = Breaker("index", store.settings.breaker)
+    half = engine(store).half
+    assert half.take_stats()["gauges"] == {f"namespace{{{open_space(store).id}}}": 1}
+    for name, breaker in (("payloads_down", store.breaker), ("index_down", store.index_breaker)):
+        for _ in range(store.settings.breaker.failures):
+            with pytest.raises(TransientError), breaker.guard():
+                raise TransientError("down")
+        store.counters.miss("breaker_open", 1)
+        assert half.take_stats()["gauges"] == {name: 1}
+    # Told when it is over, whatever else happens.
+    breaker = store.index_breaker = Breaker("index", store.settings.breaker)
+    assert breaker.is_closed
+    assert half.take_stats()["gauges"] == {"index_down": 0}
+    half.enter(None)
+    assert half.take_stats()["gauges"] == {"namespace{}": 1}
 
 
 SECOND_USE = {"admission": {"second_use": True}}

@@ -168,6 +168,26 @@ def test_after_a_reset_it_goes_on_under_a_name_of_its_own(make: Any) -> None:
     assert len(match(first, chain(*range(8))).runs) > 0  # others go on with it
 
 
+def named_in_stats(scheduler: KVScheduler) -> list[str]:
+    """The namespaces that the half has reported since it was asked last, in order."""
+    stats = scheduler.take_stats()
+    names = [] if stats is None else list(stats.data["gauges"])
+    return [name.removeprefix("namespace{").rstrip("}") for name in names if name.startswith("namespace{")]
+
+
+def test_metrics_say_which_namespace_it_is(make: Any, pool: Pool) -> None:
+    scheduler = make()
+    first = write(scheduler, compute(scheduler, request("a", *range(8))))
+    assert named_in_stats(scheduler) == [first.id]
+    assert named_in_stats(scheduler) == []
+    scheduler.reset_cache()
+    [second] = named_in_stats(scheduler)
+    assert second not in (first.id, "")
+    pool.used = True
+    scheduler.reset_cache()
+    assert named_in_stats(scheduler) == [""]
+
+
 def test_a_match_that_was_asked_before_the_reset_is_void(make: Any) -> None:
     scheduler = make()
     write(scheduler, compute(scheduler, request("a", *range(8))))
