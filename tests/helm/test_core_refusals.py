@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (given(janitor__affinity={"podAntiAffinity": {}}), "janitor.affinity has a podAntiAffinity"),
     (
-        given(janitor__replicas=0, monitoring__prometheusRule__enabled=True),
+        given(janitor__replicas=0, monitoring__prometheusRule={"enabled": True, "serverMatcher": 'job="x"'}),
         "monitoring.prometheusRule.enabled is true, and janitor.replicas is 0",
     ),
     *(
