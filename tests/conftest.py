@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import Browser, BrowserError, find_browser
-from tests.helm.running import missing as why_no_pods
+from tests.helm import running
 from tests.s3_bucket import S3Bucket
 from tests.s3_ceph import CephServer, can_install
 from tests.s3_proxy import S3Proxy
@@ -49,7 +49,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "browser" in fixtures and find_browser() is None and not can_install():
         item.user_properties.append((_BROWSER, True))
         pytest.skip("no Chromium")
-    if "pods" in fixtures and (reason := why_no_pods()) and not can_install():
+    reason = running.missing() if "pods" in fixtures else None
+    if reason and (running.forbidden() or not can_install()):
         item.user_properties.append((_PODS, True))
         pytest.skip(reason)
     if _S3_FIXTURES & fixtures and not _has_real_s3():
@@ -157,7 +158,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def pods() -> None:
     """For tests that run the chart's pods as processes of this machine (tests/helm/running.py)."""
-    if reason := why_no_pods():
+    if reason := running.missing():
         pytest.fail(reason, pytrace=False)
 
 

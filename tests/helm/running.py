@@ -17,11 +17,13 @@ from __future__ import annotations
 import base64
 import os
 import shutil
+import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,10 +39,21 @@ _WORKLOADS = ("Deployment", "StatefulSet")
 
 def missing() -> str | None:
     """Why pods can't be run here, or None."""
+    absent = [name for name in _PROGRAMS if shutil.which(name) is None]
+    return forbidden() or (f"{', '.join(absent)} not found: run `make setup`" if absent else None)
+
+
+@cache
+def forbidden() -> str | None:
+    """Why they can't, whatever is installed."""
     if os.geteuid() != 0:
         return "pods are run as root only"
-    absent = [name for name in _PROGRAMS if shutil.which(name) is None]
-    return f"{', '.join(absent)} not found: run `make setup`" if absent else None
+    if shutil.which("unshare") and shutil.which("ip"):
+        within = ["unshare", "--net", "--mount", "--pid", "--fork"]
+        tried = subprocess.run([*within, "ip", "link", "add", "tried", "type", "bridge"], capture_output=True)
+        if tried.returncode:
+            return f"no namespaces or bridges for root here: {tried.stderr.decode().strip()}"
+    return None
 
 
 def secret(name: str, content: Mapping[str, str]) -> dict[str, Any]:
