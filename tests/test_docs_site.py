@@ -86,10 +86,12 @@ def test_a_link_that_leads_nowhere_is_noticed() -> None:
 def commands(block: str) -> Iterator[list[str]]:
     """The arguments of every cache-admin in a block of shell."""
     for line in block.replace("\\\n", " ").splitlines():
+        # A digit before > is a file descriptor's.
+        line = re.sub(r" \d(?=>)", " ", line)
         for found in re.findall(
             r"(?:^|[\s(])cache-admin(?= |$)((?:'[^']*'|\"[^\"]*\"|[^|;&<>)#'\"])*)", line
         ):
-            yield shlex.split(re.sub(r" \d$", "", found))
+            yield shlex.split(found)
 
 
 @cache
@@ -134,7 +136,7 @@ def test_every_command_line_parses(page: Path) -> None:
 def test_a_command_line_that_does_not_parse_is_noticed() -> None:
     text = "`cache-admin fsck --nothing` `cache-admin quota set`\n\n```sh\ncache-admin stauts | jq .\n"
     text += 'eval "x $(cache-admin vllm-config --ceci)"\n'
-    text += "cache-admin quota set store\ncache-admin status # ok\n```\n"
+    text += "cache-admin quota set store\ncache-admin status 2>&1 # ok\ncache-admin ls --limit 1 | cat\n```\n"
     text += "\n    cache-admin du --wrong\n"
     assert [line.split(":")[0] for line in wrong_commands(text)] == [
         "stauts", "vllm-config --ceci", "quota set store", "du --wrong", "fsck --nothing",
