@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick test test-quick check demo soak bench clean
+.PHONY: help setup setup-quick test test-quick check generated docs demo soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,10 +21,20 @@ test: setup ## the whole suite, with real servers and real engines (ARGS=... goe
 test-quick: setup-quick ## what needs neither engines nor servers: under two minutes
 	@$(PYTHON) -m pytest -n 2 --dist loadfile -m "not engine and not servers and not gpu and not slow" $(ARGS)
 
-check: setup-quick ## lint, format, types, layers: reads only
-	@failed=0; for tool in "ruff check ." "ruff format --check ." "mypy --strict" lint-imports; do \
+check: setup-quick ## lint, format, types, layers, the chart's generated files: reads only
+	@failed=0; for tool in "ruff check ." "ruff format --check ." "mypy --strict" lint-imports "python -m tools.chart --check"; do \
 	  echo "check: $$tool"; .venv/bin/$$tool || failed=1; \
 	done; exit $$failed
+
+generated: setup-quick ## write again what is made from code: references, the chart's schema and tables
+	@.venv/bin/python -m kvstore.cli.docs >docs/cache-admin.md
+	@.venv/bin/python -m kvstore.cli.settings_docs >docs/settings.md
+	@.venv/bin/python -m kvstore.cli.settings_docs --schema >docs/settings.schema.json
+	@.venv/bin/python -m tools.chart
+	@.venv/bin/python -m tests.helm.golden
+
+docs: setup-quick ## the documentation site, in build/site (ARGS=serve: on this machine, as you write)
+	@.venv/bin/mkdocs $(if $(ARGS),$(ARGS),build --strict --quiet --site-dir build/site)
 
 demo: setup ## two real engines share one cache, on the CPU (ARGS="--index redis://...")
 	@$(PYTHON) -m tools.demo $(ARGS)
