@@ -168,7 +168,10 @@ def test_metrics_events_resets_and_new_weights(
         [back] = engine.generate([LONG])
         assert (back.token_ids, back.external_tokens) == (cold.token_ids, 992)
         assert engine.generate([OTHER])[0].token_ids == other.token_ids != new_other.token_ids
-        assert stats(engine)["resets_total"] >= 5
+        seen = stats(engine)
+        assert seen["resets_total"] >= 5
+        # Of all that there were, one namespace is the engine's.
+        assert seen["namespace"] == seen["info"] == 1
         engine.idle(0.3)
     # What nobody has named is gone with the engine that had it.
     assert check_store(config)["segments"] > 0
