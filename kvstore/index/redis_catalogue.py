@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvstore.catalogue import Account, Candidate, Catalogue, Entry, Listing, SegmentState, Usage
-from kvstore.errors import KVStoreError, PermissionDenied
+from kvstore.errors import KVStoreError
 from kvstore.index.contract import check_segments
 from kvstore.index.redis_client import Script
 from kvstore.index.redis_values import NAMESPACES, QUOTAS, SCHEMA, RedisPart, Use, key, pieces, record_of
@@ -183,14 +183,16 @@ class RedisCatalogue(RedisPart, Catalogue):
         self._client.run(_PING, "kvs:ping")
 
     def memory(self) -> tuple[int, int] | None:
-        """Bytes that Redis uses and may use (0: as many as it likes), of a Cluster its fullest node's. None if
-        it doesn't tell: managed servers, and users without the right, are refused INFO."""
+        """Bytes that Redis uses and may use (0: as many as it likes), of a Cluster its fullest node's.
+
+        None if it doesn't tell: managed servers, and users without the right, are refused INFO.
+        """
         try:
             told = self._client.everywhere("INFO", "memory")
-        except PermissionDenied:
-            return None
+        except KVStoreError:
+            return None  # nothing depends on it, least of all whether the index answers
         nodes = [(one["used_memory"], one.get("maxmemory", 0)) for one in told if "used_memory" in one]
-        return max(nodes, key=lambda node: node[0] / (node[1] or float("inf")), default=None)
+        return max(nodes, key=lambda node: (node[0] / (node[1] or float("inf")), node[0]), default=None)
 
     def warnings(self) -> list[str]:
         """What is wrong with this Redis' configuration, in sentences. Raises what ping raises."""
