@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 
 from kvstore.errors import ConfigError
@@ -25,6 +27,21 @@ _NAMELESS: dict[str, Any] = (
     if "driver_info" in inspect.signature(redis.connection.AbstractConnection.__init__).parameters
     else {"lib_name": None, "lib_version": None}
 )
+
+
+class TlsConnection(redis.SSLConnection):
+    """A connection over TLS that has been read from when the pool gets it.
+
+    With TLS 1.3 a server sends session tickets after the handshake, and to redis-py 8.1's pool a connection
+    on which something has arrived that nobody asked for is no good: it gives up after the second.
+    """
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        super().on_connect_check_health(check_health)
+        self.send_command("PING", check_health=False)  # type: ignore[no-untyped-call]
+        # Whoever may not do so much is told by the command that comes next.
+        with suppress(redis.ResponseError, AuthenticationError):
+            self.read_response()
 
 
 def pool(
@@ -43,7 +60,7 @@ def pool(
         kind = redis.UnixDomainSocketConnection
         options["path"] = location.path
     else:
-        kind = redis.SSLConnection if location.tls else redis.Connection
+        kind = TlsConnection if location.tls else redis.Connection
         options["host"], options["port"] = location.hosts[0]
     return redis.BlockingConnectionPool(  # type: ignore[no-untyped-call]
         connection_class=kind,

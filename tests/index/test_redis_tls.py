@@ -97,6 +97,14 @@ def test_a_client_certificate_is_shown(papers: Papers, port: int) -> None:
             index.ping()
 
 
+def test_every_connection_is_good_at_once(papers: Papers, port: int) -> None:
+    """Session tickets arrive on it before anything has been asked."""
+    with RedisIndex.from_settings(f"rediss://127.0.0.1:{port}/0", papers.known) as index:
+        for _ in range(40):
+            index.ping()
+            index._client._first.connection_pool.disconnect()
+
+
 def test_a_server_is_verified(papers: Papers, port: int) -> None:
     stranger = papers.known.model_copy(update={"tls_ca": None})
     for url, settings, words in [
