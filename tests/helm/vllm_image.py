@@ -24,8 +24,8 @@ from tests.helm.sandbox import ROOT, Image
 #: Where the environment is in the image.
 PLACE = "/image"
 _ENVIRONMENT = {"PATH": f"{PLACE}/bin:/usr/local/bin:/usr/bin:/bin"}
-#: What its links and its interpreter point at.
-_PATHS = (Path(sys.prefix), Path(sys.base_prefix))
+#: What its links and its interpreter point at, and what every container has: vLLM counts the machine's cores.
+_PATHS = (Path(sys.prefix), Path(sys.base_prefix), Path("/sys"))
 
 
 def closure(*names: str) -> dict[str, Distribution]:
@@ -130,9 +130,3 @@ def vllm_image(python: Path) -> Image:
     return Image(
         ("vllm", "serve"), user=0, env=_ENVIRONMENT | {"HOME": "/root"}, files={PLACE: python}, paths=_PATHS
     )
-
-
-def wheels_image(python: Path, wheels: Path) -> Image:
-    """kvstore's image, as far as its wheels go."""
-    files = {PLACE: python, "/wheels": wheels}
-    return Image(("cache-admin",), user=65532, env=_ENVIRONMENT, files=files, paths=_PATHS)
