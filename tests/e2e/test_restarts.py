@@ -111,9 +111,7 @@ class Stream:
 
 @pytest.fixture
 def release(pods: None, s3_server: S3Server, tmp_path: Path) -> Iterator[Release]:
-    # Rollouts wait for this probe, and the test for them.
-    often = {"janitor": {"readinessProbe": {"periodSeconds": 2}}}
-    with Release(tmp_path / "cluster", s3_server, often) as made:
+    with Release(tmp_path / "cluster", s3_server) as made:
         yield made
 
 

@@ -44,9 +44,8 @@ _GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], ti
 
 @pytest.fixture(scope="module")
 def _release(pods: None, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """`helm install kvstore` with a bucket, and a probe that doesn't keep a test waiting; eight blocks."""
-    often = {"janitor": {"readinessProbe": {"periodSeconds": 2}}}
-    with Release(tmp_path_factory.mktemp("release") / "cluster", s3_server, often) as release:
+    """`helm install kvstore` with a bucket, and nothing else; eight blocks."""
+    with Release(tmp_path_factory.mktemp("release") / "cluster", s3_server) as release:
         took = release.start()
         print(f"\nready after {took:.1f} s")
         release.save(kv_space(), kv_slots(8))
