@@ -1,4 +1,4 @@
-"""`helm test`: asks a janitor's Service for readiness and metrics, for up to two minutes. Argument: its URL."""
+"""`helm test`: asks a janitor's Service for readiness and metrics, for two minutes at most. Argument: URL."""
 
 import sys
 import time
