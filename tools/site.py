@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """What MkDocs is given of a page."""
     source = _in_repository(page.file.src_uri)
-    pages = {file.src_uri for file in files}
+    pages = {file.src_uri for file in files if not file.inclusion.is_excluded()}
     base = f"{config.repo_url.rstrip('/')}/{config.extra['source_prefix']}" if config.repo_url else ""
 
     def moved(target: str, text: str) -> str | None:
