@@ -58,7 +58,7 @@ ENVIRONMENT = {
 }
 ARGUMENTS = (
     "--served-model-name tiny --dtype float32 --enforce-eager --max-model-len 2048 --block-size 32 "
-    "--kv-cache-memory-bytes 67108864"
+    "--kv-cache-memory-bytes 67108864 --distributed-executor-backend uni"
 ).split()
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

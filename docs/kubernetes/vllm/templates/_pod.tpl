@@ -62,9 +62,9 @@ spec:
         {{- include "vllm.env" $root | nindent 8 }}
       startupProbe:
         httpGet: {path: /health, port: http}
-        periodSeconds: 10
+        periodSeconds: 5
         timeoutSeconds: 5
-        failureThreshold: {{ div (int64 $values.startSeconds) 10 }}
+        failureThreshold: {{ div (int64 $values.startSeconds) 5 }}
       readinessProbe:
         httpGet: {path: /health, port: http}
         periodSeconds: 5
