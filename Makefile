@@ -34,7 +34,7 @@ generated: setup-quick ## write again what is made from code: references, the ch
 	@.venv/bin/python -m tests.helm.golden
 
 docs: setup-quick ## the documentation site, in build/site (ARGS=serve: on this machine, as you write)
-	@.venv/bin/mkdocs $(if $(ARGS),$(ARGS),build --strict --quiet --site-dir build/site)
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs $(if $(ARGS),$(ARGS),build --strict --site-dir build/site)
 
 demo: setup ## two real engines share one cache, on the CPU (ARGS="--index redis://...")
 	@$(PYTHON) -m tools.demo $(ARGS)
