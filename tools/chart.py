@@ -2,6 +2,7 @@
 
     python -m tools.chart            # writes both
     python -m tools.chart --check    # says what isn't in step, and writes nothing
+    python -m tools.chart docs/kubernetes/vllm    # those of another chart
 
 Above each key of values.yaml stands a comment:
 
@@ -289,7 +290,10 @@ def generate(chart: Path = CHART) -> tuple[dict[Path, str], list[str]]:
         readme = readme.replace(f"{{{{ {name} }}}}", str(about[name]))
     first = "<!-- Generated from README.md.gotmpl and values.yaml: python -m tools.chart -->\n"
     return {
-        chart / "values.schema.json": json.dumps(schema(values), indent=1, ensure_ascii=False) + "\n",
+        chart / "values.schema.json": json.dumps(
+            schema(values) | {"title": f"Values of the {about['name']} chart"}, indent=1, ensure_ascii=False
+        )
+        + "\n",
         chart / "README.md": first + readme.replace(MARK, table(values).rstrip()),
     }, problems
 
@@ -297,9 +301,11 @@ def generate(chart: Path = CHART) -> tuple[dict[Path, str], list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     """0: in step, or written; 1: something is wrong with a comment, or (--check) a file is out of step."""
     parser = argparse.ArgumentParser(description="Generate the chart's schema and README from values.yaml.")
+    parser.add_argument("chart", nargs="?", type=Path, default=CHART, help="the chart's folder")
     parser.add_argument("--check", action="store_true", help="compare only")
-    check = parser.parse_args(arguments).check
-    files, problems = generate()
+    options = parser.parse_args(arguments)
+    check = options.check
+    files, problems = generate() if options.chart == CHART else generate(options.chart.resolve())
     for path, text in files.items():
         if path.is_file() and path.read_text() == text:
             continue
