@@ -291,7 +291,9 @@ def generate(chart: Path = CHART) -> tuple[dict[Path, str], list[str]]:
     first = "<!-- Generated from README.md.gotmpl and values.yaml: python -m tools.chart -->\n"
     return {
         chart / "values.schema.json": json.dumps(
-            schema(values) | {"title": f"Values of the {about['name']} chart"}, indent=1, ensure_ascii=False
+            schema(values) | {"title": f"Values of the {about.get('name', chart.name)} chart"},
+            indent=1,
+            ensure_ascii=False,
         )
         + "\n",
         chart / "README.md": first + readme.replace(MARK, table(values).rstrip()),
