@@ -14,7 +14,11 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 python3 -m pip list --format=freeze >"$work/there"
-python3 -m pip install --quiet --dry-run --constraint "$work/there" --report "$work/report" "$requirement"
+if ! python3 -m pip install --dry-run --constraint "$work/there" --report "$work/report" "$requirement" \
+  >"$work/said" 2>&1; then
+  cat "$work/said" >&2
+  exit 1
+fi
 python3 - "$work/report" >"$work/missing" <<'PYTHON'
 import json
 import sys
