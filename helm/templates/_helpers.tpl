@@ -33,8 +33,8 @@ cut, with a hash, so that two of them stay two.
 
 {{/* What never changes between versions, as selectors can't. dict "root" $ "component" NAME */}}
 {{- define "kvstore.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "kvstore.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "kvstore.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -75,7 +75,7 @@ annotations:
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- end -}}

@@ -1,8 +1,8 @@
 {{/* Selects the release's own pods that open the store. */}}
 {{- define "kvstore.network.ours" -}}
 matchLabels:
-  app.kubernetes.io/name: {{ include "kvstore.name" . }}
-  app.kubernetes.io/instance: {{ .Release.Name }}
+  app.kubernetes.io/name: {{ include "kvstore.name" . | quote }}
+  app.kubernetes.io/instance: {{ .Release.Name | quote }}
 matchExpressions:
   - key: app.kubernetes.io/component
     operator: In

@@ -20,14 +20,14 @@ annotations:
 {{/* The pod's spec but its containers. No token of the API's: nothing here asks it. No variables for each Service
      of the namespace: where one is called kvstore they would look like settings. */}}
 {{- define "kvstore.podSpec" -}}
-serviceAccountName: {{ include "kvstore.serviceAccountName" . }}
+serviceAccountName: {{ include "kvstore.serviceAccountName" . | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- include "kvstore.imagePullSecrets" . }}
 securityContext:
   {{- include "kvstore.podSecurityContext" . | nindent 2 }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector:

@@ -81,8 +81,8 @@ an external one answer alike. Nothing in here is secret: passwords come from a S
 - name: {{ index . 0 }}
   valueFrom:
     secretKeyRef:
-      name: {{ index . 1 }}
-      key: {{ index . 2 }}
+      name: {{ index . 1 | quote }}
+      key: {{ index . 2 | quote }}
 {{- end -}}
 
 {{/* Certificates. Of the built-in Redis' Secret a client gets the authority alone, and never the server's key. */}}
@@ -105,10 +105,10 @@ an external one answer alike. Nothing in here is secret: passwords come from a S
     sources:
       {{- range $sources }}
       - secret:
-          name: {{ index . 0 }}
+          name: {{ index . 0 | quote }}
           items:
             {{- range $key, $path := index . 1 }}
-            - key: {{ $key }}
+            - key: {{ $key | quote }}
               path: {{ $path }}
             {{- end }}
       {{- end }}

@@ -89,33 +89,33 @@ yes
 - name: KVSTORE_S3__ACCESS_KEY_ID
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
-      key: {{ $s3.accessKeyIdKey }}
+      name: {{ . | quote }}
+      key: {{ $s3.accessKeyIdKey | quote }}
 - name: KVSTORE_S3__SECRET_ACCESS_KEY
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
-      key: {{ $s3.secretAccessKeyKey }}
+      name: {{ . | quote }}
+      key: {{ $s3.secretAccessKeyKey | quote }}
 {{- with $s3.sessionTokenKey }}
 - name: KVSTORE_S3__SESSION_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ $s3.existingSecret }}
-      key: {{ . }}
+      name: {{ $s3.existingSecret | quote }}
+      key: {{ . | quote }}
 {{- end }}
 {{- end -}}
 {{- with $s3.webIdentity.roleArn -}}
 - name: AWS_ROLE_ARN
-  value: {{ . }}
+  value: {{ . | quote }}
 - name: AWS_WEB_IDENTITY_TOKEN_FILE
   value: /var/run/secrets/kvstore/token
 {{- with $s3.webIdentity.stsEndpoint }}
 - name: AWS_ENDPOINT_URL_STS
-  value: {{ . }}
+  value: {{ . | quote }}
 {{- end }}
 {{- with $s3.region }}
 - name: AWS_REGION
-  value: {{ . }}
+  value: {{ . | quote }}
 {{- end }}
 {{- end -}}
 {{- end -}}
@@ -131,16 +131,16 @@ yes
 {{- if $payloads.s3.ca.secret }}
 - name: s3-ca
   secret:
-    secretName: {{ $payloads.s3.ca.secret }}
+    secretName: {{ $payloads.s3.ca.secret | quote }}
     items:
-      - key: {{ $payloads.s3.ca.key }}
+      - key: {{ $payloads.s3.ca.key | quote }}
         path: ca.crt
 {{- else if $payloads.s3.ca.configMap }}
 - name: s3-ca
   configMap:
-    name: {{ $payloads.s3.ca.configMap }}
+    name: {{ $payloads.s3.ca.configMap | quote }}
     items:
-      - key: {{ $payloads.s3.ca.key }}
+      - key: {{ $payloads.s3.ca.key | quote }}
         path: ca.crt
 {{- end }}
 {{- if $payloads.s3.webIdentity.roleArn }}
@@ -149,17 +149,17 @@ yes
     sources:
       - serviceAccountToken:
           path: token
-          audience: {{ $payloads.s3.webIdentity.audience }}
+          audience: {{ $payloads.s3.webIdentity.audience | quote }}
           expirationSeconds: 3600
 {{- end }}
 {{- else if eq $payloads.type "pvc" }}
 - name: payloads
   persistentVolumeClaim:
-    claimName: {{ include "kvstore.payloads.claimName" . }}
+    claimName: {{ include "kvstore.payloads.claimName" . | quote }}
 {{- else }}
 - name: payloads
   hostPath:
-    path: {{ $payloads.hostPath.path }}
+    path: {{ $payloads.hostPath.path | quote }}
     type: {{ $payloads.hostPath.type }}
 {{- end }}
 {{- end -}}
@@ -193,7 +193,7 @@ yes
 {{- if .enabled }}
 - name: node-cache
   hostPath:
-    path: {{ .path }}
+    path: {{ .path | quote }}
     type: DirectoryOrCreate
 {{- end }}
 {{- end }}

@@ -1,7 +1,15 @@
 {{/* One sentence per line for each combination of values that can't work. */}}
 {{- define "kvstore.validate.core" -}}
-{{- range $part := list "s3" "credentials" "claim" "hostPath" "nodeCache" "settings" "janitor" "pods" "jobs" }}
+{{- range $part := list "names" "s3" "credentials" "claim" "hostPath" "nodeCache" "settings" "janitor" "pods" "jobs" }}
 {{ include (printf "kvstore.validate.%s" $part) $ }}
+{{- end }}
+{{- end -}}
+
+{{/* Helm lets a release be called 1, or a.b: a Service can't be. */}}
+{{- define "kvstore.validate.names" -}}
+{{- $full := include "kvstore.fullname" . }}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) }}
+{{ ternary "fullnameOverride" "the release" (eq $full .Values.fullnameOverride) }} is called {{ ternary $full .Release.Name (eq $full .Values.fullnameOverride) }}, and Services with it, whose names begin with a letter and have no dot: set fullnameOverride to a name such as kvstore-1.
 {{- end }}
 {{- end -}}
 

@@ -317,6 +317,81 @@ def _labels(tree: Any) -> Iterator[dict[str, Any]]:
             yield from _labels(value)
 
 
+def test_a_name_that_yaml_takes_for_something_else() -> None:
+    """A preview of pull request 123: labels are text, or the API server refuses everything."""
+    text = (CHART / "ci" / "large-values.yaml").read_text()
+    values = yaml.safe_load(text) | {"fullnameOverride": "preview", "nameOverride": "on"}
+    for one in render(values, name="123"):
+        for labels in _labels(one):
+            assert all(isinstance(value, str) for value in labels.values()), (one["kind"], labels)
+
+
+def test_names_of_other_things_stay_text() -> None:
+    """Of Secrets, keys, classes: 123 and on are names to Kubernetes, numbers and truths to YAML."""
+    keys = {"accessKeyIdKey": "1", "secretAccessKeyKey": "2", "sessionTokenKey": "3"}
+    auth = {"passwordKey": "4", "previousPasswordKey": "5", "reader": {"enabled": True, "passwordKey": "6"}}
+    built_in = {"priorityClassName": "7", "persistence": {"storageClass": "8"}, "auth": auth}
+    common = {"priorityClassName": "9", "imagePullSecrets": ["10"], "serviceAccount": {"name": "11"}}
+    s3 = {"bucket": "my-bucket", "region": "1e3"}
+    pvc = {"storageClass": "17"}
+    external = {"url": "rediss://h", "existingSecret": "18", "passwordKey": "19", "username": "u"}
+    external["tls"] = {"caSecret": "20", "caKey": "21", "clientSecret": "22"}  # type: ignore[assignment]
+    ca = {"secret": "13", "key": "14"}
+    for values in (
+        {
+            "payloads": {"s3": {**s3, **keys, "existingSecret": "12", "ca": ca}},
+            "redis": {"builtIn": built_in},
+        },
+        {"payloads": {"s3": {**s3, "ca": {"configMap": "15"}, "webIdentity": {"roleArn": "arn:x: #1"}}}},
+        {
+            "payloads": {
+                "s3": {**s3, "accessKeyId": "0x1", "secretAccessKey": "no", **keys, "sessionTokenKey": ""}
+            }
+        },
+        {
+            "payloads": {"type": "pvc", "pvc": pvc},
+            "redis": {"builtIn": {"enabled": False}, "external": external},
+        },
+        {"payloads": {"type": "pvc", "pvc": {"existingClaim": "16"}}, "fsck": {"timeZone": "on"}},
+    ):
+        kinds = (
+            "Deployment",
+            "StatefulSet",
+            "CronJob",
+            "Pod",
+            "Secret",
+            "ServiceAccount",
+            "PersistentVolumeClaim",
+        )
+        for one in render(common | values):
+            if one["kind"] in kinds:
+                _text(one, one["kind"])
+
+
+#: Where Kubernetes wants text.
+_NAMES = {
+    "name", "key", "secretName", "claimName", "storageClassName", "priorityClassName", "serviceAccountName",
+    "timeZone", "value",
+}  # fmt: skip
+
+
+def _text(tree: Any, where: str) -> None:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            assert isinstance(key, str), f"{where}: {key}"
+            assert key not in _NAMES or isinstance(value, str), f"{where}.{key}: {value}"
+            _text(value, f"{where}.{key}")
+    elif isinstance(tree, list):
+        for value in tree:
+            _text(value, where)
+
+
+@pytest.mark.parametrize("name", ["123", "my.cache"])
+def test_a_release_whose_services_could_not_be_made(name: str) -> None:
+    done = run("template", name, str(CHART), "--set", "payloads.s3.bucket=my-bucket")
+    assert f"  - the release is called {name}, and Services with it" in done.stderr
+
+
 @pytest.mark.parametrize("names", [("cache", "other"), (LONG, LONG[:-1] + "2")], ids=["short", "long"])
 @pytest.mark.parametrize("values", ["large", "small", "redis-tls", "vllm-pd"])
 def test_two_releases_in_one_namespace(values: str, names: tuple[str, str]) -> None:
@@ -463,7 +538,7 @@ def test_a_package_holds_what_it_needs(tmp_path: Path) -> None:
     (package,) = tmp_path.glob("*.tgz")
     values = json.dumps({"payloads": {"s3": {"bucket": "my-bucket"}}})
     packed, here = (run("template", "x", str(chart), "-f", "-", stdin=values) for chart in (package, CHART))
-    pattern = r"(?m)^\s+(password|[\w-]*(crt|key|password)): .*$"
+    pattern = r'(?m)^\s+"?(password|[\w-]*(crt|key|password))"?: .*$'
     assert re.sub(pattern, "", packed.stdout) == re.sub(pattern, "", here.stdout) != ""
     assert package.stat().st_size < 1 << 19
 
