@@ -171,6 +171,19 @@ def test_keys_in_the_values_become_a_secret_and_stand_nowhere_else() -> None:
     assert "hush" not in str(rest) and "AKIA1" not in str(rest)
 
 
+def test_other_keys_in_the_values_restart_the_pods() -> None:
+    """Which read them once. What says so gives nobody a way to try keys out."""
+
+    def checksum(key: str) -> str:
+        values = given(payloads__s3__accessKeyId="AKIA1", payloads__s3__secretAccessKey=key)
+        annotations = deployment(values)["spec"]["template"]["metadata"]["annotations"]
+        return str(annotations["checksum/keys"])
+
+    assert checksum("one") == checksum("one") != checksum("two")
+    assert len(checksum("one")) == 5
+    assert "checksum/keys" not in deployment(given())["spec"]["template"]["metadata"]["annotations"]
+
+
 def test_without_keys_it_is_the_pods_role() -> None:
     assert not [name for name in variables(given()) if "S3" in name or "AWS" in name]
 
