@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -494,3 +499,28 @@ def test_smoke_test() -> None:
     compile(service["args"][0], "smoke", "exec")
     for values in (given(test__enabled=False), given(janitor__replicas=0)):
         assert not [one for one in render(values) if one["kind"] == "Pod"]
+
+
+class _Janitor(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'kvstore_up{backend="index"} 1.0\n')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_smoke_test_asks_no_proxy() -> None:
+    """One that extraEnv names for the bucket doesn't know the Service."""
+    arguments = pick(render(given()), "Pod")["spec"]["containers"][0]["args"]
+    proxies = {"HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "NO_PROXY": ""}
+    with HTTPServer(("127.0.0.1", 0), _Janitor) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        done = subprocess.run(
+            [sys.executable, "-c", arguments[0].replace("+ 120", "+ 0"), url],
+            env=os.environ | proxies, capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        server.shutdown()
+    assert done.returncode == 0, done.stdout + done.stderr
