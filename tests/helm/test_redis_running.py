@@ -421,3 +421,16 @@ def test_it_ends_in_order(_tls: RedisRelease) -> None:
     assert pod.delete() < 10
     assert pod.container.exits == [0]
     assert "fsync" in pod.container.log()
+
+
+def test_another_user_goes_on_with_the_same_volume(tmp_path: Path) -> None:
+    """Engines' user is another one, and so is the pods': what the old one wrote is the volume's group's."""
+    with RedisRelease(_reachable(tmp_path), {}, namespace="another") as release:
+        with release.raw() as client:
+            client.set("kvs:x", "kept")
+        values = {"payloads": {"s3": {"bucket": "my-bucket"}}, "podSecurityContext": {"runAsUser": 2000}}
+        release.cluster.add(pick(render(values, namespace="another"), "StatefulSet"))
+        release.cluster.replace(release.pod).until_ready(30)
+        with release.raw() as client:
+            assert client.get("kvs:x") == b"kept"
+            client.set("kvs:y", "written")
