@@ -107,6 +107,14 @@ def test_a_new_version_of_the_chart_alone_restarts_nothing() -> None:
         assert not [key for key in labels if version.search(key)]
 
 
+def test_a_mistake_can_be_taken_back() -> None:
+    """A pod that never got ready is replaced by a rollback, without a hand; and GitOps tools see no difference."""
+    made = pick(render(built_in()), "StatefulSet")["spec"]
+    assert made["podManagementPolicy"] == "Parallel"
+    (claim,) = made["volumeClaimTemplates"]
+    assert (claim["apiVersion"], claim["kind"]) == ("v1", "PersistentVolumeClaim")
+
+
 def test_a_change_of_the_configuration_restarts_it() -> None:
     def checksum(**values: Any) -> str:
         made = pick(render(built_in(**values)), "StatefulSet")["spec"]["template"]
