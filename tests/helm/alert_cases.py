@@ -72,6 +72,8 @@ def ratio(asked: str, served: str) -> list[dict[str, str]]:
 
 
 UP, DOWN = "1x60", "0x60"
+#: Killed every four minutes, and away for two of them.
+FLAPS = "1 1 0 0 " * 15
 LEADS = both("kvstore_janitor_leader", "1x60", "0x60")
 ANSWERS = both("kvstore_up", UP, UP, backend="index")
 M = {"model_name": "m"}
@@ -163,6 +165,16 @@ CASES = [
     ),
     Case(
         "KVStoreNoJanitorLeader",
+        "the index comes and goes, and none of two gets to lead",
+        [
+            *both("kvstore_janitor_leader", "0x60", "0x60"),
+            *both("kvstore_up", FLAPS, FLAPS, backend="index"),
+        ],
+        40,
+        [{}],
+    ),
+    Case(
+        "KVStoreNoJanitorLeader",
         "the index is down",
         [
             *both("kvstore_janitor_leader", "0x60", "0x60"),
@@ -203,6 +215,17 @@ CASES = [
             series("kvstore_janitor_step_runs_total", "0+10x90", step="reap"),
             series("kvstore_janitor_step_failures_total", "0+1x90", step="scrub"),
             series("kvstore_janitor_step_runs_total", "0+10x90", step="scrub"),
+        ],
+        70,
+        [{"step": "reap"}],
+    ),
+    Case(
+        "KVStoreJanitorStepFailing",
+        "every time, and the index comes and goes",
+        [
+            *both("kvstore_up", FLAPS * 2, FLAPS * 2, backend="index"),
+            series("kvstore_janitor_step_failures_total", "0+10x90", step="reap"),
+            series("kvstore_janitor_step_runs_total", "0+10x90", step="reap"),
         ],
         70,
         [{"step": "reap"}],
@@ -347,6 +370,27 @@ CASES = [
     ),
     Case(
         "KVStoreEnginesCutOff",
+        "the index comes and goes, never away for three minutes",
+        [
+            engine("kv_misses_total", "0+50x60", **CUT),
+            *both("kvstore_up", FLAPS, FLAPS, backend="index"),
+            *both("kvstore_up", UP, UP, backend="payloads"),
+        ],
+        40,
+        [M],
+    ),
+    Case(
+        "KVStoreEnginesCutOff",
+        "the payloads were down for twenty minutes",
+        [
+            engine("kv_misses_total", "0x5 0+50x20 1000x40", **CUT),
+            *both("kvstore_up", "1x5 0x20 1x40", "1x5 0x20 1x40", backend="payloads"),
+            *both("kvstore_up", UP, UP, backend="index"),
+        ],
+        35,
+    ),
+    Case(
+        "KVStoreEnginesCutOff",
         "one of three",
         [
             engine("kv_misses_total", "0+50x60", **CUT),
@@ -371,6 +415,17 @@ CASES = [
         ],
         20,
         [{"model_name": "m", "engine": "0", "instance": "a"}],
+    ),
+    Case(
+        "KVStoreEngineCutOff",
+        "the index is down for all, and one of three has something to ask",
+        [
+            engine("kv_misses_total", "0+50x60", **CUT),
+            engine("kv_misses_total", "0x60", **CUT, instance="b"),
+            engine("kv_misses_total", "0x60", **CUT, instance="c"),
+            *both("kvstore_up", DOWN, DOWN, backend="index"),
+        ],
+        30,
     ),
     Case(
         "KVStoreEngineCutOff",
