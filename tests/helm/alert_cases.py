@@ -64,6 +64,11 @@ def saves(outcomes: dict[str, int], connector: str = "kv") -> list[dict[str, str
     return [engine(f"{connector}_saves_total", f"0+{n}x120", outcome=name) for name, n in outcomes.items()]
 
 
+def steps(*counters: str) -> list[dict[str, str]]:
+    """Of an engine that is not idle."""
+    return [engine(counter, "0+9x60") for counter in counters]
+
+
 def ratio(asked: str, served: str) -> list[dict[str, str]]:
     return [
         *[space("asked_blocks_total", asked, instance=one) for one in "ab"],
@@ -321,6 +326,8 @@ CASES = [
         [
             engine("kv_tier_dirty_bytes", "45x60", rank="0"),
             engine("kv_tier_capacity_bytes", "100x60", rank="0"),
+            engine("kv_matches_total", "0+9x60"),
+            engine("kv_saves_total", "0x60", outcome="stored"),
         ],
         40,
         [{"instance": "a"}],
@@ -334,17 +341,45 @@ CASES = [
     ),
     Case(
         "KVStoreDirtyBytesHigh",
+        "as an engine's last step saw it, hours ago",
+        [
+            engine("kv_tier_dirty_bytes", "45x60", rank="0"),
+            engine("kv_tier_capacity_bytes", "100x60", rank="0"),
+            engine("kv_matches_total", "0+9x5 45x60"),
+            engine("kv_saves_total", "0+9x5 45x60", outcome="stored"),
+        ],
+        50,
+    ),
+    Case(
+        "KVStoreDirtyBytesHigh",
+        "an encoder's node",
+        [
+            engine("ec_tier_dirty_bytes", "45x60"),
+            engine("ec_tier_capacity_bytes", "100x60"),
+            engine("ec_items_total", "0x60", source="store"),
+            engine("ec_saves_total", "0+9x60", outcome="stored"),
+        ],
+        40,
+        [{"instance": "a"}],
+    ),
+    Case(
+        "KVStoreDirtyBytesHigh",
         "few",
         [
             engine("kv_tier_dirty_bytes", "30x60", rank="0"),
             engine("kv_tier_capacity_bytes", "100x60", rank="0"),
+            *steps("kv_matches_total", "kv_saves_total"),
         ],
         40,
     ),
     Case(
         "KVStoreDirtyBytesHigh",
         "one tier: all is 0",
-        [engine("kv_tier_dirty_bytes", "0x60", rank="0"), engine("kv_tier_capacity_bytes", "0x60", rank="0")],
+        [
+            engine("kv_tier_dirty_bytes", "0x60", rank="0"),
+            engine("kv_tier_capacity_bytes", "0x60", rank="0"),
+            *steps("kv_matches_total", "kv_saves_total"),
+        ],
         40,
     ),
     Case(
@@ -657,6 +692,7 @@ def healthy() -> list[dict[str, str]]:
             ("kv_misses_total", grows, {"reason": "absent"}),
             ("kv_misses_total", still, {"reason": "breaker_open"}),
             ("kv_misses_total", still, {"reason": "corrupt"}),
+            ("kv_matches_total", grows, {}),
             ("kv_loads_total", grows, {"outcome": "complete"}),
             ("kv_loads_total", still, {"outcome": "failed"}),
             ("kv_saves_total", grows, {"outcome": "stored"}),
