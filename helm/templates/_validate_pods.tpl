@@ -31,8 +31,9 @@ monitoring.prometheusRule.enabled is true, and janitor.replicas is 0: its alerts
 
 {{- define "kvstore.validate.pods" -}}
 {{- $reserved := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart" "kvstore/client" }}
-{{- range $group := list "commonLabels" "podLabels" }}
-{{- range $label, $_ := index $.Values $group }}
+{{- $groups := dict "commonLabels" .Values.commonLabels "podLabels" .Values.podLabels "redis.builtIn.podLabels" .Values.redis.builtIn.podLabels }}
+{{- range $group, $labels := $groups }}
+{{- range $label, $_ := $labels }}
 {{- if has $label $reserved }}
 {{ $group }} has {{ $label }}, which the chart sets: Services and policies find pods by it; choose another name.
 {{- end }}

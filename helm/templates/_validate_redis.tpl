@@ -49,13 +49,15 @@ redis.builtIn.maxmemory is more than nine tenths of the memory limit: the kernel
 redis.builtIn.persistence.size is less than twice maxmemory ({{ $maxmemory }} bytes): while the append-only file is rewritten the old one and the new one are on the volume. Raise it.
 {{- end }}
 {{- $own := dict "aclfile" "auth" "requirepass" "auth" "user" "auth" "port" "tls" "bind" "networkPolicy" "protected-mode" "networkPolicy" "dir" "persistence" "appendonly" "persistence" "daemonize" "image" "maxmemory" "maxmemory" "maxmemory-policy" "" "hash-max-listpack-entries" "" "hash-max-listpack-value" "" "hash-max-ziplist-entries" "" "hash-max-ziplist-value" "" "replicaof" "" "slaveof" "" "cluster-enabled" "" "databases" "" "include" "" "loadmodule" "" "rename-command" "" "unixsocket" "" }}
-{{- range $name, $_ := .config }}
+{{- range $name, $value := .config }}
 {{- $low := lower $name }}
 {{- if or (hasKey $own $low) (hasPrefix "tls-" $low) }}
 {{- $other := get $own $low | default (ternary "tls" "" (hasPrefix "tls-" $low)) }}
 redis.builtIn.config.{{ $name }}: {{ if $other }}{{ if eq $other "networkPolicy" }}see networkPolicy{{ else }}see redis.builtIn.{{ $other }}{{ end }}{{ else }}kvstore needs it as the chart has it{{ end }}; take it out of config.
 {{- else if not (regexMatch "^[a-z][a-z0-9-]*$" $name) }}
 redis.builtIn.config has a key that is no directive of redis.conf: names are lower-case letters, digits and dashes.
+{{- else if contains "\n" (toString $value) }}
+redis.builtIn.config.{{ $name }} has a value of several lines: what stands in the second would be another directive; give each a key of its own.
 {{- end }}
 {{- end }}
 {{- end }}

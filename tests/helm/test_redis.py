@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from schemas.settings import Settings
-from tests.helm.chart import ROOT, Manifest, fails, pick, render
+from tests.helm.chart import ROOT, Manifest, fails, pick, render, run
 
 NAME = "cache-kvstore-redis"
 S3 = {"s3": {"bucket": "my-bucket"}}
@@ -108,7 +109,7 @@ def test_a_new_version_of_the_chart_alone_restarts_nothing() -> None:
 
 
 def test_a_mistake_can_be_taken_back() -> None:
-    """A pod that never got ready is replaced by a rollback, without a hand; and GitOps tools see no difference."""
+    """A pod that never got ready is replaced by a rollback alone; GitOps tools see no difference."""
     made = pick(render(built_in()), "StatefulSet")["spec"]
     assert made["podManagementPolicy"] == "Parallel"
     (claim,) = made["volumeClaimTemplates"]
@@ -147,10 +148,13 @@ def test_maxmemory_leaves_room(limit: Any, values: dict[str, Any], expected: int
 
 def test_further_directives_come_last() -> None:
     config = {"activedefrag": True, "maxclients": 20000, "io-threads": "2", "oom-score-adj": False}
+    config["notify-keyspace-events"] = ""
     said = directives(render(built_in(config={**config, "client-output-buffer-limit": ["normal 1mb 1mb 1"]})))
     assert said["activedefrag"] == ["yes"]
     assert said["maxclients"] == ["20000"]
     assert said["io-threads"] == ["2"]
+    # Nothing at all would be a wrong number of arguments, and Redis wouldn't start.
+    assert said["notify-keyspace-events"] == ['""']
     assert said["oom-score-adj"] == ["no"]
     assert said["client-output-buffer-limit"][-1] == "normal 1mb 1mb 1"
 
@@ -256,6 +260,17 @@ def test_clients_get_the_authority_and_not_the_servers_key() -> None:
         for item in source["secret"]["items"]
     ]
     assert keys == ["ca.crt"]
+
+
+def test_what_the_pod_says_of_itself_is_said_once() -> None:
+    """A key that stands twice is the last one to Helm, and an error to Kustomize and Argo CD."""
+    own = {"checksum/config": "mine", "a": "b"}
+    done = run(
+        "template", "cache", str(ROOT / "helm"), "-f", "-", stdin=json.dumps(built_in(podAnnotations=own))
+    )
+    assert done.stdout.count("checksum/config") == 1
+    annotations = pick(render(built_in(podAnnotations=own)), "StatefulSet")["spec"]["template"]["metadata"]
+    assert annotations["annotations"]["a"] == "b" and annotations["annotations"]["checksum/config"] != "mine"
 
 
 def test_places_and_priorities() -> None:
@@ -382,6 +397,12 @@ REFUSED = [
     (built_in(config={"maxmemory-policy": "allkeys-lru"}), "kvstore needs it as the chart has it"),
     (built_in(config={"bind": "1.2.3.4"}), "config.bind: see networkPolicy"),
     (built_in(config={"x\nport": "1"}), "no directive of redis.conf"),
+    (built_in(config={"save": "\nmaxmemory-policy allkeys-lru"}), "a value of several lines"),
+    (built_in(config={"save": ["1 1", "1 1\nport 1"]}), "a value of several lines"),
+    (
+        built_in(podLabels={"app.kubernetes.io/name": "x"}),
+        "redis.builtIn.podLabels has app.kubernetes.io/name",
+    ),
     (external("redis://u:geheim@h/0"), "holds a user or a password"),
     (external("redis://:geheim@h/0"), "holds a user or a password"),
     (external("http://h"), "begins with none of"),

@@ -81,7 +81,7 @@ client-output-buffer-limit normal 256mb 64mb 30
 client-query-buffer-limit 64mb
 {{- range $name, $value := .config }}
 {{- range (kindIs "slice" $value | ternary $value (list $value)) }}
-{{ $name }} {{ if kindIs "bool" . }}{{ ternary "yes" "no" . }}{{ else if kindIs "float64" . }}{{ ternary (. | int64 | toString) (toString .) (eq (floor .) .) }}{{ else }}{{ . }}{{ end }}
+{{ $name }} {{ if kindIs "bool" . }}{{ ternary "yes" "no" . }}{{ else if kindIs "float64" . }}{{ ternary (. | int64 | toString) (toString .) (eq (floor .) .) }}{{ else }}{{ eq (toString .) "" | ternary "\"\"" . }}{{ end }}
 {{- end }}
 {{- end }}
 {{- end -}}
