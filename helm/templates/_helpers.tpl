@@ -62,7 +62,7 @@ annotations:
 
 {{/* dict "root" $ "image" a values' image */}}
 {{- define "kvstore.image" -}}
-{{- $name := printf "%s%s" (ternary "" (printf "%s/" .image.registry) (empty .image.registry)) .image.repository -}}
+{{- $name := printf "%s%s" (ternary "" (printf "%s/" (trimSuffix "/" .image.registry)) (empty .image.registry)) .image.repository -}}
 {{- if .image.digest -}}
 {{- printf "%s@%s" $name .image.digest -}}
 {{- else -}}

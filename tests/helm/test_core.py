@@ -352,6 +352,7 @@ def test_where_pods_go_and_what_they_carry() -> None:
     [
         ({"tag": "1.2"}, "ghcr.io/kvstore/kvstore:1.2"),
         ({"registry": "", "repository": "mine/kv", "tag": "x"}, "mine/kv:x"),
+        ({"registry": "mirror:5000/", "repository": "mine/kv", "tag": "x"}, "mirror:5000/mine/kv:x"),
         ({"tag": "1.2", "digest": "sha256:" + "0" * 64}, "ghcr.io/kvstore/kvstore@sha256:" + "0" * 64),
     ],
 )

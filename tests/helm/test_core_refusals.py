@@ -306,6 +306,7 @@ def test_not_refused(values: dict[str, Any]) -> None:
         (given(payloads__type="nfs"), "payloads.type: payloads.type must be one of"),
         (given(image__digest="md5:1"), "image.digest: Does not match pattern"),
         (given(janitor=None), "janitor is required"),
+        (given(extraEnv=[{"name": "N", "value": 1}]), "extraEnv.0.value: Invalid type. Expected: string"),
     ],
 )
 def test_refused_by_the_schema(values: dict[str, Any], words: str) -> None:
