@@ -3,8 +3,8 @@ nothing."""
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
+import http.client
+import threading
 
 from schemas.serving import ProbeReport
 from schemas.urls import place
@@ -14,23 +14,31 @@ _TIMEOUT_S = 4.0
 _MOST = 4096
 #: Whoever listens everywhere listens here too.
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-#: Not through a proxy of the environment.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def probe(host: str, port: int) -> ProbeReport:
     """Ask what listens at `host`:`port` for /readyz, for a few seconds at most."""
-    url = f"http://{place(_HERE.get(host, host), port)}/readyz"
+    host = _HERE.get(host, host)
+    url = f"http://{place(host, port)}/readyz"
+    told: list[ProbeReport] = []
+    # A socket's timeout begins anew with every byte, and looking up a name has none.
+    asking = threading.Thread(target=lambda: told.append(_ask(host, port, url)), daemon=True)
+    asking.start()
+    asking.join(_TIMEOUT_S)
+    return told[0] if told else ProbeReport(url=url, ready=False, found="no answer: timed out")
+
+
+def _ask(host: str, port: int, url: str) -> ProbeReport:
+    # Neither through a proxy of the environment nor to where a redirection leads.
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
     try:
-        with _OPENER.open(url, timeout=_TIMEOUT_S) as answer:
-            return ProbeReport(url=url, ready=True, found=_text(answer.read(_MOST)))
-    except urllib.error.HTTPError as exc:
-        with exc:
-            return ProbeReport(url=url, ready=False, found=_text(exc.read(_MOST)))
-    except (OSError, ValueError) as exc:  # ValueError: what answers does not speak HTTP
-        reason = getattr(exc, "reason", exc)
-        return ProbeReport(url=url, ready=False, found=f"no answer: {reason}")
-
-
-def _text(body: bytes) -> str:
-    return body.decode("utf-8", "replace").strip()
+        connection.request("GET", "/readyz")
+        answer = connection.getresponse()
+        text = answer.read(_MOST).decode("utf-8", "replace").strip()
+    except http.client.HTTPException:
+        return ProbeReport(url=url, ready=False, found="no answer: what listens there does not speak HTTP")
+    except (OSError, ValueError) as exc:
+        return ProbeReport(url=url, ready=False, found=f"no answer: {exc}")
+    finally:
+        connection.close()
+    return ProbeReport(url=url, ready=answer.status == 200, found=text or f"{answer.status} {answer.reason}")
