@@ -105,20 +105,7 @@ ec-transfer-config: '{{ include "kvstore.vllm.config" (dict "root" $.root "confi
 {{- if .group -}}
 {{- $tree = mergeOverwrite $tree (deepCopy (get .root.Values.vllm.settings .group)) -}}
 {{- end -}}
-{{- include "kvstore.vllm.wholeNumbers" $tree -}}
 {{- toYaml $tree -}}
-{{- end -}}
-
-{{/* Makes integers of a tree's whole numbers. Helm reads every number as a float, and writes the large ones as
-     1e+11, which is a text to YAML. */}}
-{{- define "kvstore.vllm.wholeNumbers" -}}
-{{- range $key, $value := . -}}
-{{- if kindIs "map" $value -}}
-{{- include "kvstore.vllm.wholeNumbers" $value -}}
-{{- else if kindIs "float64" $value -}}
-{{- if eq $value (float64 (int64 $value)) }}{{ $_ := set $ $key (int64 $value) }}{{ end -}}
-{{- end -}}
-{{- end -}}
 {{- end -}}
 
 {{/* Everything the ConfigMap holds. dict "root" $ "namespace" its own */}}

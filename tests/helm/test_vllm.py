@@ -149,7 +149,7 @@ def test_settings_of_one_kind_go_over_those_of_all() -> None:
     common, decode = (settings_of(files[name]) for name in ("settings.yaml", "settings-decode.yaml"))
     assert (common.kv.handoff_wait_s, decode.kv.handoff_wait_s) == (3, 10)
     assert decode.kv.save_decode and decode.index == common.index
-    # Large numbers are written out; 1e+11 would be a text.
+    # A large number is written out; 1e+11 would be a text.
     assert common.transfers.write_bytes == decode.transfers.write_bytes == 10**11
     assert "settings-prefill.yaml" not in files
 

@@ -180,6 +180,12 @@ def test_replicas() -> None:
     assert main_container(manifests, "llm")["args"][-2:] == ["--tensor-parallel-size", "2"]
 
 
+def test_a_budget_where_more_than_one_runs() -> None:
+    manifests = render_example(merged(PD, {"prefill": {"replicas": 3}, "decode": {"replicas": 1}}))
+    assert names(manifests, "PodDisruptionBudget") == {"llm-prefill"}
+    assert names(render_example(VARIANTS["replicas"]), "PodDisruptionBudget") == {"llm"}
+
+
 def test_an_end_has_the_time_that_it_takes() -> None:
     manifests = render_example({"shutdownSeconds": 90})
     spec = pick(manifests, "Deployment")["spec"]["template"]["spec"]

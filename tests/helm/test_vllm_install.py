@@ -1,4 +1,4 @@
-"""What puts kvstore beside vLLM, docs/kubernetes/vllm/files/install.sh: an image and wheels of a few files."""
+"""docs/kubernetes/vllm/files/install.sh: kvstore beside what an image has, whatever that is."""
 
 from __future__ import annotations
 
