@@ -216,8 +216,11 @@ def _of_janitor(state: JanitorState) -> Iterator[Metric]:
     }
     for name, (text, value) in scrubbed.items():
         yield CounterMetricFamily(f"kvstore_janitor_scrubbed_{name}", text, value)
+    # Who leads no longer has left it to another, and would say for ever what it was at the time.
     yield GaugeMetricFamily(
-        "kvstore_janitor_scrub_behind_segments", "Segments whose turn has come, not read yet", scrub.behind
+        "kvstore_janitor_scrub_behind_segments",
+        "Segments whose turn has come, not read yet; 0 of a janitor that does not lead",
+        scrub.behind if state.leader else 0,
     )
 
 

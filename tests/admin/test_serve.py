@@ -34,7 +34,7 @@ from kvstore.index.sqlite import SqliteIndex
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 from kvstore.metrics import MISS_REASONS
 from kvstore.ports import Outcome
-from schemas.janitor import STEPS, Fault, JanitorState, StepState
+from schemas.janitor import STEPS, Fault, JanitorState, ScrubState, StepState
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, PartRecord, SegmentRecord
 from schemas.reports import FastBackend
@@ -505,6 +505,14 @@ def test_ten_scrapers_cost_one(world: World) -> None:
     world.look(WRITTEN_S)
     assert b"kvstore_segments{" in exporter.text("text/plain")[0]
     assert " 3.0" in exporter.text("text/plain")[0].decode().split("kvstore_segments{")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_who_no_longer_leads_is_not_behind(world: World, leads: bool) -> None:
+    # Its count stands still from then on, and the largest of all janitors' is alerted upon.
+    state = a_janitor(world.now).model_copy(update={"leader": leads, "scrub": ScrubState(behind=900)})
+    text = Exporter(world.watch, lambda: state).text("text/plain")[0].decode()
+    assert f"\nkvstore_janitor_scrub_behind_segments {900.0 if leads else 0.0}\n" in text
 
 
 # -- hostile texts -------------------------------------------------------------------------------------------
