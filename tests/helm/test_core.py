@@ -239,6 +239,17 @@ def test_metrics_of_a_janitor_that_is_not_ready_can_be_read() -> None:
     assert spec["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}]
 
 
+def test_its_node_may_be_scaled_away() -> None:
+    """To the cluster autoscaler a pod with a local volume keeps its node, unless it says that it needn't."""
+    key = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
+    for values in (given(), FOLDER, CLAIM):
+        about = deployment(values)["spec"]["template"]["metadata"]["annotations"]
+        local = [one["name"] for one in pod(values)["volumes"] if "emptyDir" in one or "hostPath" in one]
+        assert about[key].split(",") == local
+    own = given(podAnnotations={key: "none"})
+    assert deployment(own)["spec"]["template"]["metadata"]["annotations"][key] == "none"
+
+
 def test_it_ends_before_it_is_killed() -> None:
     from kvstore.cli.commands import serve
 
