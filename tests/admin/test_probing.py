@@ -1,4 +1,4 @@
-"""A probe of something else than `cache-admin serve`: it is not ready, in a sentence, within the probe's time."""
+"""A probe of what is no `cache-admin serve`: not ready, in a sentence, within the time that a probe has."""
 
 from __future__ import annotations
 
