@@ -15,6 +15,7 @@ import yaml
 
 from kvstore.cli.exits import ExitCode
 from tests.helm.chart import Manifest, pick, render
+from tests.helm.pods import containers, pod_templates
 
 BUCKET: dict[str, Any] = {"payloads": {"s3": {"bucket": "my-bucket"}}}
 
@@ -504,13 +505,25 @@ def test_smoke_test() -> None:
     smoke = pick(render(given(service__port=80)), "Pod")
     assert smoke["metadata"]["annotations"]["helm.sh/hook"] == "test"
     policy = smoke["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
-    assert policy == "before-hook-creation,hook-succeeded"
+    assert policy == "before-hook-creation", "helm test --logs finds no pod that is gone"
     (doctor,), (service,) = smoke["spec"]["initContainers"], smoke["spec"]["containers"]
     assert doctor["args"] == ["doctor"]
     assert service["command"] == ["python", "-c"] and service["args"][1] == "http://cache-kvstore:80"
     compile(service["args"][0], "smoke", "exec")
     for values in (given(test__enabled=False), given(janitor__replicas=0)):
         assert not [one for one in render(values) if one["kind"] == "Pod"]
+
+
+def test_every_container_can_be_given_limits() -> None:
+    """As a namespace asks for whose ResourceQuota has limits.cpu: what has none is refused there."""
+    limits = {"resources": {"limits": {"cpu": "1"}}}
+    values = given(janitor=limits, fsck=limits, gc=limits, test=limits, redis__builtIn=limits)
+    seen = 0
+    for what, template in pod_templates(render(values)):
+        for one in containers(template["spec"]):
+            assert one["resources"]["limits"]["cpu"] == "1", (what, one["name"])
+            seen += 1
+    assert seen == 6
 
 
 class _Janitor(BaseHTTPRequestHandler):
