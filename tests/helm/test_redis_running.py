@@ -398,6 +398,23 @@ def test_a_certificate_changes_while_it_runs(tls: RedisRelease, tmp_path: Path) 
     assert tls.execute("sh", "/etc/redis/ready.sh").returncode == 0
 
 
+def test_a_renewed_certificate_is_taken_over_by_itself(tls: RedisRelease) -> None:
+    """By the probe of liveness, which a certificate that can't be read doesn't fail."""
+    name, values = f"{NAME}-tls", {"payloads": {"s3": {"bucket": "my-bucket"}}, **_TLS}
+    first, made = _served_certificate(tls), render(values, namespace="tls", kube="1.32.0")
+    fresh = {key: _decoded(made, name, key).decode() for key in ("tls.crt", "tls.key", "ca.crt")}
+    before = {key: tls.secret(key, name) for key in fresh}
+    tls.patch(fresh | {"tls.key": before["tls.key"]}, name)
+    assert tls.execute("sh", "/etc/redis/alive.sh").returncode == 0
+    tls.patch(before, name)
+    assert _served_certificate(tls) == first
+    tls.patch(fresh, name)
+    assert tls.execute("sh", "/etc/redis/alive.sh").returncode == 0
+    assert _served_certificate(tls) not in (None, first)
+    with tls.index() as index:
+        index.ping()
+
+
 def _served_certificate(release: RedisRelease) -> bytes | None:
     context = ssl.create_default_context(cafile=release.settings().redis.tls_ca)
     with socket.create_connection((release.host, 6379), 5) as plain:
