@@ -69,6 +69,12 @@ def steps(*counters: str) -> list[dict[str, str]]:
     return [engine(counter, "0+9x60") for counter in counters]
 
 
+def uploads(connector: str, failed: str, done: str) -> list[dict[str, str]]:
+    """Of one node's tier."""
+    outcomes = (("upload_failures", failed), ("uploads", done))
+    return [engine(f"{connector}_tier_total", values, event=event) for event, values in outcomes]
+
+
 def ratio(asked: str, served: str) -> list[dict[str, str]]:
     return [
         *[space("asked_blocks_total", asked, instance=one) for one in "ab"],
@@ -577,21 +583,41 @@ CASES = [
     Case(
         "KVStoreOutcomesLost",
         "for long",
-        [engine("kv_events_total", "0+6x120", event="outcomes_lost")],
+        [engine("kv_events_total", "0+6x120", event="outcomes_lost"), engine("kv_matches_total", "0+9x120")],
         90,
         [KV],
     ),
     Case(
         "KVStoreOutcomesLost",
+        "one in a thousand, again and again",
+        [
+            engine("kv_events_total", "0+1x120", event="outcomes_lost"),
+            engine("kv_matches_total", "0+1000x120"),
+            engine("ec_outcomes_lost_total", "0+1x120"),
+            engine("ec_items_total", "0+1000x120", source="store"),
+        ],
+        90,
+    ),
+    Case(
+        "KVStoreOutcomesLost",
+        "nobody asks for anything",
+        [engine("kv_events_total", "0x120", event="outcomes_lost"), engine("kv_matches_total", "0x120")],
+        90,
+    ),
+    Case(
+        "KVStoreOutcomesLost",
         "of items",
-        [engine("ec_outcomes_lost_total", "0+6x120")],
+        [engine("ec_outcomes_lost_total", "0+6x120"), engine("ec_items_total", "0+9x120", source="store")],
         90,
         [{**KV, "connector": "ec"}],
     ),
     Case(
         "KVStoreOutcomesLost",
         "while Redis was restarted",
-        [engine("kv_events_total", "0x9 60x120", event="outcomes_lost")],
+        [
+            engine("kv_events_total", "0x9 60x120", event="outcomes_lost"),
+            engine("kv_matches_total", "0+9x120"),
+        ],
         90,
     ),
     Case(
@@ -606,11 +632,19 @@ CASES = [
     Case(
         "KVStoreUploadsFailing",
         "for long",
-        [engine("ec_tier_total", "0+1x90", event="upload_failures")],
+        uploads("ec", "0+1x90", "0+9x90"),
         60,
         [{"instance": "a", "connector": "ec"}],
     ),
-    Case("KVStoreUploadsFailing", "once", [engine("kv_tier_total", "0x9 4x90", event="upload_failures")], 60),
+    Case(
+        "KVStoreUploadsFailing",
+        "all of the few there are",
+        uploads("kv", "0+1x90", "0x90"),
+        60,
+        [{"instance": "a", "connector": "kv"}],
+    ),
+    Case("KVStoreUploadsFailing", "once", uploads("kv", "0x9 4x90", "0+1x90"), 60),
+    Case("KVStoreUploadsFailing", "one in a thousand, always", uploads("kv", "0+1x90", "0+999x90"), 60),
     Case(
         "KVStoreVersionMix",
         "an engine that was forgotten",
@@ -707,6 +741,7 @@ def healthy() -> list[dict[str, str]]:
             ("kv_tier_total", grows, {"event": "hits_fast"}),
             ("kv_tier_total", still, {"event": "fast_errors"}),
             ("kv_tier_total", still, {"event": "upload_failures"}),
+            ("kv_tier_total", grows, {"event": "uploads"}),
         ):
             world.append(engine(metric, values, **labels, instance=one))
     return world
