@@ -30,6 +30,7 @@ generated: setup-quick ## write again what is made from code: references, the ch
 	@.venv/bin/python -m kvstore.cli.docs >docs/cache-admin.md
 	@.venv/bin/python -m kvstore.cli.settings_docs >docs/settings.md
 	@.venv/bin/python -m kvstore.cli.settings_docs --schema >docs/settings.schema.json
+	@.venv/bin/python -m tools.dashboards
 	@.venv/bin/python -m tools.chart
 	@.venv/bin/python -m tests.helm.golden
 

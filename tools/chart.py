@@ -1,8 +1,7 @@
-"""What is generated from helm/values.yaml: helm/values.schema.json and the table in helm/README.md.
+"""What is generated from a chart's values.yaml: values.schema.json and the table in README.md.
 
-    python -m tools.chart            # writes both
+    python -m tools.chart            # writes both, of the chart in helm/ and of the example in docs/kubernetes/vllm
     python -m tools.chart --check    # says what isn't in step, and writes nothing
-    python -m tools.chart docs/kubernetes/vllm    # those of another chart
 
 Above each key of values.yaml stands a comment:
 
@@ -37,6 +36,7 @@ from schemas.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "helm"
+EXAMPLE = ROOT / "docs" / "kubernetes" / "vllm"
 MARK = "{{ values }}"
 
 Schema = dict[str, Any]
@@ -302,12 +302,13 @@ def generate(chart: Path = CHART) -> tuple[dict[Path, str], list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """0: in step, or written; 1: something is wrong with a comment, or (--check) a file is out of step."""
-    parser = argparse.ArgumentParser(description="Generate the chart's schema and README from values.yaml.")
-    parser.add_argument("chart", nargs="?", type=Path, default=CHART, help="the chart's folder")
+    parser = argparse.ArgumentParser(description="Generate the charts' schemas and READMEs from values.yaml.")
     parser.add_argument("--check", action="store_true", help="compare only")
     options = parser.parse_args(arguments)
     check = options.check
-    files, problems = generate() if options.chart == CHART else generate(options.chart.resolve())
+    files, problems = generate()
+    others, more = generate(EXAMPLE)
+    files, problems = files | others, problems + more
     for path, text in files.items():
         if path.is_file() and path.read_text() == text:
             continue

@@ -95,7 +95,7 @@ def test_the_command(
     (tmp_path / "Chart.yaml").write_text("{version: 1.2.3, appVersion: 4.5.6, kubeVersion: '>=1'}")
     monkeypatch.setattr(chart, "ROOT", tmp_path)
     generate = chart.generate
-    monkeypatch.setattr(chart, "generate", lambda: generate(tmp_path))
+    monkeypatch.setattr(chart, "generate", lambda _=None: generate(tmp_path))
     assert chart.main(["--check"]) == 1 and not (tmp_path / "README.md").exists()
     assert "README.md is not what values.yaml says: python -m tools.chart" in capsys.readouterr().err
     assert chart.main([]) == 0 and chart.main(["--check"]) == 0

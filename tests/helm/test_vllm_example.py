@@ -51,7 +51,7 @@ def test_schema_and_readme_are_what_the_values_say() -> None:
     files, problems = generate(EXAMPLE)
     assert not problems
     for path, text in files.items():
-        assert path.read_text() == text, f"{path.name}: python -m tools.chart docs/kubernetes/vllm"
+        assert path.read_text() == text, f"{path.name}: python -m tools.chart"
 
 
 @each_variant
