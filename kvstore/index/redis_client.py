@@ -11,10 +11,12 @@ Cluster is asked as one from then on.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Self, TypeVar, cast
@@ -24,6 +26,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import MovedError, NoScriptError, RedisClusterException, SlotNotCoveredError
 
 from kvstore.errors import Closed, ConfigError
+from kvstore.index.aside import aside
 from kvstore.index.redis_errors import FAILURES, classified, demoted, denied
 from kvstore.index.redis_opening import cluster, pool, sentinels
 from kvstore.index.redis_sentinel import Deadline, Sentinels
@@ -80,7 +83,10 @@ class RedisClient:
         self._timeout_s = timeout_s
         self._closed = False
         self._cluster = cluster
+        #: Held for moments, never while something is waited for.
         self._becoming = threading.Lock()
+        #: The process that makes the Cluster's client, and the client on its way.
+        self._opening: tuple[int, Future[RedisCluster]] = 0, Future()
         self._sentinels = sentinels
         self._deadline = deadline or Deadline()
 
@@ -178,11 +184,13 @@ class RedisClient:
             raise Closed(f"{operation}: closed")
         began = time.monotonic()
         self._deadline.begin(self._timeout_s)
+        client: _Client | None = None
         try:
             try:
-                return send(self._client())
+                client = self._client()
+                return send(client)
             except FAILURES as exc:
-                if not self._mended(exc, time.monotonic() - began):
+                if not self._mended(exc, client, time.monotonic() - began):
                     raise
             return send(self._client())
         except NoScriptError:
@@ -192,19 +200,16 @@ class RedisClient:
 
     def _client(self) -> _Client:
         """The client to use now. Connects, if it is to be a Cluster's. Raises one of FAILURES."""
-        if self._current is None:
-            self._become_cluster(None)
-        assert self._current is not None
-        return self._current
+        return self._current or self._become_cluster(None)
 
-    def _mended(self, exc: Exception, took_s: float) -> bool:
-        """Whether what failed so, after so long, may be sent once more."""
+    def _mended(self, exc: Exception, client: _Client | None, took_s: float) -> bool:
+        """Whether what `client` failed with so, after so long, may be sent once more."""
         if isinstance(exc, MovedError):
             self._become_cluster(self._first)
             return True
         if isinstance(exc, RedisClusterException) and not isinstance(exc, SlotNotCoveredError):
             # No node that it knew is left. What the URL names may lead to their successors.
-            self._begin_again()
+            self._begin_again(client)
             return False
         if took_s >= self._timeout_s * _STALE_SHARE or denied(exc):
             return False
@@ -212,18 +217,47 @@ class RedisClient:
         lost = isinstance(exc, (redis.ConnectionError, OSError))
         return lost or (self._sentinels is not None and demoted(exc))
 
-    def _become_cluster(self, instead_of: _Client | None) -> None:
+    def _become_cluster(self, instead_of: _Client | None) -> _Client:
+        """A Cluster's client, made once for all calls that need it; each waits until its own deadline.
+
+        redis-py asks one seed after the other, each up to its timeouts.
+        """
         with self._becoming:
-            if self._cluster is None or self._current is not instead_of:
-                return
-            self._current = self._cluster()
+            current = self._current
+            if current is not None and (self._cluster is None or current is not instead_of):
+                return current
+            pid, opening = self._opening
+            if pid != os.getpid() or opening.done():
+                opening = aside(lambda: self._open_cluster(instead_of))
+                self._opening = os.getpid(), opening
+        try:
+            return opening.result(self._deadline.left_s(self._timeout_s))
+        except TimeoutError:
+            if opening.done():
+                raise
+            raise redis.TimeoutError("nodes of the Cluster don't answer in time") from None
+
+    def _open_cluster(self, instead_of: _Client | None) -> RedisCluster:
+        assert self._cluster is not None
+        opened = self._cluster()
+        with self._becoming:
+            self._current = opened
+            closed = self._closed
+        if closed:
+            opened.close()
         if isinstance(instead_of, redis.Redis):
             instead_of.connection_pool.disconnect(inuse_connections=False)
+        return opened
 
-    def _begin_again(self) -> None:
+    def _begin_again(self, failed: _Client | None) -> None:
         with self._becoming:
-            if self._cluster is None or self._current is self._first:
+            # Of several calls that fail with it the first has done this, and there may be another by now.
+            if (
+                self._cluster is None
+                or failed is None
+                or failed is self._first
+                or self._current is not failed
+            ):
                 return
-            former, self._current = self._current, self._first
-        if former is not None:
-            former.close()
+            self._current = self._first
+        failed.close()

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from pydantic import SecretStr
+from redis.exceptions import RedisClusterException
 
 from kvstore.blobs.memory import MemoryPayloads
 from kvstore.build import load_settings
 from kvstore.conformance.chains import CREATED_S, chain, namespace, put_all, served
-from kvstore.errors import PermissionDenied, TransientError
+from kvstore.errors import DeadlineExceeded, PermissionDenied, TransientError
+from kvstore.index import redis_opening
 from kvstore.index.redis import RedisIndex
 from kvstore.keys import NamespaceId
 from kvstore.metrics import Counters
@@ -142,3 +151,83 @@ def test_one_seed_of_several_is_enough(redis_cluster: RedisClusterServers) -> No
         for port in redis_cluster.ports:
             with redis.Redis(port=port, password="right-secret", protocol=2) as raw:
                 raw.config_set("requirepass", "")
+
+
+@pytest.fixture
+def mute_seeds() -> Iterator[str]:
+    """The URL of three seeds that take connections and answer nothing."""
+    with ExitStack() as stack:
+        seeds = [stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64)) for _ in range(3)]
+        yield "redis://{}/0".format(",".join(f"127.0.0.1:{seed.getsockname()[1]}" for seed in seeds))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="don't answer in time"):
+        call()
+    return time.monotonic() - began
+
+
+def test_seeds_that_hang_cost_each_call_its_own_deadline(mute_seeds: str) -> None:
+    with RedisIndex.from_settings(mute_seeds, RedisSettings(timeout_s=0.3)) as index:
+        assert _seconds(index.ping) < 0.6
+        with ThreadPoolExecutor(8) as threads:
+            took = [threads.submit(_seconds, index.ping) for _ in range(8)]
+            assert max(one.result() for one in took) < 0.6
+
+
+def test_a_process_that_forks_while_seeds_are_asked_does_not_wait_for_ever(mute_seeds: str) -> None:
+    with RedisIndex.from_settings(mute_seeds, RedisSettings(timeout_s=0.3)) as index:
+        assert _seconds(index.ping) < 0.6  # and the seeds are still being asked
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            status = 1
+            try:
+                status = 0 if _seconds(index.ping) < 0.6 else 1
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_one_that_was_slow_to_be_found_is_there_for_the_next_call(
+    redis_cluster: RedisClusterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = ",".join(f"127.0.0.1:{port}" for port in redis_cluster.ports)
+    made = []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        time.sleep(0.5)
+        return redis.RedisCluster(*args, **options)
+
+    monkeypatch.setattr(redis_opening, "RedisCluster", slow)
+    with RedisIndex.from_settings(f"redis://{hosts}/0", RedisSettings(timeout_s=0.3)) as index:
+        assert _seconds(index.ping) < 0.45
+        index.ping()
+        assert len(made) == 1
+
+
+def test_a_client_that_failed_is_left_once(redis_cluster: RedisClusterServers) -> None:
+    """Of several calls that it has failed none may leave what was made since."""
+    hosts = ",".join(f"127.0.0.1:{port}" for port in redis_cluster.ports)
+    with RedisIndex.from_settings(f"redis://{hosts}/0", RedisSettings()) as index:
+        index.ping()
+        client = index._client
+        former = client._current
+        both = threading.Barrier(2)
+
+        def fails(used: Any) -> Any:
+            if used is former:
+                both.wait(10)
+                raise RedisClusterException("no node is left")
+            return used.execute_command("PING")
+
+        with ThreadPoolExecutor(2) as threads:
+            failed = [threads.submit(client._attempt, "test", fails) for _ in range(2)]
+            assert all(isinstance(one.exception(), TransientError) for one in failed)
+        index.ping()
+        present = client._current
+        assert present is not former
+        client._begin_again(former)
+        assert client._current is present
