@@ -38,10 +38,14 @@ class TlsConnection(redis.SSLConnection):
 
     def on_connect_check_health(self, check_health: bool = True) -> None:
         super().on_connect_check_health(check_health)
-        self.send_command("PING", check_health=False)  # type: ignore[no-untyped-call]
-        # Whoever may not do so much is told by the command that comes next.
-        with suppress(redis.ResponseError, AuthenticationError):
-            self.read_response()
+        _read_from(self)
+
+
+def _read_from(connection: Any) -> None:
+    connection.send_command("PING", check_health=False)
+    # Whoever may not do so much is told by the command that comes next.
+    with suppress(redis.ResponseError, AuthenticationError):
+        connection.read_response()
 
 
 def pool(
@@ -74,6 +78,9 @@ def pool(
 def cluster(location: RedisLocation, settings: RedisSettings) -> Callable[[], RedisCluster]:
     """What makes a client of the Cluster that the hosts are part of, and asks them for its nodes."""
     options = _login(location, settings) | _options(settings, tls=location.tls)
+    if location.tls:
+        # The class of its connections can't be chosen: this does for them what TlsConnection does.
+        options["redis_connect_func"] = _read_from
 
     def make() -> RedisCluster:
         return RedisCluster(

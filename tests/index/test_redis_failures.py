@@ -337,7 +337,7 @@ def test_settings_win_over_the_url() -> None:
     )
     index = RedisIndex.from_settings("rediss://x:y@example.org:7000/5", given_)
     pool = index._client._first.connection_pool
-    assert pool.connection_class is redis.SSLConnection
+    assert issubclass(pool.connection_class, redis.SSLConnection)
     assert pool.max_connections == 3
     options = pool.connection_kwargs
     wanted = {

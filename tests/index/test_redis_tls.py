@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +105,35 @@ def test_every_connection_is_good_at_once(papers: Papers, port: int) -> None:
         for _ in range(40):
             index.ping()
             index._client._first.connection_pool.disconnect()
+
+
+def test_every_connection_to_a_cluster_is_good_at_once(papers: Papers, port: int, tmp_path: Path) -> None:
+    """Without a password nothing else is read from it before the first command."""
+    number, bus = _free_port(), _free_port()
+    options = ["--tls-port", str(number), "--tls-auth-clients", "no", "--tls-cluster", "yes"]
+    options += ["--tls-ca-cert-file", papers["ca.crt"], "--tls-cert-file", papers["server.crt"]]
+    options += [
+        "--tls-key-file",
+        papers["server.key"],
+        "--cluster-enabled",
+        "yes",
+        "--cluster-port",
+        str(bus),
+    ]
+    with RedisServer(tmp_path / "node", *options) as node:
+        assert node.command("CLUSTER", "ADDSLOTSRANGE", "0", "16383") == b"+OK"
+        until_s = time.monotonic() + 20
+        while b"cluster_state:ok" not in node.command("CLUSTER", "INFO"):
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        url = f"rediss://127.0.0.1:{number},localhost:{number}/0"
+        careless = papers.trusting.model_copy(update={"tls_verify": False})
+        with RedisIndex.from_settings(url, careless) as index:
+            for _ in range(40):
+                index.ping()
+                client: Any = index._client._current
+                for each in client.get_nodes():
+                    each.redis_connection.connection_pool.disconnect()
 
 
 def test_a_server_is_verified(papers: Papers, port: int) -> None:
