@@ -95,6 +95,11 @@ FIRED = {"failed": 10, "stored": 90}
 ASKED, SERVED = "0+60000x156", "0+36000x156"
 COLLAPSED = "0+36000x144 5190000+6000x12"
 
+#: Of a CronJob, by the minute: due at every full hour; the same, unseen for two minutes; and done at ten past.
+HOURLY = " ".join(str(m // 60 * 3600) for m in range(600))
+HOURLY_GAP = HOURLY.replace(" 14400 14400 14400 ", " 14400 stale _ ", 1)
+HOURLY_DONE = " ".join(str((m - 10) // 60 * 3600 + 600) for m in range(600))
+
 CASES = [
     Case("KVStoreIndexDown", "for nobody", both("kvstore_up", DOWN, DOWN, backend="index"), 4, [{}]),
     Case("KVStoreIndexDown", "for one of two", both("kvstore_up", UP, DOWN, backend="index"), 30),
@@ -683,6 +688,25 @@ CASES = [
         [cron("schedule", "0x600", "cache-kvstore-fsck")],
         500,
         [{"namespace": "inference", "cronjob": "cache-kvstore-fsck"}],
+    ),
+    Case(
+        "KVStoreCronJobFailing",
+        "due every hour, and never done; kube-state-metrics is restarted",
+        [
+            cron("schedule", HOURLY_GAP, "cache-kvstore-gc"),
+            cron("successful", "-3600x241 stale _ -3600x360", "cache-kvstore-gc"),
+        ],
+        500,
+        [{"namespace": "inference", "cronjob": "cache-kvstore-gc"}],
+    ),
+    Case(
+        "KVStoreCronJobFailing",
+        "due every hour, and done within minutes",
+        [
+            cron("schedule", HOURLY, "cache-kvstore-gc"),
+            cron("successful", HOURLY_DONE, "cache-kvstore-gc"),
+        ],
+        599,
     ),
     Case(
         "KVStoreCronJobFailing",
