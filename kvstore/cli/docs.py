@@ -25,7 +25,8 @@ _INTRO = """\
 Looks after a kvstore cache. It reads the same settings as the connectors, so where an engine runs with
 `KVSTORE_PAYLOADS` and `KVSTORE_INDEX` in its environment, `cache-admin status` needs no options.
 
-It comes with the extra `cli`: `pip install 'kvstore[cli]'`.
+It comes with the extra `cli`: `pip install '.[cli]'` in a checkout. Where its script is not on the
+path, as in an engine's pod, `python -m kvstore.cli` is the same.
 
 Data goes to stdout, everything else to stderr. Commands that take something away say first what they would
 do, and do it with `--apply` (`gc`: `--delete`, `fsck`: `--repair`). Of the others, `doctor` writes one probe
