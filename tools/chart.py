@@ -1,6 +1,6 @@
 """What is generated from a chart's values.yaml: values.schema.json and the table in README.md.
 
-    python -m tools.chart            # writes both, of the chart in helm/ and of the example in docs/kubernetes/vllm
+    python -m tools.chart            # writes both, of helm/ and of the example in docs/kubernetes/vllm
     python -m tools.chart --check    # says what isn't in step, and writes nothing
 
 Above each key of values.yaml stands a comment:
