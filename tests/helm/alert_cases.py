@@ -95,7 +95,7 @@ FIRED = {"failed": 10, "stored": 90}
 ASKED, SERVED = "0+60000x156", "0+36000x156"
 COLLAPSED = "0+36000x144 5190000+6000x12"
 
-#: Of a CronJob, by the minute: due at every full hour; the same, unseen for two minutes; and done at ten past.
+#: Of a CronJob, by the minute: due at every full hour; the same, with a gap; and done at ten past.
 HOURLY = " ".join(str(m // 60 * 3600) for m in range(600))
 HOURLY_GAP = HOURLY.replace(" 14400 14400 14400 ", " 14400 stale _ ", 1)
 HOURLY_DONE = " ".join(str((m - 10) // 60 * 3600 + 600) for m in range(600))
@@ -392,6 +392,47 @@ CASES = [
             *steps("kv_matches_total", "kv_saves_total"),
         ],
         40,
+    ),
+    Case(
+        "KVStoreEnginesAbsent",
+        "their names have an underscore",
+        [space("requests_total", "0+9x120"), series("vllm_kvstore_kv_info", "1x120", version="1")],
+        100,
+        [{}],
+    ),
+    Case(
+        "KVStoreEnginesAbsent",
+        "another release's are there",
+        [space("requests_total", "0+9x120"), engine("kv_info", "1x120", version="1", release="other/cache")],
+        100,
+        [{}],
+    ),
+    Case(
+        "KVStoreEnginesAbsent",
+        "they are there",
+        [space("requests_total", "0+9x120"), engine("kv_info", "1x120", version="1")],
+        100,
+    ),
+    Case(
+        "KVStoreEnginesAbsent",
+        "encoders alone are there",
+        [space("requests_total", "0+9x120"), engine("ec_info", "1x120", version="1")],
+        100,
+    ),
+    Case(
+        "KVStoreEnginesAbsent",
+        "there are none: scaled to zero",
+        [space("requests_total", "0+9x30 270x140"), engine("kv_info", "1x30 stale", version="1")],
+        100,
+    ),
+    Case(
+        "KVStoreEnginesAbsent",
+        "one comes for ten minutes an hour",
+        [
+            space("requests_total", "0+9x10 90x50 99+9x10 189x50"),
+            engine("kv_info", "1x11 stale _x49 1x11 stale", version="1"),
+        ],
+        119,
     ),
     Case(
         "KVStoreEnginesCutOff",
@@ -741,6 +782,7 @@ def healthy() -> list[dict[str, str]]:
         *both("kvstore_index_limit_bytes", "100x200", "100x200"),
         *[space("segments", "1000x200", instance=one) for one in "ab"],
         *ratio("0+6000x200", "0+3000x200"),
+        *[space("requests_total", "0+60x200", instance=one) for one in "ab"],
     ]
     # An engine's counters begin anew.
     grows, still = f"0+100x{gone} _x3 0+100x{back}", f"0x{gone} _x3 0x{back}"

@@ -305,7 +305,6 @@ UNSEEN = {
     "kvstore_janitor_scrubbed_evicted_segments_total",
     "kvstore_janitor_scrubbed_payloads_total",
     "kvstore_janitor_step_done_total",
-    "vllm:kvstore_kv_matches_total",
     "vllm:kvstore_kv_loaded_blocks_total",
     "vllm:kvstore_kv_saved_segments_total",
 }

@@ -179,7 +179,7 @@ _BRINGS = Row(
             (Query(counted("kvstore_requests_total"), WHO),),
             "Requests that engines have told the index about. Fewer than there are: engines are cut off, or "
             "outcomes are lost.",
-            alerts=("KVStoreOutcomesLost",),
+            alerts=("KVStoreOutcomesLost", "KVStoreEnginesAbsent"),
         ),
         Panel(
             "Worth of what is stored",
