@@ -154,8 +154,10 @@ def schema(values: list[Value]) -> Schema:
         "title": "Values of the kvstore chart",
         **_group(values),
     } | {
-        # Helm hands it to every subchart of a larger chart.
-        "properties": _group(values)["properties"] | {"global": {"type": "object"}},
+        # Helm hands the one to every subchart of a larger chart; the other is what the larger one's `condition`
+        # usually asks, and Helm itself reads.
+        "properties": _group(values)["properties"]
+        | {"global": {"type": "object"}, "enabled": {"type": "boolean"}},
     }
 
 

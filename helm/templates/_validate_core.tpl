@@ -11,6 +11,9 @@
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) }}
 {{ ternary "fullnameOverride" "the release" (eq $full .Values.fullnameOverride) }} is called {{ ternary $full .Release.Name (eq $full .Values.fullnameOverride) }}, and Services with it, whose names begin with a letter and have no dot: set fullnameOverride to a name such as kvstore-1.
 {{- end }}
+{{- if eq (toString .Values.enabled) "false" }}
+enabled is false, which says something only to a larger chart that names it in the condition of this dependency: name it there, or install nothing.
+{{- end }}
 {{- end -}}
 
 {{- define "kvstore.validate.s3" -}}

@@ -519,17 +519,23 @@ def test_examples_of_the_readme_render() -> None:
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-def test_as_a_part_of_another_chart(tmp_path: Path) -> None:
-    """Helm hands a subchart `global`, and its values under its name."""
+@pytest.mark.parametrize("condition", ["cache", "kvstore.enabled"])
+def test_as_a_part_of_another_chart(tmp_path: Path, condition: str) -> None:
+    """Helm hands a subchart `global`, and its values under its name, what switches it on among them."""
     (tmp_path / "charts").mkdir()
     (tmp_path / "charts" / "kvstore").symlink_to(CHART)
     about = {"apiVersion": "v2", "name": "platform", "version": "1.0.0"}
-    about["dependencies"] = [{"name": "kvstore", "version": ">=0", "condition": "cache"}]  # type: ignore[assignment]
+    about["dependencies"] = [{"name": "kvstore", "version": ">=0", "condition": condition}]  # type: ignore[assignment]
     (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(about))
-    values = {"global": {"x": 1}, "cache": True, "kvstore": {"payloads": {"s3": {"bucket": "my-bucket"}}}}
-    done = run("template", "p", str(tmp_path), "-f", "-", stdin=json.dumps(values))
-    assert done.returncode == 0, done.stderr
-    assert pick([one for one in yaml.safe_load_all(done.stdout) if one], "Deployment")
+    for on in (True, False):
+        ours = {"payloads": {"s3": {"bucket": "my-bucket"}}} | (
+            {"enabled": on} if condition == "kvstore.enabled" else {}
+        )
+        values = {"global": {"x": 1}, "cache": on, "kvstore": ours}
+        done = run("template", "p", str(tmp_path), "-f", "-", stdin=json.dumps(values))
+        assert done.returncode == 0, done.stderr
+        made = [one["kind"] for one in yaml.safe_load_all(done.stdout) if one]
+        assert ("Deployment" in made) == on
 
 
 def test_a_package_holds_what_it_needs(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def cache(**more: Any) -> dict[str, Any]:
 
 #: Values, and what the sentence begins with.
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (given(enabled=False), "enabled is false, which says something only to a larger chart"),
     (given(fullnameOverride="1234"), "fullnameOverride is called 1234, and Services with it"),
     # The bucket.
     ({}, "payloads.s3.bucket is empty: name the bucket"),
