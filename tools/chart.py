@@ -154,8 +154,8 @@ def schema(values: list[Value]) -> Schema:
         "title": "Values of the kvstore chart",
         **_group(values),
     } | {
-        # Helm hands the one to every subchart of a larger chart; the other is what the larger one's `condition`
-        # usually asks, and Helm itself reads.
+        # Helm hands the one to every subchart of a larger chart, and reads the other itself, where the larger
+        # chart's `condition` names it.
         "properties": _group(values)["properties"]
         | {"global": {"type": "object"}, "enabled": {"type": "boolean"}},
     }
