@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 def aside(work: Callable[[], _T], *, late: Callable[[_T], None] = lambda _: None) -> Future[_T]:
     """Begin `work` on a thread of its own. If the future was cancelled meanwhile, `late` gets the result.
 
-    Where no thread can be started any more it fails with OSError: to callers that is a network out of reach.
+    Raises OSError where no thread can be started: there are too many, or the interpreter ends.
     """
     future: Future[_T] = Future()
 
@@ -31,6 +31,23 @@ def aside(work: Callable[[], _T], *, late: Callable[[_T], None] = lambda _: None
 
     try:
         threading.Thread(target=run, name="kvstore-aside", daemon=True).start()
-    except RuntimeError as exc:  # too many of them, or the interpreter ends
-        future.set_exception(OSError(str(exc)))
+    except RuntimeError as exc:
+        raise OSError(str(exc)) from exc
     return future
+
+
+def within(wait_s: float, work: Callable[[], _T], *, late: Callable[[_T], None]) -> _T:
+    """What `work` returns or raises; TimeoutError if that takes longer, and `late` gets what it returns then.
+
+    Where no thread can be started it takes as long as it takes.
+    """
+    try:
+        future = aside(work, late=late)
+    except OSError:
+        return work()
+    try:
+        return future.result(wait_s)
+    except TimeoutError:
+        if future.cancel():
+            raise
+        return future.result()  # its own, or just in time

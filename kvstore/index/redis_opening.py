@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 
 from kvstore.errors import ConfigError
+from kvstore.index.aside import within
 from kvstore.index.redis_sentinel import Deadline, MasterConnection, Sentinels, TlsMasterConnection
 from schemas.settings import RedisSettings
 from schemas.urls import RedisLocation
@@ -29,7 +31,21 @@ _NAMELESS: dict[str, Any] = (
 )
 
 
-class TlsConnection(redis.SSLConnection):
+class _Timely(redis.Connection):
+    """Made in time, or not: getaddrinfo knows no deadline, and each address of a name has one of its own."""
+
+    def _connect(self) -> Any:
+        connect: Callable[[], socket.socket] = super()._connect
+        # Time for a second address if the first is dead, or for the handshake of TLS.
+        wait_s = float(self.socket_connect_timeout or 0) + float(self.socket_timeout or 0)
+        return within(wait_s, connect, late=socket.socket.close)
+
+
+class TcpConnection(_Timely):
+    """A connection to one server."""
+
+
+class TlsConnection(_Timely, redis.SSLConnection):
     """A connection over TLS that has been read from when the pool gets it.
 
     With TLS 1.3 a server sends session tickets after the handshake, and to redis-py 8.1's pool a connection
@@ -64,7 +80,7 @@ def pool(
         kind = redis.UnixDomainSocketConnection
         options["path"] = location.path
     else:
-        kind = TlsConnection if location.tls else redis.Connection
+        kind = TlsConnection if location.tls else TcpConnection
         options["host"], options["port"] = location.hosts[0]
     return redis.BlockingConnectionPool(  # type: ignore[no-untyped-call]
         connection_class=kind,

@@ -21,15 +21,18 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import redis
 
 from kvstore.errors import KVStoreError, PermissionDenied, TransientError
+from kvstore.index.aside import aside, within
 from kvstore.index.redis_errors import FAILURES, demoted, denied
 from schemas.urls import place
 
@@ -119,7 +122,8 @@ class Sentinels:
         if time.monotonic() >= self._look_s:
             # Of several threads that come here at once one finds the lock taken and ends.
             self._look_s = time.monotonic() + _LOOK_S
-            threading.Thread(target=self._look, daemon=True).start()
+            with suppress(OSError):
+                aside(self._look)
         return address == self._known and not self._doubted
 
     def confirm(self, address: Address) -> None:
@@ -214,11 +218,10 @@ class Sentinels:
         """Answers of all, or of a majority that names a master, or as many as there are in time."""
         arrived: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         for host in self._hosts:
-            threading.Thread(
-                target=lambda host=host: arrived.put(self._ask_one(host)),
-                name="kvstore-sentinel",
-                daemon=True,
-            ).start()
+            try:
+                aside(lambda host=host: arrived.put(self._ask_one(host)))  # type: ignore[misc]
+            except OSError as exc:
+                arrived.put(Answer(place(*host), problem=str(exc)))
         until = time.monotonic() + wait_s
         answers: list[Answer] = []
         while len(answers) < len(self._hosts):
@@ -322,8 +325,10 @@ class MasterConnection(redis.Connection):
         self.socket_connect_timeout = min(self._connect_s, left_s)
         # For the handshake of TLS.
         self.socket_timeout = left_s
+        connect: Callable[[], socket.socket] = super()._connect
         try:
-            sock = super()._connect()  # type: ignore[no-untyped-call]
+            # Sentinels may announce names, and looking up a name knows no deadline.
+            sock = within(left_s, connect, late=socket.socket.close)
         except OSError:
             self._sentinels.doubt(self._address)
             raise

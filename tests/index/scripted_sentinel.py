@@ -19,6 +19,7 @@ class ScriptedSentinel:
     def __init__(self, master: int = 0, *, epoch: int = 0, context: ssl.SSLContext | None = None) -> None:
         """`context`: of a server, to speak TLS."""
         self.master = master
+        self.host = "127.0.0.1"
         self.epoch = epoch
         self.flags = "master"
         #: Answered to everything; without the "-".
@@ -64,7 +65,7 @@ class ScriptedSentinel:
         self.asked += 1
         if self.error:
             return b"-%s\r\n" % self.error.encode()
-        fields = {"name": MASTER, "ip": "127.0.0.1", "port": str(self.master), "flags": self.flags}
+        fields = {"name": MASTER, "ip": self.host, "port": str(self.master), "flags": self.flags}
         fields["config-epoch"] = str(self.epoch)
         if verb == b"SENTINEL MASTERS":
             return b"*1\r\n" + _flat(fields)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import redis
@@ -485,3 +488,33 @@ def _outcome(
     except Exception as exc:
         return type(exc)
     return None
+
+
+def test_a_name_that_is_not_found_in_time(
+    private_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is connected late is closed: nobody would ever use it."""
+    real = socket.getaddrinfo
+
+    def slowly(host: str, *args: Any, **options: Any) -> Any:
+        if host == "redis.invalid":
+            time.sleep(0.8)
+            host = "127.0.0.1"
+        return real(host, *args, **options)
+
+    def accepted(kind: str) -> int:
+        told = private_redis.command("INFO").decode()
+        return int(re.search(rf"{kind}:(\d+)", told)[1])  # type: ignore[index]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    before = accepted("total_connections_received")
+    url = f"redis://redis.invalid:{private_redis.port}/0"
+    with RedisIndex.from_settings(url, RedisSettings(timeout_s=0.2, connect_timeout_s=0.2)) as index:
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            index.ping()
+        assert time.monotonic() - began < 0.7
+        time.sleep(0.6)
+        # The late one, and this question's.
+        assert accepted("total_connections_received") - before == 2
+        assert accepted("connected_clients") == 1

@@ -5,11 +5,13 @@ The Sentinels of most tests are scripted, so that they can hang, lie and be late
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from kvstore.build import load_settings, open_store
 from kvstore.catalogue import Usage
 from kvstore.conformance.chains import chain, namespace, put, served
 from kvstore.errors import DeadlineExceeded, KVStoreError, PermissionDenied, TransientError
-from kvstore.index import redis_sentinel
+from kvstore.index import aside, redis_sentinel
 from kvstore.index.redis import RedisIndex
 from kvstore.keys import NamespaceId
 from kvstore.store import Space
@@ -311,6 +313,47 @@ def test_everything_hangs_within_one_deadline(fleet: Fleet) -> None:
             fleet.servers[0].resume()
         assert isinstance(error, DeadlineExceeded)
         assert 0.5 < took_s < 0.8
+
+
+def test_a_masters_name_that_is_not_found_in_time(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def slowly(host: str, *args: Any, **options: Any) -> Any:
+        if host == "master.invalid":
+            time.sleep(1.5)
+            host = "127.0.0.1"
+        return real(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    for one in fleet.sentinels:
+        one.host = "master.invalid"
+    with fleet.open(SETTINGS.model_copy(update={"timeout_s": 0.5})) as index:
+        error, took_s = failing(index.ping)
+        assert isinstance(error, DeadlineExceeded)
+        assert took_s < 0.8
+
+
+def test_without_threads_what_is_known_goes_on_being_used(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the limit of a container's, or when the interpreter ends."""
+
+    def refused(**_: object) -> object:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(redis_sentinel, "_LOOK_S", 0.0)
+    with fleet.open() as index, fleet.open() as stranger:
+        index.ping()
+        monkeypatch.setattr(aside, "threading", SimpleNamespace(Thread=refused))
+        index.ping()
+        sentinels = index._client.sentinels
+        assert sentinels is not None
+        assert sentinels.known is not None
+        sentinels.doubt(sentinels.known)
+        index.ping()
+        error, took_s = failing(stranger.ping)
+        assert "can't start new thread" in str(error)
+        assert took_s < 0.2
 
 
 def test_a_master_that_is_down_is_not_tried(fleet: Fleet) -> None:
