@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from kvstore.admin.cache import Cache
 from kvstore.admin.checking import Depth
@@ -99,6 +100,25 @@ def test_orphans_of_a_certain_age(admin: Admin, world: World) -> None:
     assert all(world.whole(one) for one in world.written[:2])
     with world.cache() as cache:
         assert fsck(cache, depth=Depth(percent=100.0)).found == 0
+
+
+@pytest.mark.servers
+def test_what_a_newer_release_has_written_is_no_waste(redis_url: str, tmp_path: Path) -> None:
+    """As after a rollback: to this release's scripts such a namespace is empty."""
+    folder = tmp_path / "cache"
+    world = World(
+        {"payloads": f"file://{folder}", "index": redis_url}, RawFolder(folder), RawRedis(redis_url)
+    )
+    newer, other = world.write(KV, chain("a", 4), 0), world.write(TWO_RANKS, chain("b", 3), 0)
+    done = orphan(world, 2 * HOUR_S, TWO_RANKS)
+    age(world, newer.names[0], 2 * HOUR_S)
+    with redis.Redis.from_url(redis_url, protocol=2) as client:
+        where = f"kvs:{{{newer.name}}}:"
+        client.hset(f"{where}meta", "schema", "3")
+        client.hdel(f"{where}meta", "bucket_bits")
+        client.rename(f"{where}segs", f"{where}segments")
+    assert run(world, delete=True).deleted.objects == len(done.names)
+    assert (there(world, newer), there(world, other)) == ([True], [True, True])
 
 
 def test_what_waits_for_other_ranks_is_not_waste(world: World) -> None:
