@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.helm.chart import CHART
 from tests.helm.monitoring import DASHBOARDS, NAMED, dashboards, queries
-from tests.helm.prometheus import metrics
+from tests.helm.prometheus import grouped, metrics
 from tools.dashboards.grafana import Dashboard, Panel, Query, Row, made
 
 NAMES = [path.name for path in DASHBOARDS]
@@ -142,6 +144,38 @@ def test_every_query_chooses_its_release_and_of_the_index_the_maximum() -> None:
                 assert re.search(rf"max( by \([^)]*\))? ?\((rate\()?{re.escape(name)}", expr) or (
                     "kvstore_quota" in name and re.search(r"max( by \(scope\))? ?\(", expr)
                 ), f"{panel}: {name} of several servers"
+
+
+def test_a_release_that_is_down_does_not_hide_behind_another() -> None:
+    """Every release is chosen at first."""
+    [expr] = [expr for panel, expr, _ in queries() if panel == "kvstore-overview.json: Backends"]
+    assert grouped(expr) == {"release", "backend"}
+
+
+def test_two_hundred_engines_are_no_legend_of_two_hundred() -> None:
+    of_each = [(panel, expr) for panel, expr, legend in queries() if "{{instance}}" in legend]
+    assert len(of_each) > 20
+    for panel, expr in of_each:
+        assert re.match(r"(top|bottom)k\(\$most, ", expr), panel
+
+
+def test_rates_see_two_scrapes_at_the_charts_interval_whatever_the_data_source_says() -> None:
+    # Grafana takes four times the least step of a query for $__rate_interval, or of its data source: 15 s by
+    # default, in which a scrape every 30 s is one sample or two.
+    tree = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["monitoring"]
+    intervals = {tree[name]["interval"] for name in ("serviceMonitor", "podMonitor", "engines")}
+    for name in NAMES:
+        for panel in panels(name):
+            assert {target["interval"] for target in panel["targets"]} == intervals, panel["title"]
+
+
+def test_a_table_says_what_it_counts() -> None:
+    [panel] = [panel for name in NAMES for panel in panels(name) if panel["type"] == "table"]
+    [named] = [one["options"]["renameByName"] for one in panel["transformations"] if one["id"] == "organize"]
+    assert named == {
+        f"Value #{target['refId']}": title
+        for target, title in zip(panel["targets"], ("servers", "engines"), strict=True)
+    }
 
 
 def test_panels_flow() -> None:

@@ -138,13 +138,13 @@ class World:
     @property
     def chosen(self) -> dict[str, str]:
         """Grafana's variables, one of each chosen; the engines' dashboard calls a model as it is served."""
-        return {"release": RELEASE, "namespace": self.filled.kv_id, "tenant": "default", "gpus": "8",
-                "__rate_interval": WINDOW, "instance": ".*", "model": "tiny-random|served"}  # fmt: skip
+        chosen = {"release": RELEASE, "namespace": self.filled.kv_id, "tenant": "default", "instance": ".*"}
+        return self.everything | chosen | {"model": "tiny-random|served", "gpus": "8"}
 
     @property
     def everything(self) -> dict[str, str]:
         every = dict.fromkeys(("release", "namespace", "model", "tenant", "instance"), ".*")
-        return every | {"gpus": "1", "__rate_interval": WINDOW}
+        return every | {"gpus": "1", "most": "20", "__rate_interval": WINDOW}
 
 
 def serving(folder: Path, redis: RedisServer) -> tuple[Filled, list[str]]:

@@ -9,22 +9,36 @@ _ENGINE = ("model_name", "instance", "engine")
 _WHO = "{{model_name}} {{instance}} {{engine}}"
 
 
+def _most(expr: str) -> str:
+    """Of what each engine has, the largest: two hundred are no picture."""
+    return f"topk($most, {expr})"
+
+
+def _least(expr: str) -> str:
+    return f"bottomk($most, {expr})"
+
+
 def _percentiles(histogram: str) -> tuple[Query, ...]:
     """Over all chosen engines, and the worst percentile of each."""
     queries = [Query(percentile(part, histogram), f"p{100 * part:g}, all") for part in (0.5, 0.95, 0.99)]
-    return (*queries, Query(percentile(0.99, histogram, *_ENGINE), f"p99 {_WHO}"))
+    return (*queries, Query(_most(percentile(0.99, histogram, *_ENGINE)), f"p99 {_WHO}"))
 
 
 def _state(gauge: str, *labels: str) -> str:
-    return f"sum by ({', '.join([*_ENGINE, *labels])}) (vllm:kvstore_{gauge}{{{ENGINE}}})"
+    return _most(f"sum by ({', '.join([*_ENGINE, *labels])}) (vllm:kvstore_{gauge}{{{ENGINE}}})")
 
 
 def _by(metric: str, *labels: str) -> str:
     return of_engines(f"vllm:kvstore_{metric}", *labels, match=ENGINE)
 
 
+def _unsaved(outcome: str) -> str:
+    saves = "vllm:kvstore_kv_saves_total"
+    return _most(share(saves, *_ENGINE, match=ENGINE, of=HAD_TO, outcome=outcome))
+
+
 def _tier(gauge: str, what: str) -> Query:
-    return Query(f"max by (instance) (vllm:kvstore_{gauge}{{{ENGINE}}})", f"{{{{instance}}}} {what}")
+    return Query(_most(f"max by (instance) (vllm:kvstore_{gauge}{{{ENGINE}}})"), f"{{{{instance}}}} {what}")
 
 
 _LATENCY = Row(
@@ -150,7 +164,10 @@ _TRAFFIC = Row(
             "percentunit",
             (
                 Query(
-                    f"{_by('kv_loaded_tokens_total', *_ENGINE)} / {_by('kv_asked_tokens_total', *_ENGINE)}",
+                    _least(
+                        f"{_by('kv_loaded_tokens_total', *_ENGINE)}"
+                        f" / {_by('kv_asked_tokens_total', *_ENGINE)}"
+                    ),
                     _WHO,
                 ),
             ),
@@ -206,10 +223,10 @@ _TRAFFIC = Row(
             "timeseries",
             "Bps",
             (
-                Query(_by("kv_loaded_bytes_total", *_ENGINE), f"loaded {_WHO}"),
-                Query(_by("kv_saved_bytes_total", *_ENGINE), f"saved {_WHO}"),
-                Query(_by("ec_loaded_bytes_total", *_ENGINE), f"loaded (encoder outputs) {_WHO}"),
-                Query(_by("ec_saved_bytes_total", *_ENGINE), f"saved (encoder outputs) {_WHO}"),
+                Query(_most(_by("kv_loaded_bytes_total", *_ENGINE)), f"loaded {_WHO}"),
+                Query(_most(_by("kv_saved_bytes_total", *_ENGINE)), f"saved {_WHO}"),
+                Query(_most(_by("ec_loaded_bytes_total", *_ENGINE)), f"loaded (encoder outputs) {_WHO}"),
+                Query(_most(_by("ec_saved_bytes_total", *_ENGINE)), f"saved (encoder outputs) {_WHO}"),
             ),
             "What an engine moves. Compare it with its network.",
         ),
@@ -218,16 +235,8 @@ _TRAFFIC = Row(
             "timeseries",
             "percentunit",
             (
-                Query(
-                    share(
-                        "vllm:kvstore_kv_saves_total", *_ENGINE, match=ENGINE, of=HAD_TO, outcome="dropped"
-                    ),
-                    f"dropped {_WHO}",
-                ),
-                Query(
-                    share("vllm:kvstore_kv_saves_total", *_ENGINE, match=ENGINE, of=HAD_TO, outcome="failed"),
-                    f"failed {_WHO}",
-                ),
+                Query(_unsaved("dropped"), f"dropped {_WHO}"),
+                Query(_unsaved("failed"), f"failed {_WHO}"),
             ),
             "Of what had to be stored.",
             most=1,
@@ -246,12 +255,14 @@ _TIER = Row(
             "percentunit",
             (
                 Query(
-                    share(
-                        "vllm:kvstore_kv_tier_total",
-                        *_ENGINE,
-                        match=ENGINE,
-                        of={"event": "hits_fast|hits_slow"},
-                        event="hits_fast",
+                    _least(
+                        share(
+                            "vllm:kvstore_kv_tier_total",
+                            *_ENGINE,
+                            match=ENGINE,
+                            of={"event": "hits_fast|hits_slow"},
+                            event="hits_fast",
+                        )
                     ),
                     _WHO,
                 ),
@@ -322,12 +333,7 @@ _EC = Row(
             "Requests failed",
             "timeseries",
             "short",
-            (
-                Query(
-                    _FAILED,
-                    "{{model_name}}",
-                ),
-            ),
+            (Query(_FAILED, "{{model_name}}"),),
             "Of engines without an encoder, for an item that could be neither had nor computed. These reach "
             "a user: the runbook says what to do.",
             limits=((1, "red"),),
@@ -399,7 +405,8 @@ ENGINES = Dashboard(
     "kvstore-engines",
     "kvstore: engines",
     "How the engines get on with the cache: times, queues, traffic, the node's own tier, encoder outputs. "
-    "By what the connectors export through vLLM.",
+    "By what the connectors export through vLLM. Of more engines than a picture takes, those are shown that "
+    "have most of what it is about; of shares that ought to be high, those that have least.",
     (
         Variable("release", "Cache", "vllm:kvstore_kv_info", "release"),
         Variable("model", "Model", f'{{__name__=~"vllm:kvstore_(kv|ec)_info", {_MATCH}}}', "model_name"),
@@ -409,6 +416,7 @@ ENGINES = Dashboard(
             f'{{__name__=~"vllm:kvstore_(kv|ec)_info", {_MATCH}, model_name=~"$model"}}',
             "instance",
         ),
+        Variable("most", "Engines in a picture, at most", text="20"),
     ),
     (_LATENCY, _WAITS, _TRAFFIC, _TIER, _EC, _OFFLOADING),
 )

@@ -94,7 +94,7 @@ _GLANCE = Row(
             "Backends",
             "stat",
             "none",
-            (Query(f"max by (backend) (kvstore_up{{{INDEX}}})", "{{backend}}"),),
+            (Query(f"max by (release, backend) (kvstore_up{{{INDEX}}})", "{{release}} {{backend}}"),),
             "Whether index and payloads answer at least one server. While one does not, engines compute "
             "everything: no request fails. `cache-admin doctor` says what is wrong.",
             width=4,

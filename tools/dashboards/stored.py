@@ -195,11 +195,15 @@ UPKEEP = Row(
             "none",
             (
                 Query(f"count by (release, version) (kvstore_info{{{INDEX}}})"),
-                Query(f"count by (release, version) (vllm:kvstore_kv_info{{{FLEET}}})"),
+                Query(
+                    f"count by (release, version) (vllm:kvstore_kv_info{{{FLEET}}}"
+                    f" or vllm:kvstore_ec_info{{{FLEET}}})"
+                ),
             ),
             "Of servers and of engines. More than one for long: an upgrade was left half done.",
             width=6,
             alerts=("KVStoreVersionMix",),
+            columns=("servers", "engines"),
         ),
     ),
 )
