@@ -9,7 +9,7 @@ monitor on means it; where the CRD is missing, the API server refuses the releas
 
 {{/* What this cache is called in metrics. */}}
 {{- define "kvstore.monitoring.release" -}}
-{{ .Release.Namespace }}/{{ .Release.Name }}
+{{ .Values.monitoring.release | default (printf "%s/%s" .Release.Namespace .Release.Name) }}
 {{- end -}}
 
 {{/* Metadata of a monitor. dict "root" $ "values" its values "name" NAME "component" NAME */}}

@@ -12,6 +12,9 @@ monitoring.{{ ternary "serviceMonitor" "podMonitor" $monitoring.serviceMonitor.e
 {{- if gt (include "kvstore.monitoring.milliseconds" $values.scrapeTimeout | int64) (include "kvstore.monitoring.milliseconds" $values.interval | int64) }}
 monitoring.{{ $name }}.scrapeTimeout ({{ $values.scrapeTimeout }}) is longer than monitoring.{{ $name }}.interval ({{ $values.interval }}): Prometheus refuses that; lower it.
 {{- end }}
+{{- if and $rule.enabled $values.enabled (gt (include "kvstore.monitoring.milliseconds" $values.interval | int64) 120000) }}
+monitoring.{{ $name }}.interval ({{ $values.interval }}) is longer than 2m, but monitoring.prometheusRule is enabled: its alerts look at windows of five minutes, in which two scrapes must fit; lower it.
+{{- end }}
 {{- end }}
 {{- if and $rule.enabled (not $rule.serverMatcher) (not $monitoring.serviceMonitor.enabled) (not $monitoring.podMonitor.enabled) }}
 monitoring.prometheusRule is enabled, but neither monitoring.serviceMonitor nor monitoring.podMonitor: nothing gives the janitors' series the label that the rules select them by. Enable one of them, or say in monitoring.prometheusRule.serverMatcher how your Prometheus calls them, such as job="kvstore".

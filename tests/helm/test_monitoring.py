@@ -145,6 +145,22 @@ def test_rules_are_about_this_release_alone() -> None:
         assert rule["labels"]["release"] == RELEASE
 
 
+def test_a_cache_can_be_told_from_one_of_the_same_name_in_another_cluster() -> None:
+    manifests = render(
+        values(release="east/inference/cache", serviceMonitor=on(), engines=on(), prometheusRule=on())
+    )
+    for kind, endpoints in (("ServiceMonitor", "endpoints"), ("PodMonitor", "podMetricsEndpoints")):
+        [endpoint] = pick(manifests, kind)["spec"][endpoints]
+        assert endpoint["relabelings"][0] == {"targetLabel": "release", "replacement": "east/inference/cache"}
+    text = json.dumps(pick(manifests, "PrometheusRule")["spec"])
+    assert RELEASE not in text.replace("east/inference/cache", "")
+
+
+def test_what_is_scraped_seldom_is_not_alerted_upon_and_may_be() -> None:
+    assert render(values(serviceMonitor=on(interval="3m")))
+    assert render(values(serviceMonitor=on(interval="2m"), prometheusRule=on()))
+
+
 def test_matchers_can_be_ones_own() -> None:
     own = {"serverMatcher": 'job="mine"', "engineMatcher": 'job=~"vllm-.*", env="prod"'}
     manifest = pick(render(values(prometheusRule=on(**own))), "PrometheusRule")
@@ -248,6 +264,10 @@ def test_cron_jobs_are_called_as_they_are() -> None:
             "monitoring.engines.scrapeTimeout (90s) is longer than monitoring.engines.interval (1m)",
         ),
         (
+            values(serviceMonitor=on(), engines=on(interval="3m"), prometheusRule=on()),
+            "monitoring.engines.interval (3m) is longer than 2m, but monitoring.prometheusRule is enabled",
+        ),
+        (
             values(prometheusRule=on()),
             "monitoring.prometheusRule is enabled, but neither monitoring.serviceMonitor nor "
             "monitoring.podMonitor",
@@ -273,6 +293,8 @@ def test_what_cannot_work_is_a_sentence(tree: dict[str, Any], sentence: str) -> 
     [
         values(serviceMonitor=on(interval="soon")),
         values(serviceMonitor={"on": True}),
+        values(release='a"b'),
+        values(release="a$1"),
         values(prometheusRule=on(thresholds={"matchSeconds": 0})),
         values(prometheusRule=on(thresholds={"patience": 1})),
         values(prometheusRule=on(serverMatcher="job=@x@")),
