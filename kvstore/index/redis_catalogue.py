@@ -176,7 +176,9 @@ class RedisCatalogue(RedisPart, Catalogue):
         return [(SegmentId(s), float(score)) for s, score in zip(flat[::2], flat[1::2], strict=True)]
 
     def quotas(self) -> dict[str, int]:
-        return {scope.decode(): int(n) for scope, n in self._client.command("HGETALL", QUOTAS).items()}
+        told = self._client.command("HGETALL", QUOTAS)
+        # What is no number is no quota: it must not end every save that would make room.
+        return {scope.decode(errors="replace"): int(n) for scope, n in told.items() if n.isdigit()}
 
     def ping(self) -> None:
         """Raises CapacityExceeded besides, if Redis is full: it can be read, but not written."""

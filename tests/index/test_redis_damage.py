@@ -111,3 +111,11 @@ def test_pins_of_before_outlive_a_call_that_pins_too_much(index: RedisIndex, nam
         index.pin(name, segments, most_bytes=550 * one)
     assert index.usage(name).pinned_bytes == 10 * one
     assert all(listing is not None and listing.pinned for listing in index.get(name, segments[:10]))
+
+
+@pytest.mark.parametrize("value", [b"", b"-1", b"1e9", b"damaged", "\u0663".encode()])
+def test_a_quota_that_is_no_number_is_none(index: RedisIndex, raw: redis.Redis, value: bytes) -> None:
+    index.set_quota("tenant/a", 1 << 30)
+    raw.hset("kvs:quotas", "tenant/b", value)
+    raw.hset("kvs:quotas", b"\xff", "1")
+    assert index.quotas() == {"tenant/a": 1 << 30, "\ufffd": 1}
