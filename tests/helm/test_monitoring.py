@@ -345,8 +345,8 @@ def sections(path: Path) -> dict[str, str]:
 
 def test_every_alert_has_its_runbook_and_the_reverse() -> None:
     found = sections(RUNBOOKS)
-    assert list(found) == list(dict.fromkeys(found))
-    assert set(found) == set(NAMED)
+    headings = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(headings) == sorted(NAMED)
     for name, text in found.items():
         for part in ("**Means**", "**Affects**", "**Check**", "**Do**", "**Over**"):
             assert part in text, f"{name}: {part}"
