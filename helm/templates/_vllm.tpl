@@ -163,20 +163,37 @@ serviceAccountName: {{ $account }}
 {{- end -}}
 {{- end -}}
 
-{{/* The Secrets and ConfigMaps that an engine's pod takes from its namespace, besides the chart's own ConfigMap:
-     a list of "secret/NAME" and "configmap/NAME", as JSON. */}}
+{{/* What an engine's pod takes from its namespace, besides the chart's own ConfigMap: "secret/NAME" or
+     "configmap/NAME" -> the keys of it that are used, as JSON. Others there may be are none of an engine's business:
+     the server's key, the passwords of other users. */}}
 {{- define "kvstore.engine.objects" -}}
-{{- $found := list -}}
+{{- $found := dict -}}
 {{- range include "kvstore.engine.env" . | fromYamlArray -}}
-{{- with dig "valueFrom" "secretKeyRef" "name" "" . }}{{ $found = append $found (printf "secret/%s" .) }}{{ end -}}
+{{- with dig "valueFrom" "secretKeyRef" dict . -}}
+{{- $object := printf "secret/%s" .name -}}
+{{- $_ := set $found $object (append (get $found $object | default list) .key) -}}
+{{- end -}}
 {{- end -}}
 {{- range include "kvstore.engine.volumes" . | fromYamlArray -}}
 {{- range dig "projected" "sources" list . -}}
-{{- with .secret }}{{ $found = append $found (printf "secret/%s" .name) }}{{ end -}}
-{{- with .configMap }}{{ $found = append $found (printf "configmap/%s" .name) }}{{ end -}}
+{{- range $kind, $source := pick . "secret" "configMap" -}}
+{{- $object := printf "%s/%s" (lower $kind) $source.name -}}
+{{- range $source.items -}}
+{{- $_ := set $found $object (append (get $found $object | default list) .key) -}}
 {{- end -}}
 {{- end -}}
-{{- without ($found | uniq) (printf "configmap/%s" (include "kvstore.vllm.name" .)) | toJson -}}
+{{- end -}}
+{{- end -}}
+{{- range $object, $keys := $found }}{{ $_ := set $found $object ($keys | uniq | sortAlpha) }}{{ end -}}
+{{- toJson $found -}}
+{{- end -}}
+
+{{/* A program for jq: an object for another namespace, with the keys that are named and no other. A Secret is Opaque,
+     since other types want keys that engines don't. dict "object" "secret/NAME" or "configmap/NAME" "keys" a list */}}
+{{- define "kvstore.engine.copy" -}}
+{{- $keys := list -}}
+{{- range .keys }}{{ $keys = append $keys (toRawJson .) }}{{ end -}}
+{apiVersion, kind,{{ if hasPrefix "secret/" .object }} type: "Opaque",{{ end }} metadata: {name: .metadata.name}, data: (.data | with_entries(select(.key == ({{ join ", " $keys }}))))}
 {{- end -}}
 
 {{- define "kvstore.engine.labels" -}}

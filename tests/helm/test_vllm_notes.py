@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -203,17 +205,93 @@ def test_a_bucket_without_a_key() -> None:
     assert "engines' pods need a role that may use it" in notes(BUCKET)
 
 
-def test_other_namespaces_are_told_how() -> None:
-    text = notes(merged(SECURED, {"vllm": {"namespaces": ["team-a"]}}))
-    copied = {words[4] for words in commands(text, "kubectl") if words[3] == "get" and "/" in words[4]}
-    assert copied == {
-        "secret/redis-login",
-        "secret/redis-ca",
-        "secret/redis-client",
-        "secret/s3-keys",
-        "configmap/s3-ca",
-    }
-    assert text.count("kubectl -n team-a apply -f -") == 5
+COPIED: dict[str, Any] = {
+    "secured": SECURED,
+    # One Secret with more than the engines' password, one with the server's key.
+    "built-in": merged(
+        BUCKET,
+        {
+            "redis": {
+                "builtIn": {
+                    "tls": {"enabled": True, "selfSigned": True},
+                    "auth": {"reader": {"enabled": True}},
+                }
+            }
+        },
+    ),
+    "one secret": merged(
+        BUCKET,
+        {
+            "payloads": {"s3": {"existingSecret": "all", "ca": {"secret": "all", "key": "s3.pem"}}},
+            "redis": {"builtIn": {"auth": {"existingSecret": "all", "passwordKey": "login"}}},
+        },
+    ),
+    "keys in values": merged(BUCKET, {"payloads": {"s3": {"accessKeyId": "a", "secretAccessKey": "b"}}}),
+}
+
+
+def used(values: Any) -> dict[str, set[str]]:
+    """Object -> the keys that an engine's pod takes from it; without the chart's own ConfigMap."""
+    pod, found = pod_of(values), dict[str, set[str]]()
+    for one in pod["env"]:
+        if "valueFrom" in one:
+            [(kind, reference)] = one["valueFrom"].items()
+            assert kind == "secretKeyRef"
+            found.setdefault(f"secret/{reference['name']}", set()).add(reference["key"])
+    sources = [one for volume in pod["volumes"] for one in volume.get("projected", {}).get("sources", [])]
+    for source in sources:
+        for kind, object_ in source.items():
+            if kind in ("secret", "configMap") and not object_["name"].endswith("-vllm"):
+                keys = {item["key"] for item in object_["items"]}
+                found.setdefault(f"{kind.lower()}/{object_['name']}", set()).update(keys)
+    return found
+
+
+def copies(values: Any) -> dict[str, str]:
+    """Object -> the program for jq that makes its copy for another namespace."""
+    text = notes(merged(values, {"vllm": {"namespaces": ["team-a"]}}))
+    found = {}
+    for words in commands(text, "kubectl"):
+        if "jq" in words:
+            assert words[3:9] == ["get", words[4], "-o", "json", "|", "jq"]
+            assert words[10:] == ["|", "kubectl", "-n", "team-a", "apply", "-f", "-"]
+            found[words[4]] = words[9]
+    return found
+
+
+@pytest.mark.parametrize("values", COPIED.values(), ids=COPIED.keys())
+def test_another_namespace_is_given_what_its_engines_use(values: Any) -> None:
+    """And nothing else that is in a Secret: the key of Redis' certificate, the passwords of other users."""
+    wanted, programs = used(values), copies(values)
+    assert programs.keys() == wanted.keys()
+    for what, program in programs.items():
+        kind = "" if what.startswith("configmap/") else ' type: "Opaque",'
+        start = f"{{apiVersion, kind,{kind} metadata: {{name: .metadata.name}}, data: "
+        shape = re.escape(start) + r"\(\.data \| with_entries\(select\(\.key == \((.+)\)\)\)\)\}"
+        found = re.fullmatch(shape, program)
+        assert found is not None, program
+        assert set(json.loads(f"[{found[1]}]")) == wanted[what], what
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="no jq")
+@pytest.mark.parametrize("values", COPIED.values(), ids=COPIED.keys())
+def test_what_is_copied(values: Any) -> None:
+    """The printed programs, run."""
+    rendered = {f"{one['kind'].lower()}/{one['metadata']['name']}": one for one in render(values)}
+    for what, program in copies(values).items():
+        keys = used(values)[what]
+        kind = "Secret" if what.startswith("secret/") else "ConfigMap"
+        own = {"apiVersion": "v1", "kind": kind, "data": dict.fromkeys(keys, "eA==")}
+        there = rendered.get(what, own | {"type": "kubernetes.io/tls"})
+        data = {"tls.key": "eA==", "previous-password": "eA=="}
+        data |= there.get("data") or dict.fromkeys(there["stringData"], "eA==")
+        metadata = {"name": what.split("/")[1], "namespace": "inference", "uid": "1", "labels": {"a": "b"}}
+        given = json.dumps(there | {"metadata": metadata, "data": data})
+        done = subprocess.run(["jq", program], input=given, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        copied = {"apiVersion": "v1", "kind": kind, "metadata": {"name": metadata["name"]}}
+        copied |= {"data": {key: data[key] for key in keys}}
+        assert json.loads(done.stdout) == copied | ({"type": "Opaque"} if kind == "Secret" else {})
 
 
 def test_without_a_janitor_and_configs() -> None:
