@@ -1,4 +1,4 @@
-{{/* What of the chosen values is not secure, or not durable: a line each. */}}
+{{/* What of the chosen values is not secure, not durable, or does not work everywhere: a line each. */}}
 {{- define "kvstore.notes.warnings" -}}
 {{- include "kvstore.notes.redis" . }}
 {{- include "kvstore.notes.payloads" . }}
@@ -32,6 +32,9 @@
 {{- define "kvstore.notes.payloads" -}}
 {{- $payloads := .Values.payloads }}
 {{- if eq $payloads.type "s3" }}
+{{- if not (or $payloads.s3.region $payloads.s3.endpoint) }}
+- payloads.s3.region is empty: a bucket elsewhere than in us-east-1 is not reached, unless AWS_DEFAULT_REGION in the pods of janitors and engines names its region, as IRSA's webhook has it.
+{{- end }}
 {{- if hasPrefix "http://" $payloads.s3.endpoint }}
 - payloads.s3.endpoint is without TLS (https://): prompts' KV and images' embeddings pass through the network in clear text.
 {{- end }}

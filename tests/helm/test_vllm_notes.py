@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from kvstore.cli.app import app
-from tests.helm.chart import CHART, Manifest, notes, pick, render
+from tests.helm.chart import CHART, ROOT, Manifest, notes, pick, render
 from tests.helm.test_vllm import ALL, BUCKET, SECURED, config_map, merged, pod_of
 
 CASES: dict[str, Any] = {
@@ -155,6 +155,7 @@ WARNINGS: list[tuple[dict[str, Any], str]] = [
         },
         "whoever answers in Redis' place is believed",
     ),
+    ({"payloads": {"s3": {"prefix": "kv"}}}, "payloads.s3.region is empty"),
     ({"payloads": {"s3": {"endpoint": "http://minio:9000"}}}, "payloads.s3.endpoint is without TLS"),
     ({"settings": {"s3": {"tls_verify": False}}}, "whoever answers in the bucket's place is believed"),
     ({"payloads": {"s3": {"accessKeyId": "a", "secretAccessKey": "b"}}}, "use payloads.s3.existingSecret"),
@@ -182,7 +183,7 @@ def test_warnings(values: dict[str, Any], sentence: str) -> None:
     assert sentence in notes(values if "type" in values.get("payloads", {}) else merged(base, values))
 
 
-BASE = merged(BUCKET, {"payloads": {"s3": {"existingSecret": "keys"}}})
+BASE = merged(BUCKET, {"payloads": {"s3": {"existingSecret": "keys", "region": "eu-central-1"}}})
 
 
 def test_nothing_to_mind() -> None:
@@ -199,6 +200,24 @@ def test_nothing_to_mind() -> None:
     )
     text = notes(values)
     assert "MIND" not in text and "There is no key for the bucket" not in text
+
+
+@pytest.mark.parametrize(
+    "place", [{"region": "eu-central-1"}, {"endpoint": "https://rgw.example.com"}], ids=str
+)
+def test_a_place_that_is_known(place: dict[str, str]) -> None:
+    assert "payloads.s3.region" not in notes(merged(BUCKET, {"payloads": {"s3": place}}))
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/vllm-on-kubernetes.md", "helm/README.md"])
+def test_what_is_to_be_copied_says_where_the_bucket_is(path: str) -> None:
+    """A region that isn't said is us-east-1, and the bucket elsewhere not found."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / path).read_text(), re.M | re.S)
+    installs = re.findall(r"^helm install (?:[^\n]*\\\n)*[^\n]*", "".join(blocks), re.M)
+    buckets = [command for command in installs if "payloads.s3.bucket=" in command]
+    assert buckets
+    for command in buckets:
+        assert re.search(r"payloads\.s3\.(region|endpoint)=", command), command
 
 
 def test_a_bucket_without_a_key() -> None:
