@@ -50,8 +50,11 @@ helm.sh/chart: {{ include "kvstore.chart" .root }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels and annotations of an object. dict "root" $ "component" NAME "annotations" more of them (optional) */}}
+{{/* Namespace, labels and annotations of an object. The namespace is said because `helm template -n X | kubectl apply`
+     would otherwise put it where kubectl's context happens to be. dict "root" $ "component" NAME "annotations" more of
+     them (optional) "namespace" where it isn't the release's (optional) */}}
 {{- define "kvstore.metadata" -}}
+namespace: {{ .namespace | default .root.Release.Namespace | quote }}
 labels:
   {{- include "kvstore.labels" . | nindent 2 }}
 {{- with merge (dict) (default dict .annotations) .root.Values.commonAnnotations }}

@@ -14,8 +14,8 @@ monitor on means it; where the CRD is missing, the API server refuses the releas
 
 {{/* Metadata of a monitor. dict "root" $ "values" its values "name" NAME "component" NAME */}}
 {{- define "kvstore.monitoring.metadata" -}}
-name: {{ .name }}
-namespace: {{ .values.namespace | default .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .values.namespace | default .root.Release.Namespace | quote }}
 labels:
   {{- merge (dict) .values.labels (include "kvstore.labels" (dict "root" .root "component" .component) | fromYaml) | toYaml | nindent 2 }}
 {{- with merge (dict) (.values.annotations | default dict) .root.Values.commonAnnotations }}

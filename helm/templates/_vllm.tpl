@@ -138,8 +138,8 @@ pod.yaml: |
 {{- $account := include "kvstore.engine.serviceAccountName" .root -}}
 # What an engine's pod needs: its labels, and its container's env and volumeMounts.
 kvstore:
-  release: {{ .root.Release.Name }}
-  configMap: {{ include "kvstore.vllm.name" .root }}
+  release: {{ .root.Release.Name | quote }}
+  configMap: {{ include "kvstore.vllm.name" .root | quote }}
   podLabels:
     {{- include "kvstore.engine.labels" .root | nindent 4 }}
   env:
@@ -149,7 +149,7 @@ kvstore:
   volumeMounts:
     {{- include "kvstore.engine.volumeMounts" .root | nindent 4 }}
 {{- if and $account (eq .namespace .root.Release.Namespace) }}
-serviceAccountName: {{ $account }}
+serviceAccountName: {{ $account | quote }}
 {{- end }}
 {{- end -}}
 

@@ -317,6 +317,47 @@ def _labels(tree: Any) -> Iterator[dict[str, Any]]:
             yield from _labels(value)
 
 
+#: One of each kind of object, and engines in another namespace.
+EVERYTHING: dict[str, Any] = {
+    "payloads": {"s3": {"bucket": "my-bucket", "accessKeyId": "a", "secretAccessKey": "b"}},
+    "redis": {"builtIn": {"tls": {"enabled": True, "selfSigned": True}}},
+    "networkPolicy": {"enabled": True, "egress": {"enabled": True}},
+    "vllm": {"namespaces": ["456"]},
+    "monitoring": {
+        "serviceMonitor": {"enabled": True},
+        "engines": {"enabled": True},
+        "prometheusRule": {"enabled": True},
+        "dashboards": {"enabled": True},
+    },
+}
+
+
+@pytest.mark.parametrize("values", [EVERYTHING, *CI], ids=lambda one: getattr(one, "stem", "everything"))
+def test_every_object_says_its_namespace(values: Any) -> None:
+    """`helm template -n X | kubectl apply -f -` would put the others where kubectl's context is."""
+    given = yaml.safe_load(values.read_text()) if isinstance(values, Path) else values
+    elsewhere = {*given.get("vllm", {}).get("namespaces", [])}
+    elsewhere |= {one["namespace"] for one in given.get("monitoring", {}).values() if "namespace" in one}
+    found = set()
+    for one in render(values, namespace="123"):
+        namespace = one["metadata"].get("namespace")
+        if namespace != "123":
+            assert namespace in elsewhere, (one["kind"], one["metadata"]["name"], namespace)
+            assert one["kind"] == "ConfigMap" or one["kind"] in CUSTOM
+        found.add(namespace)
+    assert found == {"123"} | elsewhere
+
+
+@pytest.mark.parametrize("kind", ["serviceMonitor", "podMonitor"])
+def test_monitors_look_where_the_release_is(kind: str) -> None:
+    monitoring = {kind: {"enabled": True}, "engines": {"enabled": True}}
+    values = {"payloads": {"s3": {"bucket": "my-bucket"}}, "monitoring": monitoring}
+    monitors = [one for one in render(values, namespace="123") if one["kind"] in CUSTOM]
+    assert len(monitors) == 2
+    for one in monitors:
+        assert one["spec"]["namespaceSelector"] == {"matchNames": ["123"]}
+
+
 def test_a_name_that_yaml_takes_for_something_else() -> None:
     """A preview of pull request 123: labels are text, or the API server refuses everything."""
     text = (CHART / "ci" / "large-values.yaml").read_text()

@@ -229,10 +229,20 @@ def test_other_namespaces_get_the_same_files() -> None:
     assert config_map(values, "team-b") == there
     # A service account is of one namespace.
     [account] = set(here["pod.yaml"].splitlines()) - set(there["pod.yaml"].splitlines())
-    assert account == "serviceAccountName: cache-kvstore"
+    assert account == 'serviceAccountName: "cache-kvstore"'
     assert {**here, "pod.yaml": ""} == {**there, "pod.yaml": ""}
     # The index is found from anywhere.
     assert "cache-kvstore-redis.inference.svc:" in there["settings.yaml"]
+
+
+def test_names_that_yaml_takes_for_numbers() -> None:
+    account = {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/cache"}, "name": "11"}
+    values = {**BUCKET, "fullnameOverride": "preview", "serviceAccount": account}
+    rendered = pick(render(values, name="1e3", namespace="123"), "ConfigMap", "preview-vllm")
+    assert rendered["metadata"]["namespace"] == "123"
+    pod = yaml.safe_load(rendered["data"]["pod.yaml"])
+    assert pod["kvstore"]["release"] == "1e3" and pod["kvstore"]["configMap"] == "preview-vllm"
+    assert pod["serviceAccountName"] == "11"
 
 
 def test_no_secret_is_in_the_config_map() -> None:
