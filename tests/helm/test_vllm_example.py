@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.helm.pods import containers, pod_templates, violations
 from tests.helm.test_vllm import BUCKET, SECURED, config_map, merged, pod_of
 from tools.chart import generate
 
+EVICTABLE = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 CI = sorted((EXAMPLE / "ci").glob("*-values.yaml"))
 VARIANTS: dict[str, Any] = {"default": {}, **{path.name.removesuffix("-values.yaml"): path for path in CI}}
 each_variant = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS.keys())
@@ -120,7 +122,16 @@ def test_without_pod_yaml_it_is_as_for_the_store_by_default() -> None:
     assert pod["spec"]["volumes"][: len(store["volumes"])] == store["volumes"]
 
 
-@pytest.mark.parametrize("release", ["cache", "kvstore", "my-kvstore-2"])
+#: Of releases' names, around where the store's chart begins to cut its own.
+LENGTHS = (30, 36, 37, 44, 45, 50, 53)
+LONG = [(start + "-name" * 10)[: length - 1] + "x" for start in ("a", "kvstore") for length in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    "release",
+    # The last is cut at a dash.
+    ["cache", "kvstore", "my-kvstore-2", *LONG, "a" * 36 + "-" + "b" * 16],
+)
 def test_names_of_the_stores_release(release: str) -> None:
     text = json.dumps(render_example({"kvstore": {"release": release}}))
     store = render(BUCKET, name=release)
@@ -167,6 +178,93 @@ def test_every_config_is_one_that_the_store_renders(values: Any) -> None:
             assert config.removeprefix("/etc/kvstore/") in files
             seen += 1
     assert seen
+
+
+@each_variant
+def test_a_new_version_of_the_chart_restarts_nothing(values: Any, tmp_path: Path) -> None:
+    """A model takes minutes to load: pods are replaced when something in them changes."""
+    newer = tmp_path / "chart"
+    shutil.copytree(EXAMPLE, newer)
+    about = (EXAMPLE / "Chart.yaml").read_text()
+    changed = re.sub(r"^version: .+$", "version: 9.9.9", about, flags=re.M)
+    assert changed != about
+    (newer / "Chart.yaml").write_text(changed)
+    before = dict(pod_templates(render_example(values)))
+    assert before and before == dict(pod_templates(render_example(values, chart=newer)))
+
+
+@each_variant
+def test_pods_have_the_labels_that_select_them(values: Any) -> None:
+    for one in render_example(values):
+        if one["kind"] == "Deployment":
+            selected = one["spec"]["selector"]["matchLabels"]
+            own = {"kvstore/client": "true"} if not one["metadata"]["name"].endswith("-router") else {}
+            assert one["spec"]["template"]["metadata"]["labels"] == selected | own
+
+
+def _local(volumes: list[dict[str, Any]]) -> list[str]:
+    """Those that keep a node, to the cluster autoscaler: all on its disk, and what is in memory not."""
+    return [
+        one["name"]
+        for one in volumes
+        if "hostPath" in one or ("emptyDir" in one and one["emptyDir"].get("medium") != "Memory")
+    ]
+
+
+@each_variant
+def test_nodes_may_be_scaled_away(values: Any) -> None:
+    for what, template in pod_templates(render_example(values)):
+        local = _local(template["spec"]["volumes"])
+        assert local and template["metadata"]["annotations"][EVICTABLE].split(",") == local, what
+
+
+def test_nodes_with_a_cache_may_be_scaled_away(pod_file: Path) -> None:
+    scratch: dict[str, Any] = {
+        "extraVolumes": [{"name": "scratch", "emptyDir": {}}, {"name": "own", "hostPath": {"path": "/srv"}}]
+    }
+    mounts: dict[str, Any] = {
+        "extraVolumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in ("scratch", "own")]
+    }
+    template = pick(render_example(scratch | mounts, pod=pod_file), "Deployment")["spec"]["template"]
+    local = _local(template["spec"]["volumes"])
+    assert {"node-cache", "models", "home", "tmp", "scratch"} < set(local) and "shm" not in local
+    # A folder of somebody else's on the node may be worth the node.
+    named = template["metadata"]["annotations"][EVICTABLE].split(",")
+    assert named == [name for name in local if name != "own"]
+    own = render_example({"podAnnotations": {EVICTABLE: "tmp", "a": "b"}})
+    [about] = [one["metadata"]["annotations"] for _, one in pod_templates(own)]
+    assert about == {EVICTABLE: "tmp", "a": "b"}
+
+
+@pytest.mark.parametrize("word", ["true", "1e3", "123"])
+@each_variant
+def test_names_that_yaml_takes_for_something_else_stay_text(values: Any, word: str) -> None:
+    given = yaml.safe_load(values.read_text()) if isinstance(values, Path) else values
+    named: dict[str, Any] = {"serviceAccountName": word, "runtimeClassName": word, "imagePullSecrets": [word]}
+    named |= {"weights": {"existingClaim": word, "tokenSecret": word, "tokenKey": word}}
+    named |= {"kvstore": {"release": word, "configMap": word}, "podMonitor": {"enabled": True}}
+    named |= {"fullnameOverride": "true"}
+    for one in render_example(merged(given, named), name=word):
+        if one["kind"] == "PodMonitor":
+            labels = one["spec"]["selector"]["matchLabels"]
+            assert labels["app.kubernetes.io/instance"] == word and one["metadata"]["name"] == "true"
+        else:
+            assert kubernetes_validate.validate(one, "1.34", strict=True)
+        assert isinstance(one["metadata"]["name"], str)
+    assert pick(render_example({}, name="true"), "Service")["metadata"]["name"] == "true"
+
+
+@pytest.mark.parametrize("name", ["123", "1e3", "a.b"])
+def test_a_release_that_no_service_can_be_called(name: str) -> None:
+    assert "Services with it" in example_fails({}, name=name)
+    assert render_example({"fullnameOverride": "llm"}, name=name)
+
+
+def test_two_long_names_stay_two() -> None:
+    long = "a" * 51
+    found = [names(render_example(PD, name=long + end), "Service") for end in ("-b", "-c")]
+    assert not found[0] & found[1]
+    assert all(len(name) <= 63 for one in found for name in one)
 
 
 # Pools and the router.

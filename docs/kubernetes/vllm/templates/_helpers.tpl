@@ -1,11 +1,20 @@
+{{/* Longer than a limit it is cut, with a hash, so that two of them stay two. dict "name" NAME "limit" letters */}}
+{{- define "vllm.cut" -}}
+{{- $name := .name -}}
+{{- if gt (len $name) .limit -}}
+{{- $name = printf "%s-%s" ($name | trunc (sub .limit 7 | int) | trimSuffix "-") ($name | sha256sum | trunc 6) -}}
+{{- end -}}
+{{- $name | trimSuffix "-" -}}
+{{- end -}}
+
 {{- define "vllm.fullname" -}}
-{{- default .Release.Name .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- include "vllm.cut" (dict "name" (default .Release.Name .Values.fullnameOverride) "limit" 50) -}}
 {{- end -}}
 
 {{/* dict "root" $ "component" NAME */}}
 {{- define "vllm.selectorLabels" -}}
 app.kubernetes.io/name: vllm
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -54,7 +63,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* As the store's chart names what belongs to a release. */}}
 {{- define "vllm.storeName" -}}
 {{- $release := .Values.kvstore.release -}}
-{{- ternary $release (printf "%s-kvstore" $release) (contains "kvstore" $release) | trunc 47 | trimSuffix "-" -}}
+{{- $name := ternary $release (printf "%s-kvstore" $release) (contains "kvstore" $release) -}}
+{{- include "vllm.cut" (dict "name" $name "limit" 44) -}}
 {{- end -}}
 
 {{- define "vllm.storeConfigMap" -}}
@@ -70,7 +80,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 - name: KVSTORE_REDIS__PASSWORD
   valueFrom:
     secretKeyRef:
-      name: {{ include "vllm.storeName" . }}-redis
+      name: {{ printf "%s-redis" (include "vllm.storeName" .) | quote }}
       key: password
 {{- end -}}
 {{- end -}}
@@ -83,7 +93,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   projected:
     sources:
       - configMap:
-          name: {{ include "vllm.storeConfigMap" . }}
+          name: {{ include "vllm.storeConfigMap" . | quote }}
 {{- end -}}
 {{- end -}}
 
@@ -95,6 +105,19 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   mountPath: /etc/kvstore
   readOnly: true
 {{- end -}}
+{{- end -}}
+
+{{/* The volumes with which a pod may be evicted so that its node can go, as the cluster autoscaler wants them named: what
+     it writes on the node's disk, and the store's folders there. Of extraVolumes' hostPaths nobody knows. */}}
+{{- define "vllm.evictable" -}}
+{{- $found := list -}}
+{{- range include "vllm.storeVolumes" . | fromYamlArray -}}
+{{- if .hostPath }}{{ $found = append $found .name }}{{ end -}}
+{{- end -}}
+{{- range concat (include "vllm.storeVolumes" . | fromYamlArray) (include "vllm.volumes" . | fromYamlArray) -}}
+{{- if and (hasKey . "emptyDir") (ne (dig "emptyDir" "medium" "" .) "Memory") }}{{ $found = append $found .name }}{{ end -}}
+{{- end -}}
+{{- dict "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes" (join "," $found) | toYaml -}}
 {{- end -}}
 
 {{/* Where the node's cache is mounted; empty: there is none, or nobody is to own it. */}}

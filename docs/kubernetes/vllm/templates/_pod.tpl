@@ -1,32 +1,31 @@
-{{/* The pod of a pool. dict "root" $ "pool" NAME */}}
+{{/* The pod of a pool. Its labels have no version of the chart: an upgrade that changes nothing else restarts no engine.
+     dict "root" $ "pool" NAME */}}
 {{- define "vllm.pod" -}}
 {{- $root := .root -}}
 {{- $values := .root.Values -}}
 {{- $pool := get $values .pool -}}
 metadata:
   labels:
-    {{- include "vllm.labels" (dict "root" $root "component" .pool) | nindent 4 }}
+    {{- include "vllm.selectorLabels" (dict "root" $root "component" .pool) | nindent 4 }}
     {{- with $values.kvstore.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with $values.podAnnotations }}
   annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+    {{- merge (dict) $values.podAnnotations (include "vllm.evictable" $root | fromYaml) | toYaml | nindent 4 }}
 spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- with $values.serviceAccountName }}
-  serviceAccountName: {{ . }}
+  serviceAccountName: {{ . | quote }}
   {{- end }}
   {{- with $values.imagePullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   {{- with $values.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   securityContext:
     {{- toYaml $values.podSecurityContext | nindent 4 }}
@@ -139,7 +138,7 @@ initContainers:
   - name: node-cache
     image: {{ include "vllm.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
-    command: [chown, "{{ .Values.podSecurityContext.runAsUser | default 0 | int64 }}:{{ .Values.podSecurityContext.runAsGroup | default 0 | int64 }}", {{ $nodeCache }}]
+    command: [chown, "{{ .Values.podSecurityContext.runAsUser | default 0 | int64 }}:{{ .Values.podSecurityContext.runAsGroup | default 0 | int64 }}", {{ $nodeCache | quote }}]
     resources:
       {{- toYaml $install.resources | nindent 6 }}
     securityContext:
@@ -150,7 +149,7 @@ initContainers:
       capabilities: {drop: [ALL], add: [CHOWN]}
     volumeMounts:
       - name: node-cache
-        mountPath: {{ $nodeCache }}
+        mountPath: {{ $nodeCache | quote }}
   {{- end }}
 {{- end -}}
 {{- end -}}
@@ -175,8 +174,8 @@ initContainers:
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
-      key: {{ $.Values.weights.tokenKey }}
+      name: {{ . | quote }}
+      key: {{ $.Values.weights.tokenKey | quote }}
 {{- end }}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
@@ -220,17 +219,17 @@ initContainers:
 - name: models
   {{- if .Values.weights.existingClaim }}
   persistentVolumeClaim:
-    claimName: {{ .Values.weights.existingClaim }}
+    claimName: {{ .Values.weights.existingClaim | quote }}
     readOnly: {{ .Values.weights.readOnly }}
   {{- else }}
-  emptyDir: {sizeLimit: {{ .Values.weights.sizeLimit }}}
+  emptyDir: {sizeLimit: {{ .Values.weights.sizeLimit | quote }}}
   {{- end }}
 - name: home
   emptyDir: {sizeLimit: 20Gi}
 - name: tmp
   emptyDir: {sizeLimit: 10Gi}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory | quote }}}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
