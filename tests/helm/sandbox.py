@@ -198,12 +198,15 @@ class Sandbox:
             binds.append(("--ro-bind", program, f"/usr/local/bin/{name}"))
         binds += [("--ro-bind", str(path), str(path)) for path in image.paths]
         binds += [("--ro-bind", str(path), place) for place, path in image.files.items()]
-        binds += self._mounts()
-        # Left to itself bwrap makes folders that none but root may enter.
-        for parent in sorted({parent for _, _, place in binds for parent in Path(place).parents}):
-            words += ["--perms", "0755", "--dir", str(parent)]
-        for bind in binds:
-            words += bind
+        mounts = self._mounts()
+        # What lies below a mount, such as a checkout below /tmp, comes after it, or the mount would hide it.
+        below = [bind for bind in binds if any(Path(bind[2]).is_relative_to(place) for _, _, place in mounts)]
+        for some in ([bind for bind in binds if bind not in below] + mounts, below):
+            # Left to itself bwrap makes folders that none but root may enter.
+            for parent in sorted({parent for _, _, place in some for parent in Path(place).parents}):
+                words += ["--perms", "0755", "--dir", str(parent)]
+            for bind in some:
+                words += bind
         for place in ("/usr/local/bin", "/") if self._read_only() else ("/usr/local/bin",):
             words += ["--remount-ro", place]
         return [*words, "--chdir", self._container.get("workingDir", "/")]
