@@ -134,7 +134,7 @@ def main() -> None:
 
         return call
 
-    for name in ("accounts", "cull", "drain", "bury", "sweep", "cool", "reconcile", "evict", "erase"):
+    for name in ("reachable", "cull", "drain", "bury", "sweep", "cool", "reconcile", "evict", "erase"):
         setattr(index, name, watched(name, getattr(index, name)))
     payloads = Recorded(open_payloads(settings), index, diary)
     janitor = Janitor(index, payloads, settings, holder=plan.holder)

@@ -44,7 +44,7 @@ POINTS = (
     "after cool", "after reconcile", "read", "after evict", "after erase",
 )  # fmt: skip
 STOPS = (
-    "before accounts",
+    "before reachable",
     "before cull",
     "before drain",
     "before evict",
