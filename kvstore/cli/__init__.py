@@ -20,7 +20,7 @@ def main() -> None:
         import rich  # noqa: F401 - only to see whether it is there
         import typer  # noqa: F401
     except ImportError as exc:
-        sys.exit(f"cache-admin needs {exc.name}, which is not installed: install kvstore with its extra cli")
+        sys.exit(f"cache-admin needs {exc.name}, which is not installed: it comes with kvstore[cli]")
     # Nothing of what is imported is garbage, and looking for some takes a tenth of the start.
     gc.disable()
     from kvstore.cli.app import app
