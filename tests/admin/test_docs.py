@@ -122,6 +122,7 @@ def test_nothing_that_is_gone_has_examples() -> None:
         ("cache-admin evict --un", {"--unused-for"}),
     ],
 )
+@pytest.mark.slow
 def test_a_shell_completes_verbs_and_options(typed: str, expected: set[str]) -> None:
     words = typed.split(" ")
     ran = completing(_CACHE_ADMIN_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(len(words) - 1))
@@ -131,6 +132,7 @@ def test_a_shell_completes_verbs_and_options(typed: str, expected: set[str]) -> 
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.slow
 def test_completion_can_be_had_for_every_shell(shell: str) -> None:
     script = completing(_CACHE_ADMIN_COMPLETE=f"source_{shell}")
     assert "_CACHE_ADMIN_COMPLETE" in script

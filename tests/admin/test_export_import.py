@@ -397,6 +397,7 @@ def test_an_import_that_loses_its_store_says_so(
         assert (again.ended, again.imported.segments, again.present.segments) == ("complete", 3, 2)
 
 
+@pytest.mark.slow
 def test_only_one_payload_is_in_memory(filled: Filled, tmp_path: Path) -> None:
     """Peak memory doesn't grow with the archive."""
     code = """

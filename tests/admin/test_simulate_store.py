@@ -110,6 +110,7 @@ _ERROR = 0.01
     [[requests(5, 1500)], [requests(5, 1200), requests(6, 600, gap_s=4.0)]],
     ids=["one", "two"],
 )
+@pytest.mark.slow
 def test_what_the_ghosts_say_of_more_capacity_comes_true(
     monkeypatch: pytest.MonkeyPatch, spaces: list[list[Asked]]
 ) -> None:

@@ -13,6 +13,8 @@ import pytest
 from tests.helm.example import EXAMPLE
 from tests.helm.vllm_image import closure
 
+pytestmark = pytest.mark.slow
+
 
 def wheel(folder: Path, name: str, version: str, *requires: str) -> None:
     info = f"{name}-{version}.dist-info"

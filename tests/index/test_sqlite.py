@@ -153,6 +153,7 @@ def test_another_programs_file_is_a_config_error_and_is_left_alone(path: str) ->
     raw.close()
 
 
+@pytest.mark.slow
 def test_many_processes_may_open_a_new_file_at_once(path: str) -> None:
     writers = [_writer(path, str(seed)) for seed in range(4)]
     for writer in writers:
