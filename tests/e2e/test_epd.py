@@ -164,7 +164,7 @@ def deployment(
             )
         )
     encode, rest = started
-    proxy = ["tests/e2e/epd_proxy.py", "--encode", encode.url, "--decode", rest.url]
+    proxy = ["docs/kubernetes/vllm/files/epd_proxy.py", "--encode", encode.url, "--decode", rest.url]
     started.append(Server(proxy, ports[2], tmp_path / "proxy.log", {}))
     try:
         for server in started[:2]:

@@ -105,11 +105,6 @@ def test_versions() -> None:
     assert images["install"] == images["vllm"] == f"docker.io/vllm/vllm-openai:v{about['appVersion']}"
 
 
-@pytest.mark.parametrize("name", ["pd_proxy.py", "epd_proxy.py"])
-def test_the_routers_are_those_that_are_tested(name: str) -> None:
-    assert (EXAMPLE / "files" / name).read_bytes() == (ROOT / "tests" / "e2e" / name).read_bytes()
-
-
 # Against the store's chart.
 
 

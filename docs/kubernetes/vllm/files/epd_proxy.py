@@ -1,6 +1,6 @@
 """A proxy for encoder, prefill and decode apart: E -> PD, or E -> P -> D. An example, used by a test too.
 
-    python tests/e2e/epd_proxy.py --port 8000 --encode http://E1:8001,http://E2:8001 \
+    python epd_proxy.py --port 8000 --encode http://E1:8001,http://E2:8001 \
         [--prefill http://P:8002] --decode http://D:8003
 
 Per chat request: every image, video and audio clip goes to an encoder as a request of its own; the answers

@@ -1,6 +1,6 @@
 """A proxy for prefill and decode apart. An example for docs/pd.md, used by a test too.
 
-    python tests/e2e/pd_proxy.py --port 8000 --prefill http://P1:8100,http://P2:8100 --decode http://D:8200
+    python pd_proxy.py --port 8000 --prefill http://P1:8100,http://P2:8100 --decode http://D:8200
 
 Each request goes to a prefill engine first, for one token, and its answer's `kv_transfer_params` go on with
 the request to a decode engine, whose answer is the client's. Any proxy made for vLLM's NIXL connector does
