@@ -2,9 +2,10 @@
 
 PYTHON := .venv/bin/python
 ARGS ?=
+SECONDS ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick test test-quick check generated docs demo soak bench clean
+.PHONY: help setup setup-quick test test-quick check audit fuzz generated docs demo faults soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,10 +27,14 @@ check: setup-quick ## lint, format, types, layers, the chart's generated files: 
 	  echo "check: $$tool"; .venv/bin/$$tool || failed=1; \
 	done; exit $$failed
 
+audit: ## known vulnerabilities of what the image and the wheels install; asks the index of advisories
+	@python3 -m venv .cache/audit && .cache/audit/bin/python -m pip install --quiet pip-audit==2.10.1
+	@.cache/audit/bin/pip-audit --disable-pip --require-hashes -r docker/requirements.lock -r docker/wheels.lock
+
 generated: setup-quick ## write again what is made from code: references, the chart's schema and tables
-	@.venv/bin/python -m kvstore.cli.docs >docs/cache-admin.md
-	@.venv/bin/python -m kvstore.cli.settings_docs >docs/settings.md
-	@.venv/bin/python -m kvstore.cli.settings_docs --schema >docs/settings.schema.json
+	@.venv/bin/python -m tools.reference.commands >docs/cache-admin.md
+	@.venv/bin/python -m tools.reference.settings >docs/settings.md
+	@.venv/bin/python -m tools.reference.settings --schema >docs/settings.schema.json
 	@.venv/bin/python -m tools.dashboards
 	@.venv/bin/python -m tools.chart
 	@.venv/bin/python -m tests.helm.golden
@@ -40,8 +45,15 @@ docs: setup-quick ## the documentation site, in build/site (ARGS=serve: on this 
 demo: setup ## two real engines share one cache, on the CPU (ARGS="--index redis://...")
 	@$(PYTHON) -m tools.demo $(ARGS)
 
+faults: setup ## the fault matrix: an hour, writes docs/faults.md (ARGS="--rows PATTERN --quick")
+	@$(PYTHON) -m tests.faults $(or $(ARGS),--write)
+
 soak: setup ## five minutes of arrivals, aborts, preemptions and evictions on one engine
 	@STORM_SECONDS=150 $(PYTHON) -m pytest tests/e2e/test_storm.py -s $(ARGS)
+
+fuzz: setup-quick ## coverage-guided, each target for SECONDS=30, or 3600 by hand (ARGS="headers urls --json")
+	@.venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/uv pip install --quiet --python $(PYTHON) --editable '.[fuzz]'
+	@$(PYTHON) -m tests.fuzz.run --seconds $(SECONDS) $(ARGS)
 
 bench: setup ## costs of match, load and save as ratios to bare calls
 	@$(PYTHON) -m tests.benchmarks.run $(ARGS)

@@ -1,4 +1,4 @@
-"""Which blocks to load and which to save: pure functions, no vLLM, no I/O.
+"""Pure functions that decide which blocks to load and which to save, without vLLM and without I/O.
 
 Blocks are counted from the start of a request's chain; `range(a, b)` is blocks a to b - 1.
 """
@@ -6,16 +6,16 @@ Blocks are counted from the start of a request's chain; `range(a, b)` is blocks 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.ports import Run
+from kvstore.index.port import Run
 
-#: More blocks than any chain has.
+#: A number of blocks that no chain reaches.
 EVERY_BLOCK = sys.maxsize
 
 
 def slice_runs(runs: Iterable[Run], blocks: range) -> list[Run]:
-    """The part of `runs` that covers `blocks`."""
+    """Returns the part of `runs` that covers `blocks`."""
     out = []
     for run in runs:
         first, last = max(run.start, blocks.start), min(run.start + run.count, blocks.stop)
@@ -25,7 +25,7 @@ def slice_runs(runs: Iterable[Run], blocks: range) -> list[Run]:
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """Runs in order, neighbours in one segment put together."""
+    """Returns the runs in order, with neighbours in one segment joined."""
     out: list[Run] = []
     for run in runs:
         last = out[-1] if out else None
@@ -41,7 +41,7 @@ def joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def gaps(blocks: range, runs: Iterable[Run]) -> list[range]:
-    """The parts of `blocks` that no run covers; the runs are in order."""
+    """Returns the parts of `blocks` that no run covers; the runs are in order."""
     out, at = [], blocks.start
     for run in runs:
         if run.start > at:
@@ -53,21 +53,35 @@ def gaps(blocks: range, runs: Iterable[Run]) -> list[range]:
 
 
 def split_run(run: Run, most: int) -> list[Run]:
-    """`run` in pieces of at most `most` blocks: what one staging buffer holds."""
+    """Returns `run` split into runs of at most `most` blocks, so that each fits into one staging buffer."""
     return [
         Run(run.start + at, run.segment, run.slot + at, min(most, run.count - at), run.record)
         for at in range(0, run.count, most)
     ]
 
 
+def piece_blocks(counts: Sequence[int], pieces: int) -> int:
+    """Returns how many blocks a piece of runs of so many blocks may have, for them to be split into at most
+    so many pieces, but at least one each, as even as can be."""
+    pieces = max(pieces, len(counts))
+    least, most = -(-sum(counts) // pieces), max(counts)
+    while least < most:
+        middle = (least + most) // 2
+        if sum(-(-count // middle) for count in counts) <= pieces:
+            most = middle
+        else:
+            least = middle + 1
+    return least
+
+
 def external_tokens(matched_tokens: int, computed_tokens: int, least_tokens: int) -> int:
-    """Tokens to load beyond a block-aligned local hit of `computed_tokens`; 0 if not worth it."""
+    """Returns how many tokens to load beyond a block-aligned local hit; 0 if it is not worth it."""
     new = matched_tokens - computed_tokens
     return new if new >= max(1, least_tokens) else 0
 
 
-def pieces(blocks: range, wanted: Callable[[int], bool]) -> list[range]:
-    """`blocks` without those that aren't wanted, as ranges."""
+def ranges(blocks: range, wanted: Callable[[int], bool]) -> list[range]:
+    """Returns the wanted ones of `blocks`, as ranges."""
     out: list[range] = []
     for block in blocks:
         if not wanted(block):
@@ -80,10 +94,10 @@ def pieces(blocks: range, wanted: Callable[[int], bool]) -> list[range]:
 
 
 def saves_due(saved: int, done: int, segment_blocks: int, *, final: bool) -> tuple[list[range], int]:
-    """Segments to save when blocks up to `done` are computed and those up to `saved` are saved.
+    """Returns the segments to save when blocks up to `done` are computed and those up to `saved` are saved.
 
-    Full segments always; the remainder only if `final`, because blocks stay in the engine's cache
-    while their request runs, and a fuller segment costs fewer requests later. Returns the segments
+    Full segments are always due; the remainder only if `final`, because blocks stay in the engine's
+    cache while their request runs, and a fuller segment costs fewer requests later. Returns the segments
     and the new `saved`.
     """
     out = []
@@ -97,12 +111,12 @@ def saves_due(saved: int, done: int, segment_blocks: int, *, final: bool) -> tup
 
 
 def admitted_blocks(prompt_blocks: int, min_blocks: int, noted: int | None) -> int:
-    """How many leading blocks of a request are worth saving; EVERY_BLOCK for all there will ever be.
+    """Returns how many leading blocks of a request are worth saving; EVERY_BLOCK if all are, also later ones.
 
     `noted` is how many leading blocks of the prompt an earlier request has asked for, None if that
     doesn't matter. Blocks that decoding fills follow the prompt: they are worth saving if all of it is.
     """
-    # Of a prompt that is shorter than a block, `min_blocks` at its default of 1 refuses nothing.
+    # `min_blocks` at its default of 1 refuses nothing, not even a prompt that is shorter than a block.
     if max(prompt_blocks, 1) < min_blocks:
         return 0
     if noted is None or 0 < prompt_blocks <= noted:
@@ -111,7 +125,7 @@ def admitted_blocks(prompt_blocks: int, min_blocks: int, noted: int | None) -> i
 
 
 def savable_tokens(done_tokens: int, prompt_tokens: int, hashed_tokens: int, *, save_decode: bool) -> int:
-    """How many leading tokens are final and wanted.
+    """Returns how many leading tokens are final and are to be saved.
 
     A block's hash exists only when its last token is known, so under speculative or asynchronous
     decoding `hashed_tokens` keeps draft tokens out.

@@ -1,22 +1,50 @@
-"""Plug-in of vLLM: the connectors by their names alone, without a module path.
+"""A plug-in for vLLM by which it finds the connectors by name alone, without a module path.
 
-vLLM calls `register` in each of its processes, whether or not the connectors are used there, so it imports
-nothing but vLLM's two registries. Installing the package is what makes vLLM find it; `VLLM_PLUGINS`, if that
-is set, must name it (`kvstore`).
+vLLM calls `register` in each of its processes, whether or not the connectors are used there, and an error
+would end every engine of that environment. So this module imports nothing but vLLM's two registries, and does
+without those that it doesn't find. vLLM finds the plug-in once the package is installed; `VLLM_PLUGINS`, if
+that is set, must name it (`kvstore`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import logging
+
+log = logging.getLogger(__name__)
+
+#: (Module of a registry of vLLM's, its name there, name of our connector, its module).
+_REGISTRIES = (
+    (
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "KVConnectorFactory",
+        "KVStoreConnector",
+        "connectors.kv",
+    ),
+    (
+        "vllm.distributed.ec_transfer.ec_connector.factory",
+        "ECConnectorFactory",
+        "ECStoreConnector",
+        "connectors.ec",
+    ),
+)
 
 
 def register() -> None:
-    """Make the connectors' names known. Any number of times."""
-    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    # Known already: by an earlier call, or because vLLM has one of that name by now.
-    with contextlib.suppress(ValueError):
-        KVConnectorFactory.register_connector("KVStoreConnector", "connectors.kv", "KVStoreConnector")
-    with contextlib.suppress(ValueError):
-        ECConnectorFactory.register_connector("ECStoreConnector", "connectors.ec", "ECStoreConnector")
+    """Make the connectors' names known to vLLM. May be called any number of times, and never raises."""
+    missing = []
+    for module, registry, name, path in _REGISTRIES:
+        try:
+            factory = getattr(importlib.import_module(module), registry)
+            # ValueError: the name is known, from an earlier call, or because vLLM has one by now.
+            with contextlib.suppress(ValueError):
+                factory.register_connector(name, path, name)
+        except Exception as exc:  # noqa: BLE001 - whatever a stranger's module does, the engine starts
+            missing.append(f"{name} ({type(exc).__name__}: {exc})")
+    if missing:
+        log.warning(
+            "kvstore: this vLLM has no registry where it is looked for, so these connectors are not known by "
+            "name: %s. Engines start without them; docs/vllm-versions.md says which vLLM they are made for",
+            "; ".join(missing),
+        )

@@ -1,8 +1,8 @@
-"""What an engine's weights are called once they have changed in place.
+"""Names an engine's weights once they have changed in place.
 
-The weights that an engine starts with are digested from their files. What a trainer puts in their place has
-no files; after a reset (connectors.kv_epochs) it has a name that nobody else has, until somebody who knows
-says what it is called. That somebody is whoever updates the weights, over the way that updates them:
+The weights that an engine starts with are digested from their files. Weights that a trainer puts in their
+place have no files; after a reset (connectors.kv.namespace) they have a name that no other engine uses, until
+the trainer names them, on the same path on which it updates them:
 
     vllm serve ... --worker-extension-cls connectors.weights.NamedWeights
 
@@ -10,10 +10,12 @@ says what it is called. That somebody is whoever updates the weights, over the w
     llm.collective_rpc("update_weights", ...)
     llm.collective_rpc("name_weights", args=("step-1200",))
 
-Engines whose weights have the same name share, those started with `identity.weights` set to it too. An empty
-name stands for the weights that the engine was started with, for after a sleep that kept them.
+Engines whose weights have the same name share blocks, including engines that were started with
+`identity.weights` set to that name. An empty name stands for the weights that the engine was started with,
+for use after a sleep that kept them.
 
-Nothing in a request can name weights: a client could make an engine store its blocks under others' name.
+Nothing in a request can name weights: else a client could make an engine store its blocks under the name of
+other weights.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: What starts the names of weights that nobody has named.
+#: Prefix of the names of weights that nobody has named.
 UNNAMED = "unnamed-"
 _NAME = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 
 
 def unnamed() -> str:
-    """A name that no other engine has, nor this one had before."""
+    """Returns a name that no other engine has and that this one has not had before."""
     return UNNAMED + secrets.token_hex(12)
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for what can't be a name of weights. The empty name is one."""
+    """Raise ValueError if `name` can't be a name of weights. The empty name can."""
     if name and (not _NAME.fullmatch(name) or name.startswith(UNNAMED)):
         raise ValueError(
             f"name of weights: at most 128 printable ASCII characters, and not {UNNAMED}...; not {name!r}"
@@ -45,7 +47,7 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """One rank was told what its weights are called."""
+    """The name that one rank was told for its weights, and when."""
 
     name: str
     #: Unix time, by the rank's clock.
@@ -53,26 +55,28 @@ class Naming:
 
     @classmethod
     def now(cls, name: str) -> Naming:
-        """Raises ValueError, see check_name."""
+        """Returns a naming that happened just now. Raises ValueError as check_name does."""
         check_name(name)
         return cls(name, time.time())
 
 
 def agreed(namings: Mapping[int, Naming], ranks: int) -> Naming | None:
-    """The name that all ranks were told, with the earliest of their times; None while some differ."""
+    """Returns the name that all ranks were told, with the earliest of their times.
+
+    None while some rank has not been told, or was told another one."""
     if len(namings) < ranks or len({one.name for one in namings.values()}) != 1:
         return None
     return min(namings.values(), key=lambda one: one.at_s)
 
 
 class NamedWeights:
-    """For vLLM's `worker_extension_cls`: adds `name_weights` to the workers."""
+    """Adds `name_weights` to the workers, as vLLM's `worker_extension_cls`."""
 
     def name_weights(self, name: str) -> int:
-        """The weights that this worker has now are called so. To be called after the reset and the update.
+        """Name the weights that this worker has now. To be called after the reset and the update.
 
-        How many KVStoreConnectors were told; they act on it after the next step. Raises ValueError for what
-        can't be a name.
+        Returns how many KVStoreConnectors were told; they act on it after the next step. Raises ValueError if
+        `name` can't be one.
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -81,7 +85,7 @@ class NamedWeights:
 
 
 def _tell(connector: Any, name: str) -> int:
-    """Tell a connector, or those that MultiConnector holds."""
+    """Tell the name to a connector, or to those that MultiConnector holds; returns how many took it."""
     inner = getattr(connector, "sub_connectors", None)
     if inner is not None:
         return sum(_tell(one, name) for one in inner)

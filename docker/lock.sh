@@ -12,5 +12,5 @@ compile() {
 }
 compile pyproject.toml --extra cli --output-file docker/requirements.lock "$@"
 compile pyproject.toml --extra cli --output-file docker/wheels.lock --constraint docker/requirements.lock \
-  --no-emit-package numpy --no-emit-package pydantic --no-emit-package pydantic-core --no-emit-package pyyaml
+  --no-emit-package blake3 --no-emit-package numpy --no-emit-package pydantic --no-emit-package pydantic-core --no-emit-package pyyaml
 printf 'setuptools>=77\n' | compile - --output-file docker/build.lock "$@"

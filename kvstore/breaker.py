@@ -1,8 +1,8 @@
 """A circuit breaker that closes again.
 
-Closed: calls pass. After `failures` transient failures in a row: open, calls are refused at once. Failures
-that are all about one subject (one object of a bucket) count once: it may be that one alone.
-After the backoff one call is let through as a probe; its success closes the breaker, its failure
+While the breaker is closed, calls pass. After `failures` transient failures in a row it opens, and calls are
+refused at once. Failures that are all about one subject (one object of a bucket) count once: it may be that
+one alone. After the backoff one call is let through as a probe; its success closes the breaker, its failure
 doubles the backoff, up to a maximum. A probe that never reports (its thread died) frees its place
 after another backoff, so the breaker can't stay open for good.
 """
@@ -19,7 +19,7 @@ from schemas.settings import BreakerSettings
 
 
 class Breaker:
-    """One per backend; shared by all threads of a store."""
+    """The breaker in front of one backend. Safe for threads: all of a store share it."""
 
     def __init__(
         self, name: str, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic
@@ -29,29 +29,23 @@ class Breaker:
         self._clock = clock
         self._lock = threading.Lock()
         self._failures = 0
-        #: What the last failure was about.
+        #: Subject of the last failure.
         self._subject: str | None = None
         self._backoff = settings.backoff_s
         self._retry_at = 0.0
 
     @property
-    def is_open(self) -> bool:
-        """Whether a call right now would be refused."""
-        with self._lock:
-            return self._failures >= self._settings.failures and self._clock() < self._retry_at
-
-    @property
     def is_closed(self) -> bool:
-        """Whether calls pass, other than a probe."""
+        """Tells whether all calls pass, not only a probe."""
         with self._lock:
             return self._failures < self._settings.failures
 
     @contextmanager
     def guard(self, *, may_probe: bool = True, subject: str | None = None) -> Iterator[None]:
-        """Run one call. Only TransientError counts as a failure; what else is raised is an answer.
+        """Guards one call. Only TransientError counts as a failure; any other error is the backend's answer.
 
-        With `may_probe` false the call is refused even when a probe is due: for calls that someone
-        waits for, who should not pay for finding out that the backend is still down.
+        If `may_probe` is false, the call is refused even when a probe is due: for calls that a request
+        waits for, which should not pay for finding out that the backend is still down. Raises BreakerOpen.
         """
         self._admit(may_probe)
         try:
@@ -63,6 +57,10 @@ class Breaker:
             self._succeeded()
             raise
         self._succeeded()
+
+    def blame(self) -> None:
+        """Counts a transient failure that no guarded call reports, because the call has not returned."""
+        self._failed(None)
 
     def _admit(self, may_probe: bool) -> None:
         with self._lock:

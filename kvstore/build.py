@@ -23,37 +23,46 @@ from typing import Any, TypedDict
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kvstore.blobs.breaking import BreakingPayloads
-from kvstore.blobs.ledger import Ledger
-from kvstore.blobs.local import LocalPayloads
-from kvstore.blobs.memory import MemoryPayloads
-from kvstore.blobs.ranged import RangedPayloads
-from kvstore.blobs.retrying import RetryingPayloads
-from kvstore.blobs.strays import LocalStrays, NoStrays, Strays
-from kvstore.blobs.tiered import TieredPayloads
 from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
+from kvstore.files import access_of
 from kvstore.index.breaking import BreakingIndex
-from kvstore.index.redis import RedisIndex
-from kvstore.index.sqlite import SqliteIndex
+from kvstore.index.maintenance import FullIndex
+from kvstore.index.redis.client import RedisClient
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sqlite.index import SqliteIndex
+from kvstore.keyfiles import open_keyring
 from kvstore.metrics import Counters
-from kvstore.ports import PayloadStore
-from kvstore.store import Store
-from kvstore.trace import Trace
-from kvstore.transfers import Crew, Transfers
+from kvstore.payloads.breaking import BreakingPayloads
+from kvstore.payloads.local import LocalPayloads
+from kvstore.payloads.memory import MemoryPayloads
+from kvstore.payloads.port import PayloadStore
+from kvstore.payloads.ranged import RangedPayloads
+from kvstore.payloads.retrying import RetryingPayloads
+from kvstore.payloads.strays import LocalStrays, NoStrays, Strays
+from kvstore.payloads.tiered.ledger import Ledger
+from kvstore.payloads.tiered.store import TieredPayloads
+from kvstore.payloads.versions import NoVersions, Versions
+from kvstore.store.backends import Backends
+from kvstore.store.store import Store
+from kvstore.store.trace import TraceRecorder
+from kvstore.threads.transfers import Crew, Transfers
 from schemas.base import explain, model_of, redact
 from schemas.settings import JournalSettings, Settings, Tiers
 from schemas.urls import local_path, s3_location
 
 PREFIX = "KVSTORE_"
+#: The variable that names the operator (kvstore.admin.operators); it is no setting.
+OPERATOR = f"{PREFIX}OPERATOR"
 
 
 class _Options(TypedDict):
-    """What every index is told."""
+    """The options that every kind of index takes."""
 
     journal: JournalSettings
     cost_aware: bool
     grace_s: float
+    by: str
     clock: Callable[[], float]
 
 
@@ -66,7 +75,7 @@ _SERVICE_LINK = re.compile(
 def load_settings(
     given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Settings from a mapping (or the YAML file that its `settings` key names) and the environment.
+    """Returns the settings of a mapping (or the YAML file named by its `settings` key) and the environment.
 
     Raises ConfigError with one sentence per problem.
     """
@@ -102,7 +111,7 @@ def _from_file(given: Mapping[str, Any]) -> dict[str, Any]:
 def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
     known = settings_keys()
     for name, value in environ.items():
-        if not name.startswith(PREFIX) or name == PREFIX + "SETTINGS":
+        if not name.startswith(PREFIX) or name in (PREFIX + "SETTINGS", OPERATOR):
             continue
         rest = name[len(PREFIX) :]
         if rest not in known:
@@ -120,7 +129,7 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
 
 
 def settings_keys() -> set[str]:
-    """Every setting as its environment variable spells it, without the prefix."""
+    """Returns every setting as its environment variable spells it, without the prefix."""
     return set(_leaves(Settings, ""))
 
 
@@ -135,40 +144,83 @@ def _leaves(model: type[BaseModel], prefix: str) -> list[str]:
     return names
 
 
-def open_index(settings: Settings, *, clock: Callable[[], float] = time.time) -> RedisIndex | SqliteIndex:
-    """The index leaf of these settings, for reading, writing and maintenance. No I/O for Redis."""
+def open_index(settings: Settings, *, by: str = "", clock: Callable[[], float] = time.time) -> FullIndex:
+    """Returns the leaf index of these settings, for reading, writing and maintenance. No I/O for Redis.
+
+    `by` says in the journal who does what is done with it; "" is for engines.
+    """
     url = settings.index_url
     options: _Options = {
         "journal": settings.journal,
         "cost_aware": settings.eviction.cost_aware,
         "grace_s": settings.grace_s,
+        "by": by,
         "clock": clock,
     }
     if url.startswith("sqlite://"):
         busy_timeout_s = settings.sqlite.busy_timeout_s
-        return SqliteIndex(url.removeprefix("sqlite://"), busy_timeout_s=busy_timeout_s, **options)
+        access = access_of(settings.local.share)
+        path = url.removeprefix("sqlite://")
+        return SqliteIndex(path, busy_timeout_s=busy_timeout_s, access=access, **options)
     if url.startswith("memory://"):
         return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
     return RedisIndex.from_settings(url, settings.redis, **options)
 
 
+def open_redis(settings: Settings) -> RedisClient | None:
+    """Returns the Redis under the index, for questions that no index answers; None if the index is elsewhere.
+    No I/O.
+    """
+    if not settings.index_url.startswith(("redis", "unix")):
+        return None
+    return RedisClient.from_settings(settings.index_url, settings.redis)
+
+
 def open_payloads(settings: Settings) -> PayloadStore:
-    """The payload store that all nodes share, for tools: no breaker, no local tier. No I/O for S3."""
+    """Returns the payload store that all nodes share, for tools: no breaker, no fast tier. No I/O for S3."""
     return _retrying(_leaf(settings), settings)
 
 
+def ask_encryption(settings: Settings) -> tuple[str, str]:
+    """Returns how the bucket of these settings encrypts what is put now, and with which key, for tools."""
+    from kvstore.payloads.s3.store import S3Payloads
+
+    with S3Payloads(s3_location(settings.origin), settings.s3) as payloads:
+        return payloads.encryption()
+
+
+def may_list_as_of(settings: Settings, owner: str | None) -> bool:
+    """Returns whether the bucket can be listed as that account's, or without saying whose, for tools."""
+    from kvstore.payloads.s3.store import S3Payloads
+
+    s3 = settings.s3.model_copy(update={"expected_bucket_owner": owner})
+    with S3Payloads(s3_location(settings.origin), s3) as payloads:
+        return payloads.may_list()
+
+
 def open_strays(settings: Settings) -> Strays:
-    """What lies beside the payloads of the store that all nodes share, for gc. No I/O."""
+    """Returns what finds strays beside the payloads of the store that all nodes share, for gc. No I/O."""
     url = settings.origin
     if url.startswith("memory://"):
         return NoStrays()
     if url.startswith("s3://"):
-        from kvstore.blobs.s3_strays import S3Strays
+        from kvstore.payloads.s3.strays import S3Strays
 
         return S3Strays(s3_location(url), settings.s3)
     root, index = Path(local_path(url)), Path(settings.index_url.removeprefix("sqlite://"))
     inside = index.name if index.parent.absolute() == root.absolute() else "index.sqlite"
     return LocalStrays(str(root), [f"{inside}{end}" for end in ("", "-wal", "-shm", "-journal")])
+
+
+def open_versions(settings: Settings) -> Versions:
+    """Returns what finds former versions of deleted payloads in the store that all nodes share, for erase.
+    No I/O.
+    """
+    if not settings.origin.startswith("s3://"):
+        return NoVersions()
+    from kvstore.payloads.s3.versions import S3Versions
+
+    return S3Versions(s3_location(settings.origin), settings.s3)
 
 
 def _leaf(settings: Settings) -> PayloadStore:
@@ -177,10 +229,15 @@ def _leaf(settings: Settings) -> PayloadStore:
         return MemoryPayloads(local_path(url))
     if url.startswith("s3://"):
         # Its libraries take a third of a second to import.
-        from kvstore.blobs.s3 import S3Payloads
+        from kvstore.payloads.s3.store import S3Payloads
 
         return S3Payloads(s3_location(url), settings.s3)
-    return LocalPayloads(local_path(url), fsync=settings.local.fsync)
+    return _local(url, settings)
+
+
+def _local(url: str, settings: Settings) -> LocalPayloads:
+    access = access_of(settings.local.share)
+    return LocalPayloads(local_path(url), fsync=settings.local.fsync, access=access)
 
 
 def _retrying(inner: PayloadStore, settings: Settings) -> PayloadStore:
@@ -193,7 +250,7 @@ def _retrying(inner: PayloadStore, settings: Settings) -> PayloadStore:
 
 
 def _origin(settings: Settings, breaker: Breaker, crew: Crew) -> PayloadStore:
-    """The shared payload store as engines use it."""
+    """Returns the payload store that all nodes share, as engines use it."""
     s3 = settings.s3
     stack = _retrying(BreakingPayloads(_leaf(settings), breaker, reads_probe=False), settings)
     if not settings.origin.startswith("s3://"):
@@ -204,17 +261,19 @@ def _origin(settings: Settings, breaker: Breaker, crew: Crew) -> PayloadStore:
 
 
 def open_tier(settings: Settings) -> TieredPayloads:
-    """Both tiers, for tools: no breaker, and nothing in the background. Raises ConfigError without tiers."""
+    """Returns both tiers, for tools: no breaker, and nothing in the background. Raises ConfigError if the
+    settings have no tiers.
+    """
     if settings.tiers is None:
         raise ConfigError("payloads is one URL, not {fast: file:///DIR, slow: URL, fast_capacity: SIZE}")
-    fast = LocalPayloads(local_path(settings.tiers.fast), fsync=settings.local.fsync)
+    fast = _local(settings.tiers.fast, settings)
     return TieredPayloads(fast, open_payloads(settings), _ledger(settings, settings.tiers), later=_at_once())
 
 
 def _tiered(
     settings: Settings, tiers: Tiers, origin: PayloadStore, transfers: Transfers, counters: Counters
 ) -> TieredPayloads:
-    fast = LocalPayloads(local_path(tiers.fast), fsync=settings.local.fsync)
+    fast = _local(tiers.fast, settings)
     return TieredPayloads(
         BreakingPayloads(fast, Breaker("fast tier", settings.breaker)),
         origin,
@@ -227,11 +286,14 @@ def _tiered(
 
 
 def _ledger(settings: Settings, tiers: Tiers) -> Ledger:
-    return Ledger(local_path(tiers.fast), tiers.fast_capacity, breaker=settings.breaker)
+    access = access_of(settings.local.share)
+    return Ledger(local_path(tiers.fast), tiers.fast_capacity, breaker=settings.breaker, access=access)
 
 
 def _at_once() -> Callable[[int, Callable[[], None]], bool]:
-    """A queue without threads: runs a job at once, one that a job queues after it, and none with bytes."""
+    """Returns a queue without threads. It runs a job at once, or after the job that queued it, and refuses
+    jobs that hold bytes.
+    """
     own = threading.local()
 
     def later(nbytes: int, job: Callable[[], None]) -> bool:
@@ -253,9 +315,10 @@ def _at_once() -> Callable[[int, Callable[[], None]], bool]:
 
 
 def open_store(settings: Settings | Mapping[str, Any]) -> Store:
-    """Build the stack. Raises ConfigError; an unreachable Redis is not an error, only misses."""
+    """Builds the stack. Raises ConfigError. An unreachable Redis is not an error: all is a miss meanwhile."""
     if not isinstance(settings, Settings):
         settings = load_settings(settings)
+    keyring = open_keyring(settings.signing)
     index = open_index(settings)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     index_breaker = Breaker("index", settings.breaker)
@@ -264,28 +327,46 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     tiers = settings.tiers
     tier = _tiered(settings, tiers, origin, transfers, counters) if tiers else None
     return Store(
-        settings=settings,
-        payloads=tier or origin,
-        tier=tier,
-        index=BreakingIndex(index, index_breaker),
-        catalogue=index,
-        transfers=transfers,
-        counters=counters,
-        crew=crew,
-        # With a tier in front, much can be read while the origin is down.
-        breaker=None if tiers else breaker,
-        index_breaker=index_breaker,
-        trace=_trace(settings, transfers, counters),
+        Backends(
+            settings=settings,
+            payloads=tier or origin,
+            index=BreakingIndex(index, index_breaker),
+            maintenance=index,
+            transfers=transfers,
+            counters=counters,
+            keyring=keyring,
+            gap_bytes=settings.s3.gap_bytes if settings.origin.startswith("s3://") else 0,
+            drop_copy=tier.drop_copy if tier else None,
+            tier=tier,
+            crew=crew,
+            # With a tier in front, much can be read while the origin is down.
+            breaker=None if tiers else breaker,
+            index_breaker=index_breaker,
+            trace=_trace(settings, transfers, counters),
+        )
     )
 
 
-def _trace(settings: Settings, transfers: Transfers, counters: Counters) -> Trace | None:
+def _trace(settings: Settings, transfers: Transfers, counters: Counters) -> TraceRecorder | None:
     if settings.trace.folder is None:
         return None
-    return Trace(settings.trace, transfers.errand, lost=lambda count: counters.add("trace_lost", count))
+    return TraceRecorder(
+        settings.trace,
+        transfers.errand,
+        lost=lambda count: counters.add("trace_lost", count),
+        access=access_of(settings.local.share),
+    )
 
 
 def describe(settings: Settings) -> str:
-    """One line for a log: what these settings open, without secrets."""
+    """Returns one line for a log: what these settings open, without secrets."""
     front = f"{settings.tiers.fast} in front of " if settings.tiers else ""
-    return f"index {redact(settings.index_url)}, payloads {front}{redact(settings.origin)}"
+    return f"index {redact(settings.index_url)}, payloads {front}{redact(settings.origin)}{_signed(settings)}"
+
+
+def _signed(settings: Settings) -> str:
+    signing = settings.signing
+    if signing.key is None:
+        return ""
+    how = "signed and encrypted" if signing.encrypt else "signed"
+    return f", {how} with key {signing.key} (unsigned: {signing.unsigned})"

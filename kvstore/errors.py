@@ -1,16 +1,22 @@
-"""One tree of errors, sorted by what the caller does next.
+"""The tree of errors, sorted by what the caller does next.
 
     KVStoreError
       ConfigError          fix the settings; raised while opening only
-      TransientError       try again later; the wrappers count and break on these
+      TransientError       try again later; the wrappers retry these, and breakers count them
         DeadlineExceeded   the call's time ran out
         Throttled          the backend asks for fewer calls: try again later than that
-        BreakerOpen        not even tried: too many failures just now
-        Closed             the store is shutting down
+        BreakerOpen        not even tried: the backend failed too often just before
+        StoreClosed        the store is shutting down
+      DamagedIndex         what the index holds makes no sense: a miss; `cache-admin fsck --apply` mends it
       NamespaceUnknown     the index lost the namespace: register it again, then try once more
       PermissionDenied     an operator must act; not retried
       CorruptPayload       quarantine the segment; the blocks are a miss
         NamespaceMismatch  the bytes belong to another namespace
+        PayloadMissing     a rank's payload is not there
+        UnsignedPayload    nothing proves who wrote it, and this process demands that
+      UnreadablePayload    leave it alone: another reader may be able to use it; the blocks are a miss
+        UnknownKey         it is signed or encrypted with a key that this process doesn't have
+        NewerFormat        it is of a format that this version doesn't know
       CapacityExceeded     drop the save and count it
 
 A miss is a value, never an error. Leaves classify what their libraries raise, `raise ... from exc`.
@@ -21,14 +27,14 @@ from __future__ import annotations
 
 
 class KVStoreError(Exception):
-    """Base of everything the store raises on purpose."""
+    """The base of all errors that the store raises on purpose."""
 
-    #: Label for counters: `failures{reason=...}`.
+    #: Label of counters; one that is not in kvstore.rules.reasons.MISS_REASONS counts as `error`.
     reason = "error"
 
 
 class ConfigError(KVStoreError):
-    """The settings can't work; the message says which key and what is allowed."""
+    """The settings can't work. The message says which key is wrong and what is allowed."""
 
     reason = "config"
 
@@ -46,25 +52,32 @@ class DeadlineExceeded(TransientError):
 
 
 class Throttled(TransientError):
-    """The backend has had too many calls."""
+    """The backend asks for fewer calls."""
 
     reason = "throttled"
 
 
 class BreakerOpen(TransientError):
-    """Refused at once because the backend failed repeatedly a moment ago."""
+    """The call was refused at once, because the backend failed repeatedly a moment ago."""
 
     reason = "breaker_open"
 
 
-class Closed(TransientError):
+class StoreClosed(TransientError):
     """The store has been closed."""
 
     reason = "closed"
 
 
+class DamagedIndex(KVStoreError):
+    """The index answers, and what it holds in one place is not what any version of ours writes there.
+
+    It says nothing about the rest of the index, so breakers don't count it.
+    """
+
+
 class NamespaceUnknown(KVStoreError):
-    """The index has no such namespace, because it was emptied or never had it."""
+    """The index doesn't know the namespace: it was emptied, or never had it."""
 
     reason = "namespace_unknown"
 
@@ -87,7 +100,37 @@ class NamespaceMismatch(CorruptPayload):
     reason = "namespace_mismatch"
 
 
+class PayloadMissing(CorruptPayload):
+    """The payload of a rank is not there."""
+
+    reason = "missing"
+
+
+class UnsignedPayload(CorruptPayload):
+    """A payload carries no signature, and unsigned ones are refused."""
+
+    reason = "unsigned"
+
+
+class UnreadablePayload(KVStoreError):
+    """A payload that this process can't judge. It is nobody's to evict or delete for that: whoever has
+    another key, or a newer version, may find it good.
+    """
+
+
+class UnknownKey(UnreadablePayload):
+    """A payload is signed or encrypted with a key that this process doesn't have."""
+
+    reason = "unknown_key"
+
+
+class NewerFormat(UnreadablePayload):
+    """A payload is of a format that this version doesn't know."""
+
+    reason = "newer_format"
+
+
 class CapacityExceeded(KVStoreError):
-    """No room: disk full, quota reached or queue full."""
+    """There is no room: the disk is full, a quota is reached or a queue is full."""
 
     reason = "capacity"

@@ -1,5 +1,5 @@
 """Commits and evictions as they happen: for a router that sends a prompt to where its prefix is, and for a
-cache warmer that fetches what others have saved. docs/events.md has an example of either.
+cache warmer that fetches what others have saved. docs/events.md has an example of each.
 
     for event in follow(index, namespace, after=position):
         match event:
@@ -8,8 +8,8 @@ cache warmer that fetches what others have saved. docs/events.md has an example 
             case Event(op="commit"):
                 ...  # the prefix that ends with `event.last` can be loaded from now on
 
-The index keeps the latest `journal.events` of a namespace. A reader that falls further behind is told, by a
-Gap in between: nothing is lost in silence. `position` is all that there is to remember between two runs.
+The index keeps the latest `journal.events` of a namespace. A reader that falls further behind is told so by a
+Gap in between: nothing is lost in silence. `position` is all that a reader must remember between two runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvstore.catalogue import Event, Journal
 from kvstore.errors import TransientError
+from kvstore.index.maintenance import Event, Journal
 from kvstore.keys import NamespaceId
 
 __all__ = ["Event", "EventReader", "Gap", "follow"]
@@ -34,14 +34,14 @@ _PAGE = 1000
 class Gap:
     """Events may be lost here: the ring has moved on past the reader, or the index was emptied."""
 
-    #: The last event before it that was read.
+    #: Position of the last event that was read before it.
     after: str
-    #: The first one that is read after it; "" if there is none yet.
+    #: Position of the first event that is read after it; "" if there is none yet.
     position: str
 
 
 class EventReader:
-    """Reads one namespace's events in their order. One thread's."""
+    """Reads one namespace's events in their order. Belongs to one thread."""
 
     def __init__(self, index: Journal, namespace: NamespaceId, *, after: str | None = "") -> None:
         """`after` is the position to go on from; "": all that the ring holds; None: only what comes from now
@@ -49,21 +49,22 @@ class EventReader:
         """
         self._index = index
         self._namespace = namespace
-        #: That of the last event that was read: where the next reader may go on.
+        #: Position of the last event that was read, from which another reader can go on.
         self.position = index.last_position(namespace) if after is None else after
 
     def read(self, limit: int = _PAGE) -> list[Event | Gap]:
-        """What came since, at most `limit` events, oldest first; a Gap stands where some may be missing.
+        """Returns the events since, at most `limit`, oldest first; a Gap stands where some may be missing.
 
-        Two or three calls of the index. An empty list means that there is nothing new. Raises ValueError if
-        `after` is not spelled as a position, and what the index raises; nothing is skipped by asking again.
+        Takes two or three calls of the index. An empty list means that there is nothing new. Raises
+        ValueError if `after` is not spelled as a position, and what the index raises; nothing is skipped by
+        asking again.
         """
         before = self.position
         place = _order(before)
         try:
             events = self._index.events(self._namespace, after=before, limit=limit)
         except ValueError:
-            # Of an index that was emptied since.
+            # A position of an index that was emptied since.
             events, lost = [], True
         else:
             lost = bool(before) and self._has_lost(place, events)
@@ -76,10 +77,10 @@ class EventReader:
         return [Gap(before, events[0].position if events else ""), *events]
 
     def _has_lost(self, place: tuple[int, ...], events: list[Event]) -> bool:
-        """Whether there may have been events after `place` that were not read, and never will be."""
+        """Tells whether there may have been events after `place` that were not read, and never will be."""
         if not events:
             return _order(self._index.last_position(self._namespace)) < place
-        # Looked at afterwards: what the ring has lost until now may have been lost before those were read.
+        # Asked afterwards: what the ring has lost until now may have been lost before those were read.
         oldest = self._index.events(self._namespace, limit=1)
         return not oldest or _order(oldest[0].position) > place
 
@@ -96,10 +97,10 @@ def follow(
     poll_s: float = 1.0,
     stop: threading.Event | None = None,
 ) -> Iterator[Event | Gap]:
-    """Every event after a position, as an EventReader reads them, and then those that come, until `stop`.
+    """Yields the events after a position, as an EventReader reads them, and those that come, until `stop`.
 
-    Asks every `poll_s` while there is nothing new. While the index can't be asked it goes on trying, and says
-    so in the log once. Raises ValueError if `after` is no position, and PermissionDenied.
+    Asks every `poll_s` seconds while there is nothing new. While the index does not answer it goes on trying,
+    and says so in the log once. Raises ValueError if `after` is no position, and PermissionDenied.
     """
     stop = stop or threading.Event()
     reader: EventReader | None = None
@@ -123,5 +124,5 @@ def follow(
 
 
 def _order(position: str) -> tuple[int, ...]:
-    """Positions are numbers joined by hyphens, and ascend. Raises ValueError."""
+    """Returns what positions are compared by: they are numbers joined by hyphens. Raises ValueError."""
     return tuple(int(part) for part in position.split("-")) if position else ()

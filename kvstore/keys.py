@@ -1,10 +1,14 @@
 """Identity: namespace ids, content keys, digests, segment ids and payload names. Pure code.
 
-content key   what a slot is called inside a segment: vLLM's chained block hash followed by the
-              2-byte big-endian group, or SHA-256 of an item's identifier followed by two zeros.
-digest        16 bytes, what the index is keyed on: the first 16 bytes of the content hash, with the
+content key   the name of a slot inside a segment: a block's name followed by the 2-byte big-endian group, or
+              SHA-256 of an item's content and salt followed by two zeros. A block's name is vLLM's chained
+              block hash; of one behind a multimodal item, a hash of that and of the items' contents.
+digest        16 bytes, the key in the index: the first 16 bytes of the content hash, with the
               group exclusive-ored into the last two. For a fixed group that is a bijection of the
               hash's first 128 bits, so groups can't alias more easily than hashes collide.
+salt id       16 bytes: the first of SHA-256 of a request's `cache_salt`; empty without one.
+session id    16 bytes: 4 that all sessions of a salt share, then 12 of SHA-256 of the salt's id and the
+              session's name. Names stay in the process that was told them.
 segment id    8 fresh random bytes per save, so deleting an old copy can never hit a newer one.
 payload name  `<namespace id>/<2 hex>/<segment id>.<rank>`
 
@@ -23,66 +27,127 @@ from typing import NewType
 import numpy as np
 
 from schemas.namespace import Namespace
+from schemas.records import SALT_ID_BYTES
 
 NamespaceId = NewType("NamespaceId", str)  # 16 hex digits
 ContentKey = NewType("ContentKey", bytes)  # content hash + 2-byte group
 Digest = NewType("Digest", bytes)  # DIGEST_BYTES bytes
 SegmentId = NewType("SegmentId", bytes)  # SEGMENT_ID_BYTES bytes
+SaltId = NewType("SaltId", bytes)  # SALT_ID_BYTES bytes, or none
+SessionId = NewType("SessionId", bytes)  # SESSION_ID_BYTES bytes, or none
 
+NO_SALT = SaltId(b"")
+NO_SESSION = SessionId(b"")
+SESSION_ID_BYTES = 16
+#: Bytes at a session id's start that its salt decides alone.
+SESSION_SALT_BYTES = 4
+#: Longer names of sessions are none.
+SESSION_NAME_CHARS = 256
 DIGEST_BYTES = 16
 SEGMENT_ID_BYTES = 8
 GROUP_BYTES = 2
+CONTENT_BYTES = 32
 MAX_GROUPS = 1 << 16
 
 _NAME = re.compile(r"([0-9a-f]{16})/([0-9a-f]{2})/([0-9a-f]{16})\.(\d{1,5})")
 
 
 def canonical_json(namespace: Namespace) -> str:
-    """The one spelling of a namespace: sorted keys, no spaces, ASCII."""
+    """Returns the one spelling of a namespace: sorted keys, no spaces, ASCII."""
     return json.dumps(
         namespace.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True
     )
 
 
 def namespace_id(namespace: Namespace) -> NamespaceId:
-    """First 8 bytes of SHA-256 of the canonical JSON, in hex."""
+    """Returns the first 8 bytes of SHA-256 of the canonical JSON, in hex."""
     return namespace_id_of_json(canonical_json(namespace))
 
 
 def namespace_id_of_json(text: str) -> NamespaceId:
-    """The id that belongs to a canonical JSON text, as found in a segment's header."""
+    """Returns the id that belongs to a canonical JSON text, as found in a segment's header."""
     return NamespaceId(hashlib.sha256(text.encode("ascii")).digest()[:8].hex())
 
 
 def block_key(block_hash: bytes, group: int = 0) -> ContentKey:
-    """Content key of one KV block. `block_hash` is at least 16 bytes (vLLM's are 16 or 32)."""
+    """Returns the content key of one KV block. `block_hash` has at least 16 bytes (vLLM's have 16 or 32).
+
+    Raises ValueError if it is shorter.
+    """
     if len(block_hash) < DIGEST_BYTES:
         raise ValueError(f"block hash of {len(block_hash)} bytes; at least {DIGEST_BYTES} are needed")
     return ContentKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
 
 
-def item_key(identifier: str) -> ContentKey:
-    """Content key of one encoder item.
+def salt_id(salt: str) -> SaltId:
+    """Returns what names a request's `cache_salt` in headers and in the index; empty for an empty one.
 
-    The identifier may be any string a client sent, lone surrogates included, so it is hashed and
-    never used as a name. The prefix keeps it apart from any other use of SHA-256 on that string.
+    A salt is any string, lone surrogates included. Whoever can guess the salt can tell it from its id.
     """
-    text = identifier.encode("utf-8", "surrogatepass")
-    return ContentKey(hashlib.sha256(b"kvstore item\x00" + text).digest() + bytes(GROUP_BYTES))
+    if not salt:
+        return NO_SALT
+    text = salt.encode("utf-8", "surrogatepass")
+    return SaltId(hashlib.sha256(b"kvstore salt\x00" + text).digest()[:SALT_ID_BYTES])
+
+
+def sessions_of_salt(salt: SaltId) -> bytes:
+    """Returns what the ids of all sessions under a salt begin with, and those of few others."""
+    return hashlib.sha256(b"kvstore sessions\x00" + salt).digest()[:SESSION_SALT_BYTES]
+
+
+def session_id(salt: SaltId, name: str) -> SessionId:
+    """Returns what names a session in the index: one client can't name another's that has another salt.
+
+    A name is any string of 1 to SESSION_NAME_CHARS characters, lone surrogates included. Raises ValueError
+    for an empty or a longer one. Whoever can guess the salt and the name can tell them from the id.
+    """
+    if not 0 < len(name) <= SESSION_NAME_CHARS:
+        raise ValueError(f"a session's name of {len(name)} characters; it has 1 to {SESSION_NAME_CHARS}")
+    text = len(salt).to_bytes(1, "big") + salt + name.encode("utf-8", "surrogatepass")
+    rest = SESSION_ID_BYTES - SESSION_SALT_BYTES
+    return SessionId(sessions_of_salt(salt) + hashlib.sha256(b"kvstore session\x00" + text).digest()[:rest])
+
+
+def item_key(content: bytes, salt: str = "") -> ContentKey:
+    """Returns the content key of one encoder item: of the digest of its processed input, of `CONTENT_BYTES`,
+    and of the `cache_salt` of the request that brings it, any string, lone surrogates included.
+
+    What a client calls the item has no part in it. Raises ValueError for a digest of another length.
+    """
+    if len(content) != CONTENT_BYTES:
+        raise ValueError(f"digest of {len(content)} bytes; {CONTENT_BYTES} are needed")
+    text = content + salt.encode("utf-8", "surrogatepass")
+    return ContentKey(hashlib.sha256(b"kvstore item 2\x00" + text).digest() + bytes(GROUP_BYTES))
+
+
+def chained_items(before: bytes, content: bytes) -> bytes:
+    """Returns a digest of all items of a prompt up to one: `before` is that of those before it, b"" if it is
+    the first; `content` is the digest of its processed input."""
+    return hashlib.sha256(b"kvstore items\x00" + before + content).digest()
+
+
+def bound_name(block_hash: bytes, items: bytes) -> bytes:
+    """Returns the name of a block behind items: of vLLM's hash of it, which covers what clients call the
+    items, and of `items` (`chained_items`), which is what they are. It is as long as the hash."""
+    return hashlib.sha256(b"kvstore block\x00" + items + block_hash).digest()[: len(block_hash)]
 
 
 def digest(key: ContentKey) -> Digest:
-    """The index's 16 bytes for one content key."""
+    """Returns the 16 bytes by which the index knows one content key."""
     return Digest(key[:14] + bytes((key[14] ^ key[-2], key[15] ^ key[-1])))
 
 
 def digests(block_hashes: Sequence[bytes], group: int = 0) -> bytes:
-    """Digests of a chain of block hashes of one length, packed: `len(block_hashes) * 16` bytes."""
+    """Returns the digests of a chain of block hashes of one length, packed: `len(block_hashes) * 16` bytes.
+
+    Raises ValueError if the hashes differ in length or are shorter than 16 bytes, and OverflowError if there
+    can be no such group.
+    """
     if not block_hashes:
         return b""
     if not 0 <= group < MAX_GROUPS:
         raise OverflowError(f"group {group}; at most {MAX_GROUPS} are told apart")
-    # Of all of them: a long and a short one would add up, and shift what lies between.
+    # Every length is looked at: a long and a short one would add up, and shift what lies between.
     widths = set(map(len, block_hashes))
     width = widths.pop()
     if widths or width < DIGEST_BYTES:
@@ -96,23 +161,23 @@ def digests(block_hashes: Sequence[bytes], group: int = 0) -> bytes:
 
 
 def split_digests(packed: bytes) -> list[Digest]:
-    """A packed blob of digests as a list."""
+    """Returns packed digests as a list."""
     return [Digest(packed[i : i + DIGEST_BYTES]) for i in range(0, len(packed), DIGEST_BYTES)]
 
 
 def new_segment_id() -> SegmentId:
-    """Eight random bytes."""
+    """Returns eight random bytes."""
     return SegmentId(secrets.token_bytes(SEGMENT_ID_BYTES))
 
 
 def payload_name(namespace: NamespaceId, segment: SegmentId, rank: int) -> str:
-    """Where one rank's part of a segment lives in the payload store."""
+    """Returns the name under which the payload store has one rank's part of a segment."""
     text = segment.hex()
     return f"{namespace}/{text[:2]}/{text}.{rank}"
 
 
 def parse_payload_name(name: str) -> tuple[NamespaceId, SegmentId, int] | None:
-    """The parts of a payload name, or None if `name` isn't one (a stranger's file)."""
+    """Returns the parts of a payload name, or None if `name` is none (a stray)."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

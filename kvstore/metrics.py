@@ -1,7 +1,7 @@
-"""Counters: what the store did, and why it didn't.
+"""Counters: what the store did, and why it did not do more.
 
-Names are fixed here and pre-set to zero, so that a reader sees "no failures" as 0 and not as an
-absence. Labelled counters are spelled `name{label}`. Cumulative since the store was opened.
+Names are fixed here and start at zero, so that a reader sees "no failures" as 0 and not as an
+absence. Labelled counters are spelled `name{label}`. All of them add up from the opening of the store on.
 """
 
 from __future__ import annotations
@@ -9,35 +9,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-#: Why a block that was asked for did not come from the store.
-MISS_REASONS: Final = (
-    "absent",  # never stored, or evicted: the index has no entry
-    "deadline",  # the index or a read took too long
-    "breaker_open",  # the backend failed repeatedly a moment ago
-    "unavailable",  # the backend failed
-    "throttled",  # the backend asked for fewer calls
-    "closed",  # the store is shutting down
-    "corrupt",  # the payload failed verification
-    "namespace_mismatch",  # the payload belongs to another namespace
-    "missing",  # the index names a payload that isn't there
-    "quarantined",  # this process has seen that segment fail before
-    "permission",  # the backend refuses
-    "capacity",  # no staging memory or queue space for the load
-    "window",  # stored, but without the window or the state that goes with it, which other groups need
-    "below_threshold",  # fewer blocks than kv.min_load_blocks
-    "error",  # an unexpected error; see the log
-)
-
-#: What became of blocks that were offered for saving.
-SAVE_OUTCOMES: Final = (
-    "stored",
-    "present",  # already in the store
-    "held",  # another writer has claimed them
-    "dropped",  # queue or staging full
-    "failed",  # a backend failed; the reason is counted in save_failures
-    "refused",  # commit refused: the ranks disagree, or the segment was evicted meanwhile
-    "not_admitted",  # seen for the first time, or of a prompt with fewer blocks than admission.min_blocks
-)
+from kvstore.rules.reasons import MISS_REASONS, PREFETCH_OUTCOMES, SAVE_OUTCOMES
 
 _PLAIN: Final = (
     "match_calls",
@@ -49,18 +21,20 @@ _PLAIN: Final = (
     "save_segments",
     "save_bytes",
     "note_failures",
+    "session_failures",  # requests whose session the index was not told of
+    "hints_ignored",  # hints of requests that make no sense
     "trace_lost",  # requests that could not be recorded
-    "outcomes_lost",  # requests of which the index was not told what became of them
+    "outcomes_lost",  # requests whose outcome could not be put into the journal
     "evicted_segments",
     "deleted_payloads",
     "quarantined_segments",
     "dropped_copies",
-    # Of the local tier, if there is one:
+    # The fast tier's, if there is one:
     "tier_hits_fast",  # reads that the folder answered
     "tier_hits_slow",  # reads of the shared store, whole or in part, that found the payload
     "tier_fills",  # fetched payloads that were written to the folder
     "tier_fills_skipped",  # payloads not kept there: queue or memory full, no room, failing disk
-    "tier_waits",  # reads that waited for another thread or process to fetch the same payload
+    "tier_waits",  # reads that waited for another thread or process that fetched the same payload
     "tier_evictions",  # payloads evicted from the folder
     "tier_fast_errors",  # failures of the folder or its ledger, each a miss or a skipped fill
     "tier_uploads",  # dirty payloads uploaded
@@ -73,32 +47,35 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Raised with every count, so that a reader who asks often sees at a glance that nothing happened.
+        #: Grows with every count, so that a reader that asks often sees at a glance that nothing happened.
         self.changes = 0
         self._values: dict[str, int] = dict.fromkeys(_PLAIN, 0)
         for reason in MISS_REASONS:
             self._values[f"miss_blocks{{{reason}}}"] = 0
             self._values[f"save_failures{{{reason}}}"] = 0
+        for outcome in PREFETCH_OUTCOMES:
+            self._values[f"prefetch_segments{{{outcome}}}"] = 0
+            self._values[f"prefetch_bytes{{{outcome}}}"] = 0
         for outcome in SAVE_OUTCOMES:
             self._values[f"save_blocks{{{outcome}}}"] = 0
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Count `amount` more of `name`, one of the names set up here."""
+        """Adds `amount` to `name`, one of the names set up here. Raises KeyError for any other."""
         with self._lock:
             self._values[name] += amount
             self.changes += 1
 
     def miss(self, reason: str, blocks: int) -> None:
-        """Count `blocks` asked for and not served, for `reason`."""
+        """Counts `blocks` that were asked for and not served, for `reason`."""
         if blocks:
             self.add(f"miss_blocks{{{reason}}}", blocks)
 
     def saved(self, outcome: str, blocks: int) -> None:
-        """Count `blocks` offered for saving that ended as `outcome`."""
+        """Counts `blocks` that were offered for saving and ended as `outcome`."""
         if blocks:
             self.add(f"save_blocks{{{outcome}}}", blocks)
 
     def snapshot(self) -> dict[str, int]:
-        """All values at one moment."""
+        """Returns all values of one moment."""
         with self._lock:
             return dict(self._values)

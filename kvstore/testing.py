@@ -1,25 +1,35 @@
 """The testing kit: what an implementation of a port must pass, and stores that fail on purpose.
 
-    PayloadConformance       the contract of kvstore.ports.PayloadStore, as a test class to subclass
-    RawPayloads              what that class reaches the storage through
+    PayloadConformance       the contract of kvstore.payloads.port.PayloadStore, as a test class to subclass
+    RawPayloads              the storage behind a payload store, as that class reaches it
     FaultyPayloads           a payload store with injected faults; Plan and Rule say which
-    IndexConformance         the contract of kvstore.ports.Index, as a test class to subclass
-    NoteConformance          the part of it that is about `note`, for wrappers that change nothing else
-    MaintenanceConformance   the contract of kvstore.catalogue; a leaf's test subclasses both. It is made of
-                             CatalogueConformance, UpkeepConformance and JournalConformance
+
+    IndexConformance         the contract of kvstore.index.port.Index, as a test class to subclass
+    MaintenanceConformance   the contract of kvstore.index.maintenance.Maintenance. An index passes these two,
+                             and one more for each ability that it has: NoteConformance, PinConformance,
+                             QuotaConformance, LeaseConformance, HeatConformance, RepairConformance,
+                             JournalConformance, SessionConformance
+    FullIndexConformance     all of them, and what the abilities promise together
 
 Needs pytest, which kvstore itself does not.
 """
 
-from kvstore.blobs.faulty import FaultyPayloads, Plan, Rule
-from kvstore.conformance.admission import NoteConformance
 from kvstore.conformance.arrange import RawPayloads
-from kvstore.conformance.catalogue import CatalogueConformance
-from kvstore.conformance.index import IndexConformance
-from kvstore.conformance.journal import JournalConformance
-from kvstore.conformance.maintenance import MaintenanceConformance
+from kvstore.conformance.faulty import FaultyPayloads, Plan, Rule
+from kvstore.conformance.index.abilities import (
+    HeatConformance,
+    LeaseConformance,
+    PinConformance,
+    QuotaConformance,
+)
+from kvstore.conformance.index.admission import NoteConformance
+from kvstore.conformance.index.index import IndexConformance
+from kvstore.conformance.index.journal import JournalConformance
+from kvstore.conformance.index.maintenance import MaintenanceConformance
+from kvstore.conformance.index.repair import RepairConformance
+from kvstore.conformance.index.sessions import SessionConformance
+from kvstore.conformance.index.whole import FullIndexConformance
 from kvstore.conformance.payloads import PayloadConformance
-from kvstore.conformance.upkeep import UpkeepConformance
 
 __all__ = [
     "PayloadConformance",
@@ -28,9 +38,14 @@ __all__ = [
     "Plan",
     "Rule",
     "IndexConformance",
-    "NoteConformance",
     "MaintenanceConformance",
-    "CatalogueConformance",
-    "UpkeepConformance",
+    "NoteConformance",
+    "PinConformance",
+    "QuotaConformance",
+    "LeaseConformance",
+    "HeatConformance",
+    "RepairConformance",
     "JournalConformance",
+    "SessionConformance",
+    "FullIndexConformance",
 ]

@@ -6,7 +6,7 @@
     ...
     the two zero blocks that end every tar: without them the archive is truncated
 
-A plain tar of regular files and nothing else. The counts are what was planned, for a progress bar; a
+It is a plain tar of regular files and nothing else. The manifest's counts were planned, for a progress bar; a
 payload that turned out damaged is not in the archive.
 """
 
@@ -16,20 +16,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from schemas.base import Closed
+from schemas.base import StrictModel
 
 #: Name of the first member.
 MANIFEST = "kvstore-export.json"
 
 
-class Manifest(Closed):
-    """What an archive says of itself."""
+class Manifest(StrictModel):
+    """The description of an archive, inside it."""
 
     format: Literal[1] = 1
-    #: Product version that wrote it.
+    #: Version of the product that wrote it.
     version: str
     created_s: int = Field(ge=0)
-    #: Namespace id -> its canonical JSON, as a string because the id is its hash.
+    #: Namespace id -> canonical JSON of the namespace, as a string because the id is its hash.
     namespaces: dict[str, str]
     segments: int = Field(ge=0)
     payloads: int = Field(ge=0)

@@ -1,4 +1,4 @@
-"""The base of every pydantic model here, and the one way a bad value is reported."""
+"""The base of every pydantic model of the project, and the one way in which bad values are reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+#: Sizes in bytes, dimensions and counts that somebody else says are below this. What lies beyond is no number
+#: of ours, and arithmetic with it could take for ever.
+MAX_NUMBER = 1 << 40
 
-class Closed(BaseModel):
-    """Frozen, closed model: unknown keys are refused, defaults are validated too."""
+
+class StrictModel(BaseModel):
+    """A frozen model that refuses unknown keys and validates defaults too."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -27,10 +31,10 @@ class Closed(BaseModel):
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One sentence per problem: the key, the value (never a secret's), and what is allowed."""
+    """Returns a sentence per problem: the key, the value (never a secret's), and what is allowed."""
     lines = []
     for item in error.errors(include_url=False):
-        # Which member of a union was tried is not a key that anyone has written.
+        # The tag of a union's member is not a key that anyone has written.
         path = ".".join(str(part) for part in item["loc"] if not str(part).startswith("<"))
         if item["type"] == "extra_forbidden":
             known = _keys_at(model, item["loc"][:-1])
@@ -57,28 +61,29 @@ def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field's type is, or that is one of its alternatives."""
+    """Returns the model that a field's type is or has as an alternative; None if there is none."""
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((found for arg in get_args(annotation) if (found := model_of(arg))), None)
 
 
 def _is_secret(path: str) -> bool:
-    return any(word in path.lower() for word in ("password", "secret", "token", "credential"))
+    # What stands under `signing` by mistake may be a key itself.
+    return any(word in path.lower() for word in ("password", "secret", "token", "credential", "signing."))
 
 
-#: What may stand before "://"; anything else could be part of a password.
+#: A scheme and its "://"; anything else before that could be part of a password.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,15}://")
 _QUERY = re.compile(r"[?#]")
-#: The query of an s3 URL that says where, and nothing else.
+#: The query of an s3 URL, if it holds nothing but the place.
 _PLAIN = re.compile(r"(?:(?:^|&)(?:endpoint=https?(?::|%3[Aa])//[\w.:-]+/?|region=[\w-]+))+")
 
 
 def redact(value: Any) -> Any:
-    """`value` fit for a log: of a URL, the user information, query and fragment become ***.
+    """Returns `value` fit for a log: the user information, query and fragment of a URL become ***.
 
-    Works on what was merely meant as a URL too, where a password holds a character that should
-    have been escaped, or a colon or slash is missing: what isn't surely harmless is hidden.
+    Works on a text that was merely meant as a URL too, where a password holds a character that should
+    have been escaped, or a colon or slash is missing: whatever isn't surely harmless is hidden.
     """
     if not isinstance(value, str):
         return value
@@ -100,7 +105,7 @@ def redact(value: Any) -> Any:
 
 
 def _shown(place: str) -> str:
-    """One host, or several with commas between; what isn't surely a port, and all after it, is hidden."""
+    """Returns one host, or several with commas between; hides what isn't surely a port, and all after it."""
     hosts = place.split(",")
     for number, host in enumerate(hosts):
         name, colon, port = host.rpartition(":")

@@ -1,13 +1,13 @@
-"""Namespace: everything that changes the bytes of a payload (docs/format.md, "Namespace")."""
+"""The namespace: everything that changes the bytes of a payload (docs/format.md, "Namespace")."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from schemas.base import Closed
+from schemas.base import MAX_NUMBER, StrictModel
 from schemas.records import Codec
 
 #: Bytes per element of the safetensors dtypes that slots may have.
@@ -16,34 +16,34 @@ DTYPE_BYTES = {
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 
+Count = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
+Size = Annotated[int, Field(ge=1, lt=MAX_NUMBER)]
 GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "mamba"]
 
 
-class GroupSpec(Closed):
-    """Layers whose KV lives and dies together: of one kind, one block size and one page shape.
+class GroupSpec(StrictModel):
+    """A KV cache group: layers of one kind, block size and page shape, whose blocks live and die together.
 
-    `shape` is [layers, heads, tokens, content], the canonical order of a slot, content in elements
-    of `dtype`: the whole block, of all pipeline stages and of all tensor-parallel shards. A rank holds its
-    stage's layers and its shard's heads; a state that can't be cut into heads counts its shards as heads.
-    `window` is in tokens, for the kinds that need only the tail of a prefix.
+    `shape` is [layers, heads, tokens, content], the canonical order of a slot, with content in elements
+    of `dtype`. It is the shape of the whole block, of all pipeline stages and all tensor-parallel shards. A
+    rank holds its stage's layers and its shard's heads; a state that can't be cut into heads counts its
+    shards as heads. `window` is in tokens, for the kinds that need only the tail of a prefix.
     """
 
     kind: GroupKind
-    block_tokens: int = Field(ge=1)
+    block_tokens: Size
     dtype: str
-    shape: tuple[int, int, int, int]
+    shape: tuple[Size, Size, Size, Size]
     #: Digest of the layers' names in slot order.
     layers: str = ""
-    #: Into how many different parts tensor parallelism cuts a block; further ranks hold copies.
-    shards: int = Field(default=1, ge=1)
-    window: int | None = Field(default=None, ge=1)
+    #: Number of different parts into which tensor parallelism cuts a block; further ranks hold copies.
+    shards: Size = 1
+    window: Size | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"unknown dtype {self.dtype!r}; allowed: {', '.join(sorted(DTYPE_BYTES))}")
-        if min(self.shape) < 1:
-            raise ValueError("every dimension of a slot's shape must be at least 1")
         if (self.window is None) != (self.kind in ("full", "mla", "mamba")):
             raise ValueError(
                 "window goes with the kinds sliding_window and chunked_local, and only with them"
@@ -54,24 +54,24 @@ class GroupSpec(Closed):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one whole block, of all stages and shards."""
+        """Bytes of one whole block, all stages and shards together."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-class Parallel(Closed):
+class Parallel(StrictModel):
     """Sizes of the parallel layout; ranks are part of a payload's name, not of its namespace.
 
-    `tp` = 0: engines of any tensor-parallel size share the namespace; how many shards a segment was cut into
-    is its number of parts.
+    `tp` = 0 means that engines of any tensor-parallel size share the namespace; a segment's number of parts
+    says into how many shards it was cut.
     """
 
-    tp: int = Field(default=1, ge=0)
-    pp: int = Field(default=1, ge=1)
-    dcp: int = Field(default=1, ge=1)
+    tp: Count = 1
+    pp: Size = 1
+    dcp: Size = 1
 
 
-class Namespace(Closed):
-    """Canonical identity of a set of interchangeable payloads. Equal JSON, equal bytes."""
+class Namespace(StrictModel):
+    """The canonical identity of a set of interchangeable payloads: equal JSON means equal bytes."""
 
     format: Literal[1] = 1
     kind: Literal["kv", "ec"]
@@ -86,7 +86,7 @@ class Namespace(Closed):
     dtype: str
     quantization: str = ""
     #: kv only: tokens per block hash, hash algorithm and the digest of the chain's root.
-    block_tokens: int = Field(default=0, ge=0)
+    block_tokens: Count = 0
     hash_algo: str = ""
     hash_root: str = ""
     #: kv only: the KV cache's dtype as vLLM names it, and the order of a slot's dimensions.
@@ -97,7 +97,7 @@ class Namespace(Closed):
     groups: tuple[GroupSpec, ...] = ()
     parallel: Parallel = Parallel()
     codec: Codec = "none"
-    epoch: int = Field(default=0, ge=0)
+    epoch: int = Field(default=0, ge=0, lt=1 << 63)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -109,5 +109,5 @@ class Namespace(Closed):
         return self
 
     def parts(self, group: int = 0) -> int:
-        """Into how many payloads this namespace's engines cut a segment of a group (kv), an item (ec): 1."""
+        """Returns into how many payloads engines cut a segment of a group (kv) or an item (ec: one)."""
         return self.groups[group].shards * self.parallel.pp if self.kind == "kv" else 1

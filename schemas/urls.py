@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
-#: What a prefix may be made of: S3's safe characters, so that no client quotes it in its own way.
+#: Characters of a prefix: those that are safe in S3, so that no client quotes them in its own way.
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()/-]*")
 _S3_KEYS = ("endpoint", "region")
-#: What Sentinel lets a master be called.
+#: Names that Sentinel allows for a master.
 _MASTER = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
 REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
@@ -28,24 +28,24 @@ SENTINEL_PORT = 26379
 
 @dataclass(frozen=True, slots=True)
 class S3Location:
-    """A parsed s3:// URL. Not quoted anywhere, so it may be logged."""
+    """A parsed s3:// URL, which holds no secret and may be logged."""
 
     bucket: str
-    #: Without slashes at its ends; may be empty.
+    #: Prefix of the keys, without slashes at its ends; may be empty.
     prefix: str
-    #: None: AWS.
+    #: Address of the server; None: AWS.
     endpoint: str | None
-    #: None: what boto3 finds in the environment, or else us-east-1.
+    #: Region; None: the one that boto3 finds in the environment, or else us-east-1.
     region: str | None
 
     @property
     def root(self) -> str:
-        """What stands before a payload's name in its key."""
+        """The beginning of every key, before the payload's name."""
         return f"{self.prefix}/" if self.prefix else ""
 
 
 def split(value: str) -> SplitResult:
-    """`urlsplit` that insists on scheme://."""
+    """Returns what `urlsplit` does, but insists on scheme://."""
     try:
         url = urlsplit(value)
     except ValueError:
@@ -59,7 +59,7 @@ def split(value: str) -> SplitResult:
 
 
 def check_folder(value: str) -> str:
-    """A file:// URL with a folder."""
+    """Returns `value`, which must be a file:// URL with a folder."""
     url = split(value)
     if url.scheme != "file":
         raise ValueError("not a folder; write file:///var/lib/kvstore")
@@ -71,7 +71,7 @@ def check_folder(value: str) -> str:
 
 
 def check_payloads(value: str) -> str:
-    """The URL of one payload store."""
+    """Returns `value`, which must be the URL of one payload store."""
     scheme = split(value).scheme
     if scheme == "file":
         return check_folder(value)
@@ -84,7 +84,7 @@ def check_payloads(value: str) -> str:
 
 
 def s3_location(value: str) -> S3Location:
-    """The parts of an s3:// URL."""
+    """Returns the parts of an s3:// URL."""
     url = split(value)
     if "@" in url.netloc:
         raise ValueError(
@@ -125,7 +125,7 @@ def _check_endpoint(value: str) -> None:
 
 
 def check_index(value: str) -> str:
-    """The URL of an index."""
+    """Returns `value`, which must be the URL of an index."""
     if value.partition("://")[0] in REDIS_SCHEMES:
         redis_location(value)
         return value
@@ -145,20 +145,20 @@ def check_index(value: str) -> str:
 class RedisLocation:
     """A parsed URL of a Redis: one server, seeds of a Cluster, Sentinels that know a master, or a socket."""
 
-    #: Host without brackets, port. Several: seeds of a Cluster, or Sentinels. None: a socket.
+    #: (host without brackets, port). Several are seeds of a Cluster, or Sentinels; none: a socket.
     hosts: tuple[tuple[str, int], ...] = ()
-    #: Of a socket.
+    #: Path of a socket.
     path: str | None = None
     db: int = 0
     tls: bool = False
-    #: What Sentinels call the master; with a name `hosts` are Sentinels.
+    #: The master's name; if there is one, `hosts` are its Sentinels.
     master: str | None = None
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
 
     @property
     def where(self) -> str:
-        """For messages: everything but the credentials."""
+        """The place in messages: everything but the credentials."""
         if self.path is not None:
             return f"{self.path}/{self.db}"
         hosts = ",".join(place(host, port) for host, port in self.hosts)
@@ -166,12 +166,12 @@ class RedisLocation:
 
 
 def place(host: str, port: int) -> str:
-    """`host:port`, with brackets where the host needs them."""
+    """Returns `host:port`, with brackets where the host needs them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def redis_location(value: str) -> RedisLocation:
-    """The parts of the URL of a Redis index."""
+    """Returns the parts of the URL of a Redis index."""
     scheme, _, rest = value.partition("://")
     if scheme not in REDIS_SCHEMES:
         raise ValueError("not the URL of a Redis; write redis://HOST:6379/0")
@@ -218,13 +218,13 @@ def _sentinels(known: RedisLocation, listed: str, path: str, scheme: str) -> Red
 
 
 def _cut(rest: str) -> tuple[str, str, str]:
-    """What comes before the first '?' or '#', that, and what comes after it."""
+    """Returns the text before the first '?' or '#', that character, and the text after it."""
     found = re.search(r"[?#]", rest)
     return (rest, "", "") if found is None else (rest[: found.start()], found[0], rest[found.end() :])
 
 
 def _user(head: str) -> tuple[str, str]:
-    """User information and the rest. An '@' after the first slash is part of neither."""
+    """Returns the user information and the rest. An '@' after the first slash separates nothing."""
     authority, slash, path = head.partition("/")
     user, _, listed = authority.rpartition("@")
     return user, f"{listed}{slash}{path}"
@@ -265,6 +265,6 @@ def _socket_db(query: str) -> int:
 
 
 def local_path(value: str) -> str:
-    """Folder behind a file:// URL, name behind a memory:// one."""
+    """Returns the folder of a file:// URL, or the name of a memory:// URL."""
     url = split(value)
     return url.path if url.scheme == "file" else url.netloc + url.path

@@ -13,14 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-from tests.browser import Browser, BrowserError, find_browser
 from tests.helm import running
-from tests.s3_bucket import S3Bucket
-from tests.s3_ceph import CephServer, can_install
-from tests.s3_proxy import S3Proxy
-from tests.s3_servers import MotoServer, S3Server
-from tests.servers import RedisServer, ServerError
+from tests.servers.browser import Browser, BrowserError, find_browser
+from tests.servers.redis import RedisServer, ServerError
+from tests.servers.s3.bucket import S3Bucket
+from tests.servers.s3.ceph import CephServer, can_install
+from tests.servers.s3.proxy import S3Proxy
+from tests.servers.s3.servers import MotoServer, S3Server
 
 _S3_FIXTURES = {"s3_server", "s3_bucket", "s3_proxy", "private_s3"}
 _SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis", "browser", "pods"} | _S3_FIXTURES
@@ -33,12 +34,45 @@ _SUMMARY = {
     _IMITATION: "TESTED AGAINST AN IMITATION: Ceph is not here and cannot be installed",
 }
 
+#: Beginnings of the ids of tests that are `slow`, too. What a conformance suite asks of thousands takes
+#: imitations of servers seconds, and real ones are asked as well; Helm renders a chart in tenths of a
+#: second, a thousand times.
+_SLOW = (
+    "tests/helm/",
+    *(
+        f"tests/index/redis/test_fakeredis.py::TestFakeRedisIndex::test_{name}"
+        for name in (
+            "cull_looks_at",
+            "drain_puts",
+            "events_are",
+            "few_new_blocks",
+            "find_of_thousands",
+            "hottest",
+            "many_segments",
+            "match_of_thousands",
+            "note_of_many",
+            "reconcile",
+            "segments_",
+            "sweep",
+            "unlist_many",
+        )
+    ),
+    "tests/payloads/s3/test_store.py::TestMoto::test_delete_of_a_large_batch",
+    "tests/payloads/s3/test_store.py::TestMoto::test_threads_put_read",
+)
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _SERVER_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.servers)
+        if item.nodeid.startswith(_SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

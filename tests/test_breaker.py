@@ -22,6 +22,17 @@ def fail(breaker: Breaker, error: Exception | None = None) -> None:
         raise error or DeadlineExceeded("late") if error else TransientError("down")
 
 
+def probed(breaker: Breaker) -> bool:
+    """Whether a call that fails went through."""
+    try:
+        with breaker.guard():
+            raise TransientError("down")
+    except BreakerOpen:
+        return False
+    except TransientError:
+        return True
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -39,11 +50,22 @@ def test_opens_after_failures_in_a_row_and_refuses_at_once(breaker: Breaker) -> 
         pass  # a success in between starts the count anew
     fail(breaker)
     fail(breaker)
-    assert not breaker.is_open
+    assert breaker.is_closed
     fail(breaker)
-    assert breaker.is_open
+    assert not breaker.is_closed
     with pytest.raises(BreakerOpen), breaker.guard():
         pytest.fail("the call went through")
+
+
+def test_calls_that_have_not_returned_count_too(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        assert breaker.is_closed
+        breaker.blame()
+    assert not probed(breaker)
+    clock.now += 1.0
+    with breaker.guard():
+        pass
+    assert breaker.is_closed
 
 
 def test_one_probe_after_the_backoff_closes_it(breaker: Breaker, clock: Clock) -> None:
@@ -54,7 +76,7 @@ def test_one_probe_after_the_backoff_closes_it(breaker: Breaker, clock: Clock) -
         # While the probe is out, others are still refused.
         with pytest.raises(BreakerOpen), breaker.guard():
             pytest.fail("two probes")
-    assert not breaker.is_open
+    assert breaker.is_closed
     with breaker.guard():
         pass
 
@@ -65,10 +87,9 @@ def test_failed_probes_back_off_up_to_the_maximum(breaker: Breaker, clock: Clock
     waits = []
     for _ in range(4):
         start = clock.now
-        while breaker.is_open:
+        while not probed(breaker):
             clock.now += 0.25
         waits.append(clock.now - start)
-        fail(breaker)
     assert waits == [1.0, 2.0, 3.0, 3.0]
 
 
@@ -76,7 +97,7 @@ def test_an_answer_that_is_no_outage_does_not_count(breaker: Breaker) -> None:
     for _ in range(5):
         with pytest.raises(CorruptPayload), breaker.guard():
             raise CorruptPayload("bad bytes")
-    assert not breaker.is_open
+    assert breaker.is_closed
 
 
 def test_a_probe_that_never_reports_does_not_keep_it_open(breaker: Breaker, clock: Clock) -> None:
@@ -88,7 +109,7 @@ def test_a_probe_that_never_reports_does_not_keep_it_open(breaker: Breaker, cloc
     clock.now += 1.0
     with breaker.guard():
         pass
-    assert not breaker.is_open
+    assert breaker.is_closed
 
 
 def test_a_call_that_may_not_probe_is_refused_until_another_has(breaker: Breaker, clock: Clock) -> None:
@@ -112,7 +133,7 @@ def test_failures_about_one_subject_count_once(breaker: Breaker) -> None:
     for subject in ("another", "bad"):
         with pytest.raises(TransientError), breaker.guard(subject=subject):
             raise TransientError("500")
-    assert breaker.is_open
+    assert not breaker.is_closed
 
 
 def test_a_success_in_between_forgets_the_subject(breaker: Breaker) -> None:
@@ -125,4 +146,4 @@ def test_a_success_in_between_forgets_the_subject(breaker: Breaker) -> None:
         assert breaker.is_closed
         with pytest.raises(TransientError), breaker.guard(subject=subject):
             raise TransientError("500")
-    assert breaker.is_open
+    assert not breaker.is_closed

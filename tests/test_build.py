@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,11 @@ import pytest
 
 from kvstore.build import describe, load_settings, open_payloads, open_store, open_tier, settings_keys
 from kvstore.conformance.arrange import fetch, fresh_name, views
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
+from tests.servers.redis import RedisServer
+from tests.servers.s3.bucket import S3Bucket
+from tests.store.world import chain, match, open_space, slots
+from tests.store.world import fetch as fetch_all
 
 PAYLOADS = {"payloads": "file:///tmp/x"}
 
@@ -57,7 +63,7 @@ def test_a_mapping_given_is_not_changed() -> None:
         (
             PAYLOADS | {"kv": {"savedecode": 1}},
             {},
-            "unknown key 'kv.savedecode'; allowed here: handoff",
+            "unknown key 'kv.savedecode'; allowed here: audit_every, handoff",
         ),
         (PAYLOADS, {"KVSTORE_INDX": "x"}, "KVSTORE_INDX is not a setting; did you mean KVSTORE_INDEX?"),
         (PAYLOADS, {"KVSTORE_KV__SAVE_DECODE": "maybe"}, "kv.save_decode = 'maybe'"),
@@ -114,6 +120,47 @@ def test_no_secret_in_an_error_or_a_description() -> None:
     assert failure.value.__cause__ is None
 
 
+@pytest.mark.servers
+def test_a_store_at_work_shows_no_secret(
+    tmp_path: Path, moto_bucket: S3Bucket, private_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Everything is logged, everything goes wrong once, and what is left on disk is looked through."""
+    caplog.set_level(logging.DEBUG)
+    password, access, secret, token = planted = [f"planted-{number}-0f31" for number in range(4)]
+    private_redis.command("ACL", "SETUSER", "engine", "on", f">{password}", "~*", "+@all")
+    settings = {
+        "payloads": {"fast": f"file://{tmp_path}/fast", "slow": moto_bucket.url, "fast_capacity": "1GiB"},
+        "index": f"redis://engine:{password}@127.0.0.1:{private_redis.port}/0",
+        "trace": {"folder": f"{tmp_path}/trace"},
+        "s3": {"access_key_id": access, "secret_access_key": secret, "session_token": token},
+    }
+    said = []
+    with open_store(load_settings(settings, environ={})) as store:
+        space = open_space(store)
+        space.save(slots(chain(1, 2, 3)))
+        assert fetch_all(space, chain(1, 2, 3), match(space, chain(1, 2, 3)))
+        private_redis.command("ACL", "SETUSER", "engine", "resetpass", ">another")
+        private_redis.command("CLIENT", "KILL", "TYPE", "normal")
+        for name in (moto_bucket.bucket, "nobody-has-this"):
+            url = moto_bucket.url.replace(moto_bucket.bucket, name)
+            with open_payloads(load_settings({**settings, "payloads": url}, environ={})) as payloads:
+                with suppress(KVStoreError):
+                    list(payloads.list())
+        for failing in (
+            lambda: space.save(slots(chain(7))),
+            lambda: store.index.find(space.id, bytes(16)),
+            space.register,
+        ):
+            with pytest.raises(KVStoreError) as caught:
+                failing()
+            said += [str(caught.value), repr(caught.value.__cause__)]
+        said += [repr(store.index), repr(store.backends.payloads), repr(store.settings)]
+    assert caplog.records
+    said += [record.getMessage() for record in caplog.records]
+    said += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [line for line in said if any(word in line for word in planted)]
+
+
 def test_every_setting_has_a_variable() -> None:
     names = settings_keys()
     assert {"INDEX", "PAYLOADS", "KV__SAVE_DECODE", "REDIS__PASSWORD", "LOCAL__FSYNC"} <= names
@@ -144,7 +191,7 @@ def test_tiers_are_stacked_as_described(tmp_path: Path) -> None:
         assert text.startswith("TieredPayloads(BreakingPayloads(LocalPayloads('")
         assert "BreakingPayloads(LocalPayloads(" in text.split(", ", 2)[2]
         # Much can be read from the folder while the origin is down.
-        assert store.breaker is None
+        assert store.backends.breaker is None
         name = fresh_name()
         store.payloads.put(name, views(b"abc"))
         assert (tmp_path / "fast" / name).read_bytes() == (tmp_path / "slow" / name).read_bytes() == b"abc"
@@ -175,8 +222,8 @@ def test_tiers_from_the_environment(tmp_path: Path) -> None:
         "KVSTORE_PAYLOADS__SLOW": "s3://bucket/x",
         "KVSTORE_PAYLOADS__FAST_CAPACITY": "5GiB",
         "KVSTORE_INDEX": "redis://h",
-        "KVSTORE_S3__CLIENT": "boto3",
+        "KVSTORE_S3__ATTEMPTS": "5",
     }
     settings = load_settings(environ=environ)
     assert settings.tiers is not None
-    assert (settings.tiers.fast_capacity, settings.s3.client) == (5 << 30, "boto3")
+    assert (settings.tiers.fast_capacity, settings.s3.attempts) == (5 << 30, 5)

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from kvstore.build import load_settings, open_index, open_payloads
-from kvstore.catalogue import Event, Maintenance
 from kvstore.errors import TransientError
 from kvstore.events import EventReader, Gap, follow
-from kvstore.index.redis import RedisIndex
-from kvstore.index.sqlite import SqliteIndex
+from kvstore.index.maintenance import Event, FullIndex
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import Digest, NamespaceId, SegmentId, digest, namespace_id, payload_name
 from schemas.records import PartRecord, SegmentRecord
 from tests.admin.conftest import kv_slots, kv_space
+from tests.waiting import PATIENCE_S, until
 
 NAME = namespace_id(kv_space())
 RING = 16
@@ -68,7 +69,7 @@ def number(event: Event) -> int | None:
     return None if event.segment is None else event.segment[-1]
 
 
-def test_events_come_once_and_in_their_order(index: Maintenance) -> None:
+def test_events_come_once_and_in_their_order(index: FullIndex) -> None:
     reader = EventReader(index, NAME)
     assert reader.read() == []
     commit(index, 1)
@@ -88,7 +89,7 @@ def test_events_come_once_and_in_their_order(index: Maintenance) -> None:
     assert reader.position == everything.position
 
 
-def test_a_reader_goes_on_where_another_one_stopped(index: Maintenance) -> None:
+def test_a_reader_goes_on_where_another_one_stopped(index: FullIndex) -> None:
     for number in range(5):
         commit(index, number)
     reader = EventReader(index, NAME)
@@ -102,7 +103,7 @@ def test_a_reader_goes_on_where_another_one_stopped(index: Maintenance) -> None:
     assert told(latest.read()) == ["commit 9"]
 
 
-def test_a_reader_that_is_too_slow_is_told(index: Maintenance) -> None:
+def test_a_reader_that_is_too_slow_is_told(index: FullIndex) -> None:
     reader = EventReader(index, NAME)
     commit(index, 0)
     assert told(reader.read()) == ["commit 0"]
@@ -119,7 +120,7 @@ def test_a_reader_that_is_too_slow_is_told(index: Maintenance) -> None:
     assert not any(isinstance(each, Gap) for each in EventReader(index, NAME).read())
 
 
-def test_one_that_keeps_up_is_told_of_no_gap(index: Maintenance) -> None:
+def test_one_that_keeps_up_is_told_of_no_gap(index: FullIndex) -> None:
     reader = EventReader(index, NAME)
     seen = 0
     for number in range(400):
@@ -141,7 +142,7 @@ def emptied(index: Any, settings: dict[str, Any]) -> None:
         time.sleep(0.05)
 
 
-def test_an_emptied_index_is_a_gap(index: Maintenance, settings: dict[str, Any]) -> None:
+def test_an_emptied_index_is_a_gap(index: FullIndex, settings: dict[str, Any]) -> None:
     reader = EventReader(index, NAME)
     commit(index, 1)
     commit(index, 2)
@@ -159,7 +160,7 @@ def test_an_emptied_index_is_a_gap(index: Maintenance, settings: dict[str, Any])
     assert told(EventReader(index, NAME, after=before).read()) == ["gap", "commit 3"]
 
 
-def test_what_is_no_position_is_an_error(index: Maintenance) -> None:
+def test_what_is_no_position_is_an_error(index: FullIndex) -> None:
     commit(index, 1)
     for nonsense in ("x", "1-x", "-"):
         with pytest.raises(ValueError, match="invalid literal"):
@@ -172,7 +173,7 @@ def test_what_is_no_position_is_an_error(index: Maintenance) -> None:
 
 
 def test_follow_waits_for_what_comes_and_outlasts_a_failing_index(
-    index: Maintenance, caplog: pytest.LogCaptureFixture
+    index: FullIndex, caplog: pytest.LogCaptureFixture
 ) -> None:
     stop, failing = threading.Event(), threading.Event()
 
@@ -195,25 +196,18 @@ def test_follow_waits_for_what_comes_and_outlasts_a_failing_index(
     thread.start()
     try:
         commit(index, 1)
-        wait_for(lambda: len(found) == 1)
+        until(lambda: len(found) == 1)
         failing.set()
-        wait_for(lambda: bool(caplog.records))
+        until(lambda: bool(caplog.records))
         commit(index, 2)
         failing.clear()
-        wait_for(lambda: len(found) == 2)
+        until(lambda: len(found) == 2)
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert told(found) == ["commit 1", "commit 2"]
     assert len(caplog.records) == 1
-
-
-def wait_for(true: Any) -> None:
-    end = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def examples() -> dict[str, Any]:
@@ -225,7 +219,7 @@ def examples() -> dict[str, Any]:
     return made
 
 
-def test_the_page_s_router_knows_what_can_be_loaded(index: Maintenance) -> None:
+def test_the_page_s_router_knows_what_can_be_loaded(index: FullIndex) -> None:
     stored = examples()["Stored"]()
     reader = EventReader(index, NAME)
     chain = [block(i) for i in range(8)]
@@ -248,7 +242,7 @@ def test_the_page_s_router_knows_what_can_be_loaded(index: Maintenance) -> None:
 
 
 def test_the_page_s_warmer_fetches_the_beginnings_of_prompts(
-    index: Maintenance, settings: dict[str, Any]
+    index: FullIndex, settings: dict[str, Any]
 ) -> None:
     class Tier:
         def __init__(self) -> None:

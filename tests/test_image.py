@@ -24,7 +24,7 @@ from packaging.version import Version
 from typer.testing import CliRunner
 
 from kvstore.cli.app import app
-from tests.admin.serve_process import ServeProcess
+from tests.admin.serve.process import ServeProcess
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -178,7 +178,7 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
         "tests/conftest.py",
         "helm/values.yaml",
         "shared/design.md",
-        "build/lib/kvstore/store.py",
+        "build/lib/kvstore/store/store.py",
         "docker/secret.txt",
         "id_rsa",
         "kvstore/.env",
@@ -218,7 +218,7 @@ def test_what_the_locks_hold_needs_nothing_else() -> None:
     """It is installed without dependencies. What they are is read from what is installed here."""
     for name, there in [
         ("requirements.lock", set()),
-        ("wheels.lock", {"numpy", "pydantic", "pydantic-core", "pyyaml"}),
+        ("wheels.lock", {"blake3", "numpy", "pydantic", "pydantic-core", "pyyaml"}),
     ]:
         locked = set(pins(name))
         assert not locked & there

@@ -43,6 +43,9 @@ KV = Namespace(
 EC = Namespace(kind="ec", model="Qwen/Qwen2.5-VL-7B", weights="9f86d081884c7d65", dtype="bfloat16")
 
 
+#: What an item is, and what is in a block.
+CONTENT = bytes(range(32))
+
 # Golden: a change of any of these makes every cache cold. It is a new format, on purpose or not at all.
 
 
@@ -66,21 +69,36 @@ def test_golden_content_keys() -> None:
     assert keys.block_key(block, 300).hex() == block.hex() + "012c"
     assert keys.block_key(block[:16], 1).hex() == block[:16].hex() + "0001"
     assert (
-        keys.item_key("cat.jpg").hex()
-        == "4cee1af775b4c53f895c521f66c9713353744e65d3fd8e9d63f9501f12fb45430000"
+        keys.item_key(CONTENT).hex() == "355afdf485eaa45338906f99b8bd321fe897147e8afb823a18712f509cb222030000"
     )
-    assert keys.item_key("").hex() == "e4456a9bd76547c56b5f3035a7aa5230c952cbd8170e9b70ad1e4e4d86ab027a0000"
     assert (
-        keys.item_key("\udc80\x00../../x").hex()
-        == "cb12d2dc76a5bb79c41f2ab7805c275bba322fd5f2e8d0f642134cbd0d5481a40000"
+        keys.item_key(CONTENT, "tenant-a").hex()
+        == "8cde613f1107c1963b6bba5e6ba917faced295f0e5c60728c686424666d4f4f90000"
     )
+    assert (
+        keys.item_key(CONTENT, "\udc80\x00../../x").hex()
+        == "9e00f212ebeecf438b9f9ceabf4cdf640f78144bca049d886ef29b7673c0857b0000"
+    )
+
+
+def test_golden_names_of_blocks_behind_items() -> None:
+    block, items = CONTENT, keys.chained_items(keys.chained_items(b"", CONTENT), bytes(range(32, 64)))
+    assert keys.chained_items(b"", CONTENT).hex() == (
+        "6e0de2e61bb7eebeb209a01bd88c66ef7a9fb31d75e07790074794d414a49519"
+    )
+    assert items.hex() == "c7773215744957df466394c38f3693d59baec1983ca5b6d97b2c047441a69a30"
+    assert keys.bound_name(block, items).hex() == (
+        "ebb42bab112a04fcdea314042154436ef7c9bb6a9f3e6794899cf42fd5a9c8f1"
+    )
+    # As long as the hash, so that the names of one chain have one length.
+    assert len(keys.bound_name(block[:16], items)) == 16
 
 
 def test_golden_digests() -> None:
     block = bytes(range(32))
     assert keys.digest(keys.block_key(block)).hex() == "000102030405060708090a0b0c0d0e0f"
     assert keys.digest(keys.block_key(block, 300)).hex() == "000102030405060708090a0b0c0d0f23"
-    assert keys.digest(keys.item_key("cat.jpg")).hex() == "4cee1af775b4c53f895c521f66c97133"
+    assert keys.digest(keys.item_key(CONTENT)).hex() == "355afdf485eaa45338906f99b8bd321f"
     assert keys.digests([block, block[::-1]], 300).hex() == (
         "000102030405060708090a0b0c0d0f231f1e1d1c1b1a1918171615141312103c"
     )
@@ -187,15 +205,15 @@ def test_canonical_json_is_ascii_and_comes_back(model: str) -> None:
 
 
 @given(any_text)
-def test_item_key_takes_any_string(identifier: str) -> None:
-    key = keys.item_key(identifier)
+def test_item_key_takes_any_salt(identifier: str) -> None:
+    key = keys.item_key(CONTENT, identifier)
     assert len(key) == 34
     assert key[-2:] == bytes(2)
     assert len(keys.digest(key)) == keys.DIGEST_BYTES
 
 
 @pytest.mark.parametrize(
-    "identifier",
+    "salt",
     [
         "",
         "\x00",
@@ -209,21 +227,34 @@ def test_item_key_takes_any_string(identifier: str) -> None:
         "🐈",
     ],
 )
-def test_item_key_takes_hostile_strings(identifier: str) -> None:
-    key = keys.item_key(identifier)
+def test_item_key_takes_hostile_salts(salt: str) -> None:
+    key = keys.item_key(CONTENT, salt)
     assert len(key) == 34
-    assert identifier.encode("utf-8", "surrogatepass") not in (key, key[:32]) or not identifier
-    # Not a plain hash either, so that an id can't be chosen to be another use's SHA-256.
-    assert key[:32] != hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).digest()
+    # Not a plain hash, so that a salt can't be chosen to be another use's SHA-256.
+    assert key[:32] != hashlib.sha256(CONTENT + salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def test_an_item_has_a_digest_of_one_length() -> None:
+    """Else a salt could be made the end of it."""
+    for content in (b"", CONTENT[:31], CONTENT + b"s"):
+        with pytest.raises(ValueError, match="32 are needed"):
+            keys.item_key(content)
 
 
 @given(any_text, any_text)
-def test_item_keys_differ_if_identifiers_do(one: str, two: str) -> None:
+def test_item_keys_differ_if_salts_do(one: str, two: str) -> None:
+    assert (keys.item_key(CONTENT, one) == keys.item_key(CONTENT, two)) == (one == two)
+
+
+@given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
+def test_item_keys_and_names_differ_if_contents_do(one: bytes, two: bytes) -> None:
     assert (keys.item_key(one) == keys.item_key(two)) == (one == two)
+    chains = [keys.chained_items(b"", content) for content in (one, two)]
+    assert (keys.bound_name(CONTENT, chains[0]) == keys.bound_name(CONTENT, chains[1])) == (one == two)
 
 
 def test_surrogates_and_what_they_pair_to_are_different_items() -> None:
-    assert keys.item_key("\ud83d\udc08") != keys.item_key("\U0001f408")
+    assert keys.item_key(CONTENT, "\ud83d\udc08") != keys.item_key(CONTENT, "\U0001f408")
 
 
 groups = st.sampled_from([0, 1, 255, 256, 300, 65535])

@@ -1,4 +1,4 @@
-"""What is generated from a chart's values.yaml: values.schema.json and the table in README.md.
+"""Generates values.schema.json and the table in README.md from a chart's values.yaml.
 
     python -m tools.chart            # writes both, of helm/ and of the example in docs/kubernetes/vllm
     python -m tools.chart --check    # says what isn't in step, and writes nothing
@@ -11,9 +11,9 @@ Above each key of values.yaml stands a comment:
 
 `# -- ` begins the description. `# @schema` adds to what the default says of the type, and wins over it, in
 JSON Schema of draft 7, with two words more: `"nullable": true` allows null as well, and `"settings": true`
-stands for the store's own settings (schemas/settings.py). A map is a group of keys, each with its comment,
-unless its `@schema` says `properties` or `additionalProperties`: then it is one value. Empty lists say what
-they hold with `items`.
+stands for the store's own settings (schemas/settings/), which the schema then defines once. A map is a
+group of keys, each with its comment, unless its `@schema` says `properties` or `additionalProperties`: then
+it is one value. Empty lists say what they hold with `items`.
 
 Groups are closed: a key that isn't in values.yaml is refused by helm. So is one that a user sets to null,
 since templates count on it, unless it is nullable.
@@ -91,7 +91,7 @@ class Reader:
         return value
 
     def comment(self, line: int, path: tuple[str, ...]) -> tuple[str, Schema]:
-        """The description and the schema that stand right above a line."""
+        """Returns the description and the schema that stand right above a line."""
         first = line
         while first > 0 and self.lines[first - 1].lstrip().startswith("#"):
             first -= 1
@@ -131,7 +131,7 @@ def _plain(node: yaml.Node) -> Any:
 
 
 def read(text: str) -> tuple[list[Value], list[str]]:
-    """The values with their comments, and a sentence for each thing wrong. No values: it can't be read."""
+    """Returns the values with their comments, none if they can't be read, and a sentence for each problem."""
     reader = Reader(text.splitlines())
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -147,17 +147,24 @@ def read(text: str) -> tuple[list[Value], list[str]]:
 _TYPES: list[tuple[type, str]] = [(bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")]
 
 
+#: What `"settings": true` becomes. Several values hold settings, and all of them are checked by one tree; a
+#: validator of draft 7 looks under `definitions` for it, and at nothing that stands beside a `$ref`.
+_SETTINGS = {"$ref": "#/definitions/settings"}
+
+
 def schema(values: list[Value]) -> Schema:
-    """The schema of the whole file."""
+    """Returns the schema of the whole file."""
+    defined = {"definitions": {"settings": settings()}} if any(map(_has_settings, _leaves(values))) else {}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the kvstore chart",
         **_group(values),
     } | {
-        # Helm hands the one to every subchart of a larger chart, and reads the other itself, where the larger
-        # chart's `condition` names it.
+        # Helm hands `global` to every subchart of a larger chart, and reads `enabled` itself, where the
+        # larger chart's `condition` names it.
         "properties": _group(values)["properties"]
         | {"global": {"type": "object"}, "enabled": {"type": "boolean"}},
+        **defined,
     }
 
 
@@ -171,6 +178,10 @@ def _group(values: list[Value]) -> Schema:
     }
 
 
+def _has_settings(value: Value) -> bool:
+    return bool(value.extra.get("settings"))
+
+
 def _nullable(value: Value) -> bool:
     return value.default is None or bool(value.extra.get("nullable"))
 
@@ -179,9 +190,9 @@ def _one(value: Value) -> Schema:
     said = {"description": value.text} if value.text else {}
     if value.children is not None:
         return said | _group(value.children) | value.extra
+    if _has_settings(value):
+        return said | _SETTINGS
     extra = dict(value.extra)
-    if extra.pop("settings", False):
-        return said | settings()
     nullable = extra.pop("nullable", False)
     found: Schema = said | ({} if value.default is None else {"default": value.default})
     kind = next((name for kind, name in _TYPES if isinstance(value.default, kind)), None)
@@ -198,12 +209,12 @@ def _one(value: Value) -> Schema:
     return found
 
 
-#: What the chart sets from values of their own; _validate_core.tpl refuses them with a sentence.
+#: Settings that the chart takes from values of their own; _validate_core.tpl refuses them here.
 _ELSEWHERE = ("payloads", "index", "capacity_bytes")
 
 
 def settings() -> Schema:
-    """The store's settings tree, closed, with the sizes that it accepts as text."""
+    """Returns the store's settings tree, closed, with the sizes that it accepts as text."""
     tree = Settings.model_json_schema()
     definitions = tree.pop("$defs")
     found = _inline(tree, definitions)
@@ -240,7 +251,7 @@ def _inline(part: Any, definitions: Schema, name: str = "") -> Any:
 
 
 def table(values: list[Value]) -> str:
-    """Markdown: a section for each group at the top, keys in full."""
+    """Returns Markdown with a section for each group at the top, and keys in full."""
     alone = [value for value in values if value.children is None]
     parts = ["### General\n\n" + _rows(alone)] if alone else []
     for value in values:
@@ -272,7 +283,7 @@ def _cell(value: Value) -> str:
 
 
 def _words(text: str) -> str:
-    """Names in angle brackets are no tags."""
+    """Escapes names in angle brackets, which are no tags."""
     return re.sub(r"<(?=[A-Za-z/])", "&lt;", text)
 
 
@@ -280,7 +291,7 @@ def _words(text: str) -> str:
 
 
 def generate(chart: Path = CHART) -> tuple[dict[Path, str], list[str]]:
-    """What each generated file should hold, and what is wrong with the comments."""
+    """Returns what each generated file should hold, and what is wrong with the comments."""
     values, problems = read((chart / "values.yaml").read_text())
     if not values:
         return {}, problems
@@ -303,7 +314,7 @@ def generate(chart: Path = CHART) -> tuple[dict[Path, str], list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: in step, or written; 1: something is wrong with a comment, or (--check) a file is out of step."""
+    """Returns 0 if all is in step or written, 1 if a comment is wrong or (--check) a file is out of step."""
     parser = argparse.ArgumentParser(description="Generate the charts' schemas and READMEs from values.yaml.")
     parser.add_argument("--check", action="store_true", help="compare only")
     options = parser.parse_args(arguments)

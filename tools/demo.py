@@ -1,4 +1,4 @@
-"""The main job, shown: two vLLM engines, one after the other, sharing one cache.
+"""A demonstration of the main job: two vLLM engines, one after the other, share one cache.
 
     python -m tools.demo [--index URL] [--folder DIR] [--json]
 
@@ -35,7 +35,7 @@ LONGER = [*LONG, *random_tokens(500, seed=2)]
 
 @dataclass
 class Row:
-    """One request of the second engine beside the same without the store."""
+    """One request of the second engine, compared with the same request without the store."""
 
     request: str
     tokens: int
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What happened; `failures` is empty if all of it was right."""
+    """The results; `failures` is empty if all of them are right."""
 
     rows: list[Row] = field(default_factory=list)
     encoded: dict[str, int] = field(default_factory=dict)
@@ -70,7 +70,8 @@ def main() -> int:
     options = parser.parse_args()
     notes = Console(stderr=True, highlight=False)
     with _folder(options.folder) as folder:
-        config = {"payloads": f"file://{folder}/cache"}
+        # What is shown is that all of it comes from the store, and in what time; an engine would choose.
+        config: dict[str, Any] = {"payloads": f"file://{folder}/cache", "kv": {"load": "always"}}
         if options.index:
             config["index"] = options.index
         # The namespace of a demo on a shared Redis is its own, so that it always starts cold.
@@ -146,7 +147,7 @@ def _image(config: dict[str, Any], folder: Path, report: Report, notes: Console)
 
 
 def _warm_up(engine: Engine) -> None:
-    """The first request of a process pays for much that has nothing to do with the cache."""
+    """Sends a first request, which pays for much in a process that has nothing to do with the cache."""
     engine.generate([{"prompt_token_ids": random_tokens(BLOCK - 1, seed=9)}], max_tokens=2)
 
 

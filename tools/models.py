@@ -31,7 +31,7 @@ from typing import Any
 
 from tools import hybrids
 
-KINDS = ("text", "mqa", "mla", "image", "deepstack", *hybrids.BUILDERS)
+KINDS = ("text", "mqa", "volume", "mla", "image", "deepstack", *hybrids.BUILDERS)
 _RECIPE_FILE = "recipe.txt"
 
 # Ids below `FIRST_WORD` are reserved for special tokens in every model, so a prompt of made-up ids taken
@@ -101,6 +101,21 @@ def _mqa(folder: Path) -> None:
     from transformers import LlamaForCausalLM
 
     LlamaForCausalLM(_llama_config(num_key_value_heads=1)).save_pretrained(folder)
+
+
+def _volume(folder: Path) -> None:
+    """A small Llama with the KV cache of one of 8 billion parameters: 128 KiB per token in 16 bits."""
+    from transformers import LlamaForCausalLM
+
+    config = _llama_config(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=32,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 _SHARED: dict[str, Any] = {
@@ -306,6 +321,7 @@ def _rename_weights(folder: Path, rename: Callable[[str], str]) -> None:
 
 _BUILDERS: dict[str, Callable[[Path], None]] = {
     "text": _text,
+    "volume": _volume,
     "mqa": _mqa,
     "mla": _mla,
     "image": _image,

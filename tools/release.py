@@ -1,4 +1,4 @@
-"""Whether a tag may be released: the package, the chart and the changelog say the same version.
+"""Checks whether a tag may be released: package, chart and changelog must say the same version.
 
     python -m tools.release v0.2.0 --notes notes.md
 
@@ -17,19 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def chart_field(name: str, text: str) -> str | None:
-    """A top-level field of Chart.yaml; this runs before anything is installed, so without a YAML parser."""
+    """Returns a top-level field of Chart.yaml, without a YAML parser: nothing is installed yet."""
     match = re.search(rf'^{name}: *"?([^"\s#]+)', text, re.M)
     return match[1] if match else None
 
 
 def section(version: str, changelog: str) -> str | None:
-    """What the changelog says of a version; None if it doesn't, or calls it unreleased."""
+    """Returns the changelog's section on a version; None if there is none, or it says unreleased."""
     match = re.search(rf"^## {re.escape(version)} *\(([^)\n]*)\)\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
     return None if match is None or match[1] == "unreleased" else match[2].strip() + "\n"
 
 
 def wrong(tag: str, root: Path = ROOT) -> list[str]:
-    """A sentence for each thing that has to be done before this tag can be released."""
+    """Returns a sentence for each thing that has to be done before this tag can be released."""
     version = tag.removeprefix("v")
     if not re.fullmatch(r"v\d+\.\d+\.\d+(rc\d+)?", tag):
         return [f"{tag} is not a version's tag; it looks like v1.2.3 or v1.2.3rc1"]
@@ -46,7 +46,7 @@ def wrong(tag: str, root: Path = ROOT) -> list[str]:
 
 
 def main() -> int:
-    """Print what is wrong, or write the notes."""
+    """Prints what is wrong, or writes the notes."""
     parser = argparse.ArgumentParser(description="Check a tag against package, chart and changelog.")
     parser.add_argument("tag")
     parser.add_argument("--notes", type=Path, help="file for the changelog's section")

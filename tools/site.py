@@ -1,7 +1,7 @@
 """Hooks of the documentation site (mkdocs.yml).
 
-The pages are written for two readers: a code host that shows single files, and the site. What one of them
-can't do is done here:
+The pages are written for two readers: a code host that shows single files, and the site. The hooks make up
+for what differs on the site:
 
 - pages that live outside docs/ (`ELSEWHERE`) are part of the site;
 - links to anything else in the repository lead to `repo_url`, or, without one, become the file's name;
@@ -36,7 +36,7 @@ _LINK = re.compile(
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that live elsewhere."""
+    """Adds the pages that live elsewhere."""
     for path, page in ELSEWHERE.items():
         if (ROOT / path).exists():
             files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """What MkDocs is given of a page."""
+    """Returns a page as MkDocs is to render it."""
     source = _in_repository(page.file.src_uri)
     pages = {file.src_uri for file in files if not file.inclusion.is_excluded()}
     base = f"{config.repo_url.rstrip('/')}/{config.extra['source_prefix']}" if config.repo_url else ""
@@ -56,10 +56,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def relinked(target: str, text: str, *, source: str, page: str, pages: set[str], base: str) -> str | None:
-    """What stands on the site in place of `[text](target)`; None: the same.
+    """Returns what replaces `[text](target)` on the site; None: nothing does.
 
-    `source` is the page's path in the repository and `page` the one on the site, `pages` what the site
-    consists of, `base` the address that a path in the repository is appended to, or "".
+    `source` is the page's path in the repository and `page` its path on the site, `pages` are all pages of
+    the site, and `base` is the address to which a path in the repository is appended, or "".
     """
     path, _, anchor = target.partition("#")
     if not path or re.match(r"[a-z][a-z0-9+.-]*:", target):
@@ -82,7 +82,7 @@ def _in_repository(page: str) -> str:
 
 
 def _lines(markdown: str, moved: Callable[[str, str], str | None]) -> Iterator[str]:
-    """The page's lines, links and lists made fit; code is left alone."""
+    """Yields the page's lines with its links and lists made fit; leaves code alone."""
 
     def link(match: re.Match[str]) -> str:
         if match["code"]:
@@ -99,7 +99,7 @@ def _lines(markdown: str, moved: Callable[[str, str], str | None]) -> Iterator[s
             before = line
             continue
         if line.startswith("    ") and not in_list and not before.strip():
-            yield line  # indented code: what comes after it is still behind an empty line
+            yield line  # indented code: a line after it is still behind an empty one
             continue
         item = _LIST_ITEM.match(line)
         # A list ends where text begins that is neither indented nor goes on with a paragraph.
@@ -115,12 +115,12 @@ def _lines(markdown: str, moved: Callable[[str, str], str | None]) -> Iterator[s
 
 
 def _is_text(line: str) -> bool:
-    """Whether a list that follows this line begins there and needs an empty line before it."""
+    """Tells whether a list that begins after this line needs an empty line before it."""
     return bool(line.strip()) and not line.startswith((" ", "#", "|", ">")) and not _LIST_ITEM.match(line)
 
 
 def on_config(config: MkDocsConfig, **_: Any) -> MkDocsConfig:
-    """No edit links without a repository."""
+    """Leaves out edit links if there is no repository to edit."""
     if not config.repo_url:
         config.repo_url = None
     return config

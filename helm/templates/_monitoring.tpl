@@ -75,3 +75,29 @@ metricRelabelings:
 {{- end -}}
 {{- dict "groups" $groups | toYaml -}}
 {{- end -}}
+
+{{/* How a janitor is asked, where not everybody may. dict "root" $ "values" a monitor's values */}}
+{{- define "kvstore.monitoring.access" -}}
+{{- $janitor := .root.Values.janitor -}}
+{{- with $janitor.tls.existingSecret }}
+scheme: https
+tlsConfig:
+  {{- if $.values.tlsConfig }}
+  {{- toYaml $.values.tlsConfig | nindent 2 }}
+  {{- else }}
+  serverName: {{ printf "%s.%s.svc" (include "kvstore.fullname" $.root) $.root.Release.Namespace | quote }}
+  ca:
+    secret:
+      name: {{ . | quote }}
+      key: ca.crt
+  {{- end }}
+{{- end }}
+{{- with $janitor.password }}
+{{- if .existingSecret }}
+authorization:
+  credentials:
+    name: {{ .existingSecret | quote }}
+    key: {{ .key | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}

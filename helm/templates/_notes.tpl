@@ -31,6 +31,9 @@
 
 {{- define "kvstore.notes.payloads" -}}
 {{- $payloads := .Values.payloads }}
+{{- if and .Values.signing.existingSecret (eq .Values.signing.unsigned "accept") }}
+- signing.unsigned is accept: whoever may write to the payloads can still plant some. Set it to refuse once every engine signs.
+{{- end }}
 {{- if eq $payloads.type "s3" }}
 {{- if not (or $payloads.s3.region $payloads.s3.endpoint) }}
 - payloads.s3.region is empty: a bucket elsewhere than in us-east-1 is not reached, unless AWS_DEFAULT_REGION in the pods of janitors and engines names its region, as IRSA's webhook has it.
@@ -63,7 +66,11 @@
 {{- if not .Values.networkPolicy.enabled }}
 - networkPolicy.enabled is false: every pod of the cluster can connect to the janitor{{ if .Values.redis.builtIn.enabled }} and to Redis{{ end }}.
 {{- end }}
-{{- if ne .Values.service.type "ClusterIP" }}
+{{- $guarded := or .Values.janitor.password.existingSecret .Values.janitor.tls.clientCASecret }}
+{{- if and $guarded (not .Values.janitor.tls.existingSecret) }}
+- janitor.tls.existingSecret is empty: the password passes through the cluster's network in clear text.
+{{- end }}
+{{- if and (ne .Values.service.type "ClusterIP") (not $guarded) }}
 - service.type is {{ .Values.service.type }}: the page and the metrics, which ask for no password, can be reached from outside the cluster.
 {{- end }}
 {{- if eq (int .Values.janitor.replicas) 1 }}

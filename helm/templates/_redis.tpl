@@ -36,7 +36,7 @@ an external one answer alike. Nothing in here is secret: passwords come from a S
 {{- end -}}
 {{- end -}}
 
-{{/* The subtree `redis` of the settings (schemas/settings.py). */}}
+{{/* The subtree `redis` of the settings (schemas/settings/). */}}
 {{- define "kvstore.redis.settings" -}}
 {{- $folder := "/etc/kvstore/tls/redis" -}}
 {{- $tree := dict -}}

@@ -10,6 +10,12 @@
 /var/cache/kvstore
 {{- end -}}
 
+{{/* The same in engines, whose other files are one volume at /etc/kvstore: which keys the Secret has is not known
+     here. */}}
+{{- define "kvstore.signing.mountPath" -}}
+/etc/kvstore-keys
+{{- end -}}
+
 {{- define "kvstore.payloads.claimName" -}}
 {{- default (printf "%s-payloads" (include "kvstore.fullname" .)) .Values.payloads.pvc.existingClaim -}}
 {{- end -}}
@@ -41,6 +47,12 @@ yes
 {{- $_ := set $tree "capacity_bytes" (include "kvstore.bytes" .Values.capacity | int64) -}}
 {{- with include "kvstore.redis.settings" . | fromYaml }}{{ $_ := set $tree "redis" . }}{{ end -}}
 {{- with include "kvstore.s3.settings" . | fromYaml }}{{ $_ := set $tree "s3" . }}{{ end -}}
+{{- with .Values.signing }}
+{{- if .existingSecret -}}
+{{- $signing := dict "keys" (include "kvstore.signing.mountPath" $) "key" .key "unsigned" .unsigned "encrypt" .encrypt -}}
+{{- $_ := set $tree "signing" $signing -}}
+{{- end -}}
+{{- end -}}
 {{- mergeOverwrite $tree (deepCopy .Values.settings) | toYaml -}}
 {{- end -}}
 
@@ -126,6 +138,12 @@ yes
 {{- with include "kvstore.redis.volumes" . | trim }}
 {{ . }}
 {{- end }}
+{{- with .Values.signing.existingSecret }}
+- name: signing-keys
+  secret:
+    secretName: {{ . | quote }}
+    defaultMode: 288
+{{- end }}
 {{- $payloads := .Values.payloads }}
 {{- if eq $payloads.type "s3" }}
 {{- if $payloads.s3.ca.secret }}
@@ -167,6 +185,11 @@ yes
 {{- define "kvstore.storeVolumeMounts" -}}
 {{- with include "kvstore.redis.volumeMounts" . | trim }}
 {{ . }}
+{{- end }}
+{{- if .Values.signing.existingSecret }}
+- name: signing-keys
+  mountPath: {{ include "kvstore.signing.mountPath" . }}
+  readOnly: true
 {{- end }}
 {{- $payloads := .Values.payloads }}
 {{- if eq $payloads.type "s3" }}

@@ -1,6 +1,6 @@
 {{/* One sentence per line for each combination of values that can't work. */}}
 {{- define "kvstore.validate.core" -}}
-{{- range $part := list "names" "s3" "credentials" "claim" "hostPath" "nodeCache" "settings" "janitor" "pods" "jobs" }}
+{{- range $part := list "names" "s3" "credentials" "claim" "hostPath" "nodeCache" "signing" "settings" "janitor" "pods" "jobs" }}
 {{ include (printf "kvstore.validate.%s" $part) $ }}
 {{- end }}
 {{- end -}}
@@ -164,9 +164,19 @@ payloads.nodeCache.path ({{ $path }}) and payloads.hostPath.path ({{ $shared }})
 {{- end -}}
 
 {{/* What the store itself would refuse as it starts, and what isn't to be set there. */}}
+{{- define "kvstore.validate.signing" -}}
+{{- $signing := .Values.signing }}
+{{- if ne (empty $signing.existingSecret) (empty $signing.key) }}
+signing.existingSecret (a Secret of keys) and signing.key (the id of one in it) go together: give both, or neither.
+{{- end }}
+{{- if and $signing.encrypt (not $signing.existingSecret) }}
+signing.encrypt needs keys: name their Secret in signing.existingSecret, and the one that writes in signing.key.
+{{- end }}
+{{- end -}}
+
 {{- define "kvstore.validate.settings" -}}
 {{- $settings := .Values.settings }}
-{{- $elsewhere := dict "payloads" "payloads" "index" "redis" "capacity_bytes" "capacity" }}
+{{- $elsewhere := dict "payloads" "payloads" "index" "redis" "capacity_bytes" "capacity" "signing" "signing" }}
 {{- range $key, $place := $elsewhere }}
 {{- if hasKey $settings $key }}
 settings.{{ $key }} is set by values of its own: use {{ $place }}, so that janitors, cron jobs and engines agree.
@@ -189,11 +199,6 @@ settings.{{ $path }} names a file that has to be in the pods: use {{ ternary "re
 {{- $grace := dig "grace_s" 120 $settings | float64 }}
 {{- if gt (addf $match $load) $grace }}
 settings.kv.match_ttl_s ({{ $match }}) and settings.kv.load_deadline_s ({{ $load }}) add up to more than settings.grace_s ({{ $grace }}): what is evicted after a match would vanish under its load; raise grace_s.
-{{- end }}
-{{- $high := dig "eviction" "high" 0.95 $settings | float64 }}
-{{- $low := dig "eviction" "low" 0.9 $settings | float64 }}
-{{- if gt $low $high }}
-settings.eviction.low ({{ $low }}) is larger than settings.eviction.high ({{ $high }}): eviction begins above high and goes on down to low.
 {{- end }}
 {{- $backoff := dig "breaker" "backoff_s" 0.5 $settings | float64 }}
 {{- $most := dig "breaker" "max_backoff_s" 10 $settings | float64 }}

@@ -16,6 +16,17 @@ janitor.podDisruptionBudget.minAvailable is {{ $pdb.minAvailable }} of {{ $janit
 {{- if and (ne $janitor.antiAffinity "none") (hasKey $janitor.affinity "podAntiAffinity") }}
 janitor.affinity has a podAntiAffinity, and janitor.antiAffinity is {{ $janitor.antiAffinity }}: set janitor.antiAffinity to none, since yours takes its place.
 {{- end }}
+{{- if and $janitor.tls.clientCASecret (not $janitor.tls.existingSecret) }}
+janitor.tls.clientCASecret is set, and janitor.tls.existingSecret is not: only TLS asks clients for certificates; name a Secret with the janitors' own.
+{{- end }}
+{{- range $name, $values := pick .Values.monitoring "serviceMonitor" "podMonitor" }}
+{{- if and $values.enabled $janitor.tls.clientCASecret (not $janitor.password.existingSecret) (not (hasKey $values.tlsConfig "cert")) }}
+monitoring.{{ $name }} is enabled, janitor.tls.clientCASecret is set, and there is no janitor.password: Prometheus would be turned away; give monitoring.{{ $name }}.tlsConfig a cert and a keySecret.
+{{- end }}
+{{- if and $values.tlsConfig (not $janitor.tls.existingSecret) }}
+monitoring.{{ $name }}.tlsConfig is set, and janitor.tls.existingSecret is not: the janitors speak no TLS; take one of them out, or name the other.
+{{- end }}
+{{- end }}
 {{- if and (eq (int $janitor.replicas) 0) .Values.monitoring.prometheusRule.enabled }}
 monitoring.prometheusRule.enabled is true, and janitor.replicas is 0: its alerts are about metrics that nobody would show; keep a janitor, or take the rules out.
 {{- end }}
@@ -61,7 +72,7 @@ extraEnv has {{ $variable.name }} with its value, which everybody who may see th
 {{- end }}
 {{- $extra := list }}
 {{- range $volume := .Values.extraVolumes }}
-{{- if has $volume.name (concat $volumes $extra) }}
+{{- if has $volume.name (concat $volumes $extra (list "serve-tls" "serve-ca" "serve-password")) }}
 extraVolumes has {{ $volume.name }}, which the chart has as well: choose another name.
 {{- end }}
 {{- $extra = append $extra $volume.name }}
@@ -93,11 +104,11 @@ fsck.quick is true, and fsck.readDataPercent is {{ $fsck.readDataPercent }}: a q
 {{- if and $fsck.enabled $fsck.repair $gc.enabled $gc.delete (eq (trim $fsck.schedule) (trim $gc.schedule)) (eq $fsck.timeZone $gc.timeZone) }}
 fsck.repair and gc.delete run at the same time ({{ $gc.schedule }}): one would list again what the other deletes; give them different schedules.
 {{- end }}
-{{- if not (regexMatch "^[0-9]+([.][0-9]+)?[smhd]$" $gc.olderThan) }}
+{{- if not (regexMatch "^[0-9]+([.][0-9]+)?[smhdw]$" $gc.olderThan) }}
 gc.olderThan is {{ $gc.olderThan }}: it is an age such as 30m, 24h or 7d.
 {{- else }}
-{{- $units := dict "s" 1 "m" 60 "h" 3600 "d" 86400 }}
-{{- $seconds := mulf (regexFind "^[0-9.]+" $gc.olderThan | float64) (get $units (regexFind "[smhd]$" $gc.olderThan)) }}
+{{- $units := dict "s" 1 "m" 60 "h" 3600 "d" 86400 "w" 604800 }}
+{{- $seconds := mulf (regexFind "^[0-9.]+" $gc.olderThan | float64) (get $units (regexFind "[smhdw]$" $gc.olderThan)) }}
 {{- if lt (int64 $seconds) 600 }}
 gc.olderThan is {{ $gc.olderThan }}: what is younger than 10 minutes may still be committed, and gc refuses to delete it; take 24h.
 {{- end }}

@@ -53,7 +53,7 @@ vllm.settings.{{ $group }}.{{ $part }}.{{ . }} would stand in a ConfigMap: name 
 {{- end }}
 {{- end -}}
 
-{{/* What KVStoreTier refuses at an engine's start (connectors/tier_identity.py). */}}
+{{/* What KVStoreTier refuses at an engine's start (connectors/tier/identity.py). */}}
 {{- define "kvstore.validate.vllm.tier" -}}
 {{- if has "offloading-tier" .Values.vllm.kinds -}}
 {{- $tree := mergeOverwrite (deepCopy .Values.settings) (deepCopy .Values.vllm.settings.tier) -}}

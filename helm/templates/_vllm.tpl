@@ -165,7 +165,7 @@ serviceAccountName: {{ $account | quote }}
 
 {{/* What an engine's pod takes from its namespace, besides the chart's own ConfigMap: "secret/NAME" or
      "configmap/NAME" -> the keys of it that are used, as JSON. Others there may be are none of an engine's business:
-     the server's key, the passwords of other users. */}}
+     the server's key, the passwords of other users. Of the Secret of signing keys all are: no key is named. */}}
 {{- define "kvstore.engine.objects" -}}
 {{- $found := dict -}}
 {{- range include "kvstore.engine.env" . | fromYamlArray -}}
@@ -185,15 +185,16 @@ serviceAccountName: {{ $account | quote }}
 {{- end -}}
 {{- end -}}
 {{- range $object, $keys := $found }}{{ $_ := set $found $object ($keys | uniq | sortAlpha) }}{{ end -}}
+{{- with .Values.signing.existingSecret }}{{ $_ := set $found (printf "secret/%s" .) list }}{{ end -}}
 {{- toJson $found -}}
 {{- end -}}
 
-{{/* A program for jq: an object for another namespace, with the keys that are named and no other. A Secret is Opaque,
-     since other types want keys that engines don't. dict "object" "secret/NAME" or "configmap/NAME" "keys" a list */}}
+{{/* A program for jq: an object for another namespace, with the keys that are named and no other, or with all of them
+     if none is. A Secret is Opaque, since other types want keys that engines don't. dict "object" "secret/NAME" or "configmap/NAME" "keys" a list */}}
 {{- define "kvstore.engine.copy" -}}
 {{- $keys := list -}}
 {{- range .keys }}{{ $keys = append $keys (toRawJson .) }}{{ end -}}
-{apiVersion, kind,{{ if hasPrefix "secret/" .object }} type: "Opaque",{{ end }} metadata: {name: .metadata.name}, data: (.data | with_entries(select(.key == ({{ join ", " $keys }}))))}
+{apiVersion, kind,{{ if hasPrefix "secret/" .object }} type: "Opaque",{{ end }} metadata: {name: .metadata.name}, data: {{ if $keys }}(.data | with_entries(select(.key == ({{ join ", " $keys }})))){{ else }}.data{{ end }}}
 {{- end -}}
 
 {{- define "kvstore.engine.labels" -}}

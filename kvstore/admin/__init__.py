@@ -1,99 +1,32 @@
-"""What `cache-admin` does: functions that return frozen reports (schemas). No printing.
+"""What `cache-admin` does: functions that return frozen reports. No printing.
 
-    cache        where settings come from, and the backends of one settings tree opened for people
-    inventory    status, ls, namespaces, namespaces diff
-    segments     show
-    stats        stats, once and again and again
-    top          top
-    du           du
-    events       events, as they were and as they come
-    evictions    evict
-    pins         pin, unpin
-    quotas       quota, quota set, quota clear
-    fsck         fsck: what it looks at in checking, entries and stock, what it does about it in mending
-    gc           gc
-    rebuild      rebuild; how a segment is committed from its payloads in recommit
-    drop         drop, invalidate
-    doctor       doctor, with the checks of the machine in machine, of payloads in storage_checks, of quotas
-                 and upkeep in upkeep_checks
-    engine       vllm-config
-    plans        which segments export and warm move
-    exports      export
-    imports      import
-    warming      warm
-    benchmark    bench
-    simulate     simulate, on traces, replay and replay_store, with plot
-    whatif       whatif
-    janitor      what serve does by itself: who leads in leadership, what is said of it in logbook, payloads
-                 read in scrub
-    serving      serve: what it sees in watching, surveying, noticing and history; metrics in exporter; HTTP
-                 in listening; the page in page/
-    probing      serve --probe
-    tier         this node's fast tier
-    payloads, records     payloads verified, and what the index knows of them restored
-    tarball, parallel, progress    what these are made of
+A folder per group of verbs, as in the commands (kvstore.cli.commands) and their texts (kvstore.cli.text):
 
-Each says in its first lines what it changes; what is not named for it changes nothing. What evicts, pins or
-sets a quota only plans until it is told to apply.
+    inspect      status; ls; namespaces, namespaces diff; show; stats; top; du; events; operations
+    curate       pin, unpin; quota; sessions; warm; plan chooses the segments that export and warm move,
+                 prompts those of a prompt
+    remove       evict; invalidate, drop; erase, with what it looks for in looks; removal has the steps that
+                 drop and erase share
+    repair       fsck: what it looks at in check, entries and listing, what it does about it in repair; gc;
+                 rebuild; recommit puts a segment back into the index
+    archive      export; import: what it reads in members, the store that it goes into in intake; tar
+    explain      explain, with what is asked in lookup and what is remembered in journal
+    simulate     simulate, on traces, replay and store, with plot; whatif
+    bench        bench
+    doctor       doctor: the checks of the machine, of payloads, of maintenance; vllm-config
+    serve        serve: what it sees in monitor, collector, highlights and history; metrics in exporter; HTTP
+                 in listener; the page in page/; serve --probe in probe
+
+    backends     where settings come from, and the backends of one settings tree opened for people
+    reports      models that the reports of several groups are made of
+    counting     segments counted and named for reports
+    described    what a namespace is, from its stored JSON
+    selection    the index and the namespaces that a repair works on
+    patience     how many failures in a row mean that the payload store fails as a whole
+    operators    the name of whoever runs a verb
+    fast_tier    this node's fast tier
+    progress     how a long verb reports how far it is
+
+The first lines of each module say what it changes; a module that names nothing there changes nothing. Verbs
+that evict, pin or set a quota only plan until they are told to apply.
 """
-
-from kvstore.admin.benchmark import bench, shape_of
-from kvstore.admin.cache import Cache, Sources, UnknownName
-from kvstore.admin.doctor import doctor
-from kvstore.admin.du import du
-from kvstore.admin.engine import vllm_config
-from kvstore.admin.events import events, follow_events
-from kvstore.admin.evictions import evict, plan_keep, plan_segments, plan_unused
-from kvstore.admin.exports import ArchiveFile, export
-from kvstore.admin.imports import import_archive
-from kvstore.admin.inventory import diff, ls, namespaces, status
-from kvstore.admin.pins import choose, choose_prompt, pin, pinned, pins, unpin
-from kvstore.admin.plans import plan
-from kvstore.admin.quotas import quotas, set_quota
-from kvstore.admin.segments import show
-from kvstore.admin.simulate import simulate
-from kvstore.admin.stats import stats, watch
-from kvstore.admin.top import top
-from kvstore.admin.warming import warm, warming_bytes
-from kvstore.admin.whatif import whatif
-
-__all__ = [
-    "Sources",
-    "Cache",
-    "UnknownName",
-    "status",
-    "stats",
-    "watch",
-    "top",
-    "ls",
-    "show",
-    "du",
-    "events",
-    "follow_events",
-    "namespaces",
-    "diff",
-    "plan_segments",
-    "plan_unused",
-    "plan_keep",
-    "evict",
-    "pins",
-    "pinned",
-    "choose",
-    "choose_prompt",
-    "pin",
-    "unpin",
-    "quotas",
-    "set_quota",
-    "doctor",
-    "vllm_config",
-    "plan",
-    "ArchiveFile",
-    "export",
-    "import_archive",
-    "warm",
-    "warming_bytes",
-    "bench",
-    "shape_of",
-    "simulate",
-    "whatif",
-]

@@ -1,22 +1,22 @@
-"""How a long verb says how far it is, to whoever wants to show it."""
+"""How a long verb reports how far it is, to something that may show it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 
-class Progress(Protocol):
-    """Told by one thread at a time."""
+class ProgressListener(Protocol):
+    """A listener to a verb's progress, called by one thread at a time."""
 
     def begin(self, what: str, total_bytes: int | None = None) -> None:
-        """A new stage, which ends the one before; `total_bytes` None: no telling how long it is."""
+        """Begins a stage and ends the one before. `total_bytes` is None if its length is unknown."""
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more of this stage are done."""
+        """Adds to the bytes of this stage that are done."""
 
 
 class Silent:
-    """Shows nothing."""
+    """A progress that shows nothing."""
 
     def begin(self, what: str, total_bytes: int | None = None) -> None:
         pass

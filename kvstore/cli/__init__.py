@@ -1,11 +1,16 @@
 """cache-admin: the command line over kvstore.admin.
 
 app        the command line as a whole
-commands   the commands: they parse, call, print
-call       what they have in common: options, errors, printing
-render     reports as text, made of tables; beside it a module per group of verbs
+commands   the verbs: they parse, call, print
+text       reports as text, made of tables
+verbs      what makes a verb of a function, and what the reference says of it
+call       one run of a verb: its cache, what it prints, how it ends
+options    options that several verbs take
+progress   how far it is
 exits      exit codes
-docs       docs/cache-admin.md, generated from the commands
+
+A verb is a function of kvstore.admin with its report, one in commands and one in text, in the module of its
+group in each. --help, the reference and the completion of shells follow from the one in commands.
 """
 
 from __future__ import annotations
@@ -20,7 +25,11 @@ def main() -> None:
         import rich  # noqa: F401 - only to see whether it is there
         import typer  # noqa: F401
     except ImportError as exc:
-        sys.exit(f"cache-admin needs {exc.name}, which is not installed: it comes with kvstore[cli]")
+        # Not by a name alone: what an index of packages has under ours is somebody else's.
+        sys.exit(
+            f"cache-admin needs {exc.name}, which is not installed. It comes with the extra `cli`: install "
+            "'.[cli]' in a checkout, or a release's wheel with [cli] after its name. The image has it"
+        )
     # Nothing of what is imported is garbage, and looking for some takes a tenth of the start.
     gc.disable()
     from kvstore.cli.app import app

@@ -1,4 +1,4 @@
-"""The command line as a whole: what stands before a command, and the commands of kvstore.cli.commands."""
+"""The command line as a whole: the options before a verb, and the verbs of kvstore.cli.commands."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from kvstore import __version__
 from kvstore.cli import exits
 from kvstore.cli.call import PRECEDENCE
 from kvstore.cli.commands import (
+    archive,
+    bench,
+    curate,
+    doctor,
     explain,
-    inventory,
-    maintain,
-    measure,
+    inspect,
+    remove,
     repair,
     serve,
-    service,
     simulate,
-    transfer,
 )
+from kvstore.cli.verbs import add_to, verbs_of
+
+#: In the order of the reference and of --help.
+VERBS = verbs_of((inspect, archive, curate, remove, repair, serve, explain, simulate, doctor, bench))
 
 _EPILOG = (
     f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in exits.table())}.\n\n"
@@ -49,9 +54,8 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Remember what concerns every command."""
+    """Remembers what concerns every command."""
     context.obj = debug
 
 
-for module in (inventory, explain, maintain, repair, transfer, measure, simulate, serve, service):
-    module.add_to(app)
+add_to(app, VERBS)

@@ -20,16 +20,16 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-from kvstore.admin.machine import size
-from kvstore.admin.progress import Progress
+from kvstore.admin.progress import ProgressListener
+from kvstore.rules.units import size
 
 #: Seconds between two lines where there is no terminal.
 _EVERY_S = 10.0
 
 
 @contextmanager
-def shown() -> Iterator[Progress]:
-    """What a verb tells its progress to."""
+def shown() -> Iterator[ProgressListener]:
+    """Yields what a verb tells its progress to."""
     if not sys.stderr.isatty():
         yield Lines()
         return
@@ -42,7 +42,7 @@ def shown() -> Iterator[Progress]:
 
 
 class Bar:
-    """A bar per stage, one at a time."""
+    """Shows a bar per stage, one at a time."""
 
     def __init__(self, bars: RichProgress) -> None:
         self._bars = bars
@@ -57,7 +57,7 @@ class Bar:
 
 
 class Lines:
-    """A line per stage that takes long, and others while it does."""
+    """Writes a line per stage that takes long, and others while it does."""
 
     def __init__(
         self,

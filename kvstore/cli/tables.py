@@ -13,8 +13,11 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from kvstore.admin.machine import size
-from schemas.reports import Amount, Backend, QuotaLine
+from kvstore.admin.reports import Amount, BackendState, Left, QuotaLine
+from kvstore.index.eviction import MINUTE_S
+from kvstore.index.sessions import ENDED_MINUTE
+from kvstore.rules.text import readable
+from kvstore.rules.units import size
 
 Renderables = Iterator[RenderableType]
 
@@ -26,12 +29,15 @@ STYLES = {
     "problem": "bold red",
     "missing": "bold red",
     "damaged": "bold red",
+    "unreadable": "yellow",
     "bad": "bold red",
     "high": "yellow",
     "over": "bold red",
     "pinned": "cyan",
     "gap": "bold red",
 }
+#: So many of the things that a report names are in its text; --json has more.
+SHOWN = 20
 #: Spaces between columns, and the width to which a column that wraps may shrink.
 _GAP = 2
 _FOLDED = 10
@@ -49,12 +55,12 @@ class Column:
 
     @property
     def least(self) -> int:
-        """Characters without which it can't be read."""
+        """Returns how many characters it can't be read without."""
         longest = max(len(plain(value)) for value in (self.title, *self.values))
         return min(longest, _FOLDED) if self.wraps else longest
 
 
-class Rows:
+class TableRows:
     """A table; where it does not fit, a paragraph per row instead, so that nothing is ever cut."""
 
     def __init__(self, *columns: Column) -> None:
@@ -88,12 +94,12 @@ class Rows:
 
 
 def plain(text: object) -> str:
-    """`text` without anything that a terminal would obey."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text))
+    """Returns `text` without anything that a terminal would obey."""
+    return readable(text, None, keep="\n")
 
 
 def age(now_s: float, then_s: float) -> str:
-    """How long ago, in one unit: 45s, 12m, 3h, 5d."""
+    """Says how long ago, in one unit: 45s, 12m, 3h, 5d."""
     seconds = max(0, round(now_s - then_s))
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
@@ -102,12 +108,15 @@ def age(now_s: float, then_s: float) -> str:
 
 
 def use_age(now_s: float, then_s: float) -> str:
-    """How long ago something was used. Uses are noted to the minute: seconds would be invented."""
+    """Says how long ago something was used; `ended` of what only a session used that has ended. Uses are
+    noted to the minute: seconds would be invented."""
+    if then_s <= ENDED_MINUTE * MINUTE_S:
+        return "ended"
     return age(now_s, then_s) if now_s - then_s >= 60 else "<1m"
 
 
 def span(seconds: float) -> str:
-    """A length of time: `-` for none, 340ms, 1.5s, 12m, 3.2h."""
+    """Says a length of time: `-` for none, 340ms, 1.5s, 12m, 3.2h."""
     if seconds <= 0:
         return "-"
     if seconds < 1:
@@ -119,13 +128,13 @@ def span(seconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """`12%`; `-` of nothing."""
+    """Says `12%`, and `-` where the whole is nothing."""
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def quota_rows(lines: Sequence[QuotaLine]) -> Rows:
-    """A line per quota."""
-    return Rows(
+def quota_rows(lines: Sequence[QuotaLine]) -> TableRows:
+    """Returns a line per quota."""
+    return TableRows(
         Column("quota", [line.scope for line in lines], wraps=True),
         Column("used", [size(line.used_bytes) for line in lines], right=True),
         Column("of", [size(line.quota_bytes) for line in lines], right=True),
@@ -141,19 +150,31 @@ def quota_rows(lines: Sequence[QuotaLine]) -> Rows:
     )
 
 
+def left_rows(number: int, left: Sequence[Left]) -> Renderables:
+    """Yields how many segments were left out, and a line for each of the first ones."""
+    shown = left[:SHOWN]
+    more = f", {len(shown)} of them here" if len(shown) < number else ""
+    yield Text(f"{count(number, 'segment')} left out{more}", style="yellow")
+    yield TableRows(
+        Column("namespace", [each.namespace for each in shown]),
+        Column("segment", [each.segment for each in shown]),
+        Column("reason", [each.reason for each in shown], wraps=True),
+    )
+
+
 def count(number: int, noun: str) -> str:
-    """`1 block`, `2,000 blocks`."""
+    """Says `1 block`, `2,000 blocks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def amount(amount: Amount) -> str:
-    """`1.0 GiB in 3 segments, 12 blocks`."""
+    """Says `1.0 GiB in 3 segments, 12 blocks`."""
     blocks = count(amount.blocks, "block")
     return f"{size(amount.stored_bytes)} in {count(amount.segments, 'segment')}, {blocks}"
 
 
-def backend(name: str, backend: Backend) -> Renderables:
-    """Where it is and whether it answers."""
+def backend(name: str, backend: BackendState) -> Renderables:
+    """Yields where it is and whether it answers."""
     state = Text(backend.state, style=STYLES[backend.state])
     yield pair(name, Text.assemble(plain(backend.url), "  ", state))
     if backend.problem:
@@ -161,12 +182,12 @@ def backend(name: str, backend: Backend) -> Renderables:
 
 
 def cell(value: object) -> Text:
-    """A value; a state in its colour."""
+    """Returns a value as text, a state in its colour."""
     return Text(plain(value), style=STYLES.get(str(value), ""))
 
 
 def pair(name: str, value: str | Text, *, width: int = 11) -> RenderableType:
-    """A name and its value, which wraps beside it."""
+    """Returns a name and its value, which wraps beside it."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(min_width=width - 1, no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
@@ -175,5 +196,5 @@ def pair(name: str, value: str | Text, *, width: int = 11) -> RenderableType:
 
 
 def empty_table() -> Table:
-    """A table without lines."""
+    """Returns a table without lines."""
     return Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")

@@ -1,15 +1,17 @@
-"""The ports' contracts as test suites: product code, for every implementation, ours or yours.
+"""The ports' contracts as test suites. They are product code, for every implementation, ours or yours.
 
-Take the suites from kvstore.testing. They need pytest, which kvstore itself does not.
+Import the suites from kvstore.testing. They need pytest, which kvstore itself does not.
 """
 
 import pytest
 
-# Before the modules are imported, or their plain asserts would say nothing when they fail.
+# This comes before the modules are imported; otherwise their plain asserts would say nothing when they fail.
 pytest.register_assert_rewrite(
+    "kvstore.conformance.payloads",
     *(
-        f"kvstore.conformance.{name}"
+        f"kvstore.conformance.index.{name}"
         for name in (
+            "abilities",
             "admission",
             "catalogue",
             "chains",
@@ -19,8 +21,8 @@ pytest.register_assert_rewrite(
             "invalidation",
             "journal",
             "maintained",
-            "payloads",
-            "upkeep",
+            "repair",
+            "whole",
         )
-    )
+    ),
 )

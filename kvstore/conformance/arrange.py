@@ -1,11 +1,11 @@
-"""What the payload suite arranges with: names good and bad, and the storage behind a store."""
+"""Helpers of the payload suite: good and bad names, and the storage behind a store."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id, parse_payload_name, payload_name
-from kvstore.ports import PayloadStore
+from kvstore.payloads.port import PayloadStore
 
 NAMESPACE = NamespaceId("0123456789abcdef")
 OTHER_NAMESPACE = NamespaceId("fedcba9876543210")
@@ -46,41 +46,41 @@ class RawPayloads(ABC):
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
-        """Store an object under any name, such as a stranger's."""
+        """Stores an object under any name, also one that is no payload's."""
 
     @abstractmethod
     def get(self, name: str) -> bytes | None:
-        """The whole object, or None."""
+        """Returns the whole object, or None."""
 
     @abstractmethod
     def names(self) -> set[str]:
-        """Every object there is, temporary and strange ones included."""
+        """Returns the name of every object, temporary and strange ones included."""
 
 
 def fresh_name(namespace: NamespaceId = NAMESPACE, rank: int = 0) -> str:
-    """A payload name that nothing uses."""
+    """Returns a payload name that nothing uses."""
     return payload_name(namespace, new_segment_id(), rank)
 
 
 def name_in(fan: str, namespace: NamespaceId = NAMESPACE, rank: int = 0) -> str:
-    """A fresh payload name whose segment id starts with one given byte, in hex."""
+    """Returns a fresh payload name whose segment id starts with the byte `fan`, in hex."""
     return payload_name(namespace, SegmentId(bytes.fromhex(fan) + new_segment_id()[1:]), rank)
 
 
 def views(*parts: bytes) -> list[memoryview]:
-    """Each part as a buffer."""
+    """Returns each part as a buffer."""
     return [memoryview(part) for part in parts]
 
 
 def fetch(payloads: PayloadStore, name: str, limit: int = 1 << 20) -> bytes | None:
-    """A payload's first `limit` bytes through the store, in one read."""
+    """Reads a payload's first `limit` bytes through the store, in one read."""
     into = bytearray(limit)
     count = payloads.read(name, 0, [memoryview(into)])
     return None if count is None else bytes(into[:count])
 
 
 def strangers_beside(name: str) -> list[str]:
-    """Names beside a payload's that other programs might leave there."""
+    """Returns names beside a payload's under which other programs might leave something."""
     folder, _, leaf = name.rpartition("/")
     strangers = [
         "index.sqlite",

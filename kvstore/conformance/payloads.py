@@ -1,4 +1,4 @@
-"""PayloadConformance: the contract of kvstore.ports.PayloadStore as tests.
+"""PayloadConformance: the contract of kvstore.payloads.port.PayloadStore as tests.
 
 A payload store passes if a subclass with two fixtures passes:
 
@@ -9,8 +9,8 @@ A payload store passes if a subclass with two fixtures passes:
         @pytest.fixture
         def raw(self): ...          the same storage, not through the object under test
 
-What a test arranges and asserts goes through `raw` where it can, so that a store whose put and read
-are wrong in the same way doesn't pass. Every test is about one sentence of the port.
+Tests arrange and assert through `raw` where they can, so that a store whose put and read are wrong in the
+same way doesn't pass. Every test is about one sentence of the port.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from kvstore.conformance.arrange import (
     strangers_beside,
     views,
 )
-from kvstore.errors import Closed
+from kvstore.errors import StoreClosed
 from kvstore.keys import new_segment_id, payload_name
-from kvstore.ports import PayloadStore
+from kvstore.payloads.port import PayloadStore
+from kvstore.rules.tiers import TIERS
 
 #: More buffers than any kernel takes in one call.
 MANY = 2500
 
 
 class PayloadConformance:
-    """Subclass it, name the subclass Test..., and give the two fixtures."""
+    """The suite of PayloadStore. Subclass it, name the subclass Test..., and define the two fixtures."""
 
-    #: Whether `delete` knows which names existed. One that doesn't counts them all.
+    #: Whether `delete` knows which names existed. A store that doesn't know counts them all.
     delete_tells = True
     #: Bytes of payloads that replace one another while others read them.
     sizes: tuple[int, ...] = (1, 5000, 70_000)
@@ -59,7 +60,7 @@ class PayloadConformance:
 
     @pytest.fixture
     def raw(self) -> RawPayloads:
-        """Its storage."""
+        """The storage of `payloads`."""
         raise NotImplementedError
 
     # put
@@ -335,7 +336,7 @@ class PayloadConformance:
         assert [item.name for item in payloads.list(NAMESPACE + "/")] == [name]
 
     def test_list_beside_changes(self, payloads: PayloadStore) -> None:
-        """Weakly consistent: what is there throughout is listed once, whatever else comes and goes."""
+        """A payload that is there throughout is listed once, whatever else comes and goes."""
         kept = {fresh_name(): i for i in range(50)}
         for name, size in kept.items():
             payloads.put(name, views(b"x" * size))
@@ -418,9 +419,22 @@ class PayloadConformance:
             raw.put(name, b"x")
         with ThreadPoolExecutor(4) as pool:
             counts = list(pool.map(payloads.delete, [names] * 4))
-        # An object store's delete doesn't say what was there, so it may count a name twice, never less.
+        # An object store's delete doesn't say what was there, so racing ones may count a name several times.
         assert len(names) <= sum(counts) <= 4 * len(names)
         assert raw.names() == set()
+
+    # tier
+
+    def test_tier_answers_of_any_name_and_touches_nothing(
+        self, payloads: PayloadStore, raw: RawPayloads
+    ) -> None:
+        name = fresh_name()
+        assert payloads.tier(name, 3) in TIERS
+        assert raw.names() == set()
+        raw.put(name, b"abc")
+        assert payloads.tier(name, 3) in TIERS
+        payloads.close()
+        assert payloads.tier(name, 3) in TIERS
 
     # ping and close
 
@@ -462,7 +476,7 @@ class PayloadConformance:
 def _run_beside(
     background: Callable[[threading.Event], None], work: Callable[[], None], threads: int = 1
 ) -> None:
-    """Run `work` while threads run `background` until it is done; raises what any of them raised."""
+    """Runs `work` while threads run `background` until it is done. Raises what any of them raised."""
     done = threading.Event()
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(background, done) for _ in range(threads)]
@@ -475,5 +489,5 @@ def _run_beside(
 
 
 def _closed_or_working(call: Callable[[], object]) -> None:
-    with suppress(Closed):
+    with suppress(StoreClosed):
         call()

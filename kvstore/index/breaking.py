@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.breaker import Breaker
-from kvstore.keys import NamespaceId, SegmentId
-from kvstore.ports import Claim, CommitState, Index, Outcome, Run
+from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Run
+from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
+from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, SegmentRecord
 
 
-class BreakingIndex(Index):
+class BreakingIndex(EngineIndex):
     """Passes every call on, or raises BreakerOpen at once while the breaker is open.
 
-    A match never is the probe, because a request waits for it; register is what a caller sends to
-    find out.
+    A match is never the probe, because a request waits for it. A caller that wants to know whether the index
+    is back sends register.
     """
 
-    def __init__(self, inner: Index, breaker: Breaker) -> None:
+    def __init__(self, inner: EngineIndex, breaker: Breaker) -> None:
         self._inner = inner
         self._breaker = breaker
 
@@ -50,9 +51,20 @@ class BreakingIndex(Index):
         *,
         rank: int,
         ranks: int,
+        session: SessionId = NO_SESSION,
+        allowance: Allowance = NOTHING_RETAINED,
     ) -> CommitState:
         with self._breaker.guard():
-            return self._inner.commit(namespace, segment, digests, record, rank=rank, ranks=ranks)
+            return self._inner.commit(
+                namespace,
+                segment,
+                digests,
+                record,
+                rank=rank,
+                ranks=ranks,
+                session=session,
+                allowance=allowance,
+            )
 
     def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
         with self._breaker.guard():
@@ -77,9 +89,28 @@ class BreakingIndex(Index):
                 namespace, digests, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes
             )
 
+    def sketch_bits(self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int) -> int:
+        with self._breaker.guard():
+            return self._inner.sketch_bits(
+                namespace, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes
+            )
+
     def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         with self._breaker.guard():
             self._inner.tell(namespace, outcomes)
+
+    def session(
+        self,
+        namespace: NamespaceId,
+        session: SessionId,
+        segments: Sequence[SegmentId],
+        now_s: float,
+        hint: Hint = USE,
+        *,
+        allowance: Allowance = NOTHING_RETAINED,
+    ) -> HintEffect:
+        with self._breaker.guard():
+            return self._inner.session(namespace, session, segments, now_s, hint, allowance=allowance)
 
     def close(self) -> None:
         self._inner.close()

@@ -1,9 +1,9 @@
-"""The sketch of uses: which blocks somebody has asked for before, in a few bits each.
+"""The sketch of uses: it remembers, in a few bits each, which blocks somebody has asked for before.
 
-A Bloom filter in lines of 64 bytes, one filter per window of time; digests are uniform hashes already,
-so the filter hashes nothing itself. Of a digest it uses the first eight bytes:
+It is a Bloom filter in lines of 64 bytes, one filter per window of time. Digests are uniform hashes already,
+so the filter hashes nothing itself. It uses the first eight bytes of a digest:
 
-    bytes 0-3   the block's own line: big-endian, modulo the lines
+    bytes 0-3   the block's own line: big-endian, modulo the number of lines
     bytes 4-7   its mark: three positions of 9 bits each, lowest bits first, in whatever line it is put
 
 A filter that puts every block into a line of its own needs 8192 random accesses for a long prompt,
@@ -12,21 +12,21 @@ whose first block is new puts all marks into that block's line, its home: one ac
 
     if its mark is in its group's home line, or in its own line.
 
-Both only ever gain bits, so what was noted stays noted, whatever else is. Where a group's first block
+Both only ever gain bits, so a noted block stays noted, whatever else is noted. Where a group's first block
 is there already, because another prompt shares it and then goes on differently, the new blocks' marks
 go into their own lines. In the home line they would pile up: a system prompt of three blocks would
 collect there whatever anybody ever said after it, until all bits are set and everything looks known.
 
-Chains are noted from their first block on, so what follows a missing block is missing, and what
-precedes a noted one is noted. So a group is settled by its first block, if that is missing, or by its
-last ones, if they are noted (one would do, but for accidents; four accidents don't happen at once).
-Only a group where the chain ends, or leaves what is known, is looked at block by block.
+Chains are noted from their first block on, so all blocks after a missing one are missing, and all before
+a noted one are noted. So the first block settles a group, if it is missing, and so do the last blocks, if
+they are noted (one would do, but it may be a false positive; four at once hardly happen). Only a group
+where the chain ends, or leaves what is known, is looked at block by block.
 
-False positives: with two bytes of sketch per block noted in a window, one block in about a hundred.
-They don't add up along a chain, they multiply: a prompt that is new throughout passes its first block
-with that chance, its first two with the square of it.
+With two bytes of sketch per block noted in a window, about one block in a hundred is a false positive.
+The chances don't add up along a chain, they multiply: a prompt that is new throughout passes its first
+block with that chance, and its first two with the square of it.
 
-kvstore/index/note.lua is the same algorithm inside Redis.
+kvstore/index/redis/lua/note.lua is the same algorithm inside Redis.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from typing import Self
 
 import numpy as np
 
+from kvstore.index.contract import BadArgument
 from kvstore.keys import DIGEST_BYTES
 
 LINE_BYTES = 64
@@ -45,9 +46,9 @@ GROUP_BLOCKS = 32
 MARK_BYTES = 8
 _LINE_BITS = 8 * LINE_BYTES
 _MARK_BITS = 3
-#: So many blocks at a group's end speak for all of it.
+#: The last blocks of a group that answer for all of it.
 _WITNESSES = 4
-#: Redis refuses to count seconds much longer than this.
+#: Longest time to live of a sketch, in seconds: Redis refuses much longer ones.
 _LONGEST_KEEP_S = 10**9
 
 
@@ -60,17 +61,18 @@ class Window:
     #: Alternates from window to window.
     parity: int
     lines: int
-    #: For how long this window's sketch is of use.
+    #: How long this window's sketch is still needed, in seconds.
     keep_s: int
 
     @classmethod
     def at(cls, now_s: float, window_s: float, sketch_bytes: int) -> Self:
-        """Windows are numbered from 1970 on, so that all engines agree on them.
+        """Returns the window of a time. Raises BadArgument for a size or a length that can't be.
 
-        The size and the length are in a sketch's name: with others, its bits mean something else.
+        Windows are numbered from 1970 on, so that all engines agree on them. A sketch's name has its size and
+        the window's length in it: with others, its bits mean something else.
         """
         if not window_s > 0 or sketch_bytes < LINE_BYTES:
-            raise ValueError(
+            raise BadArgument(
                 f"a sketch of {sketch_bytes} bytes for {window_s} s; at least one line, above 0 s"
             )
         number = int(now_s // window_s)
@@ -81,16 +83,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """A chain as the sketch sees it."""
+    """The lines and marks of a chain's blocks."""
 
-    #: 8 bytes per block.
+    #: The first 8 bytes of each block's digest.
     blocks: bytes
-    #: A line per group, with the marks of its blocks.
+    #: One line per group, with the marks of its blocks.
     masks: bytes
 
     @classmethod
     def of(cls, digests: bytes) -> Self:
-        """The marks of packed digests."""
+        """Returns the marks of packed digests."""
         words = np.frombuffer(digests, dtype=">u4").reshape(-1, DIGEST_BYTES // 4)[:, :2]
         groups = -(-len(words) // GROUP_BLOCKS)
         bits = np.zeros(groups * _LINE_BITS, dtype=bool)
@@ -105,12 +107,12 @@ class Marks:
         return len(self.blocks) // MARK_BYTES
 
     def line(self, block: int, lines: int) -> int:
-        """The block's own line."""
+        """Returns the number of the block's own line."""
         at = block * MARK_BYTES
         return int.from_bytes(self.blocks[at : at + 4]) % lines
 
     def mark(self, block: int) -> int:
-        """The block's bits in any line, a line being a number whose highest bit is position 0."""
+        """Returns the block's bits in any line; a line is a number whose highest bit is position 0."""
         at = block * MARK_BYTES + 4
         left, mark = int.from_bytes(self.blocks[at : at + 4]), 0
         for _ in range(_MARK_BITS):
@@ -119,7 +121,7 @@ class Marks:
         return mark
 
     def mask(self, group: int) -> int:
-        """The bits of all blocks of a group."""
+        """Returns the bits of all blocks of a group."""
         return int.from_bytes(self.masks[group * LINE_BYTES : (group + 1) * LINE_BYTES])
 
 
@@ -127,7 +129,7 @@ Read = Callable[[int], int]
 
 
 def note(marks: Marks, lines: int, now: Read, before: Read) -> tuple[int, dict[int, int]]:
-    """How many leading blocks one of two sketches has, and the lines of `now` that note all of them.
+    """Returns how many leading blocks one of two sketches has, and new lines of `now` that note all blocks.
 
     `now(line)` and `before(line)` read a line of a sketch, as a number; 0 where there is none.
     """
@@ -156,7 +158,7 @@ def note(marks: Marks, lines: int, now: Read, before: Read) -> tuple[int, dict[i
 
 
 def _reach(marks: Marks, lines: int, read: Read, group: int, first: int, upto: int) -> int:
-    """Up to which block a sketch has the group of blocks `first` to `upto` - 1."""
+    """Returns up to which block a sketch has the group of blocks `first` to `upto` - 1."""
     home, mask = read(marks.line(first, lines)), marks.mask(group)
     if home & mask == mask:
         return upto

@@ -1,6 +1,6 @@
 """The prefix match: which leading blocks of a hash chain are stored, in one look-up per segment.
 
-Digests are of a hash chain, so equal digests mean equal prefixes. An entry (segment S, slot s) found
+The digests form a hash chain, so equal digests mean equal prefixes. An entry (segment S, slot s) found
 for block j therefore proves that slots 0..s of S are blocks j-s..j of this very chain, whatever the
 entries of those blocks say by now. So the walk looks at the block where it expects a segment to end,
 takes everything that this one entry proves, and continues backwards over what is left in between:
@@ -9,18 +9,18 @@ takes everything that this one entry proves, and continues backwards over what i
                         <-------- S, slot s -----|   proves j-s..j
                <--- T, slot t ---|                   next look-up, at j-s-1
 
-Only past a missing block does it look more closely: first at `begin`, which settles the common cases
-(nothing more is stored) at once, then by bisection. No block is ever looked up twice, so a call
+Only when it meets a missing block does it look more closely: first at `begin`, which settles the common
+case (nothing more is stored) at once, then by bisection. No block is ever looked up twice, so a call
 costs at most one look-up per block, and about one per segment where the chain is stored in runs.
 
-What it promises, with "present" meaning that the block's own entry exists and names a living segment:
+A block is "present" here if its own entry exists and names a visible segment. The walk promises:
 
-    - every block it returns is truly in the living segment and slot that it names;
+    - every block it returns is in the visible segment and slot that it names;
     - it returns at least the longest prefix of present blocks;
-    - it may return more: blocks whose own entries were overwritten by a copy that has died since, or
-      are missing, but that another entry proves to be in a living segment.
+    - it may return more: blocks whose own entries were overwritten by a copy that was evicted since, or
+      are missing, but that another entry proves to be in a visible segment.
 
-kvstore/index/walk.lua is the same algorithm inside Redis; tests/index/test_walk.py holds both
+kvstore/index/redis/lua/walk.lua is the same algorithm inside Redis; tests/index/test_walk.py holds both
 against an oracle.
 """
 
@@ -28,12 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvstore.index.port import Run
 from kvstore.keys import SegmentId
-from kvstore.ports import Run
 from schemas.records import SegmentRecord
 
 #: Slots that a segment is expected to have before the walk has seen one: the default of
-#: `segment.max_blocks`. Too large costs one look-up past the end, too small a few on the way.
+#: `segment.max_blocks`. A guess too large costs one look-up past the end, one too small a few on the way.
 EXPECTED_SLOTS = 64
 
 Lookup = Callable[[int], tuple[SegmentId, int] | None]
@@ -41,10 +41,10 @@ Alive = Callable[[SegmentId], SegmentRecord | None]
 
 
 def walk(blocks: int, lookup: Lookup, alive: Alive, *, expected: int = EXPECTED_SLOTS) -> list[Run]:
-    """The longest servable prefix of a chain of `blocks` blocks, as runs that follow each other.
+    """Returns the longest servable prefix of a chain of `blocks` blocks, as runs that follow each other.
 
-    `lookup(position)` is the entry of one block, `alive(segment)` the record of a visible segment;
-    both answer None for what isn't there. `lookup` is called at most once per position, `alive` may
+    `lookup(position)` returns the entry of one block, `alive(segment)` the record of a visible segment;
+    both return None for what isn't there. `lookup` is called at most once per position, `alive` may
     be called repeatedly. Adjacent slots of one segment are one run. `expected` is a guess of how many
     slots segments have; it changes the cost, never the promise.
     """
@@ -54,7 +54,7 @@ def walk(blocks: int, lookup: Lookup, alive: Alive, *, expected: int = EXPECTED_
 
 
 class _Walk:
-    """Blocks before `begin` are served by `runs`; block `end`, if the chain has one, is missing."""
+    """The walk's state: `runs` serve the blocks before `begin`; block `end`, if there is one, is missing."""
 
     def __init__(self, blocks: int, lookup: Lookup, alive: Alive, expected: int) -> None:
         self.runs: list[Run] = []
@@ -65,7 +65,7 @@ class _Walk:
         self._alive = alive
 
     def search(self) -> None:
-        """Move `begin` and `end` towards each other until they meet."""
+        """Moves `begin` and `end` towards each other until they meet."""
         while self._begin < self._end:
             if self._serve(min(self._expected_end(), self._end - 1)):
                 continue
@@ -75,7 +75,7 @@ class _Walk:
                 self._serve((self._begin + self._end) // 2)
 
     def _expected_end(self) -> int:
-        """Where the segment that holds block `begin` probably ends.
+        """Returns the block at which the segment that holds block `begin` probably ends.
 
         Sizes hardly vary inside a namespace, except for the short segment at the end of a save, so
         the largest size seen is the best guess. A longer segment doubles it until its end is found.
@@ -85,8 +85,8 @@ class _Walk:
         return self._begin + rest - 1
 
     def _serve(self, goal: int) -> bool:
-        """Serve blocks `begin`..`goal` and return True, or find a missing one and make it `end`."""
-        pieces: list[Run] = []
+        """Serves blocks `begin`..`goal` and returns True, or finds a missing one and makes it `end`."""
+        runs: list[Run] = []
         position = goal
         while position >= self._begin:
             entry = self._lookup(position)
@@ -96,17 +96,17 @@ class _Walk:
                 return False
             segment, slot = entry
             count = min(slot, position - self._begin) + 1
-            pieces.append(Run(position - count + 1, segment, slot - count + 1, count, record))
+            runs.append(Run(position - count + 1, segment, slot - count + 1, count, record))
             position -= count
-        for piece in reversed(pieces):
-            self._append(piece)
+        for run in reversed(runs):
+            self._append(run)
         self._begin = goal + 1
         return True
 
-    def _append(self, piece: Run) -> None:
+    def _append(self, run: Run) -> None:
         last = self.runs[-1] if self.runs else None
-        if last and last.segment == piece.segment and last.slot + last.count == piece.slot:
-            piece = Run(last.start, last.segment, last.slot, last.count + piece.count, last.record)
+        if last and last.segment == run.segment and last.slot + last.count == run.slot:
+            run = Run(last.start, last.segment, last.slot, last.count + run.count, last.record)
             self.runs.pop()
-        self.runs.append(piece)
-        self._slots = max(self._slots, piece.slot + piece.count)
+        self.runs.append(run)
+        self._slots = max(self._slots, run.slot + run.count)

@@ -6,8 +6,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvstore.build import open_store
+from kvstore.build import load_settings, open_index, open_store
 from kvstore.cli.app import app
-from kvstore.codec import Slot
-from kvstore.keys import block_key, item_key, namespace_id, new_segment_id
+from kvstore.format.segment import Slot
+from kvstore.index.maintenance import FullIndex, Listing
+from kvstore.keys import block_key, namespace_id, new_segment_id
 from schemas.namespace import GroupSpec, Namespace, Parallel
+from tests.admin.repair.damage import World
+from tests.store.world import item
 
 BLOCK_SHAPE = (2, 2, 16, 8)
 BLOCKS_PER_SEGMENT = 4
@@ -100,7 +103,7 @@ def ec_slot(identifier: str, tokens: int, *, noisy: bool = False) -> Slot:
     """One item, of zeros (which compress) or of noise (which doesn't)."""
     size = tokens * 32 * 4
     data = random.Random(identifier).randbytes(size) if noisy else bytes(size)
-    return Slot(item_key(identifier), memoryview(data), "F32", (tokens, 32))
+    return Slot(item(identifier), memoryview(data), "F32", (tokens, 32))
 
 
 def fill(folder: Path, index: str | None = None) -> Filled:
@@ -130,6 +133,36 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Filled:
     """On SQLite and on Redis."""
     url = request.getfixturevalue("redis_url") if request.param == "redis" else None
     return fill(tmp_path / "cache", url)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.servers)])
+def empty_world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    """A cache to be damaged, on SQLite and on Redis."""
+    url = request.getfixturevalue("redis_url") if request.param == "redis" else None
+    return World.of(tmp_path / "cache", url)
+
+
+@contextmanager
+def opened(filled: Filled) -> Iterator[FullIndex]:
+    with closing(open_index(load_settings(filled.settings, {}))) as index:
+        yield index
+
+
+def chain(filled: Filled) -> list[Listing]:
+    """The KV segments, heads first."""
+    with opened(filled) as index:
+        listings = list(index.segments(namespace_id(filled.kv)))
+    return sorted(listings, key=lambda each: each.record.depth)
+
+
+def ids(listings: list[Listing]) -> list[str]:
+    return [listing.segment.hex() for listing in listings]
+
+
+def snapshot(filled: Filled) -> Any:
+    """All that a plan must not change."""
+    with opened(filled) as index:
+        return index.accounts(), index.quotas(), filled.payload_files()
 
 
 @dataclass(frozen=True)

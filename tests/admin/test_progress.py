@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 
-from kvstore.admin.parallel import for_each
 from kvstore.cli.progress import Bar, Lines
+from kvstore.threads.each import for_each
 from tests.admin.conftest import Filled
+from tests.waiting import PATIENCE_S
 
 
 class Clock:
@@ -61,6 +62,7 @@ def test_bars_of_two_stages() -> None:
     assert "second" in out.getvalue()
 
 
+@pytest.mark.slow
 def test_on_a_terminal(filled: Filled, tmp_path: Path) -> None:
     """stderr is a terminal, stdout a pipe with nothing but data in it."""
     ours, theirs = pty.openpty()
@@ -79,7 +81,7 @@ def test_on_a_terminal(filled: Filled, tmp_path: Path) -> None:
         except OSError:
             pass  # how a terminal says that nobody writes any more
         os.close(ours)
-        assert ran.wait(60) == 0, shown
+        assert ran.wait(PATIENCE_S) == 0, shown
     assert (tmp_path / "out").read_bytes()[257:262] == b"ustar"
     assert b"Traceback" not in shown
     assert b"\x1b" in shown

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import admin as verbs
-from kvstore.admin import Sources
+from kvstore.admin.backends import Sources
+from kvstore.admin.inspect import ls
 from kvstore.cli import exits, main
-from tests.admin.conftest import Admin, Filled, fill
-from tests.servers import RedisServer
+from tests.admin.conftest import Admin, Filled, fill, kv_slots
+from tests.servers.redis import RedisServer
+from tests.waiting import PATIENCE_S
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -88,6 +89,59 @@ def test_help_shows_the_exit_codes_and_the_order_of_settings(admin: Admin) -> No
     assert "KVSTORE_SETTINGS" in text
 
 
+@pytest.mark.slow
+def test_no_signing_key_is_ever_printed(admin: Admin, tmp_path: Path) -> None:
+    """Whatever verb looks, and whether the keys work, are gone, are others, or stand where none belongs."""
+    key, other = "c3" * 32, "d4" * 32
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    (folder / "2026").write_text(key)
+    filled = Filled(tmp_path / "cache", ["--payloads", f"file://{tmp_path}/cache"], {})
+    filled.settings |= {
+        "payloads": f"file://{tmp_path}/cache",
+        "signing": {"keys": str(folder), "key": "2026", "encrypt": True},
+    }
+    filled.save(filled.kv, kv_slots(4))
+    environ = {
+        "KVSTORE_SIGNING__KEYS": str(folder),
+        "KVSTORE_SIGNING__KEY": "2026",
+        "KVSTORE_SIGNING__ENCRYPT": "true",
+    }
+    segment = admin("ls", "--json", *filled.options).json["segments"][0]["segment"]
+    every = [
+        *(["status"], ["ls"], ["show", segment, "--verify"], ["doctor"], ["vllm-config"], ["fsck"]),
+        *(["rebuild", "--dry-run"], ["explain", "--digest", "00" * 16]),
+    ]
+    codes = set()
+
+    def look(env: dict[str, str]) -> None:
+        for words in every:
+            for extra in ([], ["--json"]):
+                ran = admin("--debug", *words, *extra, *filled.options, env=env)
+                codes.add(ran.code)
+                for secret in (key, other):
+                    assert secret not in (ran.out + ran.err).lower()
+                    assert repr(bytes.fromhex(secret))[2:-1] not in ran.out + ran.err
+
+    look(environ)
+    assert codes <= {0, 1}
+    shown = admin("show", segment, "--verify", *filled.options, env=environ)
+    assert "with key 2026, and encrypted" in shown.out
+    [part] = admin("show", segment, "--json", *filled.options, env=environ).json["parts"]
+    assert (part["key"], part["encrypted"], part["state"]) == ("2026", True, "ok")
+    look({})
+    [part] = admin("show", segment, "--json", *filled.options).json["parts"]
+    assert part["state"] == "unreadable" and "written with key 2026" in part["problems"][0]
+    (folder / "2026").write_text(other)
+    look(environ)
+    (folder / "2026").write_text(key[:-1])
+    look(environ)
+    look(environ | {"KVSTORE_SIGNING__KEY": key})
+    look(environ | {"KVSTORE_SIGNING__KEYS": key})
+    look(environ | {"KVSTORE_SIGNING__UNSIGNED": key})
+    assert 2 in codes
+
+
 SECRETS = ("hunter2-secret", "u-name-secret")
 
 
@@ -134,7 +188,7 @@ def test_an_unexpected_error_is_a_sentence_and_with_debug_a_traceback(
     def broken(*args: object, **options: object) -> None:
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(verbs, "ls", broken)
+    monkeypatch.setattr(ls, "ls", broken)
     ran = admin("ls", *filled.options)
     assert (ran.code, ran.out) == (1, "")
     assert "ZeroDivisionError: broken" in ran.err
@@ -147,7 +201,7 @@ def test_ctrl_c_exits_with_130(admin: Admin, filled: Filled, monkeypatch: pytest
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verbs, "ls", interrupted)
+    monkeypatch.setattr(ls, "ls", interrupted)
     assert admin("ls", *filled.options).code == exits.ExitCode.CANCELLED
 
 
@@ -155,7 +209,7 @@ def run_module(
     *words: str, code: str = "from kvstore.cli import main; main()"
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
 
 
@@ -178,7 +232,8 @@ def test_without_the_extra_it_says_how_to_install_it(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; from kvstore.cli import main; main()"
     ran = run_module("status", code=code)
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert "kvstore[cli]" in ran.stderr
+    # The bare name leads to a stranger's package on PyPI.
+    assert "'.[cli]' in a checkout" in ran.stderr and "kvstore[" not in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
 
 

@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstore.admin import Cache, Sources, doctor, plan, warm, warming_bytes
-from kvstore.blobs.tiered import TieredPayloads
+from kvstore.admin.backends import Cache, Sources
+from kvstore.admin.bench.reports import BenchReport
+from kvstore.admin.curate.plan import plan
+from kvstore.admin.curate.reports import WarmReport
+from kvstore.admin.curate.warm import warm, warming_bytes
+from kvstore.admin.doctor.doctor import doctor
+from kvstore.admin.doctor.reports import Check, DoctorReport
+from kvstore.admin.inspect.reports import StatusReport
 from kvstore.build import load_settings
 from kvstore.errors import (
     CapacityExceeded,
@@ -26,12 +32,11 @@ from kvstore.errors import (
     Throttled,
     TransientError,
 )
-from kvstore.index.sqlite import SqliteIndex
-from schemas.bench import BenchReport
-from schemas.reports import Check, DoctorReport, StatusReport
-from schemas.transfers import WarmReport
+from kvstore.index.sqlite.index import SqliteIndex
+from kvstore.payloads.tiered.store import TieredPayloads
 from tests.admin.conftest import Admin, Filled, fill
-from tests.s3_bucket import Credentials, S3Bucket
+from tests.servers.s3.bucket import Credentials, S3Bucket
+from tests.waiting import PATIENCE_S
 
 
 @dataclass
@@ -158,7 +163,7 @@ def test_a_store_that_fails_while_warming(
 
 
 def test_side_by_side(tiered: Tiered) -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=PATIENCE_S)
 
     class Slow(FakeTier):
         def fill(self, name: str, size: int) -> bool:
@@ -263,6 +268,7 @@ def test_payloads_on_the_command_line_outrank_tiers_in_the_environment(filled: F
     assert Sources(index="redis://h/0", environ=environ).settings().tiers is not None
 
 
+@pytest.mark.slow
 def test_bench_measures_both_tiers_and_leaves_nothing_in_them(admin: Admin, tiered: Tiered) -> None:
     tiered.write(fast_capacity="1GiB")
     admin("warm", *tiered.options)
@@ -297,6 +303,7 @@ def bucket_report(bucket: S3Bucket, tmp_path: Path, **changes: Any) -> DoctorRep
         return doctor(cache, sources, mounts="/dev/vda / ext4 rw 0 0\n")
 
 
+@pytest.mark.slow
 def test_the_verbs_on_a_bucket(admin: Admin, moto_bucket: S3Bucket, tmp_path: Path) -> None:
     filled = fill(tmp_path / "cache")
     archive = tmp_path / "a.tar"
@@ -306,7 +313,7 @@ def test_the_verbs_on_a_bucket(admin: Admin, moto_bucket: S3Bucket, tmp_path: Pa
         "KVSTORE_S3__SECRET_ACCESS_KEY": moto_bucket.credentials.secret_key,
     }
     options = ["--payloads", moto_bucket.url, "--index", f"sqlite://{tmp_path}/there.sqlite"]
-    ran = admin("import", str(archive), *options, env=env)
+    ran = admin("import", str(archive), "--new-namespaces", *options, env=env)
     assert ran.code == 0, ran.err
     assert len(moto_bucket.keys()) == 5
     back = tmp_path / "back.tar"
@@ -328,6 +335,7 @@ def test_the_verbs_on_a_bucket(admin: Admin, moto_bucket: S3Bucket, tmp_path: Pa
     assert len(moto_bucket.keys()) == 5
 
 
+@pytest.mark.slow
 def test_a_healthy_bucket(moto_bucket: S3Bucket, tmp_path: Path) -> None:
     report = bucket_report(moto_bucket, tmp_path)
     [check] = named(report, "payloads")

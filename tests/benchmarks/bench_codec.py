@@ -32,8 +32,9 @@ import lz4
 import numpy as np
 import torch
 
-from kvstore import codec, keys
-from kvstore.codec import Encoded, Slot
+from kvstore import keys
+from kvstore.format import segment as codec
+from kvstore.format.segment import Encoded, Slot
 from kvstore.keys import SegmentId
 from schemas.namespace import Namespace
 from schemas.records import CODECS, Codec
@@ -116,11 +117,7 @@ class Case:
             namespace_json=JSON,
             kind="ec",
             segment=SegmentId(bytes(8)),
-            rank=0,
-            ranks=1,
             codec=self.how,
-            depth=0,
-            created_s=0,
             writer="bench",
         )
 

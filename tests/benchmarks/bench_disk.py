@@ -33,10 +33,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore import codec, keys, reader
-from kvstore.blobs.local import LocalPayloads
+from kvstore import keys
+from kvstore.format import segment as codec
+from kvstore.format.keyring import NO_KEYS
+from kvstore.index.port import Run
 from kvstore.keys import SegmentId
-from kvstore.ports import Run
+from kvstore.payloads.local import LocalPayloads
+from kvstore.store import reading as reader
 from schemas.namespace import GroupSpec, Namespace
 from schemas.records import SegmentRecord
 
@@ -95,11 +98,6 @@ class Bench:
             namespace_json=self.namespace_json,
             kind="kv",
             segment=segment,
-            rank=0,
-            ranks=1,
-            codec="none",
-            depth=0,
-            created_s=0,
             writer="bench",
         )
 
@@ -180,10 +178,18 @@ def local_read(bench: Bench, arena: Arena) -> Operation:
 
 
 def verified_run(bench: Bench, arena: Arena) -> Operation:
-    """kvstore.reader.read_run, as the store loads."""
+    """kvstore.store.reading.read_run, as the store loads."""
     end = float("inf")
     return lambda i: reader.read_run(
-        bench.payloads, bench.namespace, bench.runs[i], bench.keys, arena.views, rank=0, end=end
+        bench.payloads,
+        NO_KEYS,
+        bench.namespace,
+        bench.runs[i],
+        bench.keys,
+        arena.views,
+        rank=0,
+        end=end,
+        gap_bytes=0,
     )
 
 

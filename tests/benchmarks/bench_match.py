@@ -20,16 +20,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import redis
 
-from kvstore.conformance.chains import chain, namespace, part_of, put_all, served
-from kvstore.index.redis import RedisIndex
-from kvstore.index.redis_values import record_of
-from kvstore.index.sqlite import SqliteIndex
+from kvstore.conformance.index.chains import chain, namespace, part_of, put_all, served
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.redis.values import record_of
+from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId, split_digests
-from schemas.settings import RedisSettings
-from tests.servers import RedisServer
+from tests.servers.redis import PATIENT, RedisServer
 
 SIZES = (256, 2048, 8192)
 SEGMENT = 64
@@ -84,7 +84,7 @@ def fill(index: RedisIndex | SqliteIndex, blocks: int) -> tuple[NamespaceId, lis
 
 def bench_redis(folder: Path, blocks: int, repeat: int) -> tuple[list[Row], dict[str, Any]]:
     rows = []
-    with RedisServer(folder) as server, RedisIndex.from_settings(server.url, RedisSettings()) as index:
+    with RedisServer(folder) as server, RedisIndex.from_settings(server.url, PATIENT) as index:
         bare = redis.Redis(port=server.port, protocol=2)
         before = bare.info("memory")["used_memory"]
         name, chains = fill(index, blocks)
@@ -112,8 +112,8 @@ def redis_variants(index: RedisIndex, name: NamespaceId, chains: list[bytes], re
     """The same without help: records not unpacked before, nothing stored, a chain that leaves halfway."""
 
     def forgetful(i: int) -> None:
-        record_of.cache_clear()
-        index.match(name, chains[i % len(chains)])
+        with mock.patch("kvstore.index.redis.index.record_of", record_of.__wrapped__):  # type: ignore[attr-defined]
+            index.match(name, chains[i % len(chains)])
 
     strange = chain(SIZES[-1], seed="strange")
     half = SIZES[-1] // 2 + SEGMENT // 2

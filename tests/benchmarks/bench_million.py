@@ -28,23 +28,25 @@ from typing import Any
 
 import redis
 
-from kvstore import codec
-from kvstore.admin import Cache, status
-from kvstore.admin.checking import Depth
-from kvstore.admin.fsck import fsck
-from kvstore.admin.rebuild import rebuild
-from kvstore.blobs.local import LocalPayloads
+from kvstore.admin.backends import Cache
+from kvstore.admin.inspect.status import status
+from kvstore.admin.repair.check import Depth
+from kvstore.admin.repair.fsck import fsck
+from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings
-from kvstore.codec import Slot
-from kvstore.index import redis as index_redis
-from kvstore.index import redis_catalogue, redis_upkeep
-from kvstore.index.redis_client import Script
+from kvstore.format import segment as codec
+from kvstore.format.segment import Slot
+from kvstore.index.redis import catalogue as redis_catalogue
+from kvstore.index.redis import index as index_redis
+from kvstore.index.redis import maintenance as redis_upkeep
+from kvstore.index.redis.client import Script
 from kvstore.keys import block_key, canonical_json, namespace_id, new_segment_id, payload_name
 from kvstore.metrics import Counters
-from kvstore.tending import Tending
+from kvstore.payloads.local import LocalPayloads
+from kvstore.store.housekeeping import Housekeeping
 from schemas.namespace import GroupSpec, Namespace
 from schemas.records import pack_record
-from tests.servers import RedisServer
+from tests.servers.redis import RedisServer
 
 SEGMENT = 64
 #: Segments of one chain.
@@ -151,9 +153,6 @@ class Bench:
                     namespace_json=text,
                     kind="kv",
                     segment=segment,
-                    rank=0,
-                    ranks=1,
-                    codec="none",
                     depth=number % _CHAIN * SEGMENT,
                     created_s=1_700_000_000 + number // _CHAIN,
                     writer="a benchmark",
@@ -195,13 +194,13 @@ class Bench:
     def _reap(self) -> str:
         with self._cache() as cache:
             index = cache.made_index()
-            tending = Tending(index, cache.payloads, self.settings, Counters(), time.time)
+            housekeeping = Housekeeping(index, cache.payloads, self.settings, Counters(), time.time)
             reaped = swept = idle = 0
-            while some := tending.reap(self.name):
+            while some := housekeeping.reap(self.name):
                 reaped += some
             # One that finds nothing has looked at a part of the entries.
             while idle * 4096 < 2 * self.blocks:
-                some = tending.sweep(self.name)
+                some = housekeeping.sweep(self.name)
                 swept, idle = swept + some, 0 if some else idle + 1
         return f"{reaped} payloads, {swept} entries"
 

@@ -10,13 +10,12 @@ bare in the same round. MB are 10^6 bytes of slots. CPU is this process's alone,
 
     get   bare      obstore's ranged GETs of 8 MiB, the answers thrown away
           copied    and copied into the buffers they are wanted in, which nobody can do without
-          boto3     its ranged GETs, into the same buffers
+          boto3     its ranged GETs, read into the same buffers
           read      S3Payloads behind retries, breaker and ranges
-          load      kvstore.reader.read_run over that: verified
-          load, boto3   the same with s3.client = boto3
+          load      kvstore.store.reading.read_run over that: verified
     put   bare      obstore's PUTs of one buffer
-          put       S3Payloads.put of header and slots
-          put, boto3
+          boto3     its PUTs of one buffer
+          put       S3Payloads.put of header and slots, last: they are what is read
 """
 
 from __future__ import annotations
@@ -38,19 +37,22 @@ from typing import Any, Self
 
 import obstore
 
-from kvstore import codec, keys, reader
-from kvstore.blobs.buffers import pour
-from kvstore.blobs.s3_clients import Session
-from kvstore.blobs.s3_data import BotoData
+from kvstore import keys
 from kvstore.build import open_store
+from kvstore.format import segment as codec
+from kvstore.format.keyring import NO_KEYS
+from kvstore.index.port import Run
 from kvstore.keys import SegmentId
-from kvstore.ports import PayloadStore, Run
+from kvstore.payloads.buffers import pour
+from kvstore.payloads.port import PayloadStore
+from kvstore.payloads.s3.clients import Session
+from kvstore.store import reading as reader
 from schemas.namespace import GroupSpec
 from schemas.records import SegmentRecord
 from schemas.settings import S3Settings
 from schemas.urls import s3_location
 from tests.benchmarks.bench_disk import NAMESPACE, SHAPE, SLOT_BYTES, Arena, machine
-from tests.s3_bucket import S3Bucket
+from tests.servers.s3.bucket import S3Bucket
 
 RANGE = 8 << 20
 
@@ -82,22 +84,9 @@ class Bench:
             "stall_timeout_s": 60,
         }
         self.location = s3_location(url)
-        self.stores = {
-            client: open_store(
-                {"payloads": url, "index": "redis://127.0.0.1:1", "s3": s3 | {"client": client}}
-            )
-            for client in ("obstore", "boto3")
-        }
-        settings = S3Settings.model_validate(s3)
-        session = Session(self.location, settings)
-        self.bare = session.obstore(60)
-        client = session.boto(60)
-        self.boto = BotoData(
-            *(client, client, self.location.bucket),
-            multipart_bytes=1 << 30,
-            part_bytes=RANGE,
-            read_timeout_s=60,
-        )
+        self.store = open_store({"payloads": url, "index": "redis://127.0.0.1:1", "s3": s3})
+        session = Session(self.location, S3Settings.model_validate(s3))
+        self.bare, self.boto = session.obstore(60), session.boto()
         #: Threads that load whole segments, as many as `transfers.read_threads` or as it takes to keep
         #: `concurrency` ranges of a quarter of a segment under way.
         self.threads = max(4, concurrency // 4)
@@ -105,8 +94,7 @@ class Bench:
         self.runs: list[Run] = []
 
     def close(self) -> None:
-        for store in self.stores.values():
-            store.close()
+        self.store.close()
 
     def name(self, i: int) -> str:
         return keys.payload_name(self.namespace, self.segments[i], 0)
@@ -114,7 +102,7 @@ class Bench:
     def fill(self) -> None:
         for i, segment in enumerate(self.segments):
             encoded = self.encode(segment)
-            self.stores["obstore"].payloads.put(self.name(i), encoded.buffers)
+            self.store.payloads.put(self.name(i), encoded.buffers)
             record = SegmentRecord((encoded.part,), self.slots, "none", 0, raw_bytes=self.slots * SLOT_BYTES)
             self.runs.append(Run(0, segment, 0, self.slots, record))
 
@@ -125,11 +113,6 @@ class Bench:
             namespace_json=keys.canonical_json(NAMESPACE),
             kind="kv",
             segment=segment,
-            rank=0,
-            ranks=1,
-            codec="none",
-            depth=0,
-            created_s=0,
             writer="bench",
         )
 
@@ -162,23 +145,38 @@ class Bench:
 
     def boto_get(self) -> tuple[list[Callable[[int], object]], int]:
         buffers = [memoryview(bytearray(RANGE)) for _ in range(self.concurrency)]
-        return self.ranges(
-            lambda key, at, length, thread: self.boto.get(key, at, [buffers[thread][:length]], key)
-        )
+
+        def get(key: str, at: int, length: int, thread: int) -> object:
+            wanted = {"Bucket": self.location.bucket, "Key": key, "Range": f"bytes={at}-{at + length - 1}"}
+            body, got = self.boto.get_object(**wanted)["Body"], 0
+            while count := body.readinto(buffers[thread][got : min(got + (512 << 10), length)]):
+                got += count
+            assert got == length
+            return None
+
+        return self.ranges(get)
 
     def read(self) -> tuple[list[Callable[[int], object]], int]:
-        payloads = self.stores["obstore"].payloads
+        payloads = self.store.payloads
         return [
             lambda thread, i=i: payloads.read(self.name(i), self._start(i), self.arenas[thread].views)
             for i in range(len(self.segments))
         ], self.threads
 
-    def load(self, client: str) -> tuple[list[Callable[[int], object]], int]:
-        payloads = self.stores[client].payloads
+    def load(self) -> tuple[list[Callable[[int], object]], int]:
+        payloads = self.store.payloads
         end = float("inf")
         return [
             lambda thread, i=i: reader.read_run(
-                payloads, self.namespace, self.runs[i], self.keys, self.arenas[thread].views, rank=0, end=end
+                payloads,
+                NO_KEYS,
+                self.namespace,
+                self.runs[i],
+                self.keys,
+                self.arenas[thread].views,
+                rank=0,
+                end=end,
+                gap_bytes=1 << 20,
             )
             for i in range(len(self.segments))
         ], self.threads
@@ -195,8 +193,17 @@ class Bench:
             for i in range(len(self.segments))
         ], self.concurrency
 
-    def put(self, client: str) -> tuple[list[Callable[[int], object]], int]:
-        payloads: PayloadStore = self.stores[client].payloads
+    def boto_put(self) -> tuple[list[Callable[[int], object]], int]:
+        data = b"".join(self.encode(self.segments[0]).buffers)
+        return [
+            lambda thread, i=i: self.boto.put_object(
+                Bucket=self.location.bucket, Key=f"{self.location.root}{self.name(i)}", Body=data
+            )
+            for i in range(len(self.segments))
+        ], self.concurrency
+
+    def put(self) -> tuple[list[Callable[[int], object]], int]:
+        payloads: PayloadStore = self.store.payloads
         encoded = [self.encode(segment).buffers for segment in self.segments]
         return [
             lambda thread, i=i: payloads.put(self.name(i), encoded[i]) for i in range(len(self.segments))
@@ -205,14 +212,13 @@ class Bench:
 
 def cases(bench: Bench) -> dict[str, dict[str, tuple[list[Callable[[int], object]], int]]]:
     return {
-        "put": {"bare": bench.bare_put(), "put": bench.put("obstore"), "put, boto3": bench.put("boto3")},
+        "put": {"bare": bench.bare_put(), "boto3": bench.boto_put(), "put": bench.put()},
         "get": {
             "bare": bench.bare_get(copied=False),
             "copied": bench.bare_get(copied=True),
             "boto3": bench.boto_get(),
             "read": bench.read(),
-            "load": bench.load("obstore"),
-            "load, boto3": bench.load("boto3"),
+            "load": bench.load(),
         },
     }
 
@@ -293,7 +299,7 @@ class _Busy:
 def server(kind: str, tls: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """(payloads URL, s3 settings) of a place to put segments."""
     if kind == "nginx":
-        from tests.s3_nginx import NginxServer
+        from tests.servers.s3.nginx import NginxServer
 
         with NginxServer(tls=tls) as nginx:
             (nginx.root / "bucket").mkdir()
@@ -302,7 +308,7 @@ def server(kind: str, tls: bool) -> Iterator[tuple[str, dict[str, Any]]]:
                 settings["tls_ca"] = str(nginx.ca)
             yield f"s3://bucket/bench?endpoint={nginx.endpoint}&region=us-east-1", settings
         return
-    from tests.s3_ceph import CephServer
+    from tests.servers.s3.ceph import CephServer
 
     with CephServer() as ceph:
         bucket: S3Bucket = ceph.new_bucket()
@@ -323,8 +329,8 @@ class Requests:
 def count_requests(block_bytes: int, blocks: int = 1000) -> Requests:
     """Through a proxy that counts, with the segments that the connector's planning makes."""
     from connectors.planning import saves_due
-    from tests.s3_proxy import S3Proxy
-    from tests.s3_servers import MotoServer
+    from tests.servers.s3.proxy import S3Proxy
+    from tests.servers.s3.servers import MotoServer
 
     shape = (1, 1, 16, block_bytes // 32)
     group = GroupSpec(kind="full", block_tokens=16, dtype="BF16", shape=shape)
@@ -347,7 +353,10 @@ def count_requests(block_bytes: int, blocks: int = 1000) -> Requests:
             found = space.match(keys.digests(hashes))
             pool = memoryview(bytearray(blocks * block_bytes))
             into = [pool[i * block_bytes : (i + 1) * block_bytes] for i in range(blocks)]
-            assert space.load_all(found, [keys.block_key(one) for one in hashes], into) == blocks
+            assert found.blocks == blocks
+            for each in found.runs:
+                here = slice(each.start, each.start + each.count)
+                space.load(each, [keys.block_key(one) for one in hashes[here]], into[here])
         others = sum(n for verb, n in proxy.counts.items() if verb not in ("PUT", "GET"))
         return Requests(block_bytes, len(found.runs), puts, proxy.counts["GET"], others)
 

@@ -15,13 +15,14 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from connectors.kv_scheduler import KVScheduler
-from connectors.kv_worker import KVWorker
-from tests.connectors.groups import SCHEDULERS, WORKERS
-from tests.store.world import chain, make_store, open_space
+from connectors.kv.scheduler import KVScheduler
+from connectors.kv.worker.worker import KVWorker
+from tests.connectors.groups import WORKERS
+from tests.connectors.kv.world import half
+from tests.fake_vllm import FakeReport, FakeRequest, FakeStep, step
+from tests.store.world import make_store, open_space
 
 RUNNING = 256
 STEPS = 2000
@@ -43,16 +44,7 @@ class Ours:
     def __init__(self, root: Path) -> None:
         self.store = make_store(root)
         space = open_space(self.store)
-        self.scheduler = KVScheduler(
-            self.store,
-            space,
-            SCHEDULERS,
-            hash_tokens=8,
-            segment_blocks=[64],
-            prefix_caching=True,
-            can_load=True,
-            can_save=True,
-        )
+        self.scheduler = half(self.store, space, segment_blocks=[64])
         self.worker = KVWorker(self.store, WORKERS, segment_blocks=[64])
         self.worker.use(space.namespace)
 
@@ -60,17 +52,15 @@ class Ours:
         self.scheduler.build_connector_meta(output)
 
     def start(self) -> None:
-        self.worker.start_loads(())
-        self.worker.start_saves(())
+        self.worker.reads.start(())
+        self.worker.writes.start(())
 
     def finish(self) -> None:
-        self.worker.take_finished()
-        self.worker.take_failed_blocks()
+        self.worker.reads.take_finished()
+        self.worker.reads.take_failed_blocks()
         self.worker.take_stats()
         report = self.worker.take_report()
-        self.scheduler.update_connector_output(
-            SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set())  # type: ignore[arg-type]
-        )
+        self.scheduler.update_connector_output(FakeReport(report, set()))
         self.scheduler.take_stats()
         self.scheduler.take_events()
 
@@ -78,16 +68,9 @@ class Ours:
 def decoding(scheduler: KVScheduler) -> dict[str, int]:
     """256 requests whose prompts are done."""
     for i in range(RUNNING):
-        request: Any = SimpleNamespace(
-            request_id=f"r{i}", block_hashes=chain(i, 1, 2), num_prompt_tokens=25, num_tokens=26,
-            num_computed_tokens=0, skip_reading_prefix_cache=True,
-        )  # fmt: skip
+        request = FakeRequest(f"r{i}", (i, 1, 2), skip_reading_prefix_cache=True)
         scheduler.get_num_new_matched_tokens(request, 0)
-        state = SimpleNamespace(get_block_ids=lambda name: (list(range(3)),), boundary_state_offloads={})
-        scheduler.build_connector_meta(
-            SimpleNamespace(num_scheduled_tokens={f"r{i}": 25}, kv_connector_block_state=state)  # type: ignore[arg-type]
-        )
-        request.num_computed_tokens = 25
+        step(scheduler, (request, request.num_prompt_tokens))
     return {f"r{i}": 1 for i in range(RUNNING)}
 
 
@@ -102,7 +85,7 @@ def measure(connector: Idle | Ours, output: Any) -> float:
 def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ours, idle = Ours(Path(folder)), Idle()
-        output = SimpleNamespace(num_scheduled_tokens=decoding(ours.scheduler), kv_connector_block_state=None)
+        output = FakeStep(decoding(ours.scheduler))
         times: dict[str, list[float]] = {"idle": [], "kvstore": []}
         for _ in range(STEPS):
             times["idle"].append(measure(idle, output))

@@ -28,13 +28,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvstore.blobs.breaking import BreakingPayloads
-from kvstore.blobs.ledger import Ledger
-from kvstore.blobs.local import LocalPayloads
-from kvstore.blobs.tiered import TieredPayloads
 from kvstore.breaker import Breaker
 from kvstore.keys import NamespaceId, SegmentId, payload_name
-from kvstore.transfers import Transfers
+from kvstore.payloads.breaking import BreakingPayloads
+from kvstore.payloads.local import LocalPayloads
+from kvstore.payloads.tiered.ledger import Ledger
+from kvstore.payloads.tiered.store import TieredPayloads
+from kvstore.threads.transfers import Transfers
 from schemas.settings import BreakerSettings, TransferSettings
 from tests.benchmarks.bench_disk import SLOT_BYTES, Arena, _cpu_s, machine
 
@@ -96,7 +96,7 @@ class Bench:
         """The folder has none of the segments."""
         self.settle()
         for name in self.names:
-            self.tier.distrust(name)
+            self.tier.drop_copy(name)
 
     def unsave(self) -> None:
         """No store has any of the segments of the saves."""

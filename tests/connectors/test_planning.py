@@ -12,14 +12,15 @@ from connectors.planning import (
     admitted_blocks,
     external_tokens,
     gaps,
-    pieces,
+    piece_blocks,
+    ranges,
     savable_tokens,
     saves_due,
     slice_runs,
     split_run,
 )
+from kvstore.index.port import Run
 from kvstore.keys import SegmentId
-from kvstore.ports import Run
 from schemas.records import PartRecord, SegmentRecord
 
 RECORD = SegmentRecord((PartRecord(4096, (10,) * 64),), 64, "none", 0)
@@ -49,6 +50,15 @@ def test_slicing_keeps_exactly_the_wanted_blocks_in_their_places(
     runs = runs_of(counts)
     wanted = range(min(a, b), max(a, b))
     assert places(slice_runs(runs, wanted)) == {k: v for k, v in places(runs).items() if k in wanted}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 30))
+def test_pieces_are_as_many_as_are_wanted_or_one_for_each_run(counts: list[int], pieces: int) -> None:
+    def split(most: int) -> int:
+        return sum(-(-count // most) for count in counts)
+
+    allowed = max(pieces, len(counts))
+    assert piece_blocks(counts, pieces) == min(most for most in range(1, 41) if split(most) <= allowed)
 
 
 @given(COUNTS.filter(bool), st.integers(1, 25))
@@ -131,10 +141,10 @@ def test_gaps_are_what_no_run_covers(
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.sets(st.integers(0, 60)))
-def test_pieces_are_the_wanted_blocks_in_as_few_ranges_as_there_are(
+def test_ranges_are_the_wanted_blocks_in_as_few_ranges_as_there_are(
     start: int, count: int, wanted: set[int]
 ) -> None:
-    found = pieces(range(start, start + count), wanted.__contains__)
+    found = ranges(range(start, start + count), wanted.__contains__)
     assert [block for piece in found for block in piece] == [
         block for block in range(start, start + count) if block in wanted
     ]

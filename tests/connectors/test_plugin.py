@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from kvstore.admin.engine import vllm_config
+from kvstore.admin.doctor.vllm_config import vllm_config
 from kvstore.build import load_settings
 
 pytestmark = pytest.mark.engine
@@ -19,6 +19,8 @@ from vllm.config import ECTransferConfig, KVTransferConfig
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+import connectors.ec
+import connectors.kv
 from connectors.plugin import register
 
 
@@ -33,9 +35,9 @@ def test_both_connectors_are_found_by_name() -> None:
     made = vllm_config(load_settings({"payloads": "file:///d"}, environ={}), kv=True, ec=True, role="both")
     assert made.kv_transfer_config is not None and made.ec_transfer_config is not None
     kv = KVConnectorFactory.get_connector_class(KVTransferConfig(**made.kv_transfer_config))
-    assert (kv.__module__, kv.__name__) == ("connectors.kv", "KVStoreConnector")
+    assert kv is connectors.kv.KVStoreConnector
     ec = ECConnectorFactory.get_connector_class(ECTransferConfig(**made.ec_transfer_config))
-    assert (ec.__module__, ec.__name__) == ("connectors.ec", "ECStoreConnector")
+    assert ec is connectors.ec.ECStoreConnector
 
 
 def test_it_costs_an_engine_without_the_connectors_next_to_nothing() -> None:

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import pytest
 
 import connectors
-from connectors.compat import NEWEST, OLDEST, check_vllm_version
+from connectors.engine.version import NEWEST, OLDEST, check_vllm_version
 from kvstore.errors import ConfigError
 from tests.connectors.vllm_contract import NAMES, RESULTS, SINCE, TAKEN, UNSEEN
 from tests.connectors.vllm_uses import Found, Known, find
+from tests.fake_vllm import STANDS_FOR
 
 FOLDER = Path(connectors.__file__).parent
 ROOT = FOLDER.parent
@@ -45,6 +46,7 @@ def found() -> Found:
 # ---- names: the table against connectors/ (needs no vLLM) -------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_import_is_in_the_table(found: Found) -> None:
     missing = [
         f"{one.where}: {one.module}:{one.name}"
@@ -87,6 +89,17 @@ def test_what_only_newer_versions_have_is_read_with_a_default(found: Found) -> N
         if f"{one.owner}.{one.name}" in newer and not one.safe
     ]
     assert not bare, f"vLLM {'.'.join(map(str, OLDEST))} doesn't have it; use getattr with a default: {bare}"
+
+
+def test_one_module_reads_requests_and_steps(found: Found) -> None:
+    """So that a name which vLLM changes there is changed in one place."""
+    owners = {"Request", "SchedulerOutput", "NewRequestData", "CachedRequestData", "KVConnectorBlockState"}
+    elsewhere = [
+        f"{one.owner}.{one.name} ({one.where})"
+        for one in found.uses
+        if one.owner in owners and not one.where.startswith("engine/step.py")
+    ]
+    assert not elsewhere, f"give connectors/engine/step.py a name for it: {elsewhere}"
 
 
 # ---- names and calls: the table against this vLLM ---------------------------------------------------
@@ -141,6 +154,14 @@ def test_vllm_has_it(path: str) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("name", STANDS_FOR)
+def test_the_tests_own_stand_ins_have_what_vllm_has(name: str) -> None:
+    fake = STANDS_FOR[name]
+    made_up = {one for one in dir(fake) if not one.startswith("_")} - attributes(resolve(PATHS[name]))
+    assert not made_up, f"this vLLM's {name} has no such things, correct tests/fake_vllm.py: {made_up}"
+
+
+@pytest.mark.engine
 def test_vllm_can_be_called_so(found: Found) -> None:
     wrong = []
     for call in found.calls:
@@ -173,11 +194,13 @@ class Interface(NamedTuple):
     left: dict[str, str]
     #: Public methods that this vLLM doesn't call, and who does.
     own: dict[str, str] = {}  # noqa: RUF012  # never changed
+    #: Hooks that only newer versions have.
+    since: dict[str, tuple[int, int]] = {}  # noqa: RUF012  # never changed
 
 
 INTERFACES = [
     Interface(
-        "connectors.kv:KVStoreConnector",
+        "connectors.kv.connector:KVStoreConnector",
         {
             "role": _KEPT,
             "bind_connector_metadata": _KEPT,
@@ -193,17 +216,17 @@ INTERFACES = [
             "get_finished": "get_transfer_results, which says more, is what the model runner calls",
             "get_finished_count": "every rank reports every load: vLLM waits for all of them",
             "get_loaded_kv_cache_group_ids": "the default is right: every group that is found by hashes",
-            "has_pending_block_frees": "no block is ever held back after its request has ended",
             "has_pending_push_work": "nothing is pushed to another engine",
             "register_finished_partial_tail": "what is shorter than a block is not stored",
             "supports_divergent_local_hybrid_hits": "the local hit is taken as every group agrees on it",
-            "get_external_cache_hit_sources": "all loads of an engine come from one place: _cache_hit_source",
             "get_kv_connector_kv_cache_events": "the scheduler's half tells of events: take_events",
+            "supports_sleep_mode": "the default is yes: unregister_kv_caches waits for copies under way",
         },
         {"name_weights": "connectors.weights calls it, for weights that are replaced in place"},
+        {"unregister_kv_caches": (0, 33), "restore_kv_caches": (0, 33)},
     ),
     Interface(
-        "connectors.ec:ECStoreConnector",
+        "connectors.ec.connector:ECStoreConnector",
         {
             "role": _KEPT,
             "is_producer": _KEPT,
@@ -218,7 +241,7 @@ INTERFACES = [
         {},
     ),
     Interface(
-        "connectors.tier:KVStoreTier",
+        "connectors.tier.connector:KVStoreTier",
         {
             "block_size_bytes": _KEPT,
             "bp_detector": _KEPT,
@@ -226,16 +249,18 @@ INTERFACES = [
             "serve_external_requests": "nobody asks this engine's tier from outside",
             "touch": "a use is noted when a chunk is looked up or loaded",
         },
+        {},
+        {"config_info": (0, 33), "config_info_keys": (0, 33)},
     ),
-    Interface("connectors.kv_types:KVStoreHandshake", {}),
-    Interface("connectors.kv_types:KVStoreMetadata", {}),
-    Interface("connectors.kv_types:KVStoreWorkerMetadata", {}),
-    Interface("connectors.ec_types:ECStoreMetadata", {}),
-    Interface("connectors.ec_types:ECStoreWorkerMetadata", {}),
-    Interface("connectors.kv_stats:KVStoreStats", {"to_dict": "of the data as they are"}),
-    Interface("connectors.kv_stats:KVStorePromMetrics", {}),
-    Interface("connectors.ec_stats:ECStoreStats", {}),
-    Interface("connectors.ec_stats:ECStorePromMetrics", {}),
+    Interface("connectors.kv.messages:KVStoreHandshake", {}),
+    Interface("connectors.kv.messages:KVStoreMetadata", {}),
+    Interface("connectors.kv.messages:KVStoreWorkerMetadata", {}),
+    Interface("connectors.ec.messages:ECStoreMetadata", {}),
+    Interface("connectors.ec.messages:ECStoreWorkerMetadata", {}),
+    Interface("connectors.kv.metrics:KVStoreStats", {"to_dict": "of the data as they are"}),
+    Interface("connectors.kv.metrics:KVStorePromMetrics", {}),
+    Interface("connectors.ec.metrics:ECStoreStats", {}),
+    Interface("connectors.ec.metrics:ECStorePromMetrics", {}),
 ]
 
 
@@ -283,7 +308,8 @@ def test_what_we_override_is_a_hook(interface: Interface) -> None:
     public = {
         name for name, one in vars(ours).items() if not name.startswith("_") and callable_or_property(one)
     }
-    lost = public - theirs.keys() - interface.own.keys()
+    newer = {name for name, since in interface.since.items() if since > running()}
+    lost = public - theirs.keys() - interface.own.keys() - newer
     assert not lost, f"this vLLM has renamed or dropped hooks, which nobody calls now: {sorted(lost)}"
     called = interface.own.keys() & theirs.keys()
     assert not called, f"listed as not vLLM's, but this vLLM has them: {sorted(called)}"
@@ -321,8 +347,8 @@ def callable_or_property(member: Any) -> bool:
 @pytest.mark.parametrize(
     ("ours", "base"),
     [
-        ("connectors.kv:KVStoreConnector", "KVConnectorBase_V1"),
-        ("connectors.ec:ECStoreConnector", "ECConnectorBase"),
+        ("connectors.kv.connector:KVStoreConnector", "KVConnectorBase_V1"),
+        ("connectors.ec.connector:ECStoreConnector", "ECConnectorBase"),
     ],
 )
 def test_connectors_are_made_as_vllm_makes_them(ours: str, base: str) -> None:
@@ -346,7 +372,6 @@ KINDS = {
     "SinkFullAttentionSpec": "refused: what every request starts with isn't in its own blocks",
     "HiddenStateCacheSpec": "refused: nobody computes from hidden states that were kept for being read out",
     "CircularBufferSpec": "refused: scratch space of a request, overwritten in turns",
-    "KpoolTailSpec": "refused: scratch space of a request, overwritten in turns (to 0.31)",
     "HiSparseHotSpec": "refused: a copy of what is kept in host memory",
     "HiSparseResidentSpec": "refused: a copy of what is kept in host memory",
     "EncoderOnlyAttentionSpec": "refused: has no pages",
@@ -367,31 +392,34 @@ def kv_cache_kinds() -> dict[str, type]:
 
 @pytest.mark.engine
 def test_every_kind_of_kv_cache_is_decided() -> None:
-    layout = resolve("connectors.layout")
+    layout = resolve("connectors.engine.layout")
     decided = {kind for kind, decision in KINDS.items() if decision == "cached"}
-    assert decided == set(layout._KINDS), "KINDS and connectors/layout.py differ in what is cached"
+    assert decided == set(layout._KINDS), "KINDS and connectors/engine/layout.py differ in what is cached"
     new = kv_cache_kinds().keys() - KINDS.keys()
     assert not new, (
         "this vLLM has kinds of KV cache that nobody has looked at: decide whether their blocks can be "
         f"shared and up to where a prefix needs them, then list them in KINDS: {sorted(new)}"
     )
     if running() == NEWEST:
-        gone = {kind for kind in KINDS.keys() - kv_cache_kinds().keys() if "(to " not in KINDS[kind]}
+        gone = KINDS.keys() - kv_cache_kinds().keys()
         assert not gone, f"vLLM has dropped these kinds, take them out of KINDS: {sorted(gone)}"
 
 
 # ---- versions ---------------------------------------------------------------------------------------
 
 
-#: Modules that vLLM loads by their names.
+#: Packages of which vLLM loads the connector by name.
 LOADED = ("ec", "kv", "tier")
 
 
-@pytest.mark.parametrize("module", LOADED)
-def test_the_version_is_asked_before_a_name_can_be_missing(module: str) -> None:
-    text = (FOLDER / f"{module}.py").read_text()
+@pytest.mark.parametrize("package", LOADED)
+def test_the_version_is_asked_before_a_name_can_be_missing(package: str) -> None:
+    text = (FOLDER / package / "connector.py").read_text()
     asked = text.index("\ncheck_vllm_version()")
-    later = [one.start() for one in re.finditer(r"^from (vllm|connectors)\b(?!\.compat)", text, re.MULTILINE)]
+    later = [
+        one.start()
+        for one in re.finditer(r"^from (vllm|connectors)\b(?!\.engine\.version)", text, re.MULTILINE)
+    ]
     assert asked < min(later)
 
 
@@ -401,7 +429,7 @@ def test_an_old_vllm_is_refused_in_words() -> None:
         check_vllm_version(older)
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc2.dev3+g123", "0.32"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc2.dev3+g123", "0.33"])
 def test_a_tried_vllm_is_not_mentioned(version: str, caplog: pytest.LogCaptureFixture) -> None:
     check_vllm_version(version)
     assert not caplog.records
@@ -418,7 +446,9 @@ def test_a_vllm_nobody_has_tried_is_warned_of(version: str, caplog: pytest.LogCa
 @pytest.mark.engine
 def test_the_running_vllm_is_in_the_range() -> None:
     pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
-    assert OLDEST <= running() <= NEWEST, "raise connectors.compat.NEWEST once the engine tests pass with it"
+    assert OLDEST <= running() <= NEWEST, (
+        "raise connectors.engine.version.NEWEST once these tests pass with it"
+    )
 
 
 def test_the_package_asks_for_that_range() -> None:

@@ -1,7 +1,8 @@
 """What the connectors rely on in vLLM that no signature shows: one sentence each, and how to tell.
 
 Where it can be called alone it is called; the rest is the order of calls in vLLM's source, so a mere
-rewording may fail here as well. Then read what has changed, and say here how to tell now.
+rewording may fail here as well. Then read what has changed, and say here how to tell now. What is so from
+some version on is in NEWER.
 """
 
 from __future__ import annotations
@@ -16,16 +17,23 @@ from typing import Any
 
 import pytest
 
+from tests.connectors.test_vllm_contract import running
+
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
 pytestmark = pytest.mark.engine
 
 
-def source(module: str, function: str) -> str:
-    """Source of a function or method, read without importing its module."""
+def text_of(module: str) -> str:
+    """Source of a module, read without importing it."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
-    text = Path(spec.origin).read_text()
+    return Path(spec.origin).read_text()
+
+
+def source(module: str, function: str) -> str:
+    """Source of a function or method, read without importing its module."""
+    text = text_of(module)
     found = re.search(
         rf"^( *)(?:async )?def {function}\(.*?(?=^\1(?:def|async def|@|class)\b|\Z)", text, re.M | re.S
     )
@@ -47,6 +55,10 @@ def in_order(text: str, *parts: str) -> bool:
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _RUNNER = "vllm.v1.worker.kv_connector_model_runner_mixin"
 _EC_RUNNER = "vllm.v1.worker.ec_connector_model_runner_mixin"
+_CORE = "vllm.v1.engine.core"
+_WORKER = "vllm.v1.worker.gpu_worker"
+#: Where vLLM's core has the handshake: from 0.33 on in a method of its own.
+_HANDSHAKE = "_set_kv_connector_handshake_metadata" if running() >= (0, 33) else "__init__"
 
 
 def _base() -> Any:
@@ -92,7 +104,43 @@ def hands_on() -> bool:
     return got == [{1: "one", 0: "two"}]
 
 
+def layout_beside(other: str) -> str | None:
+    """The KV layout that an engine is asked for with our connector and another one."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    ours = {"kv_connector": "KVStoreConnector", "kv_connector_module_path": "connectors.kv"}
+    both = [{**ours, "kv_role": "kv_both"}, {"kv_connector": other, "kv_role": "kv_both"}]
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": both}
+    )
+    config: Any = SimpleNamespace(
+        kv_transfer_config=transfer, attention_config=SimpleNamespace(hisparse_config=None)
+    )
+    asked: str | None = MultiConnector.get_required_kvcache_layout(config)
+    return asked
+
+
 FACTS: dict[str, Callable[[], bool]] = {
+    "whichever KV layout another connector asks for, it gets beside ours (decision 0035)": lambda: (
+        layout_beside("OffloadingConnector") == "LBHNC"
+        and layout_beside("ExampleHiddenStatesConnector") == "LBNHC"
+    ),
+    "of two connectors that ask for different KV layouts the engine doesn't start": lambda: in_order(
+        source("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "get_required_kvcache_layout"),
+        "if len(layouts) > 1:",
+        "raise ValueError(",
+    ),
+    "VLLM_KV_CACHE_LAYOUT goes before what a connector asks for": lambda: in_order(
+        source("vllm.v1.attention.backends.utils", "resolve_kv_cache_layout"),
+        "(requested := envs.VLLM_KV_CACHE_LAYOUT)",
+        "elif (connector := get_kv_connector_cache_layout(vllm_config))",
+    ),
+    "AMD's native attention kernels want heads outside of blocks (decision 0035)": lambda: in_order(
+        source("vllm.v1.attention.backends.rocm_attn", "supported_kv_cache_layouts"),
+        "just without the native kernels",
+        "(KVCacheLayout.LHBNC, KVCacheLayout.LBHNC)",
+    ),
     "block 0 is the null block, which no request owns (the canary writes to it)": null_block,
     "a failed load fails its request unless told otherwise (the connector insists on recompute)": (
         fails_by_default
@@ -131,10 +179,12 @@ FACTS: dict[str, Callable[[], bool]] = {
         "handle_preemptions(",
         "maybe_get_kv_connector_output(",
     ),
-    "a worker saves, then reports transfers, failed blocks and its metadata, in every step": lambda: in_order(
+    "a worker saves, then reports transfers, failed blocks and its metadata; with a drafter it saves "
+    "last": lambda: in_order(
         source(_RUNNER, "_get_kv_connector_output"),
         "bind_connector_metadata(",
         "yield",
+        "if not defer_finalize:",
         "wait_for_save()",
         "get_transfer_results(",
         "failed_recving",
@@ -142,9 +192,21 @@ FACTS: dict[str, Callable[[], bool]] = {
         "build_connector_worker_meta()",
     ),
     "workers tell what fills their pages before the first request": lambda: in_order(
-        source("vllm.v1.engine.core", "__init__"),
+        source(_CORE, _HANDSHAKE),
         "get_kv_connector_handshake_metadata()",
         "set_xfer_handshake_metadata_pp_aware(",
+    ),
+    "an engine resets its caches and the connector's before its memory goes": lambda: (
+        in_order(source(_CORE, "sleep"), "clear_cache=clear_prefix_cache", "model_executor.sleep(level)")
+        and in_order(source(_CORE, "_finish_pause"), "if clear_cache:", "self._reset_caches()")
+        and "reset_connector: bool = True" in source(_CORE, "_reset_caches")
+        and in_order(source(_CORE, "release_kv_cache_memory"), "self._reset_caches()", ".discard(")
+    ),
+    "it doesn't fall asleep while a request holds a block": lambda: in_order(
+        source(_SCHEDULER, "reset_prefix_cache"), "reset_running_requests and not reset_successful", "raise"
+    ),
+    "all copies that were queued have ended before memory goes": lambda: in_order(
+        source(_WORKER, "sleep"), "accelerator.synchronize()", ".suspend(level)"
     ),
     "an encoder input is waited for before it is asked whether it is there": lambda: (
         in_order(source(_SCHEDULER, "schedule"), "_ec_transfer_pending(", "_try_schedule_encoder_inputs(")
@@ -163,6 +225,72 @@ FACTS: dict[str, Callable[[], bool]] = {
         in source(_EC_RUNNER, "maybe_save_ec_to_connector")
     ),
 }
+
+#: What is so from some version on.
+NEWER: dict[tuple[int, int], dict[str, Callable[[], bool]]] = {
+    (0, 33): {
+        "an engine that wakes up repeats the handshake before it goes on": lambda: (
+            in_order(
+                source(_CORE, "wake_up"),
+                "self.model_executor.wake_up(tags)",
+                f"self.{_HANDSHAKE}()",
+                "self.resume_scheduler()",
+            )
+            and f"self.{_HANDSHAKE}()" in source(_CORE, "__init__")
+        ),
+        "a worker tells the connector before the KV cache's memory goes, and when it is back": lambda: (
+            in_order(source(_WORKER, "sleep"), ".unregister_kv_caches()", ".suspend(level)")
+            and in_order(source(_WORKER, "discard"), ".unregister_kv_caches()", ".discard(tags)")
+            and in_order(source(_WORKER, "wake_up"), ".resume(tags)", ".restore_kv_caches()")
+        ),
+        "the second model runner reports before its drafter runs, and saves after it": lambda: in_order(
+            text_of("vllm.v1.worker.gpu.kv_connector").partition("class ActiveKVConnector")[2],
+            "def post_forward",
+            "if not defer_finalize:",
+            "wait_for_save()",
+            "get_transfer_results(",
+            "build_connector_worker_meta()",
+            "def finalize_step",
+            "wait_for_save()",
+            "clear_connector_metadata()",
+        ),
+        "with a connector, block hashes cover no token beyond their block": lambda: in_order(
+            source("vllm.config.vllm", "num_hash_lookahead_tokens"),
+            "self.kv_transfer_config is not None",
+            "return 0",
+        ),
+        "a promise that is cut to nothing is no load, and isn't waited for": lambda: in_order(
+            source(_SCHEDULER, "schedule"),
+            "cap_external_hit(",
+            "load_kv_async &= num_external_computed_tokens > 0",
+            "update_state_after_alloc(",
+        ),
+        "a load is deferred only beside layers in host memory, which are refused": lambda: in_order(
+            text_of(_SCHEDULER), "self.defer_async_loads = (", "hisparse_host_num_blocks is not None"
+        ),
+        "a deferred load comes with what was promised": lambda: in_order(
+            source(_SCHEDULER, "_drain_deferred_loads"), "update_state_after_alloc(", "num_tokens"
+        ),
+        "whoever enters a tier holds its manager's lock": lambda: (
+            in_order(
+                source("vllm.v1.kv_offload.tiering.manager", "_tier_poll_loop"),
+                "self._lock.acquire(",
+                "self.poll_tiers()",
+                "self._lock.release()",
+            )
+            and "with self.manager.lock:"
+            in text_of("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler")
+        ),
+        "dtypes of pages are told apart by name: two of them have one number": lambda: _one_number(),
+    },
+}
+FACTS |= {fact: so for since, facts in NEWER.items() if since <= running() for fact, so in facts.items()}
+
+
+def _one_number() -> bool:
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    return bool(KVQuantMode["CUSTOM"] is KVQuantMode["OCTAVE_K3V4"])
 
 
 @pytest.mark.parametrize("fact", FACTS)

@@ -31,7 +31,6 @@ TAKEN: Final[dict[str, Taken]] = {
             "_vllm_config": "kept by the base for later calls",
             "_kv_cache_config": "kept by the base; its own hooks read it too",
             "_get_connector_metadata": "this step's work, as bound by the model runner",
-            "_cache_hit_source": "what vLLM's statistics call the place that loads come from",
         },
     ),
     f"{_KV}:SupportsHMA": Taken("without it vLLM turns the hybrid KV cache manager off"),
@@ -50,10 +49,14 @@ TAKEN: Final[dict[str, Taken]] = {
         "which attention backend fills the pages: part of the namespace"
     ),
     "vllm.v1.attention.backend:AttentionBackend": Taken("", {"get_name": "its name in the namespace"}),
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource": Taken(
+        "what vLLM's statistics call the places that loads come from"
+    ),
     "vllm.v1.outputs:KVConnectorOutput": Taken(
         "what the workers said of one step",
         {
             "finished_recving": "loads that ended",
+            "finished_sending": "finished requests whose blocks are vLLM's again",
             "kv_connector_worker_meta": "the workers' reports, aggregated over ranks",
         },
     ),
@@ -68,9 +71,6 @@ TAKEN: Final[dict[str, Taken]] = {
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": Taken(
         "base of the metrics", {"__init__": "keeps the labels"}
-    ),
-    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": Taken(
-        "", {"register_connector": "the connector by its name alone"}
     ),
     # ---- KV events ------------------------------------------------------------------------------
     "vllm.distributed.kv_events:KVCacheEvent": Taken("annotation of take_events"),
@@ -105,7 +105,8 @@ TAKEN: Final[dict[str, Taken]] = {
             "dtype": "of the numbers in a page",
             "kv_cache_specs": "(uniform groups) one spec per layer",
             "num_heads": "a page is [heads, states, content]",
-            "num_head_slots": "whether those heads are the model's KV heads",
+            "num_head_slots": "whether a backend packs a page as it likes",
+            "cache_role": "an indexer's page is packed, too",
             "num_states": "a page is [heads, states, content]",
             "state_content_size_bytes": "a page is [heads, states, content]",
             "non_causal": "a block that depends on what follows it can't be shared",
@@ -137,6 +138,7 @@ TAKEN: Final[dict[str, Taken]] = {
             "lora_request": "its adapter: block hashes name it, not its weights",
             "resumable": "a streaming session, whose prompt may go on",
             "mm_features": "its images and other inputs",
+            "cache_salt": "keeps its encoder outputs apart from others'",
             "get_num_encoder_embeds": "rows of an item's encoder output",
             "get_skip_reading_prefix_cache": "the same, asked of a request that was shortened",
             "all_token_ids": "tokens of its blocks, for events and for the name of a partial one",
@@ -147,6 +149,18 @@ TAKEN: Final[dict[str, Taken]] = {
             "prompt_embeds": "a prompt without tokens isn't shortened",
             "status": "how it ended",
             "ec_transfer_params": "what a proxy says of the encoder's side",
+            "trace_headers": "the client's trace, for spans",
+            "session_id": "which requests a client calls one session",
+            "kv_hints": "what an orchestrator says of that session",
+        },
+    ),
+    "vllm.v1.kv_hints:KvHintsEnvelope": Taken("hints of a request", {"actions": "one after the other"}),
+    "vllm.v1.kv_hints:KvHintAction": Taken(
+        "one hint",
+        {
+            "action_type": "what is to be done",
+            "action_version": "whether its payload is as we know it",
+            "payload": "for how long, and the like",
         },
     ),
     "vllm.v1.request:RequestStatus": Taken(
@@ -170,7 +184,15 @@ TAKEN: Final[dict[str, Taken]] = {
             "has_sync_kv_loads": "whether another connector loads within this step, and may fail to",
             "new_block_ids_to_zero": "blocks that are zeroed before a connector can read them",
             "free_encoder_mm_hashes": "items that leave the encoder caches",
+            "scheduled_encoder_inputs": "from whose items the encoder caches are filled",
         },
+    ),
+    "vllm.v1.core.sched.output:NewRequestData": Taken(
+        "a request that is scheduled for the first time",
+        {"block_ids": "one list per KV cache group", "req_id": "whose tokens are counted then"},
+    ),
+    "vllm.v1.core.sched.output:CachedRequestData": Taken(
+        "the requests that were scheduled before", {"new_block_ids": "one list per KV cache group"}
     ),
     "vllm.v1.core.sched.output:KVConnectorBlockState": Taken(
         "block tables of the requests of this step",
@@ -196,8 +218,11 @@ TAKEN: Final[dict[str, Taken]] = {
             "lora_config": "adapters",
             "compilation_config": "holds the layers, whose instruction set fills pages",
             "kv_events_config": "whether anybody listens to events",
+            "observability_config": "whether it traces, and where to",
             "num_prefill_lookahead_tokens": "tokens that speculative decoding computes beyond a prompt",
             "speculative_config": "a draft model's layers may have a place in a chunk",
+            "max_in_flight_tokens": "how much staging memory holds what steps compute",
+            "scheduler_config": "how many encoder outputs a step makes",
         },
     ),
     "vllm.config:ModelConfig": Taken(
@@ -233,8 +258,12 @@ TAKEN: Final[dict[str, Taken]] = {
             "decode_context_parallel_size": "told to the proxy",
             "world_size": "whether workers are on this node",
             "nnodes_within_dp": "whether workers are on this node",
+            "data_parallel_size_local": "how many engines share the node's memory",
             "distributed_executor_backend": "whether workers are on this node",
         },
+    ),
+    "vllm.config:SchedulerConfig": Taken(
+        "", {"max_num_encoder_input_tokens": "how many encoder outputs a step makes"}
     ),
     "vllm.config:KVTransferConfig": Taken(
         "",
@@ -262,6 +291,11 @@ TAKEN: Final[dict[str, Taken]] = {
             "get_limit_per_prompt": "encoders that this engine has not loaded",
         },
     ),
+    "vllm.config:ObservabilityConfig": Taken(
+        "", {"otlp_traces_endpoint": "where its spans go, and ours beside them"}
+    ),
+    "vllm.tracing:extract_trace_context": Taken("the client's trace, as OpenTelemetry has it"),
+    "vllm.tracing.otel:get_span_exporter": Taken("sends spans as vLLM's own are sent"),
     "vllm.config:CompilationConfig": Taken(
         "", {"static_forward_context": "layers by name, for the CPU's instruction set"}
     ),
@@ -282,7 +316,6 @@ TAKEN: Final[dict[str, Taken]] = {
     f"{_EC}.base:ECConnectorWorkerMetadata": Taken("base of what workers report every step"),
     f"{_EC}.metrics:ECConnectorStats": Taken("base of the statistics", {"__init__": "takes the data"}),
     f"{_EC}.metrics:ECConnectorPromMetrics": Taken("base of the metrics", {"__init__": "keeps the labels"}),
-    f"{_EC}.factory:ECConnectorFactory": Taken("", {"register_connector": "the connector by its name alone"}),
     f"{_EC}.utils:collect_ec_item_metadata": Taken("what vLLM's proxies expect of a producer"),
     "vllm.v1.outputs:ECConnectorOutput": Taken(
         "", {"ec_connector_worker_meta": "the workers' reports, aggregated over ranks"}
@@ -296,7 +329,7 @@ TAKEN: Final[dict[str, Taken]] = {
             "identifier": "the item's name",
             "modality": "chooses the expected width",
             "mm_position": "which tokens it stands for",
-            "data": "the item itself, or only what describes it",
+            "data": "the item itself, or only what describes it: its digest names it",
         },
     ),
     "vllm.multimodal.inputs:PlaceholderRange": Taken(
@@ -307,6 +340,8 @@ TAKEN: Final[dict[str, Taken]] = {
         "the device",
         {
             "device_type": "where to put what is loaded",
+            "device_name": "who packs a page: torch calls AMD's accelerators cuda",
+            "is_fp8_fnuz": "what numbers of 8 bits mean",
             "is_cuda_alike": "which of several devices",
             "is_cpu": "kernels are chosen by instruction set",
             "get_device_capability": "kernels are chosen by it",
@@ -385,10 +420,12 @@ RESULTS: Final = {
     "VllmConfig.model_config": "ModelConfig",
     "VllmConfig.cache_config": "CacheConfig",
     "VllmConfig.parallel_config": "ParallelConfig",
+    "VllmConfig.scheduler_config": "SchedulerConfig",
     "VllmConfig.kv_transfer_config": "KVTransferConfig",
     "VllmConfig.ec_transfer_config": "ECTransferConfig",
     "VllmConfig.lora_config": "LoRAConfig",
     "VllmConfig.compilation_config": "CompilationConfig",
+    "VllmConfig.observability_config": "ObservabilityConfig",
     "ModelConfig.multimodal_config": "MultiModalConfig",
     "KVCacheConfig.kv_cache_groups": "KVCacheGroupSpec",
     "KVCacheGroupSpec.kv_cache_spec": "KVCacheSpec",
@@ -396,8 +433,12 @@ RESULTS: Final = {
     "Request.lora_request": "LoRARequest",
     "get_kv_cache_spec_kind()": "KVCacheSpecKind",
     "Request.mm_features": "MultiModalFeatureSpec",
+    "Request.kv_hints": "KvHintsEnvelope",
+    "KvHintsEnvelope.actions": "KvHintAction",
     "MultiModalFeatureSpec.mm_position": "PlaceholderRange",
     "SchedulerOutput.kv_connector_block_state": "KVConnectorBlockState",
+    "SchedulerOutput.scheduled_new_reqs": "NewRequestData",
+    "SchedulerOutput.scheduled_cached_reqs": "CachedRequestData",
     "KVConnectorBase_V1._vllm_config": "VllmConfig",
     "KVConnectorBase_V1._kv_cache_config": "KVCacheConfig",
     "ECConnectorBase._vllm_config": "VllmConfig",
@@ -418,19 +459,16 @@ NAMES: Final = {
     "feature": "MultiModalFeatureSpec",
     "group": "KVCacheGroupSpec",
     # Not the KV cache's, but vLLM's description of it to its offloading tiers.
-    "tier_identity.group": "",
+    "tier/identity.group": "",
     # Named by torch: a process group.
-    "v0_peers.group": "",
-    "v0_identity.model": "",
-    "v0_identity.parallel": "",
-    "v0_identity.vllm_config": "",
+    "v0/peers.group": "",
+    "v0/identity.model": "",
+    "v0/identity.parallel": "",
+    "v0/identity.vllm_config": "",
 }
 
 #: Attributes that only newer versions have, which connectors/ must therefore read with a default.
-SINCE: Final = {
-    "KVConnectorBase_V1._cache_hit_source": (0, 32),
-    "ECTransferConfig.mm_encoder_output_widths": (0, 32),
-}
+SINCE: Final[dict[str, tuple[int, int]]] = {}
 
 #: Used where the search does not follow: it takes what lists have for theirs, and what we set for ours.
-UNSEEN: Final = {"TransferJob.keys", "KVConnectorBase_V1._cache_hit_source"}
+UNSEEN: Final = {"TransferJob.keys"}

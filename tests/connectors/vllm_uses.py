@@ -54,7 +54,7 @@ class Known:
 
     #: Type of an attribute or of a call's result, containers standing for their elements: "Request.lora".
     results: Mapping[str, str]
-    #: Type of a parameter annotated `Any`, by its name, or by its module's and its name: "tier.key".
+    #: Type of a parameter annotated `Any`, by its name, or by its module's and its name: "tier/identity.key".
     names: Mapping[str, str]
 
 
@@ -83,7 +83,7 @@ def find(folder: Path, known: Known) -> Found:
     trees = {path: ast.parse(path.read_text(), str(path)) for path in sorted(folder.glob("**/*.py"))}
     found = Found()
     for path, tree in trees.items():
-        found.imports += _imports(tree, path.name)
+        found.imports += _imports(tree, path.relative_to(folder).as_posix())
     theirs = {one.name for one in found.imports} | set(known.names.values()) | set(known.results.values())
     theirs.discard("")
     own = {node.name: _own_class(node, theirs) for tree in trees.values() for node in _classes(tree)}
@@ -91,7 +91,7 @@ def find(folder: Path, known: Known) -> Found:
         module = ".".join(path.relative_to(folder.parent).with_suffix("").parts)
         names = [node.name for node in _classes(tree)]
         found.classes += [f"{module}:{name}" for name in names if theirs & set(own[name].bases)]
-        _Reader(path.name, theirs, own, known, found).read(tree)
+        _Reader(path.relative_to(folder).as_posix(), theirs, own, known, found).read(tree)
     return found
 
 

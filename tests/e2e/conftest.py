@@ -56,6 +56,8 @@ def store_config(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[st
             "payloads": f"file://{tmp_path}/payloads",
             "kv": {"match_deadline_s": 20.0, "match_ttl_s": 30.0},
             "ec": {"fetch_deadline_s": 20.0},
+            "redis": {"timeout_s": 20.0, "connect_timeout_s": 20.0},
+            "sqlite": {"busy_timeout_s": 20.0},
         }
         if kind != "sqlite":
             made["index"] = request.getfixturevalue("redis_server").url

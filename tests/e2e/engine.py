@@ -7,8 +7,9 @@ Every engine is a fresh process, so that what one finds of another's work came t
 that a test may end one by `kill -9`. An engine that dies or hangs raises `EngineDied` with the end of its
 log; a request that vLLM refuses raises `EngineError` and leaves the engine usable.
 
-An engine is ready about 5 s after it is started (four of them importing vLLM), so a test that can ask several
-questions of one engine should. Two constructed before either is entered start side by side. With
+An engine is forked from a process that has imported vLLM (tests.e2e.nursery), which makes it ready in one or
+two seconds instead of five; one with an environment of its own is started afresh. A test that can ask
+several questions of one engine should. Two constructed before either is entered start side by side. With
 `multiprocess` it is three processes (front end, engine core, worker) and 20 s.
 """
 
@@ -32,8 +33,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.e2e.nursery import Forked, Nursery
+from tests.waiting import PATIENCE_S, until
+
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 300.0
+#: Only an engine that hangs takes so long, to start and to answer.
+START_TIMEOUT_S = ANSWER_S = 300.0
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -44,6 +49,8 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # The n-gram speculator counts its own, and leaves OpenMP with as many.
     "NUMBA_NUM_THREADS": "1",
+    # Tiny models compute faster than anything can be loaded.
+    "KVSTORE_KV__LOAD": "always",
     # Loopback only, and no guess from the machine's name.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -162,6 +169,8 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
             **(env or {}),
         }
+        if kv is not None and "load" in kv.get("kv", {}):
+            del environment["KVSTORE_KV__LOAD"]
         self.log_path = log_path
         self.start_s: float | None = None
         """Seconds from process start to ready, once it is."""
@@ -171,17 +180,7 @@ class Engine:
         self._ready = False
         self._began = time.monotonic()
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.engine_child"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=ROOT,
-                env=environment,
-                # A group of its own, so that kill() ends the other processes of an engine too.
-                start_new_session=True,
-            )
+        self._process = _started(log_path, environment, fork=not multiprocess)
         self._send(made)
 
     @property
@@ -199,7 +198,7 @@ class Engine:
         try:
             ready = self._receive(timeout_s)
         except EngineError:
-            self._process.wait(30)
+            self._process.wait(PATIENCE_S)
             self._release()
             raise
         self._ready = True
@@ -212,19 +211,23 @@ class Engine:
         *,
         max_tokens: int = 16,
         cache_salt: str | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = ANSWER_S,
         abort_after: Mapping[int, int | str] | None = None,
         **sampling: Any,
     ) -> list[Result]:
-        """Runs the prompts as one batch, greedily, to exactly `max_tokens` each; results in order.
+        """Runs the prompts as one batch, greedily, to exactly `max_tokens` each or their own; results in
+        order.
 
         A prompt has `prompt_token_ids`, `prompt` or `embeds_of` (token ids, handed in as their embeddings),
         and may have `images` (encoded, as `random_image` makes them), `uuids` (one for each image, None
-        allowed), its own `cache_salt`, and `lora` (an adapter's folder, named `<name>-<number>`); instead
-        of images `descriptions`, the model's fields that say how many placeholders each has.
+        allowed), its own `cache_salt` and `max_tokens`, a `session`, `kv_hints` as in an HTTP client's
+        `kv_transfer_params`, `actions` as an orchestrator attaches them (types and payloads), and `lora` (an
+        adapter's folder, named `<name>-<number>`); instead of images `descriptions`, the model's fields that
+        say how many placeholders each has.
         `abort_after` maps a prompt's position to the number of engine steps after which it is aborted, or
         to the state in which it is: `waiting` (for a place in the batch), `loading` (from the store),
-        `prefilling` (some of its prompt is computed) or `saving` (all of it is, and the store is writing).
+        `prefilling` (some of its prompt is computed), `saving` (all of it is, and the store is writing) or
+        `prefetched` (it runs, and what those that wait are to load is in the node's folder).
         Its result then has no tokens. `sampling` goes to SamplingParams.
         """
         value = self._call(
@@ -238,7 +241,9 @@ class Engine:
         )
         return [Result(**result) for result in value]
 
-    def start_generate(self, prompts: Sequence[Mapping[str, Any]], *, max_tokens: int = 16) -> None:
+    def start_generate(
+        self, prompts: Sequence[Mapping[str, Any]], *, max_tokens: int = 16, **sampling: Any
+    ) -> None:
         """Hands the batch in and returns at once: for tests that kill the engine while it works.
 
         The only thing that may follow is `kill()` or `finish_generate()`.
@@ -249,17 +254,17 @@ class Engine:
                 "verb": "generate",
                 "prompts": [_encoded(prompt, None) for prompt in prompts],
                 "max_tokens": max_tokens,
-                "timeout_s": 120.0,
+                "timeout_s": ANSWER_S,
                 "abort_after": {},
-                "sampling": {},
+                "sampling": sampling,
             }
         )
 
     def finish_generate(self) -> list[Result]:
-        return [Result(**result) for result in self._receive(150.0)]
+        return [Result(**result) for result in self._receive(ANSWER_S + 30)]
 
     def session(
-        self, turns: Sequence[Sequence[int]], *, max_tokens: int = 16, timeout_s: float = 60.0
+        self, turns: Sequence[Sequence[int]], *, max_tokens: int = 16, timeout_s: float = ANSWER_S
     ) -> list[Result]:
         """Runs a streaming session, greedily: the tokens of each turn are handed in when the answer to the
         one before is there. One result per turn; what was cached is that of the first."""
@@ -299,10 +304,11 @@ class Engine:
         self._call("reset_mm_cache")
 
     def idle(self, seconds: float) -> None:
-        """Lets the engine step with nothing to do, for what a connector finishes in `get_finished`."""
-        self._call("idle", seconds + 60, seconds=seconds)
+        """Lets the engine step with nothing to do, for what a connector finishes in `get_finished`: for so
+        long at least, and in one process until no transfer is under way."""
+        self._call("idle", seconds + 2 * PATIENCE_S, seconds=seconds)
 
-    def evaluate(self, source: str, *, within_s: float = 120.0) -> Any:
+    def evaluate(self, source: str, *, within_s: float = ANSWER_S) -> Any:
         """The value of a Python expression in the engine's process, where `llm` is the `vllm.LLM`.
 
         Values that are not JSON come back as their repr. With one process the whole engine is in reach,
@@ -314,15 +320,13 @@ class Engine:
         """`kill -9` of the engine and whatever it started; returns when it is gone."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(PATIENCE_S)
         # The others of the group are no children of ours to wait for, and until they are gone they hold
         # files, sockets and memory.
-        until = time.monotonic() + 30
-        while group_members(self._process.pid) and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: not group_members(self._process.pid), say=self.log)
         self._release()
 
-    def close(self, timeout_s: float = 120.0) -> None:
+    def close(self, timeout_s: float = ANSWER_S) -> None:
         """Shuts the engine down in order, connectors first; raises if it does not end with status 0."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
@@ -330,7 +334,7 @@ class Engine:
             if self.alive:
                 self.wait_ready()
                 self._call("shutdown", timeout_s)
-            status = self._process.wait(30)
+            status = self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             raise self._died("did not end after its shutdown") from None
         finally:
@@ -358,7 +362,7 @@ class Engine:
         else:
             self.close()
 
-    def _call(self, verb: str, within_s: float = 120.0, **arguments: Any) -> Any:
+    def _call(self, verb: str, within_s: float = ANSWER_S, **arguments: Any) -> Any:
         self.wait_ready()
         self._send({"verb": verb, **arguments})
         return self._receive(within_s)
@@ -381,9 +385,9 @@ class Engine:
     def _line(self, timeout_s: float) -> bytes:
         assert self._process.stdout is not None
         source = self._process.stdout.fileno()
-        until = time.monotonic() + timeout_s
+        end = time.monotonic() + timeout_s
         while b"\n" not in self._unread:
-            ready, _, _ = select.select([source], [], [], max(0.0, until - time.monotonic()))
+            ready, _, _ = select.select([source], [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 # Every thread's stack goes to the log before the process does.
                 os.kill(self._process.pid, signal.SIGUSR1)
@@ -394,7 +398,7 @@ class Engine:
             chunk = os.read(source, 1 << 20)
             if not chunk:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(10)
+                    self._process.wait(PATIENCE_S)
                 raise self._died(f"ended with status {self._process.returncode}")
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
@@ -408,6 +412,32 @@ class Engine:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+#: Forks the engines of this process.
+_nursery: Nursery | None = None
+
+
+def _started(log_path: Path, environment: dict[str, str], *, fork: bool) -> subprocess.Popen[bytes] | Forked:
+    """The process of an engine: forked from one that has imported vLLM, where it has the same environment."""
+    global _nursery
+    with log_path.open("ab") as log:
+        if fork and (_nursery is None or not _nursery.alive):
+            _nursery = Nursery(environment)
+        # What a test names itself by is not for its engines.
+        differing = environment.items() ^ _nursery.environment.items() if _nursery else ()
+        if fork and _nursery and {name for name, _ in differing} <= {"PYTEST_CURRENT_TEST"}:
+            return _nursery.fork(log.fileno(), START_TIMEOUT_S)
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.engine_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=ROOT,
+            env=environment,
+            # A group of its own, so that kill() ends the other processes of an engine too.
+            start_new_session=True,
+        )
 
 
 def _encoded(prompt: Mapping[str, Any], cache_salt: str | None) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import engine_patches
+from tests.waiting import PATIENCE_S
 
 IDLE_STEP_S = 0.001
 
@@ -131,12 +132,16 @@ class Served:
         self._prefills.clear()
         self._first_token_at.clear()
         began = time.monotonic()
-        ids = self.llm.enqueue(
-            [_decoded(prompt, self._model) for prompt in prompts],
-            [SamplingParams(max_tokens=max_tokens, **options) for _ in prompts],
-            lora_request=[_adapter(prompt) for prompt in prompts],
-            use_tqdm=False,
-        )
+        with engine_patches.of_sessions(engine, prompts):
+            ids = self.llm.enqueue(
+                [_decoded(prompt, self._model) for prompt in prompts],
+                [
+                    SamplingParams(max_tokens=one.get("max_tokens", max_tokens), **options | _hinted(one))
+                    for one in prompts
+                ],
+                lora_request=[_adapter(prompt) for prompt in prompts],
+                use_tqdm=False,
+            )
         # The engine's own ids carry a random suffix; outputs carry the plain one.
         names = [one.split("-")[0] for one in ids]
         aborts = {ids[int(i)]: when for i, when in abort_after.items()}
@@ -170,6 +175,8 @@ class Served:
             return steps > 0 and request.status is RequestStatus[status]
         if request.status is not RequestStatus.RUNNING:
             return False
+        if when == "prefetched":
+            return engine_patches.prefetched(self._scheduler)
         left = request.num_prompt_tokens - request.num_computed_tokens
         if when == "prefilling":
             return 0 < left < request.num_prompt_tokens
@@ -276,9 +283,13 @@ class Served:
 
     def idle(self, seconds: float) -> None:
         """Steps the engine without requests, so that a connector's polled work can end."""
-        until = time.monotonic() + seconds
+        began = time.monotonic()
         finished: dict[str, Any] = {}
-        while time.monotonic() < until:
+        quiet = 0
+        # On a busy machine transfers take longer than any time; what they lead to comes with later steps.
+        while (spent := time.monotonic() - began) < seconds or (quiet < 3 and spent < seconds + PATIENCE_S):
+            moving = self.slow.under_way("reads") + self.slow.under_way("writes")
+            quiet = 0 if moving else quiet + 1
             self._step(finished)
             time.sleep(0.01)
 
@@ -353,6 +364,13 @@ def _decoded(prompt: dict[str, Any], model: Path) -> dict[str, Any]:
     if prompt.get("uuids"):
         made["multi_modal_uuids"] = {"image": prompt["uuids"]}
     return made
+
+
+def _hinted(prompt: dict[str, Any]) -> dict[str, Any]:
+    """What an HTTP client's kv_transfer_params become."""
+    if "kv_hints" not in prompt:
+        return {}
+    return {"extra_args": {"kv_transfer_params": {"kv_hints": prompt["kv_hints"]}}}
 
 
 def _is_json(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -61,21 +61,27 @@ class SlowTransfers:
     """Makes the store's reads and writes begin late, and counts those that have not ended."""
 
     def __init__(self) -> None:
-        from kvstore.transfers import Transfers
+        from kvstore.threads.transfers import Transfers
 
         self.read_s = self.write_s = 0.0
         self._lock = threading.Lock()
         self._under_way = {"reads": 0, "writes": 0}
-        read, write = Transfers.read, Transfers.write
+        read, write, write_staged = Transfers.read, Transfers.write, Transfers.write_staged
         slow = self
 
         def read_late(self: Transfers, job: Callable[[], None]) -> bool:
             return slow._count("reads", lambda late: read(self, late), job)
 
-        def write_late(self: Transfers, nbytes: int, job: Callable[[], None]) -> bool:
-            return slow._count("writes", lambda late: write(self, nbytes, late), job)
+        def write_late(self: Transfers, nbytes: int, job: Callable[[], None], after: Any = None) -> bool:
+            return slow._count("writes", lambda late: write(self, nbytes, late, after), job)
+
+        def write_staged_late(
+            self: Transfers, nbytes: int, job: Callable[[], None], after: Any = None
+        ) -> bool:
+            return slow._count("writes", lambda late: write_staged(self, nbytes, late, after), job)
 
         Transfers.read, Transfers.write = read_late, write_late
+        Transfers.write_staged = write_staged_late
 
     def under_way(self, kind: str) -> int:
         """Reads or writes that are queued or running now."""
@@ -101,16 +107,45 @@ class SlowTransfers:
             self._under_way[kind] += number
 
 
+def store_wrong_bytes() -> bool:
+    """Makes this engine store other bytes than it has computed, with right checksums: the tokens of each
+    block in reverse, as a copy would that takes a dimension for another."""
+    from connectors.engine.tensors import Chunk, Copied, PagedCache
+
+    gather = PagedCache.gather
+
+    def gather_wrong(self: PagedCache, blocks: Any, chunk: Chunk) -> Copied:
+        copied = gather(self, blocks, chunk)
+        count = len(next(iter(blocks.values())))
+        slots = chunk.tensor[: count * self.slot_bytes].view(self.dtype).view(count, *self.shape)
+        slots.copy_(slots.flip(3).clone())
+        return copied
+
+    PagedCache.gather = gather_wrong
+    return True
+
+
 def held_by_connector(connector: Any) -> dict[str, int]:
     """Staging memory in use and requests tracked, in both halves of a KV connector of this process."""
     if connector is None:
         return {}
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from connectors.tensors import Staging
+    from connectors.engine.tensors import Staging
 
-    chunks = sum(one.chunks - one.free for one in _within(get_kv_transfer_group(), Staging))
-    return {"staging": chunks, "tracked": len(connector._scheduler._requests)}
+    used = sum(one.used_bytes for one in _within(get_kv_transfer_group(), Staging))
+    ahead = getattr(connector._scheduler.prefetch, "held", 0)
+    return {"staging": used, "tracked": len(connector._scheduler.requests), "ahead": ahead}
+
+
+def prefetched(scheduler: Any) -> bool:
+    """Whether all that requests wait for was brought to the node's folder, and there is something."""
+    kv, ec = scheduler.connector, scheduler.ec_connector
+    found = []
+    for ahead in [kv._scheduler.prefetch, *([ec._scheduler._ahead._prefetch] if ec is not None else [])]:
+        with ahead._lock:
+            found += ahead._segments.values()
+    return bool(found) and not any(one.missing for one in found)
 
 
 def _within(root: Any, kind: type) -> list[Any]:
@@ -134,3 +169,44 @@ def _within(root: Any, kind: type) -> list[Any]:
                 seen.add(id(each))
                 rest.append(each)
     return found
+
+
+def repeat_handshakes() -> None:
+    """Makes this process' engine core repeat the connector's handshake when it wakes up, as vLLM's does from
+    0.33 on (tests/connectors/test_vllm_facts.py)."""
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, "_set_kv_connector_handshake_metadata"):
+        return
+    wake_up = EngineCore.wake_up
+
+    def woken(self: Any, tags: list[str] | None = None) -> bool:
+        wake_up(self, tags)
+        if tags is None or "kv_cache" in tags:
+            said = self.model_executor.get_kv_connector_handshake_metadata()
+            content = {place: one for each in said for place, one in each.items()}
+            self.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(content)
+        return bool(not self.model_executor.is_sleeping)
+
+    EngineCore.wake_up = woken
+
+
+@contextlib.contextmanager
+def of_sessions(engine: Any, prompts: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Makes the requests that are added meanwhile, in the order of `prompts`, those of their sessions: vLLM's
+    HTTP server and orchestrators hand them in so, and its `LLM` can't."""
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    add, waiting = engine.add_request, list(prompts)
+
+    def added(*given: Any, **named: Any) -> Any:
+        prompt = waiting.pop(0)
+        actions = [KvHintAction("a", kind, "1.0", payload) for kind, payload in prompt.get("actions", ())]
+        envelope = KvHintsEnvelope("1.0", "m", actions) if actions else None
+        return add(*given, **named, session_id=prompt.get("session"), kv_hints=envelope)
+
+    engine.add_request = added
+    try:
+        yield
+    finally:
+        del engine.add_request

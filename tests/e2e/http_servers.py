@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import engine as engines
+from tests.waiting import PATIENCE_S
 
 
 class Server:
@@ -33,7 +34,7 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait(self, path: str, timeout_s: float = 200.0) -> None:
+    def wait(self, path: str, timeout_s: float = 300.0) -> None:
         until = time.monotonic() + timeout_s
         while self._process.poll() is None and time.monotonic() < until:
             with contextlib.suppress(OSError), urllib.request.urlopen(self.url + path, timeout=5):
@@ -46,13 +47,13 @@ class Server:
         request = urllib.request.Request(
             self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             text = answer.read()
         return json.loads(text) if text else None
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE_S) as answer:
             lines = answer.read().decode().splitlines()
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         found = [line for line in lines if line.startswith(name) and all(one in line for one in wanted)]
@@ -61,7 +62,7 @@ class Server:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(PATIENCE_S)
 
 
 def free_ports(count: int) -> list[int]:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE_S
+
 #: Requests under way at a time, and tokens that each decodes.
 MOST_REQUESTS = 12
 MOST_TOKENS = 96
@@ -31,6 +33,13 @@ def run(served: Any, script: str, payloads: str, seconds: float, seed: int) -> d
     return Storm(served, json.loads(Path(script).read_text()), Path(payloads), random.Random(seed)).run(
         seconds
     )
+
+
+def at_rest(served: Any, payloads: str) -> dict[str, int]:
+    """Lets everything that an engine does come to its end, and returns what it still holds."""
+    storm = Storm(served, [], Path(payloads), random.Random(0))
+    storm._calm()
+    return storm._held()
 
 
 class Storm:
@@ -56,6 +65,10 @@ class Storm:
         self._calm()
         before = self._held()
         self._until(time.monotonic() + seconds)
+        # On a busy machine longer, until it was one.
+        end = time.monotonic() + PATIENCE_S
+        while not all(self._told().values()) and time.monotonic() < end:
+            self._until(time.monotonic() + 1)
         self._calm()
         left = {
             name: (before[name], value)
@@ -63,15 +76,21 @@ class Storm:
             if value > before[name] + _SPARE.get(name, 0)
         }
         counters = {name: value for name, value in self.worker._store.counters.snapshot().items() if value}
-        metrics = self.served.metrics()
         return {
-            **self.happened,
-            "preempted": metrics.get("vllm:num_preemptions_total", 0.0),
-            "loaded_blocks": counters.get("load_blocks", 0),
-            "stored_blocks": counters.get("save_blocks{stored}", 0),
+            **self._told(),
             "wrong": self.wrong,
             "left": left,
             "counters": counters,
+        }
+
+    def _told(self) -> dict[str, float]:
+        """What has happened so far, and how often."""
+        counters = self.worker._store.counters.snapshot()
+        return {
+            **self.happened,
+            "preempted": self.served.metrics().get("vllm:num_preemptions_total", 0.0),
+            "loaded_blocks": counters.get("load_blocks", 0),
+            "stored_blocks": counters.get("save_blocks{stored}", 0),
         }
 
     def _until(self, end: float) -> None:
@@ -117,10 +136,10 @@ class Storm:
 
     def _disturb(self) -> None:
         """What other engines and bad disks do to a store."""
-        store, space = self.half._store, self.half._space
+        store, space = self.half.store, self.half.space
         if self.random.random() < 0.7:
-            held = store.catalogue.usage(space.id).nbytes
-            gone = store.catalogue.cull(
+            held = store.maintenance.usage(space.id).nbytes
+            gone = store.maintenance.cull(
                 space.id,
                 keep_bytes=int(held * self.random.uniform(0.3, 0.9)),
                 # Some at once: their payloads vanish under loads that have been promised.
@@ -129,7 +148,7 @@ class Storm:
                 rule="admin",
             )
             self.happened["evicted"] += len(gone)
-            store.tend()
+            store.rounds.housekeep()
             return
         files = [path for path in self.payloads.glob("*/??/*") if path.is_file()]
         for path in self.random.sample(files, min(2, len(files))):
@@ -143,16 +162,17 @@ class Storm:
 
     def _calm(self) -> None:
         """Every request ends, every load and save ends, nothing is cached in the engine."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while self.engine.has_unfinished_requests() and time.monotonic() < end:
             self._step()
         self.live.clear()
         # What requests leave behind is saved with the next step, what has ended is reported with the one
         # after that, and an engine without requests takes none.
         for _ in range(2):
-            self.served.generate([{"prompt_token_ids": [5, 6, 7]}], 1, 60.0, {}, {})
-            assert self.worker._store.transfers.drain(30) and self.half._store.transfers.drain(30)
-        self.served.generate([{"prompt_token_ids": [5, 6, 7]}], 1, 60.0, {}, {})
+            self.served.generate([{"prompt_token_ids": [5, 6, 7]}], 1, PATIENCE_S, {}, {})
+            for store in (self.worker._store, self.half.store, *_item_stores(self.scheduler)):
+                assert store.transfers.drain(PATIENCE_S)
+        self.served.generate([{"prompt_token_ids": [5, 6, 7]}], 1, PATIENCE_S, {}, {})
         assert self.served.reset_prefix_cache(False), "blocks are still in use"
         gc.collect()
 
@@ -160,23 +180,42 @@ class Storm:
         """Everything that could leak, as numbers that a quiet engine brings back to what they were."""
         pool = self.scheduler.kv_cache_manager.block_pool
         half, worker = self.half, self.worker
-        saving = half._saving
+        saving = half.saving
         sizes: dict[str, Callable[[], int]] = {
             "blocks": lambda: pool.num_gpu_blocks - pool.get_num_free_blocks(),
             "requests": lambda: len(self.scheduler.requests),
-            "tracked": lambda: len(half._requests) + len(half._unsaved),
-            "planned": lambda: half._loading.held + len(half._flushes),
+            "tracked": lambda: len(half.requests) + len(half.requests.unsaved),
+            "planned": lambda: half.loading.held + len(half.save_planner.flushes),
             "saving": lambda: saving.under_way + len(saving._busy),
-            "loading": lambda: len(worker._live),
-            "staging": lambda: sum(s.chunks - s.free for s in (worker._load_staging, worker._save_staging)),
+            "loading": lambda: worker.reads.under_way,
+            "staging": lambda: sum(worker.memory.used_bytes.values()),
             "reports": lambda: (
-                len(worker._failed_loads) + len(worker._ended_saves) + len(worker._failed_blocks)
+                int(worker.reads.has_news or worker.writes.has_news) + len(worker.reads._failed_blocks)
             ),
+            "items": lambda: _items(self.scheduler),
             "threads": threading.active_count,
             "files": lambda: len(os.listdir("/proc/self/fd")),
             "temporary": lambda: sum(1 for path in self.payloads.glob(".tmp/*")),
         }
         return {name: size() for name, size in sizes.items()}
+
+
+def _items(scheduler: Any) -> int:
+    """What an EC connector holds for requests: pins, promises, waits."""
+    if scheduler.ec_connector is None:
+        return 0
+    half = scheduler.ec_connector._scheduler
+    promises = half._promises
+    held = (half._staging._pins, promises._promised, promises._loading, half._waits, half._unavailable)
+    return sum(map(len, held))
+
+
+def _item_stores(scheduler: Any) -> list[Any]:
+    from vllm.distributed.ec_transfer import get_ec_transfer
+
+    if scheduler.ec_connector is None:
+        return []
+    return [scheduler.ec_connector._scheduler._store, get_ec_transfer()._worker._store]
 
 
 def _worker() -> Any:

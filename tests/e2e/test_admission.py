@@ -40,6 +40,12 @@ def test_the_second_use_is_stored_and_the_third_is_served(
         assert stored(engine) == 0
         assert scheduler_counters(engine)["save_blocks{not_admitted}"] == 31 + 2 * 3
         assert scheduler_counters(engine, "ec")["save_blocks{not_admitted}"] == 1
+        # A client can't have its prompt stored by asking as a proxy would: this engine hands nothing over.
+        [asked] = engine.generate(
+            [prompt(700, 5)], max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}}
+        )
+        assert asked.kv_params is None
+        assert stored(engine) == 0
         # Another prompt uses the head of the first: that much of it is stored, though its only step
         # may be over before the index has answered.
         [branch] = engine.generate([BRANCH], max_tokens=1)

@@ -29,6 +29,7 @@ from tests.helm.chart import ROOT, Manifest, pick, render
 from tests.helm.example import render_example
 from tests.helm.running import Cluster, Pod, missing
 from tests.helm.vllm_image import closure, make_python, make_wheels, vllm_image
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -37,6 +38,8 @@ FOLDER = "/srv/kvstore"
 STORE: dict[str, Any] = {
     "payloads": {"type": "hostPath", "hostPath": {"path": FOLDER, "sameOnAllNodes": True}},
     "janitor": {"replicas": 1},
+    # On a folder janitors and engines are one user: the example's.
+    "podSecurityContext": {"runAsUser": 2000, "runAsGroup": 2000, "fsGroup": 2000},
     # A busy machine is no reason to miss.
     "settings": {"kv": {"match_deadline_s": 20, "match_ttl_s": 30}, "ec": {"fetch_deadline_s": 20}},
     "vllm": {
@@ -77,8 +80,8 @@ def test_vllm_reads_every_file(tmp_path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from connectors.ec import ECStoreConnector
-    from connectors.kv import KVStoreConnector
+    from connectors.ec.connector import ECStoreConnector
+    from connectors.kv.connector import KVStoreConnector
 
     files = files_of(render(STORE))
     for name, text in files.items():
@@ -159,25 +162,25 @@ def cluster(folder: Path, model: Path, values: Mapping[str, Any]) -> Iterator[Cl
         shutil.copytree(known, folder / "cluster" / "claims" / "models" / "vllm")
     payloads = folder / "cluster" / "node" / FOLDER.lstrip("/")
     payloads.mkdir(parents=True)
-    # Janitors and engines are different users here; docs/upgrading.md says what to do about it elsewhere.
+    # The node's folder, made by root, which the pods' user may write to.
     payloads.chmod(0o777)
     with Cluster(folder / "cluster", [*store, *engines, claim]) as made:
         made.start()
-        made.until_ready(240)
+        made.until_ready(300)
         yield made
 
 
 def post(url: str, path: str, body: Any = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         text = answer.read()
     return json.loads(text) if text else None
 
 
 def metric(pod: Pod, name: str, **labels: str) -> float:
     """The sum of an engine's samples that have these labels."""
-    with urllib.request.urlopen(f"http://{pod.address}:8000/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{pod.address}:8000/metrics", timeout=PATIENCE_S) as answer:
         lines = answer.read().decode().splitlines()
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     found = [line for line in lines if line.startswith(name) and all(one in line for one in wanted)]
@@ -212,7 +215,6 @@ def service(made: Cluster) -> str:
 
 
 @pytest.mark.servers
-@pytest.mark.timeout(420)
 def test_an_engine_in_a_pod(images: None, image_model: Path, tmp_path: Path) -> None:
     """KV and encoder outputs, by the file kv-ec.yaml, are stored and found."""
     arguments = [*ARGUMENTS, "--chat-template", "/models/template.jinja"]
@@ -243,20 +245,20 @@ def beside_vllm(pod: Pod) -> None:
     assert {"kvstore", "redis", "boto3"} <= added and not added & there
     # vLLM finds the connectors by the package's entry point.
     ask = "from importlib.metadata import entry_points as e; print(e(group='vllm.general_plugins'))"
-    said = pod.container.sandbox.execute(["python3", "-c", ask], 30).stdout
+    said = pod.container.sandbox.execute(["python3", "-c", ask], PATIENCE_S).stdout
     assert "connectors.plugin:register" in said
 
 
 def stored(made: Cluster) -> int:
     """Blocks, as cache-admin says it in the janitor's pod."""
     [janitor] = made.of("cache-kvstore")
-    said = janitor.container.sandbox.execute(["cache-admin", "status", "--json"], 30).stdout
+    said = janitor.container.sandbox.execute(["cache-admin", "status", "--json"], PATIENCE_S).stdout
     return sum(one["usage"]["blocks"] for one in json.loads(said)["namespaces"] if one["kind"] == "kv")
 
 
 @MORE
 @pytest.mark.servers
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_replicas_share_and_a_rollout_forgets_nothing(images: None, text_model: Path, tmp_path: Path) -> None:
     arguments = [*ARGUMENTS, "--skip-tokenizer-init"]
     with cluster(tmp_path, text_model, {"engines": {"replicas": 2, "args": arguments}}) as made:
@@ -278,7 +280,7 @@ def test_replicas_share_and_a_rollout_forgets_nothing(images: None, text_model: 
 
 @MORE
 @pytest.mark.servers
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_prefill_and_decode_behind_the_router(images: None, text_model: Path, tmp_path: Path) -> None:
     arguments = [*ARGUMENTS, "--skip-tokenizer-init"]
     values = {

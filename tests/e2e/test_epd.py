@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from kvstore.build import load_settings, open_store
 from tests.e2e import engine as engines
 from tests.e2e.engine import Engine, random_image
 from tests.e2e.http_servers import Server, free_ports
 from tests.e2e.sharing import check_store, segment_files
+from tests.waiting import PATIENCE_S
 from tools.models import IMAGE_TOKEN
 
 pytestmark = pytest.mark.engine
@@ -46,10 +48,17 @@ def described(name: str) -> dict[str, Any]:
 
 def leftovers(engine: Engine) -> list[Any]:
     """What is left of requests, in vLLM's scheduler and in the connector's."""
-    state = ["_waits", "_unavailable", "_promised", "_loading", "_loads", "_saves", "_staging._pins"]
+    state = ["_waits", "_unavailable", "_loads", "_saves", "_staging._pins"]
+    state += [f"_promises.{name}" for name in ("_promised", "_loading")]
     counts = "+".join(f"len({_HALF}.{name})" for name in state)
     requests = "len(llm.llm_engine.engine_core.engine_core.scheduler.requests)"
     return [engine.evaluate(counts), engine.evaluate(requests)]
+
+
+def passed_on(*said: Any) -> dict[str, Any]:
+    """What a proxy passes on of producers' answers."""
+    params = {name: entry for one in said for name, entry in one.ec_params.items()}
+    return {"extra_args": {"ec_transfer_params": params}}
 
 
 def unstage(folder: Path) -> None:
@@ -76,12 +85,22 @@ def test_an_engine_answers_from_what_another_encoded(
         assert (said.token_ids, said.finish_reason) == ([], "stop")
         assert said.ec_params is not None
         assert {"item_indices": [0], "metadata": DESCRIPTION}.items() <= said.ec_params["zero"].items()
-        announced = {"extra_args": {"ec_transfer_params": said.ec_params}}
+        announced = passed_on(said)
         assert consumer.generate([described("zero")], **announced)[0].token_ids == expected[0]
         assert consumer.generate([sent(0, "zero")], **announced)[0].token_ids == expected[0]
 
+        # The name alone says nothing of what the image is.
+        assert consumer.generate([described("zero")])[0].finish_reason == "error"
+
         # The consumer first: it waits.
-        consumer.start_generate([described("one"), sent(2, "own 2"), described("one")])
+        [one] = producer.generate([sent(1, "one")], max_tokens=1)
+        check_store(config)
+        for path in segment_files(tmp_path / "payloads"):
+            path.unlink()
+        with open_store(load_settings(config, environ={})) as store:
+            [account] = store.maintenance.accounts()
+            store.maintenance.invalidate(account.namespace)
+        consumer.start_generate([described("one"), sent(2, "own 2"), described("one")], **passed_on(one))
         time.sleep(0.3)
         producer.generate([sent(1, "one")], max_tokens=1)
         assert [one.token_ids for one in consumer.finish_generate()] == [
@@ -96,25 +115,29 @@ def test_an_engine_answers_from_what_another_encoded(
         consumer.reset_prefix_cache()
         unstage(Path(consumer.evaluate(f"str({_HALF}._staging._root)")))
         # The index names what is gone: the request fails, alone, and the index learns of it.
-        [failed, other] = consumer.generate([described("zero"), sent(3, "own 3")])
+        [failed, other] = consumer.generate([described("one"), sent(3, "own 3")], **passed_on(one))
         assert (failed.finish_reason, failed.token_ids) == ("error", [])
         assert other.token_ids == expected[3]
-        producer.generate([sent(0, "zero")], max_tokens=1)
-        assert consumer.generate([described("zero")])[0].token_ids == expected[0]
+        producer.generate([sent(1, "one")], max_tokens=1)
+        assert consumer.generate([described("one")], **passed_on(one))[0].token_ids == expected[1]
         assert producer.encoder_calls() == 2
         # "own 3" was encoded again after the reset; nothing else was.
         assert consumer.encoder_calls() == 5
 
         # Aborted while it waits, is fetched, or is loaded.
+        [never] = producer.generate([sent(99, "never")], max_tokens=1)
+        never.ec_params["never"]["kvstore_item"] = "00" * 32
         for steps in (0, 1, 2, 3, 5, 8, 50):
-            producer.generate([sent(steps + 10, f"{steps}")], max_tokens=1)
+            [told] = producer.generate([sent(steps + 10, f"{steps}")], max_tokens=1)
             prompts = [described(f"{steps}"), described("never"), sent(2, "own 2")]
-            aborted = consumer.generate(prompts, abort_after={0: steps, 1: steps + 50})
+            aborted = consumer.generate(
+                prompts, abort_after={0: steps, 1: steps + 50}, **passed_on(told, never)
+            )
             assert aborted[1].finish_reason == "abort"
             assert aborted[2].token_ids == expected[2]
         assert leftovers(consumer) == [0, 0]
         metrics = consumer.metrics()
-        assert metrics["vllm:kvstore_ec_unavailable_requests_total"] == 1
+        assert metrics["vllm:kvstore_ec_unavailable_requests_total"] == 2
         assert metrics["vllm:kvstore_ec_fetch_seconds_count"] >= 3
         assert metrics["vllm:kvstore_ec_loaded_bytes_total"] >= 3 * 16 * 768 * 4
 
@@ -123,7 +146,8 @@ def test_an_engine_answers_from_what_another_encoded(
     with Engine(
         deepstack_model, ec=hasty, ec_role="ec_consumer", log_path=tmp_path / "d.log", **limits
     ) as bare:
-        results = bare.generate([described("zero"), {"prompt": PROMPT.split()[0]}, described("never")])
+        prompts = [described("one"), {"prompt": PROMPT.split()[0]}, described("never")]
+        results = bare.generate(prompts, **passed_on(one, never))
         assert [one.finish_reason for one in results] == ["error", "length", "error"]
         assert leftovers(bare) == [0, 0]
 
@@ -135,14 +159,14 @@ def test_an_engine_answers_from_what_another_encoded(
 def deployment(
     deepstack_model: Path, tmp_path: Path, store_config: Any
 ) -> Iterator[tuple[Server, Server, Server]]:
-    """An encoder, an engine for the rest, and the proxy before them."""
+    """An encoder, an engine for the rest with two API servers, and the proxy before them."""
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     ports = free_ports(3)
     config = store_config("sqlite")
     config["ec"]["staging_dir"] = str(tmp_path / "staging")
     started = []
-    for role, port in zip(("ec_producer", "ec_consumer"), ports, strict=False):
+    for role, port, servers in zip(("ec_producer", "ec_consumer"), ports, (1, 2), strict=False):
         transfer = {
             "ec_connector": "ECStoreConnector",
             "ec_connector_module_path": "connectors.ec",
@@ -150,7 +174,7 @@ def deployment(
             "ec_connector_extra_config": config,
         }
         arguments = (
-            f"-m vllm.entrypoints.openai.api_server --model {deepstack_model} --served-model-name tiny "
+            f"-m tests.e2e.serve {deepstack_model} --served-model-name tiny --api-server-count {servers} "
             f"--chat-template {template} --dtype float32 --enforce-eager --max-model-len 2048 "
             "--block-size 32 --kv-cache-memory-bytes 67108864"
         )
@@ -236,5 +260,5 @@ def test_servers_behind_the_proxy(deployment: Any, tmp_path: Path) -> None:
         data=json.dumps(streamed).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         assert answer.read().decode().strip().endswith("data: [DONE]")

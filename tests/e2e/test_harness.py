@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engine import ROOT, Engine, EngineError, group_members, random_image, random_tokens
+from tests.waiting import PATIENCE_S
 from tools.models import IMAGE_TOKEN
 
 pytestmark = pytest.mark.engine
@@ -118,7 +119,7 @@ def test_no_engine_outlives_its_parent(multiprocess: bool, text_model: Path, tmp
         parent.wait()
         if parent.stdout is not None:
             parent.stdout.close()
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_S
     while (left := group_members(group)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left

@@ -32,7 +32,7 @@ def stats(engine: Engine) -> dict[str, float]:
 
 
 def namespace(engine: Engine) -> str:
-    return str(engine.evaluate(f"{_CONNECTOR}._space.namespace.weights"))
+    return str(engine.evaluate(f"{_CONNECTOR}.space.namespace.weights"))
 
 
 def events(engine: Engine, medium: str) -> list[list[Any]]:
@@ -150,12 +150,12 @@ def test_metrics_events_resets_and_new_weights(
             "[llm.llm_engine.step() for _ in range(60)])[2]"
         )
         assert engine.evaluate(underway % prompt(600, 11)["prompt_token_ids"]) is False
-        assert engine.evaluate(f"{_CONNECTOR}._retired") is True
+        assert engine.evaluate(f"{_CONNECTOR}.requests.retired") is True
         engine.generate([prompt(600, 12)])
         engine.idle(0.2)
         assert check_store(config)["blocks"] <= before["blocks"] + 600 // 32
         assert engine.reset_prefix_cache(reset_connector=True)
-        assert engine.evaluate(f"{_CONNECTOR}._retired") is False
+        assert engine.evaluate(f"{_CONNECTOR}.requests.retired") is False
 
         # ---- asleep and awake with the first weights again, which somebody says
         engine.evaluate(reload_ % str(model("text")))

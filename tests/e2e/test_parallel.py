@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.blobs.faulty import Rule
+from kvstore.conformance.faulty import Rule
 from tests.e2e.engine import Engine, Result
 from tests.e2e.sharing import check_store, full_blocks, prompt, segment_files
 from tests.e2e.worker_faults import EXTENSION, counters, set_faults, settle

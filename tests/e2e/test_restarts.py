@@ -26,7 +26,8 @@ from tests.e2e.engine import Engine, Result
 from tests.e2e.sharing import full_blocks, prompt, scheduler_counters
 from tests.helm.kubelet import Pod
 from tests.helm.release import Release
-from tests.s3_servers import S3Server
+from tests.servers.s3.servers import S3Server
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.servers, pytest.mark.slow]
 
@@ -121,13 +122,13 @@ def restarted(release: Release, *, down_s: float, lose: bool) -> Pod:
     if lose:
         pod.container.sandbox.signal(9)
     made = release.cluster.replace(pod, grace_s=0.1 if lose else None, down_s=down_s, wipe=lose)
-    made.until_ready(60)
+    made.until_ready()
     return made
 
 
 def until_closed(engine: Engine, stream: Stream, phase: str) -> None:
     """Until the engine asks the index again."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_S
     while engine.metrics()["vllm:kvstore_kv_index_down"]:
         assert time.monotonic() < until, "the breaker stays open"
         stream.ask(phase, KNOWN[0])
@@ -135,7 +136,7 @@ def until_closed(engine: Engine, stream: Stream, phase: str) -> None:
 
 def until_served(stream: Stream, phase: str) -> None:
     """Until each of the known prompts comes from the store, in full."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE_S
     for one in KNOWN:
         while (answer := stream.ask(phase, one)).served < answer.asked:
             assert time.monotonic() < until, f"not served again\n{stream.table()}"
@@ -188,7 +189,7 @@ def a_bad_day(release: Release, engine: Engine, stream: Stream) -> list[float]:
     return took
 
 
-@pytest.mark.timeout(int(300 + 20 * SECONDS))
+@pytest.mark.timeout(int(900 + 20 * SECONDS))
 def test_restarts_cost_hits_and_nothing_else(release: Release, text_model: Path, tmp_path: Path) -> None:
     release.cluster.start()
     expected = right_answers(text_model, tmp_path / "alone.log")
@@ -206,7 +207,7 @@ def test_restarts_cost_hits_and_nothing_else(release: Release, text_model: Path,
     assert worst_s < MOST_TIMES * computed_s, stream.table()
     # It was a bad day.
     assert counters["miss_blocks{breaker_open}"] > 0, counters
-    assert max(took) < 10, took
+    assert max(took) < release.janitors[0].grace_s, took
     for pod in release.janitors:
         pod.until_ready()
         assert pod.restarts == 0, pod.describe()

@@ -16,10 +16,11 @@ import pytest
 
 from tests.e2e.engine import ROOT, Engine
 from tests.e2e.sharing import check_store, full_blocks, prompt, worker_counters
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.servers]
 
-#: How long they are at it.
+#: How long they are at it, at least.
 SECONDS = float(os.environ.get("TIER_TEST_SECONDS", "8"))
 PROMPTS = [prompt(320 + 32 * i, 500 + i) for i in range(12)]
 #: A block of the model is 128 KiB; the prompts are 20 MiB, so the folder can't hold them all.
@@ -39,10 +40,13 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            total = 0
-            for path in [*self._folder.glob("*/??/*"), *self._folder.glob(".tmp/*")]:
+            total, paths = 0, [*self._folder.glob("*/??/*"), *self._folder.glob(".tmp/*")]
+            listed = time.time_ns()
+            for path in paths:
                 with suppress(FileNotFoundError):
-                    total += path.stat().st_size
+                    found = path.stat()
+                    # What was evicted meanwhile and came again is there in place of others.
+                    total += found.st_size if found.st_ctime_ns <= listed else 0
             self.most = max(self.most, total)
             self.looks += 1
             time.sleep(0.003)
@@ -63,7 +67,7 @@ def expected(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
         return [engine.generate([one])[0].token_ids for one in PROMPTS]
 
 
-@pytest.mark.timeout(300 + 2 * SECONDS)
+@pytest.mark.timeout(900 + 2 * SECONDS)
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_two_engines_and_a_third_process_in_one_folder(
     write: str, text_model: Path, expected: list[list[int]], tmp_path: Path, store_config: Any
@@ -80,11 +84,21 @@ def test_two_engines_and_a_third_process_in_one_folder(
     writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wrong: list[int] = []
     external = [0, 0]
+    counted: list[dict[str, int]] = [{}, {}]
+
+    def lacking(number: int) -> list[str]:
+        """What has not come about yet for an engine, and for both."""
+        # Which of them comes to what within a few seconds is up to the machine.
+        names = ["tier_hits_fast", "tier_evictions", *(["tier_uploads"] if write == "back" else [])]
+        lacks = [name for name in names if not any(counts.get(name) for counts in counted)]
+        lacks += ["hits"] if external[number] < full_blocks(PROMPTS[0]) else []
+        lacks += ["looks"] if watch.looks <= 50 else []
+        return lacks + (["payloads"] if watch.most <= CAPACITY // 2 else [])
 
     def work(number: int) -> None:
-        until = time.monotonic() + SECONDS
+        began = time.monotonic()
         turn = 0
-        while time.monotonic() < until:
+        while (spent := time.monotonic() - began) < SECONDS or (spent < 3 * PATIENCE_S and lacking(number)):
             # Each begins elsewhere, so that one finds what the other has saved.
             which = (turn + 6 * number) % len(PROMPTS)
             if turn % 3 == 2:
@@ -93,6 +107,7 @@ def test_two_engines_and_a_third_process_in_one_folder(
             if result.token_ids != expected[which]:
                 wrong.append(which)
             external[number] += result.external_tokens
+            counted[number] = worker_counters(engines[number])
             turn += 1
 
     try:
@@ -103,7 +118,7 @@ def test_two_engines_and_a_third_process_in_one_folder(
             for thread in threads:
                 thread.join()
             Path(f"{settings}.stop").touch()
-            out, _ = writer.communicate(timeout=60)
+            out, _ = writer.communicate(timeout=PATIENCE_S)
             counted = [worker_counters(engine) for engine in engines]
             for engine in engines:
                 engine.close()
@@ -114,13 +129,9 @@ def test_two_engines_and_a_third_process_in_one_folder(
     assert writer.returncode == 0
     counted.append(json.loads(out))
     assert not wrong
-    assert min(external) >= full_blocks(PROMPTS[0])
+    assert not [*lacking(0), *lacking(1)]
     print(f"{watch.looks} looks, most {watch.most / CAPACITY:.2f} of the capacity; {counted}")
-    assert watch.looks > 50
-    assert CAPACITY // 2 < watch.most <= CAPACITY + PROCESSES * SEGMENT
-    # Which of them comes to what within a few seconds is up to the machine.
-    for name in ("tier_hits_fast", "tier_evictions", *(["tier_uploads"] if write == "back" else [])):
-        assert sum(counts.get(name, 0) for counts in counted) > 0, name
+    assert watch.most <= CAPACITY + PROCESSES * SEGMENT
     for counts in counted:
         assert "tier_fast_errors" not in counts
         assert not any(name.startswith(("save_failures", "miss_blocks{corrupt")) for name in counts), counts

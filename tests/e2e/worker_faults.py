@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from kvstore.blobs.faulty import FaultyPayloads, Plan, Rule
+from kvstore.conformance.faulty import Plan, Rule
 from tests.e2e.engine import Engine
 from tests.e2e.engine_child import EncoderCounter
+from tests.store.world import put_faults
 
 EXTENSION = "tests.e2e.worker_faults.FaultyWorker"
 
@@ -20,15 +21,16 @@ class FaultyWorker(EncoderCounter):
     """Mixed into vLLM's worker. Methods are called on every rank."""
 
     rank: int
+    plan: Plan | None = None
 
     def set_payload_faults(self, rank: int, rules: list[dict[str, Any]]) -> None:
         """From now on these rules for this rank's payloads; an empty list heals them."""
         if self.rank != rank:
             return
-        store = _store()
-        if not isinstance(store.payloads, FaultyPayloads):
-            store.payloads = FaultyPayloads(store.payloads, Plan())
-        store.payloads._plan.replace(*(Rule(**rule) for rule in rules))
+        if self.plan is None:
+            self.plan = Plan()
+            put_faults(_store().payloads, self.plan)
+        self.plan.replace(*(Rule(**rule) for rule in rules))
 
     def drain_store(self) -> bool:
         """Waits until this rank's half has nothing under way; False if that took too long."""

@@ -6,10 +6,11 @@ import io
 import json
 from pathlib import Path
 
-from kvstore.admin.cache import Cache
-from kvstore.admin.exports import export
-from kvstore.admin.imports import import_archive
-from kvstore.admin.plans import plan
+from kvstore.admin.archive.export import export
+from kvstore.admin.archive.import_ import import_archive
+from kvstore.admin.archive.wanted import EVERYTHING
+from kvstore.admin.backends import Cache
+from kvstore.admin.curate.plan import plan
 from kvstore.keys import canonical_json
 from tests.format import second
 from tests.format.test_redis_index import segment_of
@@ -20,7 +21,7 @@ def test_ours_is_read(tmp_path: Path) -> None:
     namespace, hashes = kv("planes-lz4", shards=2), path("a", 9)
     with world(tmp_path / "store", f"sqlite://{tmp_path}/index.sqlite", namespace) as ours:
         segments = [ours.save(hashes[:5], ranks=2), ours.save(hashes[5:], depth=5, ranks=2)]
-        with Cache(ours.settings) as cache:
+        with Cache(ours.store.settings) as cache:
             report = export(cache, plan(cache, []), tmp_path / "all.tar")
         assert report.ended == "complete"
         manifest, payloads = second.read_archive((tmp_path / "all.tar").read_bytes())
@@ -44,8 +45,8 @@ def test_theirs_is_imported(tmp_path: Path) -> None:
         second.read_archive(data)[0]["namespaces"][second.namespace_id(canonical_json(namespace))]
     )
     with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", namespace) as ours:
-        report = import_archive(io.BytesIO(data), ours.space.store, source="theirs")
+        report = import_archive(io.BytesIO(data), ours.store, source="theirs", wanted=EVERYTHING)
         assert (report.ended, report.imported.segments, report.left_out) == ("complete", 2, 0)
         assert ours.served(hashes) == [content(one, 0, "BF16", SHAPES["BF16"]) for one in hashes]
-        cut = import_archive(io.BytesIO(data.rstrip(b"\0")), None, source="cut short")
+        cut = import_archive(io.BytesIO(data.rstrip(b"\0")), None, source="cut short", wanted=EVERYTHING)
         assert cut.ended == "broken"

@@ -9,31 +9,48 @@ import sqlite3
 import struct
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import xxhash
 
-from kvstore import codec, eviction, keys
-from kvstore.blobs import ledger_file
-from kvstore.index import (
-    redis as redis_index,
+from kvstore import keys
+from kvstore.format import keyring, lz4, planes
+from kvstore.format import segment as codec
+from kvstore.index import eviction
+from kvstore.index.redis import (
+    catalogue as redis_catalogue,
 )
-from kvstore.index import (
-    redis_catalogue,
-    redis_client,
-    redis_journal,
-    redis_upkeep,
-    redis_values,
-    sqlite_schema,
+from kvstore.index.redis import (
+    client as redis_client,
 )
-from kvstore.index.redis_client import Script
+from kvstore.index.redis import index as redis_index
+from kvstore.index.redis import (
+    journal as redis_journal,
+)
+from kvstore.index.redis import (
+    maintenance as redis_upkeep,
+)
+from kvstore.index.redis import (
+    salts as redis_salts,
+)
+from kvstore.index.redis import (
+    sessions as redis_sessions,
+)
+from kvstore.index.redis import (
+    values as redis_values,
+)
+from kvstore.index.redis.client import Script
+from kvstore.index.sqlite import schema as sqlite_schema
+from kvstore.payloads.tiered import schema as ledger_schema
 from schemas.archive import Manifest
 from schemas.namespace import DTYPE_BYTES, GroupKind, GroupSpec, Namespace
 from schemas.records import CODECS, EvictionRule, OutcomeOp
 from schemas.segment import SegmentMeta, SlotMeta
 from tests.format import second
+from tests.format.second import signatures
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -78,7 +95,8 @@ def test_the_second_implementation_uses_none_of_our_code() -> None:
                 modules.add("" if name.startswith("tests.format.second.") else name.partition(".")[0])
     assert modules - {""} <= {
         "__future__", "collections", "dataclasses", "hashlib", "io", "json", "lz4", "numpy", "os", "pathlib",
-        "re", "redis", "secrets", "sqlite3", "struct", "tarfile", "time", "typing", "xxhash",
+        "re", "redis", "secrets", "sqlite3", "struct", "tarfile", "time", "typing", "xxhash", "blake3",
+        "cryptography",
     }  # fmt: skip
 
 
@@ -106,13 +124,40 @@ def test_keys() -> None:
     lines = iter(example("keys"))
     for line in lines:
         key, made = next(lines), next(lines)
-        if line.startswith("block"):
-            _, block, _, group = line.split()
-            found = second.block_key(bytes.fromhex(block), int(group))
+        kind, name, how, *more = line.split()
+        if how == "group":
+            found = second.block_key(bytes.fromhex(name), int(more[0]))
+        elif how == "items":
+            contents = [bytes.fromhex(one) for one in more]
+            found = second.block_key(second.bound_name(bytes.fromhex(name), contents))
         else:
-            found = second.item_key(line.removeprefix("item "))
+            assert kind == "item"
+            found = second.item_key(bytes.fromhex(name), more[0] if how == "salt" else "")
         assert key == f"key {found.hex()}"
         assert made == f"digest {second.digest(found).hex()}"
+
+
+def test_salts() -> None:
+    lines = example("salts")
+    for line, made in zip(lines[::2], lines[1::2], strict=True):
+        salt = line.removeprefix("salt ")
+        assert made == f"id {second.salt_id(salt).hex()}" == f"id {keys.salt_id(salt).hex()}"
+    assert second.salt_id("") == keys.salt_id("") == b""
+
+
+def test_sessions() -> None:
+    lines = example("sessions")
+    for line, made in zip(lines[::2], lines[1::2], strict=True):
+        name, _, salt = line.removeprefix("name ").partition(" salt ")
+        theirs, ours = (
+            second.session_id(second.salt_id(salt), name),
+            keys.session_id(keys.salt_id(salt), name),
+        )
+        assert made == f"id {theirs.hex()}" == f"id {ours.hex()}"
+    (said, packed) = example("record of a session")
+    words = said.split(" ")
+    right = (int(words[1]), False, int(words[3]), int(words[5]), [bytes.fromhex(words[7])])
+    assert second.session_record(bytes.fromhex(packed)) == right
 
 
 def test_payload_names() -> None:
@@ -129,11 +174,34 @@ def test_checksums() -> None:
     assert second.slot_checksum(stored, key, "none", "F32", [5, 6]) == xxh3
 
 
+def values(name: str) -> list[str]:
+    """What stands behind the words of an example's lines, in order."""
+    return [line.rpartition(" ")[2] for line in example(name)]
+
+
+def test_signatures() -> None:
+    key, mac_key, wrapping_key, described, _, blake3 = values("signature")
+    data_key, wrapped, associated, _, begins, tag = values("encryption")
+    secret, data = bytes.fromhex(key), struct.pack("<30f", *(i % 3 for i in range(30)))
+    assert signatures.mac_key(secret).hex() == mac_key
+    assert signatures.wrapping_key(secret).hex() == wrapping_key
+    assert (
+        signatures.slot_digest(data, described) == blake3 == keyring.slot_digest(memoryview(data), described)
+    )
+    assert signatures.wrap(bytes.fromhex(data_key), secret) == wrapped
+    assert associated.endswith(f"|{described}")
+    stored, made = signatures.encrypt(data, bytes.fromhex(data_key), 2, associated)
+    assert (stored[:16].hex(), made) == (begins, tag)
+    cipher = keyring.Keyring({"a": secret}, key="a").cipher("a", wrapped, associated.removesuffix(described))
+    ours = cipher.encrypt(2, described, memoryview(data))
+    assert (bytes(ours[0]), ours[1].hex()) == (stored, tag)
+
+
 def test_planes() -> None:
     dtype, raw = example("planes")[0].split()
     stored = bytes.fromhex(example("planes")[1])
     assert second.unplanes(stored, dtype, len(raw) // 2).hex() == raw
-    assert bytes(codec.planes.split(memoryview(bytes.fromhex(raw)), dtype)) == stored
+    assert bytes(planes.split(memoryview(bytes.fromhex(raw)), dtype)) == stored
 
 
 def test_records() -> None:
@@ -144,6 +212,10 @@ def test_records() -> None:
     assert (len(record.parts), record.slots, record.codec) == (ranks, slots, "planes-lz4")
     assert [*record.parts[0][1], *record.parts[1][1]] == rest[:4]
     assert [record.parts[0][0], record.created_s, record.depth, record.cost_us] == rest[4:]
+    said, packed = example("salted record")
+    salted = replace(record, salt=second.salt_id(said.rpartition(" ")[2]))
+    assert (second.pack_head(salted, 2) + second.pack_parts(salted)).hex() == packed
+    assert second.unpack_record(bytes.fromhex(packed)) == salted
 
 
 def test_values() -> None:
@@ -187,14 +259,14 @@ def test_scores() -> None:
 
 
 def test_versions() -> None:
-    said = {row[0]: int(row[1]) for row in rows("# The format")}
+    said = {row[0]: int(row[1].partition(";")[0]) for row in rows("# The format")}
     assert said == {
         "namespace": Namespace.model_fields["format"].default,
-        "segment file": SegmentMeta.model_fields["format"].default,
+        "segment file": max(get_args(SegmentMeta.model_fields["format"].annotation)),
         "packed record": 1,
         "Redis schema": redis_values.SCHEMA,
         "SQLite schema": sqlite_schema.SCHEMA_VERSION,
-        "ledger of a node's fast tier": ledger_file.SCHEMA_VERSION,
+        "ledger of a node's fast tier": ledger_schema.SCHEMA_VERSION,
         "archive of `cache-admin export`": Manifest.model_fields["format"].default,
     }
     assert f"local SCHEMA = '{redis_values.SCHEMA}'" in (LUA / "register.lua").read_text()
@@ -219,14 +291,14 @@ def test_members_of_a_namespace_and_a_segment() -> None:
 
 def test_limits() -> None:
     assert "The data start is a multiple of 4096" in TEXT and codec.ALIGN == 4096
-    assert "at most 4 MiB" in TEXT and codec.MAX_HEADER == 4 << 20
-    assert "0x7E000000" in TEXT and codec.planes._MAX_BLOCK == 0x7E000000
+    assert "at most 1 MiB" in TEXT and codec.MAX_HEADER == 1 << 20
+    assert "0x7E000000" in TEXT and lz4._MAX_BLOCK == 0x7E000000
     assert len(codec._OPENING) == 25 and codec._SEAL == 33
 
 
 def test_every_key_of_redis() -> None:
     """The golden dump of the index has every key there is."""
-    golden = (ROOT / "tests" / "index" / "golden" / "redis_schema.txt").read_text()
+    golden = (ROOT / "tests" / "index" / "redis" / "golden" / "redis_schema.txt").read_text()
     found = {line.split("  ")[0] for line in golden.splitlines() if line.startswith("kvs:")}
     described = [re.escape(code(row[0])[0]) for row in rows("### Keys")]
     patterns = {re.sub(r"<[a-z]+>", "[^:]+", one).replace("ns\\}", "[A-Z]+\\}") for one in described}
@@ -243,7 +315,7 @@ def test_every_key_of_redis() -> None:
 
 
 def test_every_field_of_meta() -> None:
-    golden = (ROOT / "tests" / "index" / "golden" / "redis_schema.txt").read_text()
+    golden = (ROOT / "tests" / "index" / "redis" / "golden" / "redis_schema.txt").read_text()
     found = set()
     for part in golden.split("\nkvs:")[1:]:
         if ":meta  hash" in part.partition("\n")[0]:
@@ -259,11 +331,20 @@ def test_words_of_the_journal() -> None:
         assert name in code(streams) and field in (LUA / "changes.lua").read_text()
 
 
-LUA = ROOT / "kvstore" / "index"
+LUA = ROOT / "kvstore" / "index" / "redis" / "lua"
 
 
 def scripts() -> Iterator[Script]:
-    for module in (redis_index, redis_catalogue, redis_journal, redis_upkeep, redis_client):
+    modules = (
+        redis_index,
+        redis_catalogue,
+        redis_journal,
+        redis_upkeep,
+        redis_salts,
+        redis_sessions,
+        redis_client,
+    )
+    for module in modules:
         yield from (value for value in vars(module).values() if isinstance(value, Script))
 
 
@@ -272,7 +353,7 @@ def test_every_script_and_its_chunks() -> None:
     for names, chunks, *_ in rows("The text of a script is its chunks"):
         each = chunks.split(";")
         for number, name in enumerate(code(names)):
-            if "for" in chunks:
+            if " for " in chunks:
                 said[name] = tuple(code(chunks)[:1]) if name == code(chunks)[1] else ()
             else:
                 said[name] = tuple(code(each[number] if len(each) > 1 else chunks))
@@ -292,7 +373,11 @@ def test_how_many_arguments_the_scripts_take() -> None:
             continue
         text = "\n".join((LUA / f"{chunk}.lua").read_text() for chunk in (*code(chunks), name))
         read = max((int(one) for one in re.findall(r"ARGV\[(\d+)\]", text)), default=0)
-        said = 2 if arguments == "as `sweep`" else len(re.sub(r"KEYS\[1\][^;]*;", "", arguments).split(";"))
+        listed = "as; sweep" if arguments == "as `sweep`" else re.sub(r"KEYS\[1\][^;]*;", "", arguments)
+        said = len(listed.split(";")) if listed else 0
+        if arguments.endswith("; by"):
+            assert "ARGV[#ARGV]" in text, name
+            read += 1  # always the last
         if name == "quota":
             said += 1  # "scope, bytes or nothing"
         if name in ("register", "claim"):
@@ -312,7 +397,7 @@ def test_every_table_and_column_of_sqlite() -> None:
     said = {code(row[0])[0]: code(row[1]) for row in rows("<!-- example: tables -->")}
     assert said == made
     assert f"0x{sqlite_schema.APPLICATION_ID:X}" in TEXT
-    assert f"0x{ledger_file.APPLICATION_ID:X}" in TEXT
+    assert f"0x{ledger_schema.APPLICATION_ID:X}" in TEXT
 
 
 def test_worth() -> None:
@@ -330,7 +415,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_the_golden_segment_begins_as_shown() -> None:
-    data = (ROOT / "tests" / "golden" / "segment-1-none.safetensors").read_bytes()
+    data = (ROOT / "tests" / "format" / "golden" / "segment-1-none.safetensors").read_bytes()
     for line in example("head"):
         offset, text = line[:4], line[6:53]
         assert data[int(offset, 16) :][:16] == bytes.fromhex(text)
@@ -338,7 +423,7 @@ def test_the_golden_segment_begins_as_shown() -> None:
 
 def test_golden_segments_are_read() -> None:
     for name in CODECS:
-        data = (ROOT / "tests" / "golden" / f"segment-1-{name}.safetensors").read_bytes()
+        data = (ROOT / "tests" / "format" / "golden" / f"segment-1-{name}.safetensors").read_bytes()
         header = second.read_header(data)
         theirs = codec.parse_header(data[: header.data_start])
         assert header.nbytes == len(data)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
-from kvstore.admin.cache import Cache
-from kvstore.admin.rebuild import rebuild
+from kvstore.admin.backends import Cache
+from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings
 from kvstore.errors import PermissionDenied
-from kvstore.keys import SegmentId, canonical_json, digests
+from kvstore.index.sessions import Hint
+from kvstore.keys import SaltId, SegmentId, SessionId, canonical_json, digests
 from schemas.namespace import Namespace
 from schemas.records import CODECS, Codec
 from tests.format import second
 from tests.format.world import NOW_S, SHAPES, content, ec, kv, path, world
-from tests.servers import RedisServer
+from tests.servers.redis import RedisServer
+from tests.store.world import item
 
-SCRIPTS = Path(__file__).parents[2] / "kvstore" / "index"
+HERS, HIS = second.salt_id("hers"), second.salt_id("his")
+SCRIPTS = Path(__file__).parents[2] / "kvstore" / "index" / "redis" / "lua"
 
 
 @pytest.fixture
@@ -99,7 +103,7 @@ def test_a_filled_index_is_read(
 def test_items_and_their_worth_are_read(tmp_path: Path, redis_url: str, theirs: second.RedisStore) -> None:
     with world(tmp_path, redis_url, ec()) as ours:
         cheap, dear = ours.save_item("a"), ours.save_item("b", cost_us=30_000)
-        name, key = ours.space.id, second.item_key("b")
+        name, key = ours.space.id, item("b")
         (run,) = theirs.match(name, second.digest(key))
         assert (run.segment, run.count) == (dear, 1)
         (data,) = second.load(tmp_path, name, run, [key])
@@ -113,12 +117,12 @@ def test_items_and_their_worth_are_read(tmp_path: Path, redis_url: str, theirs: 
 
 def segment_of(
     namespace: Namespace, hashes: list[bytes], *, rank: int = 0, ranks: int = 1, depth: int = 0,
-    segment: bytes | None = None, cost_us: int = 0,
+    segment: bytes | None = None, cost_us: int = 0, salt: bytes = b"", created_s: int = NOW_S,
 ) -> tuple[str, bytes]:  # fmt: skip
     """A segment of the second implementation's: its name and bytes."""
     segment = segment or secrets.token_bytes(8)
     if namespace.kind == "ec":
-        key = second.item_key(hashes[0].hex())
+        key = item(hashes[0].hex())
         tensors = [second.Tensor(key, "F32", (7, 16), content(key, 0, "F32", (7, 16)))]
     else:
         tensors = [
@@ -129,8 +133,8 @@ def segment_of(
         ]
     text = canonical_json(namespace)
     data = second.write_segment(
-        tensors, namespace=text, segment=segment, created_s=NOW_S, rank=rank, ranks=ranks, depth=depth,
-        cost_us=cost_us,
+        tensors, namespace=text, segment=segment, created_s=created_s, rank=rank, ranks=ranks, depth=depth,
+        cost_us=cost_us, salt=salt,
     )  # fmt: skip
     return second.payload_name(second.namespace_id(text), segment, rank), data
 
@@ -196,11 +200,12 @@ def test_by_script_and_by_hand_the_index_is_the_same(
     tmp_path: Path, theirs: second.RedisStore, raw: redis.Redis
 ) -> None:
     """Every key but for the clock's: what the document lists is all that the script does."""
-    for namespace in (kv("lz4"), ec()):
+    for namespace, salt in ((kv("lz4"), b""), (ec(), b""), (kv("lz4"), HERS), (ec(), HERS)):
         name = theirs.register(canonical_json(namespace), 1)
         segment = bytes(range(8))
         header = put_and_read(
-            tmp_path, *segment_of(namespace, path("e", 3), segment=segment, depth=0, cost_us=99_968)
+            tmp_path,
+            *segment_of(namespace, path("e", 3), segment=segment, depth=0, cost_us=99_968, salt=salt),
         )
         ghosts = {header.digests[:16]: 1.0, bytes(16): 2.0}
         raw.zadd(f"kvs:{{{name}}}:ghosts", ghosts)
@@ -215,6 +220,7 @@ def test_by_script_and_by_hand_the_index_is_the_same(
         assert dump(raw, name) == scripted
         assert scripted[f"kvs:{{{name}}}:ghosts"] == [(bytes(16), 2.0)]
         assert f"kvs:{{{name}}}:lru" in scripted
+        assert (f"kvs:{{{name}}}:salts" in scripted) == (f"kvs:{{{name}}}:held" in scripted) == bool(salt)
         raw.flushall()
 
 
@@ -254,7 +260,7 @@ def test_several_ranks_become_visible_with_the_last(
         assert theirs.evict(name, [segment], at_s=0, grace_s=100) == 1
         assert theirs.trash(name) == {segment: (0, 2)}
         assert theirs.commit(name, headers[0]) == 2, "what is in the trash is refused"
-        assert ours.space.store.tending.reap(ours.space.id) == 2
+        assert ours.store.rounds.housekeeping.reap(ours.space.id) == 2
         assert not list(tmp_path.glob("*/*/*.?"))
 
 
@@ -308,6 +314,123 @@ def test_rebuild_takes_what_the_second_wrote(
     assert sum(run.count for run in theirs.match(space.id, packed(hashes))) == 20
 
 
+def test_what_a_salt_has_stored_both_say_alike(
+    tmp_path: Path, redis_url: str, theirs: second.RedisStore, raw: redis.Redis
+) -> None:
+    namespace = kv("lz4")
+    with world(tmp_path, redis_url, namespace) as ours:
+        name = ours.space.id
+        hers = {ours.save(path(f"a{i}", 2), ranks=1 + i % 2, salt=SaltId(HERS)) for i in range(5)}
+        his, plain = ours.save(path("b", 3), salt=SaltId(HIS)), ours.save(path("c", 4))
+        assert theirs.records(name)[his].salt == HIS and not theirs.records(name)[plain].salt
+        for how in (theirs.commit, theirs.commit_by_hand):
+            header = put_and_read(tmp_path, *segment_of(namespace, path(how.__name__, 3), salt=HERS))
+            assert how(name, header)
+            hers.add(bytes.fromhex(header.meta["segment"]))
+        found, after = set(), b""
+        while True:
+            page, after = theirs.salted(name, HERS, after, 3)
+            found |= set(page)
+            if not after:
+                break
+        assert found == hers == theirs.of_salt(name, HERS)
+        assert {one.segment for one in ours.index.of_salt(name, SaltId(HERS))} == hers
+        records = theirs.records(name)
+        held = {HERS: sum(records[one].nbytes for one in hers), HIS: records[his].nbytes}
+        assert theirs.held(name) == ours.index.holdings(name, 0) == held
+        again = ours.index.reconcile(name)
+        assert again.recorded == again.counted
+        assert theirs.held(name) == held
+        assert ours.faults() == []
+
+        # A release that knows no salts evicts one, and leaves its member and its bytes.
+        raw.hdel(f"kvs:{{{name}}}:segs", his)
+        assert theirs.of_salt(name, HIS) == set(ours.index.of_salt(name, SaltId(HIS))) == set()
+        assert raw.zrangebylex(f"kvs:{{{name}}}:salts", b"[" + HIS, b"[" + HIS + b"\xff" * 8) == []
+        ours.index.reconcile(name)
+        assert theirs.held(name) == {HERS: held[HERS]}
+
+
+def test_what_was_told_of_sessions_both_say_alike(
+    tmp_path: Path, redis_url: str, theirs: second.RedisStore
+) -> None:
+    namespace, minute = kv("lz4"), int(time.time() // 60)
+    chat, other = second.session_id(b"", "chat"), SessionId(second.session_id(HERS, "chat"))
+    with world(tmp_path, redis_url, namespace) as ours:
+        name = ours.space.id
+        segments = []
+        for number in range(4):
+            made = segment_of(namespace, path(str(number), 2), salt=HERS if number == 3 else b"")
+            header = put_and_read(tmp_path, *made)
+            assert theirs.commit(name, header, session=chat) == 1
+            segments.append(SegmentId(bytes.fromhex(header.meta["segment"])))
+        assert theirs.owner(name) == dict.fromkeys(segments, chat)
+        assert theirs.sessions(name)[chat][4] == segments
+        assert ours.index.owners(name, segments) == [chat] * 4
+        # One is used by both; of the others one is pinned.
+        ours.index.session(name, other, segments[:1], minute * 60.0, Hint(priority="low"))
+        ours.index.pin(name, segments[1:2], most_bytes=1 << 40)
+        until = (minute + 30) * 60 + 7
+        sizes = {one: record.nbytes for one, record in theirs.records(name).items()}
+        answer = theirs.session(name, chat, segments, minute, until=until, most=1 << 40)
+        retained = [segments[0], *segments[2:]]
+        assert answer == [1, 3, 0, b"%d" % sum(sizes[one] for one in retained), b"0"]
+        assert theirs.kept(name) == dict.fromkeys(retained, (until, minute))
+        assert {one: place[0] for one, place in theirs.order(name)} == dict.fromkeys(retained, minute + 30)
+        held = {b"": sum(sizes[one] for one in retained), HERS: sizes[segments[3]]}
+        assert theirs.retained(name) == ours.index.retained(name) == held
+        again = ours.index.reconcile(name)
+        assert again.recorded == again.counted
+        assert theirs.retained(name) == held
+        assert theirs.sessions(name)[other] == (minute, False, 0, 0, [])
+        [mine] = ours.index.find_sessions(name, [SessionId(chat)])
+        assert mine is not None
+        assert (mine.state, mine.until_s, mine.segments) == ("retained", until, 3)
+        assert theirs.session(name, chat, [], minute, end=True) == [2, 3, 2, b"0", b"0"]
+        assert [one[0] for _, one in theirs.order(name)] == [1, 1, minute + 30]
+        assert theirs.sessions(name)[chat] == (minute, True, 1, 0, segments[1:])
+        assert ours.faults() == []
+
+
+def test_what_was_erased_neither_commits_any_more(
+    tmp_path: Path, redis_url: str, theirs: second.RedisStore, raw: redis.Redis
+) -> None:
+    namespace = kv("lz4", shards=2)
+    with world(tmp_path, redis_url, namespace) as ours:
+        name = ours.space.id
+        seen = ours.save(path("a", 2), ranks=2, salt=SaltId(HERS))
+        until = int(ours.index.forbid(name, SaltId(HERS)))
+        assert theirs.erased(name) == {HERS: until}
+        old, edge, new = (
+            put_and_read(tmp_path, *segment_of(namespace, path(str(at), 1), salt=HERS, created_s=at))
+            for at in (NOW_S, until, until + 1)
+        )
+        for header in (old, edge):
+            assert theirs.commit(name, header) == 2
+            assert not theirs.commit_by_hand(name, header)
+        assert theirs.commit(name, new) == 1
+        assert theirs.of_salt(name, HERS) == {seen, bytes.fromhex(new.meta["segment"])}
+        # The whole namespace, by the second's hand: what waits for its other rank is given up.
+        half = put_and_read(tmp_path, *segment_of(namespace, path("h", 1), ranks=2, salt=HIS))
+        assert theirs.commit(name, half) == 0
+        assert theirs.forbid(name, b"", grace_s=100) >= until
+        assert ours.index.forbidden(name) == {SaltId(k): float(v) for k, v in theirs.erased(name).items()}
+        assert set(theirs.erased(name)) == {HERS, b""}
+        assert theirs.trash(name) == {bytes.fromhex(half.meta["segment"]): (0, 2)}
+        for salt in (HERS, HIS, b""):
+            header = put_and_read(tmp_path, *segment_of(namespace, path("p", 1), salt=salt))
+            assert theirs.commit(name, header) == 2
+            assert not theirs.commit_by_hand(name, header)
+        # So it is for kvstore, and for a rebuild of what lies there.
+        refused = ours.save(path("q", 1), ranks=2)
+        assert ours.index.states(name, [SegmentId(refused)]) == [None]
+        before = theirs.of_salt(name, HERS)
+        with Cache(ours.store.settings) as cache:
+            (report,) = rebuild(cache).namespaces
+        assert report.refused
+        assert theirs.of_salt(name, HERS) == before and set(theirs.records(name)) == before
+
+
 def test_a_newer_schema_is_left_alone(
     tmp_path: Path, redis_url: str, theirs: second.RedisStore, raw: redis.Redis
 ) -> None:
@@ -323,7 +446,7 @@ def test_a_newer_schema_is_left_alone(
             ours.space.register()
         assert ours.space.match(digests(path("n", 3))).blocks == 0
         assert ours.index.accounts() == []
-        ours.space.store.tend()
+        ours.store.rounds.housekeep()
         with pytest.raises(PermissionDenied):
             ours.save(path("m", 3))
         assert dump(raw, name) == before

@@ -8,17 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import codec
-from kvstore.admin.records import record_of
-from kvstore.chains import block_hashes
-from kvstore.codec import Slot
+from connectors.engine.weights_digest import weights_digest
 from kvstore.errors import CorruptPayload
-from kvstore.keys import ContentKey, NamespaceId, SegmentId, canonical_json, namespace_id, payload_name
-from kvstore.weights import weights_digest
+from kvstore.format import segment as codec
+from kvstore.format.segment import Slot
+from kvstore.keys import (
+    NO_SALT,
+    ContentKey,
+    NamespaceId,
+    SaltId,
+    SegmentId,
+    canonical_json,
+    namespace_id,
+    payload_name,
+    salt_id,
+)
+from kvstore.rules.hashing import block_hashes
+from kvstore.verify.headers import record_of
 from schemas.namespace import Namespace
 from schemas.records import CODECS, Codec, pack_record, rounded_cost
 from tests.format import second
 from tests.format.world import NOW_S, SHAPES, content, ec, kv, path
+from tests.store.world import item
 
 SEGMENT = SegmentId(bytes.fromhex("00ff1020a0b0c0d0"))
 
@@ -36,7 +47,12 @@ def slots(namespace: Namespace, count: int, rank: int = 0) -> list[Slot]:
     ]
 
 
-def encoded(namespace: Namespace, made: Sequence[Slot], rank: int = 0, ranks: int = 1) -> bytes:
+salts = pytest.mark.parametrize("salt", [NO_SALT, salt_id("pepper")], ids=["unsalted", "salted"])
+
+
+def encoded(
+    namespace: Namespace, made: Sequence[Slot], rank: int = 0, ranks: int = 1, salt: SaltId = NO_SALT
+) -> bytes:
     out = codec.encode(
         made,
         namespace_json=canonical_json(namespace),
@@ -49,18 +65,20 @@ def encoded(namespace: Namespace, made: Sequence[Slot], rank: int = 0, ranks: in
         created_s=NOW_S,
         writer="ours",
         cost_us=rounded_cost(123_456_789),
+        salt=salt,
     )
     return b"".join(out.buffers)
 
 
 @pytest.mark.parametrize("how", CODECS)
 @pytest.mark.parametrize("dtype", SHAPES)
-def test_ours_is_read(how: Codec, dtype: str) -> None:
+@salts
+def test_ours_is_read(how: Codec, dtype: str, salt: SaltId) -> None:
     namespace, ranks = kv(how, dtype=dtype, shards=2), 2
     headers = []
     for rank in range(ranks):
         made = slots(namespace, 40, rank)
-        data = encoded(namespace, made, rank, ranks)
+        data = encoded(namespace, made, rank, ranks, salt)
         header = second.read_header(data, namespace=second.namespace_id(canonical_json(namespace)))
         assert header.nbytes == len(data)
         raws = [second.decode(data[slot.start : slot.end], slot) for slot in header.slots]
@@ -71,9 +89,10 @@ def test_ours_is_read(how: Codec, dtype: str) -> None:
     assert used == {"none": {"none"}, "lz4": {"none", "lz4"}, "planes-lz4": {"lz4", "planes-lz4"}}[how]
     # The record that both make of the headers is one.
     theirs = second.record_of(headers)
+    assert theirs.salt == salt
     packed = second.pack_head(theirs, ranks) + second.pack_parts(theirs)
     ours = record_of(
-        [codec.parse_header(encoded(namespace, slots(namespace, 40, r), r, ranks)) for r in (0, 1)]
+        [codec.parse_header(encoded(namespace, slots(namespace, 40, r), r, ranks, salt)) for r in (0, 1)]
     )
     assert packed == pack_record(ours)
     assert second.unpack_record(packed) == theirs
@@ -81,16 +100,19 @@ def test_ours_is_read(how: Codec, dtype: str) -> None:
 
 @pytest.mark.parametrize("how", CODECS)
 @pytest.mark.parametrize("dtype", SHAPES)
-def test_theirs_is_read(how: Codec, dtype: str) -> None:
+@salts
+def test_theirs_is_read(how: Codec, dtype: str, salt: SaltId) -> None:
     namespace = kv(how, dtype=dtype)
     tensors = [
         second.Tensor(second.block_key(one, 1), dtype, SHAPES[dtype], content(one, 0, dtype, SHAPES[dtype]))
         for one in path("s", 40)
     ]
     data = second.write_segment(
-        tensors, namespace=canonical_json(namespace), segment=SEGMENT, created_s=NOW_S, depth=3
+        tensors, namespace=canonical_json(namespace), segment=SEGMENT, created_s=NOW_S, depth=3, salt=salt
     )
     header = codec.parse_header(data, namespace=namespace_id(namespace))
+    assert record_of([header]).salt == salt
+    assert header.meta.format == (2 if salt else 1)
     offset, used = header.part.data_start, set()
     for tensor, slot, size in zip(tensors, header.meta.slots, header.part.slot_sizes, strict=True):
         raw = bytearray(slot.raw_bytes)
@@ -106,7 +128,7 @@ def test_items_with_any_identifier_and_empty_ones() -> None:
     namespace = ec("lz4")
     for identifier in ("", "../../x", "\udc80\u2028", "x" * 10_000):
         for shape in ((0, 8), (3, 8)):
-            key = second.item_key(identifier)
+            key = item(identifier)
             tensor = second.Tensor(key, "F32", shape, bytes(4 * shape[0] * shape[1]))
             data = second.write_segment(
                 [tensor], namespace=canonical_json(namespace), segment=SEGMENT, created_s=1
@@ -118,7 +140,7 @@ def test_items_with_any_identifier_and_empty_ones() -> None:
 
 def test_whatever_bit_is_flipped_both_notice() -> None:
     namespace = kv("planes-lz4")
-    data = encoded(namespace, slots(namespace, 3))
+    data = encoded(namespace, slots(namespace, 3), salt=salt_id("pepper"))
     length = second.read_header(data).data_start
     text = len(data[:length].rstrip(b" "))
     places = [*range(0, text, 37), *range(text, length, 500), *range(length, len(data), 23)]
@@ -144,6 +166,9 @@ def test_names_and_ids() -> None:
         assert second.namespace_id(text) == namespace_id(namespace)
     name = NamespaceId("0123456789abcdef")
     assert second.payload_name(name, SEGMENT, 254) == payload_name(name, SEGMENT, 254)
+    for salt in ("", "a", "tenant-\u00e9\U0001f600", "\udc80", "x" * 10_000):
+        assert second.salt_id(salt) == salt_id(salt)
+        assert len(salt_id(salt)) == (16 if salt else 0)
 
 
 @pytest.mark.parametrize("salt", ["", "pepper"])
@@ -155,10 +180,7 @@ def test_block_hashes(salt: str) -> None:
 
 def test_digest_of_weights(tmp_path: Path) -> None:
     data = second.write_segment(
-        [
-            second.Tensor(second.item_key(str(i)), "U8", (i,), bytes(range(i)))
-            for i in (0, 3, 63, 64, 65, 200)
-        ],
+        [second.Tensor(item(str(i)), "U8", (i,), bytes(range(i))) for i in (0, 3, 63, 64, 65, 200)],
         namespace=canonical_json(ec()),
         segment=SEGMENT,
         created_s=1,

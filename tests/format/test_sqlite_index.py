@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from kvstore.keys import SegmentId, canonical_json, digests
+from kvstore.index.sessions import Allowance, Hint
+from kvstore.keys import SaltId, SegmentId, SessionId, canonical_json, digests
 from schemas.records import CODECS, Codec
 from tests.format import second
-from tests.format.test_redis_index import packed, put_and_read, segment_of
+from tests.format.test_redis_index import HERS, HIS, packed, put_and_read, segment_of
 from tests.format.world import NOW_S, SHAPES, content, ec, kv, path, world
 
 
@@ -73,13 +75,14 @@ def test_what_the_second_commits_kvstore_serves(tmp_path: Path) -> None:
 
 def test_a_commit_of_theirs_is_row_by_row_one_of_ours(tmp_path: Path) -> None:
     """But for the clock's columns: what the document lists is all that kvstore writes."""
-    for namespace in (kv("lz4"), ec()):
+    for namespace, salt in ((kv("lz4"), b""), (ec(), b""), (kv("lz4"), HERS), (ec(), HERS)):
         found = []
         for who in ("ours", "theirs"):
-            root = tmp_path / namespace.kind / who
+            root = tmp_path / f"{namespace.kind}{len(salt)}" / who
             with world(root, f"sqlite://{root}/index.sqlite", namespace) as ours:
                 header = put_and_read(
-                    root, *segment_of(namespace, path("e", 3), segment=bytes(range(8)), cost_us=99_968)
+                    root,
+                    *segment_of(namespace, path("e", 3), segment=bytes(range(8)), cost_us=99_968, salt=salt),
                 )
                 store = second.SqliteStore(root / "index.sqlite")
                 if who == "theirs":
@@ -91,12 +94,72 @@ def test_a_commit_of_theirs_is_row_by_row_one_of_ours(tmp_path: Path) -> None:
         assert found[0]["segments"] and found[0]["events"]
 
 
+def test_what_a_salt_has_stored_both_say_alike(tmp_path: Path) -> None:
+    namespace = kv("lz4", shards=2)
+    with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", namespace) as ours:
+        name = ours.space.id
+        theirs = second.SqliteStore(tmp_path / "index.sqlite")
+        hers = {ours.save(path(f"a{i}", 2), ranks=2, salt=SaltId(HERS)) for i in range(3)}
+        his = ours.save(path("b", 2), ranks=2, salt=SaltId(HIS))
+        ours.save(path("c", 2), ranks=2)
+        header = put_and_read(tmp_path, *segment_of(namespace, path("d", 3), salt=HERS))
+        assert theirs.commit(name, header)
+        hers.add(bytes.fromhex(header.meta["segment"]))
+        assert set(theirs.of_salt(name, HERS)) == hers
+        assert {one.segment for one in ours.index.of_salt(name, SaltId(HERS))} == hers
+        assert theirs.records(name)[his].salt == HIS
+        held = {salt: sum(theirs.of_salt(name, salt).values()) for salt in (HERS, HIS)}
+        assert ours.index.holdings(name, 0) == held
+        assert ours.faults() == []
+
+
+def test_what_was_erased_the_second_does_not_commit(tmp_path: Path) -> None:
+    namespace = kv("lz4")
+    with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", namespace) as ours:
+        name = ours.space.id
+        theirs = second.SqliteStore(tmp_path / "index.sqlite")
+        until = int(ours.index.forbid(name, SaltId(HERS)))
+        assert theirs.forbidden_until(name, HERS) == until and theirs.forbidden_until(name, HIS) == -1
+        for at, committed in ((NOW_S, False), (until, False), (until + 1, True)):
+            header = put_and_read(tmp_path, *segment_of(namespace, path(str(at), 1), salt=HERS, created_s=at))
+            assert theirs.commit(name, header) == committed
+        assert theirs.commit(name, put_and_read(tmp_path, *segment_of(namespace, path("b", 1), salt=HIS)))
+        ours.index.forbid(name, SaltId(b""))
+        for salt in (b"", HERS, HIS):
+            header = put_and_read(tmp_path, *segment_of(namespace, path("x", 1), salt=salt))
+            assert not theirs.commit(name, header)
+
+
+def test_what_was_told_of_sessions_is_read(tmp_path: Path) -> None:
+    chat, other = SessionId(second.session_id(b"", "chat")), SessionId(second.session_id(HERS, "chat"))
+    with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", kv("lz4")) as ours:
+        name, minute = ours.space.id, int(time.time() // 60)
+        theirs = second.SqliteStore(tmp_path / "index.sqlite")
+        segments = [SegmentId(ours.save(path(str(number), 2), session=chat)) for number in range(3)]
+        ours.index.session(name, other, segments[:1], minute * 60.0, Hint(priority="low"))
+        until, allowance = (minute + 30) * 60 + 7, Allowance(1 << 40, 1 << 40)
+        hint = Hint(retain_until_s=float(until))
+        ours.index.session(name, chat, segments[:2], minute * 60.0, hint, allowance=allowance)
+        assert theirs.kept(name) == dict.fromkeys(segments, (until, minute))
+        assert theirs.sessions(name) == {
+            chat: (minute, False, 1, until, segments[1:]),
+            other: (minute, False, 0, 0, []),
+        }
+        ours.index.session(name, chat, [], minute * 60.0, Hint(end=True))
+        assert theirs.kept(name) == {segments[0]: (until, minute)}
+        assert theirs.sessions(name)[chat] == (minute, True, 1, 0, segments[1:])
+        # One that the second one commits, knowing of no session, is nobody's.
+        header = put_and_read(tmp_path, *segment_of(kv("lz4"), path("theirs", 2)))
+        assert theirs.commit(name, header)
+        assert ours.index.owners(name, [SegmentId(bytes.fromhex(header.meta["segment"]))]) == [b""]
+
+
 def commit(index: object, header: second.Header) -> None:
     """By kvstore's own code, from the header."""
-    from kvstore.admin.records import digests_of, record_of
-    from kvstore.codec import parse_header
-    from kvstore.index.sqlite import SqliteIndex
+    from kvstore.format.segment import parse_header
+    from kvstore.index.sqlite.index import SqliteIndex
     from kvstore.keys import NamespaceId
+    from kvstore.verify.headers import digests_of, record_of
 
     assert isinstance(index, SqliteIndex)
     root = Path(str(index._database.where)).parent

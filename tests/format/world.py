@@ -11,18 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.admin.cache import Cache
-from kvstore.admin.checking import Depth
-from kvstore.admin.fsck import fsck
+from kvstore.admin.backends import Cache
+from kvstore.admin.repair.check import Depth
+from kvstore.admin.repair.fsck import fsck
 from kvstore.build import load_settings, open_index, open_store
-from kvstore.codec import Slot
-from kvstore.index.redis import RedisIndex
-from kvstore.index.sqlite import SqliteIndex
-from kvstore.keys import block_key, digests, item_key, new_segment_id
-from kvstore.store import Space
+from kvstore.format.segment import Slot
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sqlite.index import SqliteIndex
+from kvstore.keys import NO_SALT, NO_SESSION, SaltId, SessionId, block_key, digests, new_segment_id
+from kvstore.store.space import Space
+from kvstore.store.store import Store
 from schemas.namespace import DTYPE_BYTES, GroupSpec, Namespace, Parallel
 from schemas.records import Codec
-from schemas.settings import Settings
+from tests.store.world import item
 
 NOW_S = 1_763_000_000
 SHAPES: dict[str, tuple[int, ...]] = {"BF16": (2, 2, 16, 32), "F16": (2, 2, 16, 32), "F32": (2, 2, 16, 16)}
@@ -70,12 +71,20 @@ class World:
     """One namespace in a folder, with its index in Redis or SQLite."""
 
     root: Path
-    settings: Settings
+    store: Store
     space: Space
     index: RedisIndex | SqliteIndex
 
     def save(
-        self, hashes: Sequence[bytes], *, group: int = 0, depth: int = 0, cost_us: float = 0, ranks: int = 1
+        self,
+        hashes: Sequence[bytes],
+        *,
+        group: int = 0,
+        depth: int = 0,
+        cost_us: float = 0,
+        ranks: int = 1,
+        salt: SaltId = NO_SALT,
+        session: SessionId = NO_SESSION,
     ) -> bytes:
         """Save blocks of a chain as one segment, all ranks of it; returns its id."""
         dtype = self.space.namespace.groups[group].dtype
@@ -91,13 +100,21 @@ class World:
                 for one in hashes
             ]
             self.space.save(
-                slots, depth=depth, segment=segment, created_s=NOW_S, rank=rank, ranks=ranks, cost_us=cost_us
+                slots,
+                depth=depth,
+                segment=segment,
+                created_s=NOW_S,
+                rank=rank,
+                ranks=ranks,
+                cost_us=cost_us,
+                salt=salt,
+                session=session,
             )
         return segment
 
     def save_item(self, identifier: str, *, shape: tuple[int, int] = (7, 16), cost_us: float = 0) -> bytes:
         """One item."""
-        segment, key = new_segment_id(), item_key(identifier)
+        segment, key = new_segment_id(), item(identifier)
         data = memoryview(content(key, 0, "F32", shape))
         self.space.save([Slot(key, data, "F32", shape)], segment=segment, created_s=NOW_S, cost_us=cost_us)
         return segment
@@ -116,7 +133,7 @@ class World:
 
     def faults(self) -> list[str]:
         """What fsck finds, every byte read."""
-        with Cache(self.settings) as cache:
+        with Cache(self.store.settings) as cache:
             report = fsck(cache, depth=Depth(percent=100.0, settled_s=0.0))
         assert report.ended == "complete", report.problem
         return [f"{one.kind}: {one.detail}" for one in report.faults]
@@ -130,4 +147,4 @@ def world(root: Path, index: str, namespace: Namespace) -> Iterator[World]:
     with store, open_index(store.settings) as leaf:
         space = store.open(namespace, block_bytes=1 << 14)
         space.register()
-        yield World(root, store.settings, space, leaf)
+        yield World(root, store, space, leaf)

@@ -60,6 +60,15 @@ def match_buckets(slow: int, quick: int) -> list[dict[str, str]]:
     return [*made, engine("kv_match_seconds_count", f"0+{slow + quick}x60")]
 
 
+def regret_buckets(much: int, none: int) -> list[dict[str, str]]:
+    """Requests per minute that take three times as long as computing, and that take a percent longer."""
+    made = []
+    for le in ("0.01", "0.5", "1.0", "2.0", "+Inf"):
+        rate = none + (much if le in ("2.0", "+Inf") else 0)
+        made.append(engine("kv_regret_ratio_bucket", f"0+{rate}x90", le=le))
+    return [*made, engine("kv_regret_ratio_count", f"0+{much + none}x90")]
+
+
 def saves(outcomes: dict[str, int], connector: str = "kv") -> list[dict[str, str]]:
     return [engine(f"{connector}_saves_total", f"0+{n}x120", outcome=name) for name, n in outcomes.items()]
 
@@ -589,6 +598,27 @@ CASES = [
         ],
         30,
     ),
+    Case(
+        "KVStoreWrongBlocks",
+        "one segment",
+        [engine("kv_audits_total", "0x20 1x60", outcome="wrong")],
+        30,
+        [M],
+    ),
+    Case(
+        "KVStoreWrongBlocks",
+        "all alike, or not read",
+        [
+            engine("kv_audits_total", "0x60", outcome="wrong"),
+            engine("kv_audits_total", "0+9x60", outcome="alike"),
+            engine("kv_audits_total", "0+1x60", outcome="unread"),
+        ],
+        30,
+    ),
+    Case("KVStoreRegret", "one in twenty", regret_buckets(much=5, none=95), 70, [M]),
+    Case("KVStoreRegret", "one in a thousand", regret_buckets(much=1, none=999), 70),
+    Case("KVStoreRegret", "all, a little", regret_buckets(much=0, none=100), 70),
+    Case("KVStoreRegret", "of hardly any", regret_buckets(much=1, none=0), 70),
     Case("KVStoreMatchSlow", "one in twenty", match_buckets(slow=5, quick=95), 40, [M]),
     Case("KVStoreMatchSlow", "one in a thousand", match_buckets(slow=1, quick=999), 40),
     Case("KVStoreMatchSlow", "of hardly any", match_buckets(slow=1, quick=0), 40),

@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import tempfile
@@ -98,6 +99,13 @@ def render(
     assert done.returncode == 0, done.stderr
     manifests: list[Manifest] = pickle.loads(_parsed(done.stdout))
     return manifests
+
+
+def sources(values: Values = None) -> set[str]:
+    """Returns the templates that have something to say to these values, by their paths in the chart."""
+    done = _rendered(_text(values), str(CHART), "cache", "inference", KUBE_VERSION, ())
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"(?m)^# Source: \w+/(\S+)$", done.stdout))
 
 
 def fails(values: Values) -> str:

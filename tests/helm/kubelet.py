@@ -18,6 +18,7 @@ from typing import Any
 from tests.helm.network import Network
 from tests.helm.sandbox import NotStarted, Sandbox, Spec, Surroundings, check
 from tests.helm.volumes import Objects, Volumes
+from tests.waiting import PATIENCE_S
 
 _LOOK_S = 0.02
 _RETRY_S = 0.5
@@ -325,7 +326,7 @@ class Pod:
         assert not self._thread.is_alive(), f"{self.name} does not end"
         return time.monotonic() - began
 
-    def wait(self, what: Callable[[Pod], Any], timeout_s: float = 30.0) -> float:
+    def wait(self, what: Callable[[Pod], Any], timeout_s: float = PATIENCE_S) -> float:
         """Seconds from its creation until something is so; AssertionError with all that is known of it."""
         until = time.monotonic() + timeout_s
         while not what(self):
@@ -335,10 +336,10 @@ class Pod:
             time.sleep(_LOOK_S)
         return time.monotonic() - self.created
 
-    def until_ready(self, timeout_s: float = 60.0) -> float:
+    def until_ready(self, timeout_s: float = PATIENCE_S) -> float:
         return self.wait(lambda pod: pod.ready, timeout_s)
 
-    def until_ended(self, timeout_s: float = 60.0) -> int:
+    def until_ended(self, timeout_s: float = PATIENCE_S) -> int:
         """Exit code of its container, for one that runs to an end."""
         self.wait(lambda pod: pod.phase in ("Succeeded", "Failed"), timeout_s)
         return self.containers[0].exits[-1] if self.containers[0].exits else -1

@@ -19,7 +19,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.servers import end_process, spawn_tied
+from tests.servers.redis import end_process, spawn_tied
+from tests.waiting import PATIENCE_S
 
 #: Who answers for a Service at this moment: host and port of each pod.
 Endpoints = Callable[[], Sequence[tuple[str, int]]]
@@ -68,7 +69,7 @@ class Network:
         """The process that holds a fresh network namespace with this address; it ends with this thread."""
         log = self._folder / "network.log"
         holder = spawn_tied(["unshare", "--net", "sleep", "infinity"], log)
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE_S
         while _network_of(holder.pid) in (None, _network_of(os.getpid())):
             if holder.poll() is not None or time.monotonic() > until:
                 raise OSError(f"no network namespace: {log.read_text()}")
@@ -121,7 +122,7 @@ class Network:
         """Ends every connection through a Service, and takes the bridge away."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         self._loop.close()
         _ip(f"link del {self.bridge}", check=False)
 
@@ -179,7 +180,11 @@ def _ip(*commands: str, within: int | None = None, check: bool = True) -> bool:
     """Whether `ip` did all of it, in the network namespace of a process if one is named."""
     enter = [] if within is None else ["nsenter", f"--net=/proc/{within}/ns/net"]
     done = subprocess.run(
-        [*enter, "ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True, timeout=20
+        [*enter, "ip", "-batch", "-"],
+        input="\n".join(commands),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     if check and done.returncode:
         raise OSError(f"ip: {done.stderr.strip()}")

@@ -21,10 +21,11 @@ from typing import Any, Self
 import pytest
 import yaml
 
-from tests.servers import end_process, spawn_tied
+from tests.servers.redis import end_process, spawn_tied
+from tests.waiting import PATIENCE_S
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = PATIENCE_S
 
 
 def binary(name: str) -> str:
@@ -136,7 +137,7 @@ class Prometheus:
         return answer["data"]
 
     def _get(self, path: str) -> str:
-        with _OPENER.open(self.url + path, timeout=10) as answer:
+        with _OPENER.open(self.url + path, timeout=PATIENCE_S) as answer:
             return str(answer.read().decode())
 
 

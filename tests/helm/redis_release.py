@@ -14,11 +14,12 @@ import redis
 import yaml
 from pydantic import SecretStr
 
-from kvstore.index.redis import RedisIndex
+from kvstore.index.redis.index import RedisIndex
 from schemas.settings import JournalSettings, RedisSettings, Settings
 from tests.helm.chart import Manifest, pick, render
 from tests.helm.kubelet import Pod
 from tests.helm.running import Cluster
+from tests.waiting import PATIENCE_S
 
 NAME = "cache-kvstore-redis"
 _TESTER = "tester"
@@ -52,7 +53,7 @@ class RedisRelease:
     def __enter__(self) -> Self:
         try:
             self.cluster.start(NAME)
-            self.pod.until_ready(20)
+            self.pod.until_ready()
         except BaseException:
             self.cluster.close()
             raise
@@ -74,7 +75,7 @@ class RedisRelease:
 
     def execute(self, *command: str) -> CompletedProcess[str]:
         """`kubectl exec`."""
-        return self.pod.container.sandbox.execute(command, 20)
+        return self.pod.container.sandbox.execute(command, PATIENCE_S)
 
     def kill(self) -> None:
         """`kill -9`; returns once the kubelet has it running and ready again."""
@@ -125,6 +126,7 @@ class RedisRelease:
         *,
         journal: JournalSettings | None = None,
         cost_aware: bool = True,
+        by: str = "",
     ) -> RedisIndex:
         """As the chart's pods open it, or as that user."""
         settings = self.settings()
@@ -133,6 +135,7 @@ class RedisRelease:
             user or settings.redis,
             journal=journal or settings.journal,
             cost_aware=cost_aware,
+            by=by,
         )
 
     @contextmanager

@@ -13,13 +13,14 @@ from typing import Any, Self
 import yaml
 
 from kvstore.build import open_store
-from kvstore.codec import Slot
+from kvstore.format.segment import Slot
 from kvstore.keys import new_segment_id
 from schemas.namespace import Namespace
 from tests.helm.chart import pick, render
 from tests.helm.kubelet import Pod
 from tests.helm.running import Cluster, fetch, secret
-from tests.s3_servers import S3Server
+from tests.servers.s3.servers import S3Server
+from tests.waiting import PATIENCE_S
 
 NAMESPACE = "inference"
 #: The Secret that the administrator makes.
@@ -73,7 +74,7 @@ class Release:
     ) -> None:
         self.cluster.close()
 
-    def start(self, timeout_s: float = 60.0) -> float:
+    def start(self, timeout_s: float = PATIENCE_S) -> float:
         """Seconds until all of its pods were ready."""
         self.cluster.start()
         return self.cluster.until_ready(timeout_s)

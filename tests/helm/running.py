@@ -31,6 +31,7 @@ from typing import Any, Self
 from tests.helm.kubelet import Container, Node, Pod
 from tests.helm.network import Network
 from tests.helm.sandbox import Spec, Unsupported
+from tests.waiting import PATIENCE_S
 
 _PROGRAMS = ("bwrap", "ip", "nsenter", "setpriv", "unshare")
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -136,7 +137,7 @@ class Cluster:
         """The pods of a workload that are not deleted, the oldest first."""
         return [pod for pod in self.pods if pod.owner == name and not pod.ending.is_set()]
 
-    def until_ready(self, timeout_s: float = 60.0) -> float:
+    def until_ready(self, timeout_s: float = PATIENCE_S) -> float:
         """Seconds until the last of the pods that there are was ready, from the creation of the first."""
         alive = [pod for pod in self.pods if not pod.ending.is_set()]
         for pod in alive:
@@ -167,7 +168,7 @@ class Cluster:
         """One more pod of a Deployment, as a rollout makes it."""
         return self._replica(self._objects["Deployment", name])
 
-    def rollout(self, name: str, timeout_s: float = 60.0) -> list[float]:
+    def rollout(self, name: str, timeout_s: float = PATIENCE_S) -> list[float]:
         """As `kubectl rollout restart deployment`: seconds that each old pod took to end."""
         manifest = self._objects["Deployment", name]
         strategy = manifest["spec"].get("strategy", {})
@@ -327,7 +328,7 @@ def fetch(url: str, **headers: str) -> tuple[int, str]:
     """Status and body of a GET."""
     request = urllib.request.Request(url, headers=headers)
     try:
-        with _OPENER.open(request, timeout=10) as answer:
+        with _OPENER.open(request, timeout=PATIENCE_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as exc:
         with exc:

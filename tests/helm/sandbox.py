@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.servers import find_redis_server
+from tests.servers.redis import find_redis_server
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 Spec = Mapping[str, Any]
@@ -239,7 +240,7 @@ class Sandbox:
 
     def _inner_pid(self) -> int:
         """This machine's number of the container's process 1, once it is the program; 0 if it has ended."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE_S
         while self._process.poll() is None and time.monotonic() < until:
             with contextlib.suppress(OSError, IndexError):
                 pid = _children(_children(self._process.pid)[0])[0]

@@ -22,7 +22,7 @@ from kvstore.build import load_settings
 from kvstore.cli.app import app
 from schemas.settings import Settings
 from tests.helm import golden
-from tests.helm.chart import CHART, ROOT, Manifest, pick, render, run
+from tests.helm.chart import CHART, ROOT, Manifest, fails, pick, render, run, sources
 from tests.helm.pods import containers, pod_templates, violations
 
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
@@ -72,6 +72,13 @@ def _judged(manifest: str, kube: str) -> str:
 def test_golden(name: str) -> None:
     kept = golden.FOLDER / f"{name}.yaml"
     assert golden.text(name) == kept.read_text(), "python -m tests.helm.golden, and read the diff"
+
+
+def test_every_template_has_a_golden_file() -> None:
+    templates = {path for path in (CHART / "templates").rglob("*.yaml") if "kind: " in path.read_text()}
+    assert len(templates) > 15
+    kept = set().union(*(sources(values) for values in golden.CASES.values()))
+    assert kept == {str(path.relative_to(CHART)) for path in templates}
 
 
 def test_versions_are_one() -> None:
@@ -218,8 +225,8 @@ def test_the_store_accepts_the_settings(values: Path, tmp_path: Path) -> None:
     engine = _accepted(manifests, "cache-kvstore-vllm", tmp_path)
     node_cache = yaml.safe_load(values.read_text())["payloads"].get("nodeCache", {})
     assert (engine.tiers is not None) == node_cache.get("enabled", False)
-    assert (engine.origin, engine.index, engine.capacity_bytes, engine.redis, engine.s3) == (
-        janitor.origin, janitor.index, janitor.capacity_bytes, janitor.redis, janitor.s3,
+    assert (engine.origin, engine.index, engine.capacity_bytes, engine.redis, engine.s3, engine.signing) == (
+        janitor.origin, janitor.index, janitor.capacity_bytes, janitor.redis, janitor.s3, janitor.signing,
     )  # fmt: skip
 
 
@@ -235,7 +242,7 @@ def _accepted(manifests: list[Manifest], name: str, folder: Path) -> Settings:
 
 @each_file
 def test_files_that_the_settings_name_are_mounted(values: Path) -> None:
-    """Certificates: with the file's name, in every container that reads the settings."""
+    """Certificates by their names, and the folder of keys, in every container that reads the settings."""
     manifests = render(values)
     settings = yaml.safe_load(pick(manifests, "ConfigMap", "cache-kvstore")["data"]["settings.yaml"])
     named = {text for text in _strings(settings) if text.startswith("/etc/")}
@@ -254,6 +261,8 @@ def _files(spec: dict[str, Any], container: dict[str, Any]) -> Iterator[str]:
         volume = volumes[mount["name"]]
         for source in [volume, *volume.get("projected", {}).get("sources", [])]:
             for kind in ("secret", "configMap"):
+                if kind in source and "items" not in source[kind]:
+                    yield mount["mountPath"]
                 for item in source.get(kind, {}).get("items", []):
                     yield f"{mount['mountPath']}/{item['path']}"
 
@@ -463,7 +472,17 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
+def _followed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema itself, or what it refers to: a draft 7 validator looks at nothing beside a `$ref`."""
+    if "$ref" not in schema:
+        return schema
+    *way, name = schema["$ref"].split("/")
+    assert way == ["#", "definitions"]
+    return dict(SCHEMA["definitions"][name])
+
+
 def _groups(schema: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    schema = _followed(schema)
     if schema.get("additionalProperties") is False:
         yield path
     for name, inner in schema.get("properties", {}).items():
@@ -510,7 +529,7 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 def _schema_at(path: tuple[str, ...]) -> dict[str, Any]:
     node = SCHEMA
     for part in path:
-        node = node["properties"][part]
+        node = _followed(node["properties"][part])
     return dict(node)
 
 
@@ -518,13 +537,16 @@ def test_every_value_is_read() -> None:
     files = [*(CHART / "templates").rglob("*"), CHART / "files" / "alerts.yaml"]
     texts = "\n".join(path.read_text() for path in files if path.is_file())
     for path, _ in _leaves(DEFAULTS):
+        # Settings are handed on as they are.
+        if ".".join(path).startswith(tuple(f"{one}." for one in SETTINGS)):
+            continue
         assert re.search(rf"(?:[.@\"]|: ){path[-1]}\b", texts), f"no template reads {'.'.join(path)}"
 
 
 def test_settings_are_those_of_the_store() -> None:
     """Helm refuses a misspelt setting, and takes what the store takes."""
-    check = jsonschema.Draft7Validator(SCHEMA["properties"]["settings"])
-    good = {"kv": {"staging_bytes": "2GiB", "handoff": None}, "grace_s": 300, "segment": {"codec": "lz4"}}
+    check = jsonschema.Draft7Validator(SCHEMA["definitions"]["settings"])
+    good = {"kv": {"staging_bytes": "2GiB", "handoff": True}, "grace_s": 300, "segment": {"codec": "lz4"}}
     assert check.is_valid(good)
     assert Settings.model_validate({"payloads": "file:///x", **good})
     for bad in (
@@ -536,6 +558,22 @@ def test_settings_are_those_of_the_store() -> None:
         assert not check.is_valid(bad)
         with pytest.raises(ValueError):
             Settings.model_validate({"payloads": "file:///x", **bad})
+
+
+SETTINGS = ["settings", *(f"vllm.settings.{kind}" for kind in ("prefill", "decode", "encoder", "tier"))]
+
+
+def test_settings_are_written_down_once() -> None:
+    """Wherever values hold settings, helm checks them by the same tree, and says where a mistake is."""
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    for path in SETTINGS:
+        values: dict[str, Any] = {"kv": {"staging": 1}, "segment": {"codec": "zip"}}
+        for part in reversed(path.split(".")):
+            values = {part: values}
+        said = fails({"payloads": {"s3": {"bucket": "my-bucket"}}} | values)
+        assert f"{path}.kv: Additional property staging is not allowed" in said
+        assert f"{path}.segment.codec must be one of the following" in said
+    assert json.dumps(SCHEMA).count('"planes-lz4"') == 1
 
 
 # As people install it.

@@ -57,6 +57,19 @@ def test_schema_lines_win() -> None:
         assert not check.is_valid({"a": "x", "c": {}, "d": []} | wrong), wrong
 
 
+def test_settings_are_defined_where_there_are_any() -> None:
+    found = schema(
+        '# -- A\n# @schema {"settings": true}\na: {}\n'
+        '# -- G\ng:\n  # -- B\n  # @schema {"settings": true}\n  b: {}\n'
+    )
+    assert list(found["definitions"]) == ["settings"] and "definitions" not in schema("# -- A\na: 1\n")
+    check = jsonschema.Draft7Validator(found)
+    good, bad = {"grace_s": 300}, {"grace": 300}
+    assert check.is_valid({"a": good, "g": {"b": good}})
+    assert not check.is_valid({"a": bad, "g": {"b": good}})
+    assert not check.is_valid({"a": good, "g": {"b": bad}})
+
+
 def test_table() -> None:
     values, _ = chart.read('# -- A | b <c>\na: "x|y"\n# -- About g\ng:\n  # -- Inner\n  h: 1\n')
     assert chart.table(values) == (

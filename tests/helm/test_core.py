@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kvstore.admin.serve.door import Guests
+from kvstore.admin.serve.listener import Listener, sentence
 from kvstore.cli.exits import ExitCode
 from tests.helm.chart import Manifest, pick, render
 from tests.helm.pods import containers, pod_templates
+from tests.servers.papers import Papers
+from tests.waiting import PATIENCE_S
 
 BUCKET: dict[str, Any] = {"payloads": {"s3": {"bucket": "my-bucket"}}}
 
@@ -374,7 +381,53 @@ def test_image(image: dict[str, str], name: str) -> None:
 
 def test_ipv6() -> None:
     (container,) = pod(given(janitor__listen="[::]"))["containers"]
-    assert container["args"] == ["serve", "--listen", "[::]:9464"]
+    assert container["args"][:3] == ["serve", "--listen", "[::]:9464"]
+
+
+def option(container: dict[str, Any], name: str) -> list[str]:
+    """What is given for an option, each time."""
+    words = container["args"]
+    return [words[at + 1] for at, word in enumerate(words) if word == name]
+
+
+def test_janitors_are_asked_for_by_their_services_names_and_those_of_an_ingress() -> None:
+    service = ["cache-kvstore", "cache-kvstore.inference", "cache-kvstore.inference.svc"]
+    service.append("cache-kvstore.inference.svc.cluster.local")
+    (container,) = pod(given())["containers"]
+    assert option(container, "--host") == service
+    (container,) = pod(given(janitor__hosts=["cache.example"]))["containers"]
+    assert option(container, "--host") == [*service, "cache.example"]
+    assert not {"--tls", "--client-ca", "--password-file"} & set(container["args"])
+
+
+def test_secrets_of_who_may_ask_are_mounted_where_the_options_say() -> None:
+    tls = {"existingSecret": "own", "clientCASecret": "clients", "clientCAKey": "all.crt"}
+    values = given(janitor={"tls": tls, "password": {"existingSecret": "word", "key": "prometheus"}})
+    spec = pod(values)
+    (container,) = spec["containers"]
+    folders = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+    mounted = {
+        f"{folders[one['name']]}/{item['path']}": (one["secret"]["secretName"], item["key"])
+        for one in spec["volumes"]
+        if one["name"].startswith("serve-")
+        for item in one["secret"]["items"]
+    }
+    # As folders: what is mounted by subPath is never renewed.
+    assert not [one for one in container["volumeMounts"] if one["name"] in folders and "subPath" in one][1:]
+    [folder], [authority] = option(container, "--tls"), option(container, "--client-ca")
+    [password] = option(container, "--password-file")
+    assert mounted == {
+        f"{folder}/tls.crt": ("own", "tls.crt"),
+        f"{folder}/tls.key": ("own", "tls.key"),
+        authority: ("clients", "all.crt"),
+        password: ("word", "prometheus"),
+    }
+    for probe in ("startup", "liveness", "readiness"):
+        assert container[f"{probe}Probe"]["httpGet"]["scheme"] == "HTTPS"
+    # The smoke test has no password, nor have the cron jobs.
+    smoke = pick(render(values), "Pod")
+    assert smoke["spec"]["containers"][0]["args"][1] == "https://cache-kvstore:9464"
+    assert not [one for one in smoke["spec"]["volumes"] if one["name"].startswith("serve-")]
 
 
 def test_openshift_takes_the_users_away() -> None:
@@ -458,10 +511,10 @@ def job(values: dict[str, Any], verb: str, kube: str = "1.34.0") -> dict[str, An
     ("verb", "values", "arguments"),
     [
         ("fsck", {}, ["fsck", "--json", "--jobs", "8"]),
-        ("fsck", {"repair": True, "jobs": 2}, ["fsck", "--json", "--jobs", "2", "--repair"]),
+        ("fsck", {"repair": True, "jobs": 2}, ["fsck", "--json", "--jobs", "2", "--apply"]),
         ("fsck", {"readDataPercent": 5}, ["fsck", "--json", "--jobs", "8", "--read-data", "5%"]),
         ("fsck", {"quick": True}, ["fsck", "--json", "--jobs", "8", "--quick"]),
-        ("gc", {}, ["gc", "--json", "--older-than", "24h", "--delete"]),
+        ("gc", {}, ["gc", "--json", "--older-than", "24h", "--apply"]),
         ("gc", {"delete": False, "olderThan": "7d"}, ["gc", "--json", "--older-than", "7d"]),
     ],
 )
@@ -549,3 +602,29 @@ def test_the_smoke_test_asks_no_proxy() -> None:
         )  # fmt: skip
         server.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_smoke_test_needs_no_password(tmp_path: Path) -> None:
+    """Against a real server with TLS of its own: ready is all that it may be told."""
+    papers = Papers(tmp_path / "papers")
+    papers.server()
+    tls = tmp_path / "tls"
+    tls.mkdir()
+    for end in ("crt", "key"):
+        shutil.copy(papers[f"server.{end}"], tls / f"tls.{end}")
+    (password := tmp_path / "password").write_text("correct horse battery staple")
+    arguments = pick(render(given(janitor__tls__existingSecret="own")), "Pod")["spec"]["containers"][0][
+        "args"
+    ]
+    readiness = {"ok": sentence("ok")}
+    probes = {"/readyz": lambda _: readiness["ok"]}
+    metrics = {"/metrics": lambda _: sentence("a secret")}
+    with closing(Listener("127.0.0.1", 0, metrics, probes, Guests(tls=tls, password=password))) as server:
+        for answer, code in ((sentence("ok"), 0), (sentence("no answer from the bucket", 503), 1)):
+            readiness["ok"] = answer
+            done = subprocess.run(
+                [sys.executable, "-c", arguments[0].replace("+ 120", "+ 0"), server.url],
+                capture_output=True, text=True, timeout=PATIENCE_S,
+            )  # fmt: skip
+            assert done.returncode == code, done.stdout + done.stderr
+            assert "secret" not in done.stdout and "bucket" not in done.stdout

@@ -32,6 +32,27 @@ def cache(**more: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (given(enabled=False), "enabled is false, which says something only to a larger chart"),
     (given(fullnameOverride="1234"), "fullnameOverride is called 1234, and Services with it"),
+    # Who may ask the janitors.
+    (
+        given(janitor__tls__clientCASecret="clients"),
+        "janitor.tls.clientCASecret is set, and janitor.tls.existingSecret is not",
+    ),
+    (
+        given(
+            janitor__tls={"existingSecret": "own", "clientCASecret": "clients"},
+            monitoring__podMonitor__enabled=True,
+        ),
+        "monitoring.podMonitor is enabled, janitor.tls.clientCASecret is set, and there is no",
+    ),
+    (
+        given(monitoring__serviceMonitor__tlsConfig={"insecureSkipVerify": True}),
+        "monitoring.serviceMonitor.tlsConfig is set, and janitor.tls.existingSecret is not",
+    ),
+    # Keys.
+    (given(signing={"existingSecret": "keys"}), "signing.existingSecret (a Secret of keys) and signing.key"),
+    (given(signing={"key": "a"}), "signing.existingSecret (a Secret of keys) and signing.key"),
+    (given(signing={"encrypt": True}), "signing.encrypt needs keys"),
+    (given(settings={"signing": {"key": "a"}}), "settings.signing is set by values of its own: use signing"),
     # The bucket.
     ({}, "payloads.s3.bucket is empty: name the bucket"),
     (
@@ -155,7 +176,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         given(settings={"grace_s": 39}),
         "settings.kv.match_ttl_s (10) and settings.kv.load_deadline_s (30) add up",
     ),
-    (given(settings={"eviction": {"low": 0.96}}), "settings.eviction.low (0.96) is larger than"),
     (given(settings={"breaker": {"backoff_s": 11}}), "settings.breaker.backoff_s (11) is larger than"),
     # The janitors.
     (
@@ -282,6 +302,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         given(janitor__replicas=1, janitor__podDisruptionBudget__maxUnavailable=0),
         given(janitor__replicas=3, janitor__podDisruptionBudget__minAvailable="99%"),
         given(gc__olderThan="10m", gc__schedule="@weekly"),
+        given(gc__olderThan="1w"),
         given(extraEnv=[{"name": "A_TOKEN", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]),
         given(extraEnv=[{"name": "KVSTORE_JANITOR__SCRUB_PERCENT", "value": "5"}]),
         given(podSecurityContext={"runAsNonRoot": False, "runAsUser": 0}),
@@ -290,7 +311,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         FOLDER,
         ONE_NODE,
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_not_refused(values: dict[str, Any]) -> None:
     assert render(values)
@@ -302,6 +323,10 @@ def test_not_refused(values: dict[str, Any]) -> None:
         ({"paylods": {}}, "Additional property paylods is not allowed"),
         ({"janitor": {"replica": 1}}, "janitor: Additional property replica is not allowed"),
         (given(settings={"kv": {"save": True}}), "settings.kv: Additional property save is not allowed"),
+        (
+            given(settings={"eviction": {"high": 0.95}}),
+            "settings.eviction: Additional property high is not allowed",
+        ),
         (given(settings={"grace_s": "soon"}), "settings.grace_s: Invalid type"),
         (given(janitor__replicas="two"), "janitor.replicas: Invalid type. Expected: integer"),
         (given(payloads__type="nfs"), "payloads.type: payloads.type must be one of"),

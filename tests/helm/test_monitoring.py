@@ -100,6 +100,30 @@ def test_janitors_are_scraped_by_their_labels_and_port(kind: str, key: str) -> N
     assert "honorLabels" not in endpoint
 
 
+@pytest.mark.parametrize(
+    ("kind", "key"), [("ServiceMonitor", "serviceMonitor"), ("PodMonitor", "podMonitor")]
+)
+def test_prometheus_is_told_how_to_ask_where_not_everybody_may(kind: str, key: str) -> None:
+    def endpoint(janitor: dict[str, Any], **more: Any) -> dict[str, Any]:
+        spec = pick(render({**values(**{key: on(**more)}), "janitor": janitor}), kind)["spec"]
+        [found] = spec["endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"]
+        return dict(found)
+
+    tls, password = {"tls": {"existingSecret": "own"}}, {"password": {"existingSecret": "word"}}
+    found = endpoint({**tls, **password})
+    assert found["scheme"] == "https"
+    assert found["tlsConfig"] == {
+        "serverName": "cache-kvstore.inference.svc",
+        "ca": {"secret": {"name": "own", "key": "ca.crt"}},
+    }
+    assert found["authorization"] == {"credentials": {"name": "word", "key": "password"}}
+    # Prometheus' own certificate.
+    shown = {"cert": {"secret": {"name": "prometheus", "key": "tls.crt"}}}
+    found = endpoint({"tls": {"existingSecret": "own", "clientCASecret": "clients"}}, tlsConfig=shown)
+    assert (found["tlsConfig"], "authorization" in found) == (shown, False)
+    assert not {"scheme", "tlsConfig", "authorization"} & set(endpoint({}))
+
+
 def test_engines_are_those_that_use_the_store_and_are_not_the_charts() -> None:
     spec = monitor("PodMonitor", "cache-kvstore-vllm")["spec"]
     assert spec["selector"]["matchLabels"] == {"kvstore/client": "true"}
@@ -198,11 +222,12 @@ def test_every_alert_says_what_it_is_and_where_to_read_on() -> None:
     critical = {name for name, severity in NAMED.items() if severity == "critical"}
     assert critical == {
         "KVStoreIndexDown", "KVStorePayloadsDown", "KVStoreEnginesCutOff", "KVStoreRequestsFailed",
+        "KVStoreWrongBlocks",
     }  # fmt: skip
 
 
 #: They count what has happened within hours: a moment is enough.
-AT_ONCE = {"KVStoreDamagedPayloads", "KVStoreCorruptLoads"}
+AT_ONCE = {"KVStoreDamagedPayloads", "KVStoreCorruptLoads", "KVStoreWrongBlocks"}
 
 
 def test_alerts_can_be_left_out_and_their_thresholds_set() -> None:

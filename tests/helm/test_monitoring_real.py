@@ -20,16 +20,16 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from vllm.config import KVTransferConfig
 
-from connectors import tier_metrics
-from connectors.ec_stats import ECStorePromMetrics
-from connectors.kv_stats import KVStorePromMetrics
+from connectors.ec.metrics import ECStorePromMetrics
+from connectors.kv.metrics import KVStorePromMetrics
+from connectors.tier import metrics as tier_metrics
 from kvstore.build import load_settings, open_index
-from kvstore.index.redis import RedisIndex
+from kvstore.index.port import Outcome
+from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import NamespaceId
-from kvstore.metrics import MISS_REASONS, SAVE_OUTCOMES
-from kvstore.ports import Outcome
+from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES
 from tests.admin.conftest import Filled, fill
-from tests.admin.serve_process import ServeProcess
+from tests.admin.serve.process import ServeProcess
 from tests.helm.monitoring import (
     RELEASE,
     alerts,
@@ -41,7 +41,8 @@ from tests.helm.monitoring import (
     rules,
 )
 from tests.helm.prometheus import Prometheus, binary, grouped, job, metrics, selectors
-from tests.servers import RedisServer
+from tests.servers.redis import RedisServer
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.servers, pytest.mark.engine, pytest.mark.slow]
 
@@ -88,7 +89,10 @@ class Engine:
             "loaded_bytes": 1e6, "saves{stored}": 4, "saved_bytes": 1e6, "tier{hits_fast}": 3,
             "tier{hits_slow}": 1,
         }  # fmt: skip
-        seconds = {"match_seconds": [0.001, 0.002], "load_seconds": [0.05], "save_seconds": [0.2]}
+        seconds = {
+            "match_seconds": [0.001, 0.002], "load_seconds": [0.05], "save_seconds": [0.2],
+            "regret_seconds": [0.0], "regret_ratio": [0.0], "measured_regret_ratio": [0.01],
+        }  # fmt: skip
         gauges = {
             f"namespace{{{self._namespace}}}": 1, "queued_reads{1}": 2, "tier_capacity_bytes{0}": 1000,
             "tier_used_bytes{0}": 900, "tier_dirty_bytes{0}": 10, "load_staging_used_bytes{1}": 5,
@@ -106,7 +110,7 @@ class Engine:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
 
 
 class KubeState:
@@ -126,7 +130,7 @@ class KubeState:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
 
 
 @dataclass
@@ -206,7 +210,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                     yield made
             finally:
                 stop.set()
-                worker.join(5)
+                worker.join(PATIENCE_S)
                 for one in (*engines, kube):
                     one.close()
 
@@ -292,6 +296,10 @@ def test_every_metric_is_exported_and_most_of_what_is_exported_is_looked_at(worl
 UNSEEN = {
     "kvstore_answered_timestamp_seconds",
     "kvstore_blocks",
+    "kvstore_damaged_namespaces",
+    "kvstore_journal_unreadable_entries_total",
+    "kvstore_serve_refused_total",
+    "kvstore_janitor_scrubbed_unreadable_segments_total",
     "kvstore_look_seconds",
     "kvstore_look_timestamp_seconds",
     "kvstore_namespaces",
@@ -305,7 +313,11 @@ UNSEEN = {
     "kvstore_janitor_scrubbed_evicted_segments_total",
     "kvstore_janitor_scrubbed_payloads_total",
     "kvstore_janitor_step_done_total",
+    "vllm:kvstore_ec_fetched_items_total",
+    "vllm:kvstore_ec_prefetched_segments_total",
     "vllm:kvstore_kv_loaded_blocks_total",
+    "vllm:kvstore_kv_prefetched_segments_total",
+    "vllm:kvstore_kv_regret_seconds_bucket",
     "vllm:kvstore_kv_saved_segments_total",
 }
 
@@ -356,6 +368,6 @@ def test_promtool_has_nothing_against_what_is_served(world: World) -> None:
             input=server.get("/metrics")[1],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE_S,
         )
         assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -20,7 +20,7 @@ DNS = End(namespace="kube-system", labels={"k8s-app": "kube-dns"})
 STRANGER = End(namespace=ELSEWHERE, labels={"app": "web"})
 NEIGHBOUR = End(namespace=HERE, labels={"app": "vllm"})
 ENGINE_ELSEWHERE = End(namespace=ELSEWHERE, labels={"app": "vllm", "kvstore/client": "true"})
-PROMETHEUS = End(namespace="monitoring", labels={"app": "prometheus"})
+PROMETHEUS = End(namespace="monitoring", labels={"app.kubernetes.io/name": "prometheus"})
 
 
 def ours(manifests: list[Manifest]) -> dict[str, End]:
@@ -69,8 +69,10 @@ def test_every_variant_lets_pass_what_it_needs(path: Path) -> None:
             assert reach.may(engine, redis, 6379)
         for source, port in ((STRANGER, 6379), (NEIGHBOUR, 22), (INTERNET, 6379), (PROMETHEUS, 6379)):
             assert not reach.may(source, redis, port)
-    assert reach.may(PROMETHEUS, pods["janitor"], 9464)
-    assert not reach.may(PROMETHEUS, pods["janitor"], 22)
+    for source in (PROMETHEUS, NEIGHBOUR, pods["gc"]):
+        assert reach.may(source, pods["janitor"], 9464)
+    for source, port in ((PROMETHEUS, 22), (STRANGER, 9464), (ENGINE_ELSEWHERE, 9464), (INTERNET, 9464)):
+        assert not reach.may(source, pods["janitor"], port)
 
 
 def ports_of(url: str) -> list[int]:
@@ -94,8 +96,13 @@ def test_by_default_nothing_is_said_of_what_pods_connect_to() -> None:
     for pod in pods.values():
         assert reach.may(pod, INTERNET, 12345)
     assert [one for one in manifests if one["kind"] == "NetworkPolicy"]
-    # A kubelet's probe comes from the node's address.
-    assert reach.may(End(address="10.0.0.7"), pods["janitor"], 9464)
+
+
+def test_everybody_may_ask_the_janitor_where_a_value_says_so() -> None:
+    manifests = render({"payloads": S3, "networkPolicy": {"janitor": {"from": []}}}, namespace=HERE)
+    reach, pods = Reach(manifests, HERE), ours(manifests)
+    for source in (STRANGER, INTERNET):
+        assert reach.may(source, pods["janitor"], 9464)
 
 
 def egress(**values: Any) -> tuple[Reach, dict[str, End]]:

@@ -16,7 +16,8 @@ from tests.helm.kubelet import Pod
 from tests.helm.prometheus import Prometheus, job
 from tests.helm.release import KEYS, NAMESPACE, Release
 from tests.helm.running import fetch, secret
-from tests.s3_servers import S3Server
+from tests.servers.s3.servers import S3Server
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow]
 
@@ -39,7 +40,7 @@ print(json.dumps({
     "environment": sorted(name for name in os.environ if name.startswith("KVSTORE")),
 }))
 """
-_GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
+_GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=60).read().decode())"
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +56,12 @@ def _release(pods: None, s3_server: S3Server, tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def release(_release: Release) -> Release:
     """All of it ready, as after the installation."""
-    _release.cluster.until_ready(30)
+    _release.cluster.until_ready()
     return _release
 
 
 def inside(pod: Pod, *command: str) -> str:
-    done = pod.container.sandbox.execute(command, 20)
+    done = pod.container.sandbox.execute(command, PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -120,7 +121,7 @@ def test_a_real_prometheus_finds_both_by_the_rendered_monitor(release: Release, 
 
 def test_a_pod_may_do_no_more_than_it_says(release: Release) -> None:
     for pod, program in ((release.janitors[0], "cache-admin"), (release.redis, "valkey-server")):
-        text = pod.container.sandbox.execute(("/usr/bin/python3", "-c", _LOOK), 20).stdout
+        text = pod.container.sandbox.execute(("/usr/bin/python3", "-c", _LOOK), PATIENCE_S).stdout
         seen = json.loads(text)
         assert seen["ids"] == [65532, 65532, [65532]]
         assert any(program in word for word in seen["first"]), seen["first"]
@@ -159,12 +160,12 @@ def test_without_redis_helm_test_fails_and_no_janitor_is_restarted(release: Rele
     assert took < redis.grace_s
     assert redis.container.exits == [0], redis.describe()
     pod = release.cluster.job("kvstore-test")
-    assert pod.until_ended(100) != 0
+    assert pod.until_ended() != 0
     [doctor] = pod.init
     assert "problem" in doctor.log(), pod.describe()
     assert "redis" in doctor.log()
     release.cluster.start("kvstore-redis")
-    release.cluster.until_ready(60)
+    release.cluster.until_ready()
     assert [pod.name for pod in release.janitors] == lives
     for pod in release.janitors:
         assert pod.restarts == 0, pod.describe()

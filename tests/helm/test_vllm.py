@@ -61,6 +61,8 @@ def test_each_kind_is_a_file_for_vllm_and_each_config_one_for_a_flag() -> None:
     assert {name.removesuffix(".yaml") for name in files if name.endswith(".yaml")} == {
         *EVERY_KIND,
         "settings",
+        "settings-prefill",
+        "settings-decode",
         "pod",
     }
     for kind in EVERY_KIND:
@@ -93,7 +95,11 @@ def test_roles(kind: str, kv: str | None, ec: str | None) -> None:
     assert given.get("ec-transfer-config", {}).get("ec_role") == ec
     for one in given.values():
         [extra] = [one[name] for name in one if name.endswith("extra_config")]
-        assert extra == {"settings": "/etc/kvstore/settings.yaml"}
+        # Prompts are handed over by, and to, engines of these kinds and no others.
+        group = {"pd-prefill": "-prefill", "epd-prefill": "-prefill", "pd-decode": "-decode"}.get(kind, "")
+        own = group if "kv_role" in one else ""
+        assert extra == {"settings": f"/etc/kvstore/settings{own}.yaml"}
+        assert settings_of(config_map(ALL)[f"settings{own}.yaml"]).kv.handoff == bool(own)
 
 
 def test_what_cannot_be_loaded_is_computed() -> None:
@@ -151,7 +157,8 @@ def test_settings_of_one_kind_go_over_those_of_all() -> None:
     assert decode.kv.save_decode and decode.index == common.index
     # A large number is written out; 1e+11 would be a text.
     assert common.transfers.write_bytes == decode.transfers.write_bytes == 10**11
-    assert "settings-prefill.yaml" not in files
+    assert decode.kv.handoff and not common.kv.handoff
+    assert "settings-encoder.yaml" not in files
 
 
 def test_an_extra_key_of_a_transfer_config() -> None:

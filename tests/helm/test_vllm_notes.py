@@ -313,6 +313,23 @@ def test_what_is_copied(values: Any) -> None:
         assert json.loads(done.stdout) == copied | ({"type": "Opaque"} if kind == "Secret" else {})
 
 
+def test_engines_have_the_keys_that_sign() -> None:
+    """In a folder of their own, and all of them: which ones there are the chart doesn't know."""
+    values = merged(BUCKET, {"signing": {"existingSecret": "kvstore-keys", "key": "2026-11"}})
+    [config] = [one for one in render(values) if one["metadata"]["name"].endswith("-vllm")]
+    signing = yaml.safe_load(config["data"]["settings.yaml"])["signing"]
+    assert signing == {
+        "keys": "/etc/kvstore-keys", "key": "2026-11", "unsigned": "refuse", "encrypt": False,
+    }  # fmt: skip
+    pod = yaml.safe_load(config["data"]["pod.yaml"])["kvstore"]
+    [volume] = [one for one in pod["volumes"] if "secret" in one]
+    assert volume["secret"] == {"secretName": "kvstore-keys", "defaultMode": 0o440}
+    [mount] = [one for one in pod["volumeMounts"] if one["name"] == volume["name"]]
+    assert mount == {"name": volume["name"], "mountPath": signing["keys"], "readOnly": True}
+    program = copies(values)["secret/kvstore-keys"]
+    assert program == ('{apiVersion, kind, type: "Opaque", metadata: {name: .metadata.name}, data: .data}')
+
+
 def test_without_a_janitor_and_configs() -> None:
     text = notes(merged(BUCKET, {"janitor": {"replicas": 0}, "vllm": {"enabled": False}}))
     assert "nothing shows the cache" in text and "no configs for engines were rendered" in text

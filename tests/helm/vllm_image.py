@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,7 +18,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.helm.sandbox import ROOT, Image
+from tests.helm.sandbox import Image
+from tests.wheel import build_wheel
 
 #: Where the environment is in the image.
 PLACE = "/image"
@@ -79,19 +79,8 @@ def make_python(folder: Path) -> Path:
 
 
 def make_wheels(folder: Path) -> Path:
-    """kvstore's wheel, built of a copy of this tree, and those of everything that it asks for."""
-    folder.mkdir(parents=True)
-    source = folder.parent / "source"
-    source.mkdir()
-    for name in ("kvstore", "connectors", "schemas"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    options = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(source)], check=True
-    )
+    """kvstore's wheel and those of everything that it asks for."""
+    build_wheel(folder)
     for name, package in closure("kvstore[cli]").items():
         if name != "kvstore":
             repack(package, folder)

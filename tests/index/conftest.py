@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.index.cluster import RedisClusterServers
+from tests.index.redis.cluster import RedisClusterServers
 
 _SHM = Path("/dev/shm")
 

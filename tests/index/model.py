@@ -4,17 +4,47 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from kvstore.catalogue import Entry, Erased, SegmentState, Usage
-from kvstore.conformance.chains import blocks_of, part_of
-from kvstore.eviction import worth
-from kvstore.keys import Digest, NamespaceId, SegmentId, split_digests
-from kvstore.ports import Claim, CommitState, Outcome, Run
+from kvstore.conformance.index.chains import blocks_of, part_of
+from kvstore.index.eviction import worth
+from kvstore.index.maintenance import Entry, Erased, SegmentState, Usage
+from kvstore.index.port import Claim, CommitState, Outcome, Run
+from kvstore.index.sessions import (
+    ENDED_MINUTE,
+    LONGEST_AGO_MINUTES,
+    NOTHING_RETAINED,
+    Allowance,
+    Hint,
+    HintEffect,
+    SessionListing,
+    SessionState,
+)
+from kvstore.keys import (
+    NO_SESSION,
+    Digest,
+    NamespaceId,
+    SaltId,
+    SegmentId,
+    SessionId,
+    sessions_of_salt,
+    split_digests,
+)
 from schemas.records import EvictionRule, SegmentRecord
 
-QUOTAS = ("capacity", "tenant_quota", "namespace_quota")
+QUOTAS = ("capacity", "tenant_quota", "namespace_quota", "salt_quota")
 #: Operation, segment, first and last digest, depth, slots, bytes, rule.
 Happening = tuple[str, SegmentId | None, bytes | None, bytes | None, int, int, int, str | None]
+
+
+@dataclass
+class Session:
+    """What is remembered of a session."""
+
+    used: int = 0
+    until: int = 0
+    priority: str = "normal"
+    ended: bool = False
 
 
 @dataclass
@@ -37,6 +67,10 @@ class Space:
     stale: set[SegmentId] = field(default_factory=set)
     pinned: set[SegmentId] = field(default_factory=set)
     hot: dict[SegmentId, float] = field(default_factory=dict)
+    #: Whose own a segment is; until when it is retained, and the minute of its true last use.
+    owner: dict[SegmentId, SessionId] = field(default_factory=dict)
+    kept: dict[SegmentId, tuple[int, int]] = field(default_factory=dict)
+    sessions: dict[SessionId, Session] = field(default_factory=dict)
     events: list[Happening] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
@@ -47,6 +81,9 @@ class Space:
     old_claims: dict[bytes, SegmentId] = field(default_factory=dict)
     #: By window: the blocks asked for in it.
     uses: dict[int, set[bytes]] = field(default_factory=dict)
+    #: By salt, or b"" for all: until when what was created must not become visible. It is the Model's, and
+    #: outlives this.
+    forbidden: dict[bytes, float] = field(default_factory=dict)
 
     def usage(self) -> Usage:
         records = self.records.values()
@@ -57,6 +94,15 @@ class Space:
             sum(self.records[segment].nbytes for segment in self.pinned),
             sum(one.cost_us for one in records),
         )
+
+    def of_salt(self, salt: bytes) -> set[SegmentId]:
+        return {segment for segment, one in self.records.items() if one.salt == salt}
+
+    def holdings(self, over_bytes: int) -> dict[bytes, int]:
+        held: Counter[bytes] = Counter()
+        for one in self.records.values():
+            held[one.salt] += one.nbytes if one.salt else 0
+        return {salt: nbytes for salt, nbytes in held.items() if nbytes > over_bytes and salt}
 
     def present(self, digests: bytes) -> int:
         """The longest prefix of blocks whose own entries name visible segments."""
@@ -103,10 +149,20 @@ class Space:
         return noted
 
     def commit(
-        self, segment: SegmentId, digests: bytes, one: SegmentRecord, rank: int, ranks: int
+        self,
+        segment: SegmentId,
+        digests: bytes,
+        one: SegmentRecord,
+        rank: int,
+        ranks: int,
+        session: SessionId = NO_SESSION,
+        allowance: Allowance = NOTHING_RETAINED,
     ) -> CommitState:
         """What becomes of a commit."""
         this = (digests, ranks, replace(one, parts=()))
+        if self.is_forbidden(one):
+            self.give_up(segment)
+            return self._released(segment, digests, CommitState.REFUSED)
         if segment in self.records:
             right = self.agreed[segment] == this and self.records[segment].parts[rank] == one.parts[0]
             if right:
@@ -127,7 +183,26 @@ class Space:
         self.used[segment] = one.created_s // 60
         self._enter(segment, digests)
         self._happened("commit", segment, None)
+        if session:
+            self._adopt(session, segment, allowance)
         return self._released(segment, digests, CommitState.VISIBLE)
+
+    def is_forbidden(self, one: SegmentRecord) -> bool:
+        return any(one.created_s <= self.forbidden.get(salt, -1) for salt in (b"", one.salt))
+
+    def give_up(self, segment: SegmentId) -> None:
+        """What waits for its other ranks goes into the trash."""
+        if self.incomplete.pop(segment, None) is not None or segment in self.stale:
+            self.stale.discard(segment)
+            self.trash[segment] = (self.agreed[segment][1], 0)
+
+    def forbid(self, salt: bytes, until: float) -> None:
+        self.forbidden[salt] = until
+        self.forget_sessions(SaltId(salt))
+        for segment in {*self.incomplete, *self.stale}:
+            one = self.agreed[segment][2]
+            if salt in (b"", one.salt) and one.created_s <= until:
+                self.give_up(segment)
 
     def state(self, segment: SegmentId) -> SegmentState | None:
         if segment in self.records:
@@ -174,7 +249,8 @@ class Space:
         self._happened("evict", segment, rule)
         del self.records[segment]
         self.pinned.discard(segment)
-        self.hot.pop(segment, None)
+        for gone in (self.hot, self.owner, self.kept):
+            gone.pop(segment, None)
 
     def unlist(self, segments: list[SegmentId]) -> int:
         gone = 0
@@ -194,7 +270,15 @@ class Space:
             self.events.append(("invalidate", None, None, None, *whole, "invalidated"))
         self.bygone |= {segment: self.agreed[segment][1] for segment in self.records}
         self.stale |= set(self.incomplete)
-        for emptied in (self.records, self.incomplete, self.pinned, self.hot):
+        for emptied in (
+            self.records,
+            self.incomplete,
+            self.pinned,
+            self.hot,
+            self.owner,
+            self.kept,
+            self.sessions,
+        ):
             emptied.clear()
         return gone
 
@@ -204,10 +288,139 @@ class Space:
 
     def touch(self, segments: list[SegmentId], minute: int) -> None:
         for at, segment in enumerate(segments):
-            if segment in self.records and self.used[segment] < minute:
-                self.used[segment] = minute
-                if not at:
-                    self.hot[segment] = self.hot.get(segment, 0.0) + 1
+            if segment in self.records:
+                self._use(segment, minute, minute, begins=not at)
+                self.owner.pop(segment, None)
+
+    def _use(self, segment: SegmentId, minute: int, counts: int, *, begins: bool) -> None:
+        if begins and self.used[segment] < counts:
+            self.hot[segment] = self.hot.get(segment, 0.0) + 1
+        self.used[segment] = max(self.used[segment], counts)
+        if segment in self.kept:
+            until, used = self.kept[segment]
+            self.kept[segment] = (until, max(used, min(minute, until // 60)))
+
+    # sessions
+
+    def own(self, session: SessionId) -> list[SegmentId]:
+        return [segment for segment, owner in self.owner.items() if owner == session]
+
+    def session(
+        self, session: SessionId, segments: list[SegmentId], minute: int, hint: Hint, allowance: Allowance
+    ) -> HintEffect:
+        """What is told of a session; `hint.retain_until_s` is a whole number, less than a day from now."""
+        known = self.sessions.get(session)
+        one = known or Session()
+        if hint.retain_until_s is not None and not hint.end:
+            one.until = int(hint.retain_until_s)
+        one.priority = hint.priority or one.priority
+        one.ended = hint.end
+        if hint.end:
+            one.until = 0
+        asked = list(dict.fromkeys(segments))
+        passed = [segment for segment in asked if segment in self.records]
+        hinted = hint.retain_until_s is not None and not hint.end
+        some = passed + [each for each in self.own(session) if hinted and each not in passed]
+        for segment in some:
+            early = 60 if one.priority == "low" and self.owner.get(segment) == session else 0
+            self._use(segment, minute, max(0, minute - early), begins=segment == asked[0] if asked else False)
+        for segment in passed:
+            if self.owner.get(segment) != session:
+                self.owner.pop(segment, None)
+        demoted = retained = refused = 0
+        if one.ended:
+            for segment in self.own(session):
+                self._restore(segment)
+                demoted += self._demote(segment)
+        elif one.until:
+            retained, refused = self._retain(session, some, one.until, allowance)
+        elif hinted:
+            for segment in self.own(session):
+                self._restore(segment)
+        one.used = max(one.used, minute)
+        own = self.own(session)
+        if known or one.until or one.ended or one.priority != "normal" or own:
+            self.sessions[session] = one
+        state: SessionState = "ended" if one.ended else "retained" if one.until else "live"
+        return HintEffect(state, len(own), demoted, retained, refused)
+
+    def _adopt(self, session: SessionId, segment: SegmentId, allowance: Allowance) -> None:
+        one = self.sessions.setdefault(session, Session())
+        self.owner[segment] = session
+        one.used = max(one.used, self.used[segment])
+        if one.ended:
+            self._demote(segment)
+        elif one.priority == "low":
+            self.used[segment] = max(0, self.used[segment] - 60)
+        elif one.until:
+            self._retain(session, [segment], one.until, allowance)
+
+    def retained(self) -> dict[bytes, int]:
+        held: Counter[bytes] = Counter()
+        for segment in self.kept:
+            for salt in {b"", self.records[segment].salt}:
+                held[salt] += self.records[segment].nbytes
+        return dict(held)
+
+    def _retain(
+        self, session: SessionId, segments: list[SegmentId], until: int, allowance: Allowance
+    ) -> tuple[int, int]:
+        done = refused = 0
+        for segment in segments:
+            if segment in self.pinned:
+                continue
+            one, used, upto = self.records[segment], self.used[segment], until
+            if segment in self.kept:
+                before, true = self.kept[segment]
+                used = true if used <= before // 60 else used
+                held = self.retained()
+                salted = held[one.salt] if one.salt else 0
+                over = held[b""] > allowance.namespace_bytes or salted > allowance.salt_bytes
+                if over and until > before:
+                    refused += one.nbytes
+                    continue
+                if self.owner.get(segment) != session:
+                    upto = max(until, before)
+            else:
+                held = self.retained()
+                salted = held.get(one.salt, 0) + one.nbytes if one.salt else 0
+                in_all = held.get(b"", 0) + one.nbytes
+                if refused or in_all > allowance.namespace_bytes or salted > allowance.salt_bytes:
+                    refused += one.nbytes
+                    continue
+            done += one.nbytes
+            last = upto // 60
+            self.kept[segment] = (upto, min(last, max(used, last - LONGEST_AGO_MINUTES)))
+            self.used[segment] = max(last, used)
+        return done, refused
+
+    def _restore(self, segment: SegmentId) -> None:
+        if segment in self.kept:
+            until, used = self.kept.pop(segment)
+            if self.used[segment] <= until // 60:
+                self.used[segment] = used
+
+    def _demote(self, segment: SegmentId) -> int:
+        if segment in self.pinned or self.used[segment] == ENDED_MINUTE:
+            return 0
+        self.used[segment] = ENDED_MINUTE
+        return 1
+
+    def forget_sessions(self, salt: SaltId) -> None:
+        begin = sessions_of_salt(salt) if salt else b""
+        gone = {session for session in self.sessions if session.startswith(begin)}
+        self.sessions = {session: one for session, one in self.sessions.items() if session not in gone}
+        self.owner = {segment: owner for segment, owner in self.owner.items() if owner not in gone}
+
+    def listing(self, session: SessionId) -> SessionListing | None:
+        one = self.sessions.get(session)
+        if one is None:
+            return None
+        own = self.own(session)
+        state: SessionState = "ended" if one.ended else "retained" if one.until else "live"
+        nbytes = sum(self.records[segment].nbytes for segment in own)
+        priority: Any = one.priority
+        return SessionListing(session, state, float(one.until), priority, one.used * 60.0, len(own), nbytes)
 
     def cool(self) -> None:
         self.hot = {segment: minutes / 2 for segment, minutes in self.hot.items() if minutes >= 0.2}
@@ -248,5 +461,7 @@ class Space:
 @dataclass
 class Model:
     spaces: dict[NamespaceId, Space] = field(default_factory=dict)
+    #: What is forbidden in each namespace, registered or not.
+    forbidden: dict[NamespaceId, dict[bytes, float]] = field(default_factory=dict)
     #: What namespaces that were erased had claimed.
     old_claims: dict[NamespaceId, dict[bytes, SegmentId]] = field(default_factory=dict)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.breaker import Breaker
-from kvstore.conformance.chains import CREATED_S, chain, namespace, put
+from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, record
 from kvstore.errors import BreakerOpen, TransientError
 from kvstore.index.breaking import BreakingIndex
-from kvstore.index.sqlite import SqliteIndex
-from kvstore.keys import namespace_id, new_segment_id
-from kvstore.ports import Index, Outcome
-from kvstore.testing import IndexConformance
+from kvstore.index.port import EngineIndex, Outcome
+from kvstore.index.sessions import Allowance, Hint
+from kvstore.index.sqlite.index import SqliteIndex
+from kvstore.keys import NO_SALT, namespace_id, new_segment_id, session_id
+from kvstore.testing import IndexConformance, NoteConformance, SessionConformance
 from schemas.settings import BreakerSettings
 
 
-class TestBreakingIndex(IndexConformance):
+class TestBreakingIndex(IndexConformance, NoteConformance):
     @pytest.fixture
     def index(self, fast_path: Path) -> Iterator[BreakingIndex]:
         self.path = str(fast_path / "index.sqlite")
@@ -27,6 +30,22 @@ class TestBreakingIndex(IndexConformance):
 
     def reopen(self) -> BreakingIndex:
         return BreakingIndex(SqliteIndex(self.path), Breaker("index", BreakerSettings()))
+
+
+class TestSessionsBehindTheBreaker(SessionConformance):
+    @pytest.fixture
+    def index(self, fast_path: Path) -> Iterator[BreakingIndex]:
+        self.path = str(fast_path / "index.sqlite")
+        with BreakingIndex(SqliteIndex(self.path), Breaker("index", BreakerSettings())) as index:
+            yield index
+
+    @pytest.fixture
+    def catalogue(self, index: BreakingIndex) -> Iterator[SqliteIndex]:
+        with self.configured() as catalogue:
+            yield catalogue
+
+    def configured(self, **settings: Any) -> SqliteIndex:
+        return SqliteIndex(self.path, **settings)
 
 
 VERBS: dict[str, Callable[[BreakingIndex], object]] = {
@@ -42,14 +61,20 @@ VERBS: dict[str, Callable[[BreakingIndex], object]] = {
     "tell": lambda index: index.tell(
         namespace_id(namespace()), [Outcome(1.0, "", "match", 1, 0, "absent", 0, b"")]
     ),
+    "session": lambda index: index.session(
+        namespace_id(namespace()), session_id(NO_SALT, "chat"), [new_segment_id()], CREATED_S, Hint(end=True)
+    ),
     "note": lambda index: index.note(
         namespace_id(namespace()), chain(1), now_s=CREATED_S, window_s=60.0, sketch_bytes=1024
+    ),
+    "sketch_bits": lambda index: index.sketch_bits(
+        namespace_id(namespace()), now_s=CREATED_S, window_s=60.0, sketch_bytes=1024
     ),
 }
 
 
 def test_no_verb_is_forgotten() -> None:
-    assert set(VERBS) == {name for name in Index.__abstractmethods__ if name != "close"}
+    assert set(VERBS) == {name for name in EngineIndex.__abstractmethods__ if name != "close"}
 
 
 def test_what_is_told_and_why_something_is_evicted_is_passed_on(fast_path: Path) -> None:
@@ -82,3 +107,18 @@ def test_every_verb_is_behind_the_breaker(fast_path: Path, verb: str) -> None:
         index.register(namespace(), expected_blocks=1)
         VERBS[verb](index)
     assert repr(index) == f"BreakingIndex(SqliteIndex({file}))"
+
+
+def test_what_is_told_of_a_session_is_passed_on(fast_path: Path) -> None:
+    session, allowance = session_id(NO_SALT, "chat"), Allowance(1 << 30, 1 << 30)
+    with SqliteIndex(str(fast_path / "index.sqlite")) as inner:
+        index = BreakingIndex(inner, Breaker("index", BreakerSettings()))
+        name = index.register(namespace(), expected_blocks=1)
+        hint = Hint(retain_until_s=time.time() + 600, priority="low")
+        assert index.session(name, session, [], CREATED_S, hint, allowance=allowance).state == "retained"
+        segment = new_segment_id()
+        made = record(1)
+        index.commit(name, segment, chain(1), made, rank=0, ranks=1, session=session, allowance=allowance)
+        assert inner.owners(name, [segment]) == [session]
+        told = index.session(name, session, [segment], CREATED_S, hint, allowance=allowance)
+        assert told.retained_bytes == made.nbytes

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.blobs.memory import MemoryPayloads
 from kvstore.build import load_settings, open_index
-from kvstore.conformance.chains import chain, namespace, put_all
-from kvstore.index.sqlite import SqliteIndex
-from kvstore.keys import NamespaceId
+from kvstore.conformance.index.chains import chain, namespace, put_all
+from kvstore.index.sqlite.index import SqliteIndex
+from kvstore.keys import NamespaceId, new_segment_id
 from kvstore.metrics import Counters
-from kvstore.tending import Tending
+from kvstore.payloads.memory import MemoryPayloads
+from kvstore.store.housekeeping import Housekeeping
 
 GRACE_S = 300.0
 
@@ -47,23 +47,23 @@ def test_a_caller_that_was_held_up_does_not_cut_it_short(index: Any, way: str) -
     began = time.time()
     trash(index, name, way, began - 1000)
     ended = time.time()
-    assert index.due(name, began + GRACE_S - 1, 9) == []
-    assert len(index.due(name, ended + GRACE_S + 3, 9)) == 3
+    assert index.reapable(name, began + GRACE_S - 1, 9) == []
+    assert len(index.reapable(name, ended + GRACE_S + 3, 9)) == 3
 
 
 @pytest.mark.parametrize("way", ["evict", "cull", "drain"])
 def test_a_later_time_stands(index: Any, way: str) -> None:
     name = index.register(namespace(), expected_blocks=100)
     trash(index, name, way, time.time() + 2 * GRACE_S)
-    assert index.due(name, time.time() + 2 * GRACE_S - 5, 9) == []
-    assert len(index.due(name, time.time() + 2 * GRACE_S + 5, 9)) == 3
+    assert index.reapable(name, time.time() + 2 * GRACE_S - 5, 9) == []
+    assert len(index.reapable(name, time.time() + 2 * GRACE_S + 5, 9)) == 3
 
 
 @pytest.mark.parametrize("way", ["evict", "cull", "drain"])
 def test_at_once_is_at_once(index: Any, way: str) -> None:
     name = index.register(namespace(), expected_blocks=100)
     trash(index, name, way, 0)
-    assert len(index.due(name, time.time(), 9)) == 3
+    assert len(index.reapable(name, time.time(), 9)) == 3
 
 
 def test_who_deletes_asks_by_the_clock_that_the_grace_time_began_by(index: Any, tmp_path: Path) -> None:
@@ -71,14 +71,14 @@ def test_who_deletes_asks_by_the_clock_that_the_grace_time_began_by(index: Any, 
     name = index.register(namespace(), expected_blocks=100)
     segments = put_all(index, name, chain(6), [2, 2, 2])
     made = load_settings({"payloads": f"file://{tmp_path}", "grace_s": GRACE_S}, environ={})
-    ahead = Tending(index, MemoryPayloads("grace"), made, Counters(), lambda: time.time() + 3600)
+    ahead = Housekeeping(index, MemoryPayloads("grace"), made, Counters(), lambda: time.time() + 3600)
     index.evict(name, segments, delete_after_s=time.time(), rule="admin")
-    assert index.due(name, None, 9) == []
+    assert index.reapable(name, None, 9) == []
     assert ahead.reap(name) == 0
     assert index.states(name, segments) == ["trash"] * 3
     assert ahead.forget(name) == 0
     trash(index, name, "evict", 0)
-    assert len(index.due(name, None, 9)) == 3
+    assert len(index.reapable(name, None, 9)) == 3
 
 
 def test_a_lease_from_before_a_clock_was_set_back_ends(tmp_path: Path) -> None:
@@ -89,3 +89,17 @@ def test_a_lease_from_before_a_clock_was_set_back_ends(tmp_path: Path) -> None:
         now[0] -= 86_400.0
         assert index.lease("janitor", "two", 15.0)
         assert not index.lease("janitor", "one", 15.0)
+
+
+def test_a_claim_from_before_a_clock_was_set_back_ends(tmp_path: Path) -> None:
+    """Or what somebody was about to save when he died is saved by nobody until the clock is where it was."""
+    now = [1_800_000_000.0]
+    with SqliteIndex(f"{tmp_path}/index.sqlite", clock=lambda: now[0]) as index:
+        name = index.register(namespace(), expected_blocks=10)
+        one, two = new_segment_id(), new_segment_id()
+        assert index.claim(name, chain(1), one, 30.0).granted
+        now[0] -= 250.0
+        assert not index.claim(name, chain(1), two, 30.0).granted
+        now[0] -= 86_400.0
+        assert index.claim(name, chain(1), two, 30.0).granted
+        assert not index.claim(name, chain(1), one, 30.0).granted

@@ -10,13 +10,12 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.conformance.admission import DAY_S, NOON_S
-from kvstore.conformance.chains import blocks_of, chain, namespace, part_of
-from kvstore.index.redis import RedisIndex
+from kvstore.conformance.index.admission import DAY_S, NOON_S
+from kvstore.conformance.index.chains import blocks_of, chain, namespace, part_of
+from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sketch import LINE_BYTES, Marks, Window, note
-from schemas.settings import RedisSettings
 from tests.index.model import Space
-from tests.servers import RedisServer
+from tests.servers.redis import PATIENT, RedisServer
 
 
 class Sketches:
@@ -89,7 +88,7 @@ def prompts(steps: list[tuple[int, int, int, int]]) -> list[tuple[int, bytes]]:
     return made
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS, st.sampled_from([64, 200, 1024, 1 << 16]))
 def test_never_fewer_than_the_truth(steps: list[tuple[int, int, int, int]], size: int) -> None:
     sketches, truth = Sketches(size), Space()
@@ -147,7 +146,7 @@ def test_a_conversation_is_known_turn_by_turn() -> None:
 
 
 @pytest.mark.servers
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, size=st.sampled_from([64, 200, 1024, 1 << 14]))
 def test_redis_keeps_the_very_same_sketch(
     steps: list[tuple[int, int, int, int]], size: int, redis_server: RedisServer
@@ -155,7 +154,7 @@ def test_redis_keeps_the_very_same_sketch(
     redis_server.flush()
     sketches = Sketches(size)
     with (
-        RedisIndex.from_settings(redis_server.url, RedisSettings()) as index,
+        RedisIndex.from_settings(redis_server.url, PATIENT) as index,
         redis.Redis(port=redis_server.port, protocol=2) as raw,
     ):
         name = index.register(namespace(), expected_blocks=10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,27 +22,54 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.catalogue import Listing
-from kvstore.conformance.chains import CREATED_S, blocks_of, chain, items, namespace, part_of, record
+from kvstore.conformance.index.chains import CREATED_S, blocks_of, chain, items, namespace, part_of, record
 from kvstore.errors import CapacityExceeded, NamespaceUnknown
-from kvstore.index.redis import RedisIndex
-from kvstore.index.redis_client import RedisClient
-from kvstore.index.sqlite import SqliteIndex
-from kvstore.keys import Digest, NamespaceId, SegmentId, canonical_json, namespace_id, split_digests
-from kvstore.ports import CommitState, Outcome
+from kvstore.index.maintenance import Listing
+from kvstore.index.port import CommitState, Outcome
+from kvstore.index.redis.client import RedisClient
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sessions import Allowance, Hint
+from kvstore.index.sqlite.index import SqliteIndex
+from kvstore.keys import (
+    NO_SALT,
+    NO_SESSION,
+    Digest,
+    NamespaceId,
+    SaltId,
+    SegmentId,
+    SessionId,
+    canonical_json,
+    namespace_id,
+    salt_id,
+    session_id,
+    split_digests,
+)
 from schemas.records import rounded_cost
-from schemas.settings import RedisSettings
-from tests.index.fakes import fake_client
 from tests.index.model import Model, Space
-from tests.servers import RedisServer
+from tests.index.redis.fakes import fake_client
+from tests.servers.redis import PATIENT, RedisServer
 
-AnyIndex = RedisIndex | SqliteIndex
+FullIndex = RedisIndex | SqliteIndex
 #: Claims and incomplete commits outlive an example: expiry has tests of its own.
 LONG_S = 3600.0
 #: A window of uses, in seconds.
 WINDOW_S = 600.0
 NAMESPACES = [namespace("one"), items("two")]
-RULES = st.sampled_from(["capacity", "tenant_quota", "admin", "bad"])
+RULES = st.sampled_from(["capacity", "tenant_quota", "salt_quota", "erased", "admin", "bad"])
+SALTS = (NO_SALT, salt_id("hers"), salt_id("his"))
+#: The first two are under the same salt.
+SESSIONS = [session_id(SALTS[0], "a"), session_id(SALTS[0], "b"), session_id(SALTS[1], "a")]
+#: Times of which none is over before the end of a test.
+_TIMES = st.sampled_from([None, None, 0.0, *(time.time() // 1 + hour * 3600.0 for hour in (1, 2, 9))])
+#: High is a matter of the moment, and tested elsewhere.
+HINTS = st.builds(
+    Hint,
+    end=st.sampled_from([False, False, True]),
+    retain_until_s=_TIMES,
+    priority=st.sampled_from([None, None, "low", "normal"]),
+)
+#: Later than all that is forbidden now.
+FUTURE_S = 4_000_000_000
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -53,7 +81,7 @@ class IndexMachine(RuleBasedStateMachine):
     fresh = st.binary(min_size=8, max_size=8).map(SegmentId)
     segments = Bundle("segments")
 
-    def open(self) -> AnyIndex:
+    def open(self) -> FullIndex:
         raise NotImplementedError
 
     def empty(self) -> None:
@@ -80,7 +108,7 @@ class IndexMachine(RuleBasedStateMachine):
                 handle.close()
 
     @property
-    def index(self) -> AnyIndex:
+    def index(self) -> FullIndex:
         """The two handles take turns."""
         self.turn += 1
         return self.handles[self.turn % 2]
@@ -119,7 +147,9 @@ class IndexMachine(RuleBasedStateMachine):
         name = self.index.register(which, expected_blocks=expected)
         assert name == namespace_id(which)
         left = self.model.old_claims.pop(name, {})
-        self.model.spaces.setdefault(name, Space(items=which.kind == "ec", old_claims=left))
+        forbidden = self.model.forbidden.setdefault(name, {})
+        space = Space(items=which.kind == "ec", old_claims=left, forbidden=forbidden)
+        self.model.spaces.setdefault(name, space)
 
     @rule(
         name=names,
@@ -222,20 +252,36 @@ class IndexMachine(RuleBasedStateMachine):
             self.commit_rank(name, segment, mine, depth, rank, ranks)
         return segment
 
-    @rule(name=names, digests=chains, segment=segments, rank=st.integers(0, 2))
-    def commit_straggler(self, name: NamespaceId, digests: bytes, segment: SegmentId, rank: int) -> None:
-        """A rank of a segment that may be complete, incomplete, evicted, or of other blocks."""
+    @rule(
+        name=names,
+        digests=chains,
+        segment=segments,
+        rank=st.integers(0, 2),
+        salt=st.sampled_from([None, None, *SALTS]),
+    )
+    def commit_straggler(
+        self, name: NamespaceId, digests: bytes, segment: SegmentId, rank: int, salt: SaltId | None
+    ) -> None:
+        """A rank of a segment that may be complete, incomplete, evicted, or of other blocks or another
+        salt."""
         space = self.space(name)
         mine = space.contents.get(segment, part_of(digests, 0, 5))
         _, ranks, known = space.agreed.get(segment, (mine, self.ranks(name, 3), record(5)))
-        self.commit_rank(name, segment, mine, known.depth, rank % ranks, ranks)
+        self.commit_rank(name, segment, mine, known.depth, rank % ranks, ranks, salt)
 
     def ranks(self, name: NamespaceId, ranks: int) -> int:
         """An encoder item is one rank's."""
         return 1 if self.space(name).items else ranks
 
     def commit_rank(
-        self, name: NamespaceId, segment: SegmentId, mine: bytes, depth: int, rank: int, ranks: int
+        self,
+        name: NamespaceId,
+        segment: SegmentId,
+        mine: bytes,
+        depth: int,
+        rank: int,
+        ranks: int,
+        salt: SaltId | None = None,
     ) -> None:
         space = self.model.spaces.get(name)
         if space and space.is_forgotten(segment) and space.contents[segment] != mine:
@@ -243,13 +289,28 @@ class IndexMachine(RuleBasedStateMachine):
         blocks = blocks_of(mine)
         # The same whenever it is committed, and worth more or less.
         cost_us = rounded_cost(10 ** (segment[0] % 7) * blocks)
-        one = record(blocks, depth=depth, data_start=4096 * (rank + 1), cost_us=cost_us)
+        salt = SALTS[segment[1] % len(SALTS)] if salt is None else salt
+        created_s = (0, CREATED_S, CREATED_S, FUTURE_S)[segment[2] % 4]
+        one = record(
+            blocks,
+            depth=depth,
+            data_start=4096 * (rank + 1),
+            cost_us=cost_us,
+            salt=salt,
+            created_s=created_s,
+        )
         if space is None:
             with pytest.raises(NamespaceUnknown):
                 self.index.commit(name, segment, mine, one, rank=rank, ranks=ranks)
             return
-        expected = space.commit(segment, mine, one, rank, ranks)
-        assert self.index.commit(name, segment, mine, one, rank=rank, ranks=ranks) is expected
+        # Of half of them the segment says whose session's they are.
+        session = SESSIONS[segment[3] % 8] if segment[3] % 8 < len(SESSIONS) else NO_SESSION
+        allowance = Allowance(20_000 + 100 * segment[4], 20_000)
+        expected = space.commit(segment, mine, one, rank, ranks, session, allowance)
+        state = self.index.commit(
+            name, segment, mine, one, rank=rank, ranks=ranks, session=session, allowance=allowance
+        )
+        assert state is expected
 
     @rule(name=names, some=st.lists(segments, max_size=4), later=st.integers(-2, 5))
     def touch(self, name: NamespaceId, some: list[SegmentId], later: int) -> None:
@@ -257,6 +318,40 @@ class IndexMachine(RuleBasedStateMachine):
         self.minute = max(self.minute, now)
         self.index.touch(name, some, now * 60 + 59.5)
         self.space(name).touch(some, now)
+
+    @rule(
+        name=names,
+        session=st.sampled_from(SESSIONS),
+        some=st.lists(segments, max_size=2),
+        which=st.lists(st.integers(0, 7), max_size=5),
+        later=st.integers(-2, 5),
+        hint=HINTS,
+        share=st.floats(0, 1.1),
+        salt_share=st.floats(0, 1.1),
+    )
+    def session(
+        self,
+        name: NamespaceId,
+        session: SessionId,
+        some: list[SegmentId],
+        which: list[int],
+        later: int,
+        hint: Hint,
+        share: float,
+        salt_share: float,
+    ) -> None:
+        now = max(0, self.minute + later)
+        self.minute = max(self.minute, now)
+        some = self.recent(name, which) + some
+        space = self.model.spaces.get(name)
+        if space is None:
+            with pytest.raises(NamespaceUnknown):
+                self.index.session(name, session, some, now * 60.0, hint)
+            return
+        used = space.usage().nbytes
+        allowance = Allowance(int(used * share), int(used * salt_share))
+        right = space.session(session, some, now, hint, allowance)
+        assert self.index.session(name, session, some, now * 60 + 30.5, hint, allowance=allowance) == right
 
     @rule(
         name=names,
@@ -344,6 +439,44 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.unpin(name, some) == len(space.pinned & set(some))
         space.pinned -= set(some)
 
+    @rule(name=names, salt=st.sampled_from(SALTS), over=st.sampled_from([-1, 0, 5000, 40_000]))
+    def look_at_salts(self, name: NamespaceId, salt: SaltId, over: int) -> None:
+        space = self.space(name)
+        assert self.index.holdings(name, over) == space.holdings(over)
+        if salt:
+            found = list(self.index.of_salt(name, salt))
+            assert {one.segment: one.record for one in found} == {
+                segment: space.records[segment] for segment in space.of_salt(salt)
+            }
+            assert len({one.segment for one in found}) == len(found)
+
+    # Not at once, and of all seldom: nothing old could be saved any more.
+    @precondition(lambda self: self.turn > 40)
+    @rule(
+        name=names,
+        salt=st.sampled_from([*SALTS[1:] * 3, NO_SALT]),
+        digests=chains,
+        fresh=fresh,
+        known=segments,
+        ranks=st.sampled_from([1, 2]),
+    )
+    def forbid(
+        self, name: NamespaceId, salt: SaltId, digests: bytes, fresh: SegmentId, known: SegmentId, ranks: int
+    ) -> None:
+        """What comes afterwards, new or known, visible or waiting for a rank, is met at once."""
+        until = self.index.forbid(name, salt)
+        assert CREATED_S < until < FUTURE_S
+        forbidden = self.model.forbidden.setdefault(name, {})
+        assert until >= forbidden.get(salt, 0)
+        forbidden[salt] = until
+        if name in self.model.spaces:
+            self.space(name).forbid(salt, until)
+        assert self.index.forbidden(name) == forbidden
+        mine, ranks = part_of(digests, 0, 5), self.ranks(name, ranks)
+        self.commit_rank(name, fresh, mine, 0, 0, ranks, salt)
+        self.commit_rank(name, fresh, mine, 0, ranks - 1, ranks)
+        self.commit_straggler(name, digests, known, ranks - 1, None)
+
     @rule(name=names)
     def invalidate(self, name: NamespaceId) -> None:
         assert self.index.invalidate(name) == self.space(name).invalidate()
@@ -412,12 +545,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(name=names, now=st.integers(999, 1011), limit=st.integers(0, 5), done=st.booleans())
     def delete(self, name: NamespaceId, now: int, limit: int, done: bool) -> None:
         space = self.space(name)
-        due = self.index.due(name, now + 0.5, limit)
+        due = self.index.reapable(name, now + 0.5, limit)
         right = {s: ranks for s, (ranks, when) in space.trash.items() if when <= now}
         assert len(due) == min(limit, len(right))
         assert all(right[segment] == ranks for segment, ranks in due)
         if done:
-            self.index.bury(name, [segment for segment, _ in due])
+            self.index.reaped(name, [segment for segment, _ in due])
             for segment, _ in due:
                 del space.trash[segment]
 
@@ -443,6 +576,9 @@ class IndexMachine(RuleBasedStateMachine):
         order = self.index.order(name, 10_000)
         assert [one.segment for one in order] == space.in_order()
         assert [one.keep_s for one in order] == [space.keep(one.segment) * 60.0 for one in order]
+        assert self.index.owners(name, asked) == [space.owner.get(one, NO_SESSION) for one in asked]
+        assert self.index.find_sessions(name, SESSIONS) == [space.listing(one) for one in SESSIONS]
+        assert {one.session for one in self.index.sessions(name)} == set(space.sessions)
         found = self.index.reconcile(name)
         assert found.recorded == found.counted == space.usage()
 
@@ -462,11 +598,18 @@ class IndexMachine(RuleBasedStateMachine):
         for one in NAMESPACES:
             name = namespace_id(one)
             assert self.index.usage(name) == self.space(name).usage()
+            assert self.index.retained(name) == self.space(name).retained()
         told = {one.namespace: (one.usage, one.trashed, one.bygone) for one in self.index.accounts()}
         assert told == {
             name: (space.usage(), len(space.trash), len(space.bygone))
             for name, space in self.model.spaces.items()
         }
+
+    @invariant()
+    def what_is_forbidden_stays_so(self) -> None:
+        for one in NAMESPACES:
+            name = namespace_id(one)
+            assert self.index.forbidden(name) == self.model.forbidden.get(name, {})
 
     @invariant()
     def namespaces_are_known(self) -> None:
@@ -480,7 +623,6 @@ def run(make: Callable[[], IndexMachine], examples: int, steps: int = 40) -> Non
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -530,7 +672,7 @@ def test_fakeredis() -> None:
 def test_redis(redis_server: RedisServer) -> None:
     class Machine(IndexMachine):
         def open(self) -> RedisIndex:
-            return RedisIndex.from_settings(redis_server.url, RedisSettings())
+            return RedisIndex.from_settings(redis_server.url, PATIENT)
 
         def empty(self) -> None:
             redis_server.flush()

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore.conformance.chains import record
+from kvstore.conformance.index.chains import record
+from kvstore.index.port import Run
 from kvstore.index.walk import EXPECTED_SLOTS, walk
 from kvstore.keys import SegmentId
-from kvstore.ports import Run
 from schemas.records import SegmentRecord
 
 #: A block's identity stands for everything before it, as a chained hash does.
@@ -91,7 +91,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[list[Block]]]:
     return world, chains
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(worlds(), st.sampled_from([1, 2, 7, 64, 1000]))
 def test_any_world(made: tuple[World, list[list[Block]]], expected: int) -> None:
     world, chains = made
@@ -99,7 +99,7 @@ def test_any_world(made: tuple[World, list[list[Block]]], expected: int) -> None
         world.check(chain, expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(1, 130), min_size=1, max_size=30), st.data())
 def test_a_chain_in_adjacent_segments_is_served_whole(sizes: list[int], data: st.DataObject) -> None:
     chain, world = trunk(sum(sizes)), World()
@@ -120,7 +120,7 @@ def test_a_chain_in_adjacent_segments_is_served_whole(sizes: list[int], data: st
     assert sum(run.count for run in runs) == asked
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 400), st.integers(1, 100), st.integers(1, 300))
 @example(0, 64, 1)
 @example(64, 64, 64)

@@ -11,8 +11,8 @@ import sys
 import time
 from itertools import count
 
-from kvstore.conformance.chains import CREATED_S, chain, namespace, put
-from kvstore.index.sqlite import SqliteIndex
+from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put
+from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId
 
 STEPS = 60
@@ -31,7 +31,7 @@ def upkeep(index: SqliteIndex, name: NamespaceId, seed: str) -> None:
         if step % 2:
             index.invalidate(name)
             index.drain(name, delete_after_s=CREATED_S, limit=1000)
-            index.bury(name, [segment for segment, _ in index.due(name, CREATED_S, 100)])
+            index.reaped(name, [segment for segment, _ in index.reapable(name, CREATED_S, 100)])
             index.sweep(name, 500)
 
 

@@ -14,20 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.build import load_settings, open_index
-from kvstore.catalogue import Candidate, Maintenance
-from kvstore.conformance.chains import chain, namespace
-from kvstore.eviction import Holder, Scope, ghost_bytes, ghost_step, plan, worth
-from kvstore.index.redis import RedisIndex
-from kvstore.index.sqlite import SqliteIndex
+from kvstore.conformance.index.chains import chain, namespace
+from kvstore.index.eviction import Holder, Scope, ghost_bytes, ghost_step, plan, watermarks, worth
+from kvstore.index.maintenance import Candidate, FullIndex
+from kvstore.index.port import EngineIndex
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 from kvstore.metrics import Counters
-from kvstore.ports import Index
-from kvstore.tending import Tending
+from kvstore.store.housekeeping import Housekeeping
 from schemas.namespace import Namespace
 from schemas.records import PartRecord, SegmentRecord, rounded_cost
 from schemas.settings import Settings
 
 NOW_S = 1_800_000_000 // 60 * 60.0
+GIB = 1 << 30
 MINUTE = 60
 
 
@@ -48,6 +49,24 @@ MINUTE = 60
 def test_worth(cost_us: int, nbytes: int, expected: int) -> None:
     """A doubling of the microseconds per KiB is worth one more, up to fifteen."""
     assert worth(cost_us, nbytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "high", "low"),
+    [
+        (1, 1, 1),
+        (99, 99, 99),
+        (100, 99, 98),
+        (GIB, GIB - GIB // 100, GIB - 2 * (GIB // 100)),
+        (100 * GIB, 99 * GIB, 98 * GIB),
+        (101 * GIB, 100 * GIB, 99 * GIB),
+        (10 << 40, (10 << 40) - GIB, (10 << 40) - 2 * GIB),
+        # No bytes are lost to a float's 53 bits.
+        ((1 << 60) + 1, (1 << 60) + 1 - GIB, (1 << 60) + 1 - 2 * GIB),
+    ],
+)
+def test_the_room_is_a_matter_of_bytes_in_large_quotas(quota: int, high: int, low: int) -> None:
+    assert watermarks(quota) == (high, low)
 
 
 def test_ghost_steps_are_a_fourth_root_of_two_apart() -> None:
@@ -142,13 +161,13 @@ class World:
     """An index, what the oracle knows of it, and a clock."""
 
     def __init__(self, index: Any, made: Settings, seed: int) -> None:
-        self.index: Index = index
-        self.catalogue: Maintenance = index
+        self.index: EngineIndex = index
+        self.catalogue: FullIndex = index
         self.settings = made
         self.source = random.Random(seed)
         self.held: list[Held] = []
         self.kinds: dict[NamespaceId, Namespace] = {}
-        self.tending = Tending(index, None, made, Counters(), lambda: NOW_S)  # type: ignore[arg-type]
+        self.housekeeping = Housekeeping(index, None, made, Counters(), lambda: NOW_S)  # type: ignore[arg-type]
 
     def open(self, space: Namespace) -> NamespaceId:
         name = self.index.register(space, expected_blocks=10_000)
@@ -223,9 +242,10 @@ class World:
             if scope not in quotas:
                 continue
             used = sum(one.nbytes for one in left if one.namespace in members)
-            if used <= eviction.high * quotas[scope]:
+            room = min(quotas[scope] // 100, 1 << 30)
+            if used <= quotas[scope] - room:
                 continue
-            excess = used - int(eviction.low * quotas[scope])
+            excess = used - (quotas[scope] - 2 * room)
             fresh_from = NOW_S - eviction.fresh_s
             for fresh in (False, True):
                 ordered = [
@@ -279,16 +299,51 @@ def test_victims_are_those_of_the_documented_policy(index: Any, tmp_path: Path, 
     }
     expected = it.after_eviction(quotas)
     assert len(expected) < len(it.held) - 10
-    evicted, headroom = it.tending.evict()
+    evicted, headroom = it.housekeeping.evict()
     assert it.visible() == {(one.namespace, one.segment) for one in expected}
     assert evicted == len(it.held) - len(expected)
-    assert headroom <= 0.1 * 3_000_000
+    # What the eviction leaves free, and less than the last segment that went.
+    assert headroom < 30_000 + 4096 + 16 * 20_000
     assert all(usage.pinned_bytes >= 0 for usage in map(it.catalogue.usage, names))
     it.held = expected
     # Met is met.
-    assert it.tending.evict()[0] == 0
+    assert it.housekeeping.evict()[0] == 0
 
 
+@pytest.mark.parametrize(("capacity", "left"), [(1, 0), (10_000, 0), (14_095, 0), (14_240, 1), (20_000, 1)])
+def test_a_store_with_room_for_one_segment_or_none(
+    index: Any, tmp_path: Path, capacity: int, left: int
+) -> None:
+    """A segment has 13,956 bytes, and two hundredths are left free: no eviction leaves a quota exceeded."""
+    it = world(index, tmp_path, 6, capacity_bytes=capacity)
+    name = it.open(kv("one"))
+    for number in range(3):
+        it.put(name, slots=1, slot_bytes=9860, cost_us=0, depth=0, age_s=100 * (3 - number))
+        it.housekeeping.evict()
+        assert it.catalogue.usage(name).segments == left
+    assert it.visible() == {(name, one.segment) for one in it.held[-left:] if left}
+
+
+def test_a_huge_store_evicts_what_is_above_a_gigabyte(index: Any, tmp_path: Path) -> None:
+    """200 GiB in segments of 256 MiB: with less than four of them free an eviction begins, and it ends with
+    eight. The shares of former releases began with 40 and ended with 80."""
+    it = world(index, tmp_path, 7, capacity_bytes=200 * GIB)
+    name = it.open(kv("one"))
+    segment = 256 << 20
+
+    def put() -> None:
+        it.put(name, slots=1, slot_bytes=segment - 4096, cost_us=0, depth=0, age_s=9000)
+
+    for _ in range(796):
+        put()
+    assert it.held[0].nbytes == segment
+    assert it.housekeeping.evict() == (0, 0)
+    put()
+    assert it.housekeeping.evict() == (5, GIB)
+    assert it.catalogue.usage(name).nbytes == 198 * GIB
+
+
+@pytest.mark.slow
 def test_more_segments_than_one_look_shows(index: Any, tmp_path: Path) -> None:
     it = world(index, tmp_path, 1, capacity_bytes=1_500_000)
     names = [it.open(kv("one")), it.open(kv("two")), it.open(ec("three"))]
@@ -302,8 +357,39 @@ def test_more_segments_than_one_look_shows(index: Any, tmp_path: Path) -> None:
             age_s=100 + 7 * it.source.randrange(3000),
         )
     expected = it.after_eviction({Scope.STORE: 1_500_000})
-    it.tending.evict()
+    it.housekeeping.evict()
     assert it.visible() == {(one.namespace, one.segment) for one in expected}
+
+
+def test_a_round_lists_about_as_much_as_it_evicts(
+    index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many namespaces, and a few segments to go: most of a round would be listing what stays."""
+    it = world(index, tmp_path, 8, capacity_bytes=4_110_000)
+    names = [it.open(kv(f"model {number}")) for number in range(4)]
+    for number in range(1000):
+        it.put(
+            names[number % 4],
+            slots=1,
+            slot_bytes=14,
+            cost_us=0,
+            depth=0,
+            age_s=300 + 70 * (number * 37 % 997),
+        )
+    expected = it.after_eviction({Scope.STORE: 4_110_000})
+    listed, real = 0, index.order
+
+    def order(name: NamespaceId, most: int) -> Any:
+        nonlocal listed
+        found = real(name, most)
+        listed += len(found)
+        return found
+
+    monkeypatch.setattr(index, "order", order)
+    evicted, _ = it.housekeeping.evict()
+    assert it.visible() == {(one.namespace, one.segment) for one in expected}
+    assert evicted == 20
+    assert listed <= 4 * (8 + 2 * evicted)
 
 
 def test_without_cost_it_is_last_use_alone(index: Any, tmp_path: Path) -> None:
@@ -313,7 +399,7 @@ def test_without_cost_it_is_last_use_alone(index: Any, tmp_path: Path) -> None:
         it = World(plain, made, 3)
         it.fill([it.open(kv("one")), it.open(ec("two"))], 60)
         expected = it.after_eviction({Scope.STORE: 300_000})
-        it.tending.evict()
+        it.housekeeping.evict()
         assert it.visible() == {(one.namespace, one.segment) for one in expected}
         ages = [one.used_s for one in it.held if one not in expected]
         assert max(ages) <= min(one.used_s for one in expected)
@@ -325,9 +411,9 @@ def test_what_is_pinned_may_exceed_its_quota(index: Any, tmp_path: Path) -> None
     it.fill([name], 30)
     segments = [one.segment for one in it.held]
     it.catalogue.pin(name, segments, most_bytes=1 << 40)
-    assert it.tending.evict() == (0, 0)
+    assert it.housekeeping.evict() == (0, 0)
     it.catalogue.unpin(name, segments[:10])
-    assert it.tending.evict()[0] == 10
+    assert it.housekeeping.evict()[0] == 10
 
 
 @pytest.mark.parametrize("moment", ["orders", "accounts", "shares"])
@@ -338,9 +424,9 @@ def test_what_two_processes_find_too_much_goes_once(
     it = world(index, tmp_path, 5, capacity_bytes=1_000_000)
     it.fill([it.open(kv("one")), it.open(kv("two")), it.open(ec("three"))], 80)
     expected = it.after_eviction({Scope.STORE: 1_000_000})
-    other = Tending(index, None, it.settings, Counters(), lambda: NOW_S)  # type: ignore[arg-type]
+    other = Housekeeping(index, None, it.settings, Counters(), lambda: NOW_S)  # type: ignore[arg-type]
     name = {"orders": "_orders", "accounts": "quotas", "shares": "_shares"}[moment]
-    real = getattr(it.tending, name)
+    real = getattr(it.housekeeping, name)
     calls = 0
 
     def between(*args: Any) -> Any:
@@ -352,6 +438,6 @@ def test_what_two_processes_find_too_much_goes_once(
             assert other.evict()[0] == len(it.held) - len(expected)
         return found
 
-    monkeypatch.setattr(it.tending, name, between)
-    assert it.tending.evict()[0] == 0
+    monkeypatch.setattr(it.housekeeping, name, between)
+    assert it.housekeeping.evict()[0] == 0
     assert it.visible() == {(one.namespace, one.segment) for one in expected}

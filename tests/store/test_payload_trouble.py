@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import sqlite3
+import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.blobs.breaking import BreakingPayloads
-from kvstore.blobs.buffers import total
-from kvstore.blobs.faulty import FaultyPayloads, Plan, Rule
-from kvstore.blobs.local import LocalPayloads
 from kvstore.breaker import Breaker
-from kvstore.errors import BreakerOpen, CorruptPayload, TransientError
+from kvstore.conformance.faulty import FaultyPayloads, Plan, Rule
+from kvstore.errors import BreakerOpen, CorruptPayload, PayloadMissing, TransientError
+from kvstore.index.port import Run
 from kvstore.keys import payload_name
-from kvstore.ports import Run
-from kvstore.reader import PayloadLate, PayloadMissing
-from kvstore.store import Space, Store
-from schemas.records import PartRecord
+from kvstore.payloads.breaking import BreakingPayloads
+from kvstore.payloads.buffers import total
+from kvstore.payloads.local import LocalPayloads
+from kvstore.store.quarantine import HourlyBound, Quarantine
+from kvstore.store.reading import PayloadLate
+from kvstore.store.space import Space
+from kvstore.store.store import Store
+from schemas.records import PartRecord, pack_record
 from schemas.settings import BreakerSettings, Settings
 from tests.store.world import (
     SLOT_BYTES,
@@ -31,25 +36,22 @@ from tests.store.world import (
     keys,
     make_store,
     match,
+    namespace,
     open_space,
     slots,
+    with_parts,
 )
+from tests.waiting import PATIENCE_S, until
 
 A = chain(*range(40))
 
 
 class Remote(LocalPayloads):
-    """Notes its reads, and reads through gaps; `distrusted` answers for a copy that somebody keeps."""
+    """Notes its reads."""
 
-    def __init__(self, root: Path, gap: int = 0, copies: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.gap = gap
-        self.copies = copies
         self.reads: list[tuple[int, int, int | None]] = []
-
-    @property
-    def gap_bytes(self) -> int:
-        return self.gap
 
     def read(
         self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
@@ -57,14 +59,10 @@ class Remote(LocalPayloads):
         self.reads.append((offset, total(into), size))
         return super().read(name, offset, into, size=size)
 
-    def distrust(self, name: str) -> bool:
-        return self.copies is not None and self.copies(name)
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    made = make_store(tmp_path)
-    made.payloads = Remote(tmp_path)
+    made = with_parts(make_store(tmp_path), payloads=Remote(tmp_path))
     yield made
     made.close()
 
@@ -108,8 +106,8 @@ def test_a_gap_is_read_through_if_that_is_cheaper_than_a_request(
     run = part_of(space, A, 7, 5)
     [part] = run.record.parts
     start, length = part.slot_range(7, 5)
-    store.payloads.gap = start - part.data_start + spare
-    load(space, run)
+    through = with_parts(store, gap_bytes=start - part.data_start + spare)
+    load(open_space(through, codec=codec), run)
     if spare == 0:
         assert store.payloads.reads == [(0, start + length, part.nbytes)]
     else:
@@ -139,7 +137,7 @@ def test_a_bad_copy_is_dropped_and_the_original_read(tmp_path: Path, store: Stor
         path.write_bytes(good)
         return True
 
-    store.payloads.copies = restore
+    space = open_space(with_parts(store, drop_copy=restore))
     load(space, run)
     counted = store.counters.snapshot()
     assert (counted["dropped_copies"], counted["quarantined_segments"]) == (1, 0)
@@ -152,7 +150,7 @@ def test_a_bad_original_behind_a_bad_copy_is_quarantined(tmp_path: Path, store: 
     path = tmp_path / payload_name(space.id, run.segment, 0)
     path.write_bytes(path.read_bytes()[:-1])
     asked: list[str] = []
-    store.payloads.copies = lambda name: not asked.append(name)
+    space = open_space(with_parts(store, drop_copy=lambda name: not asked.append(name)))
     with pytest.raises(CorruptPayload):
         fetch(space, A[:3], match(space, A[:3]))
     assert len(asked) == 1
@@ -160,34 +158,36 @@ def test_a_bad_original_behind_a_bad_copy_is_quarantined(tmp_path: Path, store: 
     assert match(space, A[:3]).blocks == 0
 
 
-def test_who_finds_everything_bad_does_not_empty_the_index(tmp_path: Path, monkeypatch: Any) -> None:
+def test_who_finds_everything_bad_does_not_empty_the_index(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A share that isn't mounted, seen by one of two nodes."""
-    monkeypatch.setattr("kvstore.store._TELL_MOST", 3)
-    now = [1_700_000_000.0]
-    node = make_store(tmp_path, clock=lambda: now[0])
+    now = [1000.0]
+    node = make_store(tmp_path)
     space = open_space(node)
-    chains = [chain(1000 + i) for i in range(8)]
+    chains = [chain(1000 + i) for i in range(16)]
     for one in chains:
         space.save(slots(one))
-    other = make_store(tmp_path, clock=lambda: now[0])
-    other.payloads = LocalPayloads(tmp_path / "not mounted")
-    blind = open_space(other)
+    other = with_parts(make_store(tmp_path), payloads=LocalPayloads(tmp_path / "not mounted"))
+    quarantine = Quarantine(other.backends, HourlyBound(3, lambda: now[0]))
+    blind = Space(other.backends, quarantine, other.health, other.rounds, namespace(), 1000)
 
-    def look() -> None:
+    def look(chains: Sequence[list[bytes]]) -> int:
+        """How many of these blocks are left in the index."""
         for one in chains:
-            if (found := match(blind, one)).blocks:
-                with pytest.raises(PayloadMissing):
-                    fetch(blind, one, found)
-                # It has learnt not to ask for that one again.
-                assert match(blind, one).blocks == 0
+            with pytest.raises(PayloadMissing):
+                fetch(blind, one, match(blind, one))
+            # It has learnt not to ask for that one again.
+            assert match(blind, one).blocks == 0
+        return sum(match(space, one).blocks for one in chains)
 
-    look()
-    assert sum(match(space, one).blocks for one in chains) == 5
+    assert look(chains[:8]) == 5
     assert other.counters.snapshot()["quarantined_segments"] == 8
-    now[0] += 3601
-    other._quarantined.clear()
-    look()
-    assert sum(match(space, one).blocks for one in chains) == 2
+    now[0] += 3599
+    assert look(chains[8:11]) == 3
+    assert caplog.text.count("more than 3 segments failed verification within an hour") == 1
+    now[0] += 2
+    assert look(chains[11:]) == 2
     node.close()
     other.close()
 
@@ -200,11 +200,11 @@ class Down:
 
     def __init__(self, root: Path) -> None:
         self.plan = Plan()
-        self.store = make_store(root)
+        store = make_store(root)
         self.breaker = Breaker("payloads", BreakerSettings(failures=1, backoff_s=0.05, max_backoff_s=0.05))
-        inner = FaultyPayloads(self.store.payloads, self.plan)
-        self.store.payloads = BreakingPayloads(inner, self.breaker, reads_probe=False)
-        self.store.breaker = self.breaker
+        inner = FaultyPayloads(store.payloads, self.plan)
+        payloads = BreakingPayloads(inner, self.breaker, reads_probe=False)
+        self.store = with_parts(store, payloads=payloads, breaker=self.breaker)
         self.space = open_space(self.store)
 
 
@@ -221,23 +221,19 @@ def test_what_cannot_be_read_is_not_promised_and_comes_back_by_itself(tmp_path: 
     with pytest.raises(BreakerOpen):
         fetch(down.space, A, found)
     # However long it lasts, no read is the probe: a request waits for it. Pings are.
-    end = time.monotonic() + 5
-    while down.plan.injected[("ping", "transient")] < 3 and time.monotonic() < end:
-        match(down.space, A)
-        time.sleep(0.01)
-    assert down.plan.injected[("ping", "transient")] >= 3
+    until(lambda: match(down.space, A) and down.plan.injected[("ping", "transient")] >= 3)
     assert down.plan.injected[("read", "transient")] == reads
     down.plan.replace()
-    while match(down.space, A).blocks == 0 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: match(down.space, A).blocks)
     assert fetch(down.space, A, match(down.space, A)) == [content(one) for one in A]
     assert down.store.counters.snapshot()["miss_blocks{breaker_open}"] >= 80
     down.store.close()
 
 
 def test_one_probe_at_a_time(tmp_path: Path) -> None:
-    down = Down(tmp_path)
-    down.plan.replace(Rule("transient", verbs=("read",)), Rule("delay", verbs=("ping",), delay_s=0.2))
+    down, over = Down(tmp_path), threading.Event()
+    down.store.payloads._inner._sleep = lambda seconds: over.wait(PATIENCE_S)  # type: ignore[attr-defined]
+    down.plan.replace(Rule("transient", verbs=("read",)), Rule("delay", verbs=("ping",)))
     down.space.save(slots(A))
     found = match(down.space, A)
     with pytest.raises(TransientError):
@@ -246,6 +242,7 @@ def test_one_probe_at_a_time(tmp_path: Path) -> None:
     for _ in range(50):
         match(down.space, A)
     assert down.plan.injected[("ping", "delay")] <= 1
+    over.set()
     down.store.close()
 
 
@@ -264,7 +261,7 @@ def tiers(settings: Settings, tmp_path: Path, write: str) -> Settings:
 def test_what_is_not_uploaded_yet_is_a_miss_and_stays(tmp_path: Path) -> None:
     now = [1_700_000_000.0]
     store = make_store(tmp_path, clock=lambda: now[0])
-    store.settings = tiers(store.settings, tmp_path, "back")
+    store = with_parts(store, settings=tiers(store.settings, tmp_path, "back"))
     space = open_space(store)
     space.save(slots(A))
     found = match(space, A)
@@ -283,7 +280,7 @@ def test_what_is_not_uploaded_yet_is_a_miss_and_stays(tmp_path: Path) -> None:
 
 def test_with_write_through_what_is_missing_is_lost(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.settings = tiers(store.settings, tmp_path, "through")
+    store = with_parts(store, settings=tiers(store.settings, tmp_path, "through"))
     space = open_space(store)
     space.save(slots(A))
     found = match(space, A)
@@ -309,12 +306,59 @@ def test_evicted_payloads_are_deleted_with_one_call_and_a_bad_one_keeps_no_other
     store.index.evict(space.id, [run.segment for run in runs], delete_after_s=0, rule="admin")
     stubborn = payload_name(space.id, runs[3].segment, 0)
     plan.replace(Rule("delay", verbs=("delete",)), Rule("permission", verbs=("delete",), name=stubborn))
-    store.tend()
+    store.rounds.housekeep()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/??/*")] == [stubborn]
     plan.replace(Rule("delay", verbs=("delete",)))
     before = plan.injected[("delete", "delay")]
-    store.tend()
+    store.rounds.housekeep()
     assert plan.injected[("delete", "delay")] == before + 1
     assert list(tmp_path.glob("*/??/*")) == []
     assert store.counters.snapshot()["deleted_payloads"] == 10
     store.close()
+
+
+# What the index says
+
+
+MOST = (1 << 32) - 1
+#: The layout that a forged record has, of as many slots and ranks as it says.
+FORGED: dict[str, Callable[[PartRecord], tuple[PartRecord, ...]]] = {
+    "a start at 4 GiB": lambda part: (dataclasses.replace(part, data_start=MOST),),
+    "slots of 4 GiB": lambda part: (dataclasses.replace(part, slot_sizes=(MOST,) * 40),),
+    "slots of 4 GiB before those": lambda part: (
+        dataclasses.replace(part, slot_sizes=(MOST,) * 20 + tuple(part.slot_sizes[20:])),
+    ),
+    "65535 slots": lambda part: (dataclasses.replace(part, slot_sizes=tuple(part.slot_sizes[:1]) * 65535),),
+    "65535 slots of 4 GiB": lambda part: (PartRecord(MOST, (MOST,) * 65535),),
+    "255 ranks": lambda part: (part,) * 255,
+    "255 ranks of 1024 slots of 4 GiB": lambda part: (PartRecord(MOST, (MOST,) * 1024),) * 255,
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("gap_bytes", [0, 1 << 20])
+def test_a_forged_record_loads_nothing_and_takes_no_memory(tmp_path: Path, what: str, gap_bytes: int) -> None:
+    """The attack: whoever can write to the index makes a record say what no payload holds."""
+    with make_store(tmp_path) as store:
+        store = with_parts(store, gap_bytes=gap_bytes)
+        space = open_space(store)
+        space.save(slots(A))
+        [run] = match(space, A).runs
+        parts = FORGED[what](run.record.parts[0])
+        forged = dataclasses.replace(run.record, parts=parts, slots=len(parts[0].slot_sizes))
+        with sqlite3.connect(tmp_path / "index.sqlite") as db:
+            assert db.execute("UPDATE segments SET record = ?", [pack_record(forged)]).rowcount == 1
+        wanted, into = A[20:24], buffers(4)
+        tracemalloc.start()
+        try:
+            found = match(space, A)
+            for run in found.runs:
+                assert len(run.record.parts) == len(parts), "it was not met"
+                inside = dataclasses.replace(run, slot=20, count=4)
+                with pytest.raises(CorruptPayload):
+                    space.load(inside, keys(wanted), into)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 8 << 20
+        assert not found.runs or match(space, A).blocks == 0, "it is not promised again"

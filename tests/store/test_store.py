@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstore.blobs.faulty import Plan, Rule
-from kvstore.blobs.local import LocalPayloads
-from kvstore.codec import Slot
+from kvstore.conformance.faulty import Plan, Rule
 from kvstore.errors import (
     CapacityExceeded,
     CorruptPayload,
     DeadlineExceeded,
     KVStoreError,
     NamespaceMismatch,
+    PayloadMissing,
     TransientError,
 )
-from kvstore.keys import SegmentId, digest, item_key, namespace_id, new_segment_id, payload_name
-from kvstore.ports import Run
-from kvstore.reader import PayloadMissing
-from kvstore.store import Space, Store
+from kvstore.format.segment import Slot
+from kvstore.index.port import Run
+from kvstore.keys import SegmentId, digest, namespace_id, new_segment_id, payload_name
+from kvstore.payloads.local import LocalPayloads
+from kvstore.store.space import Space
+from kvstore.store.store import Store
 from tests.store.world import (
     SLOT_BYTES,
     buffers,
     chain,
     content,
     fetch,
+    item,
     keys,
     make_store,
     match,
     namespace,
     open_space,
     slots,
+    with_parts,
 )
 
 A = chain(*range(40))
@@ -86,21 +91,18 @@ def test_any_part_of_any_run_in_either_codec(store: Store, codec: str) -> None:
             assert [bytes(v) for v in into] == [bytes(b.data) for b in blocks[first : first + count]]
 
 
-def test_many_runs_load_in_parallel_up_to_the_first_bad_one(
-    tmp_path: Path, store: Store, space: Space
-) -> None:
+def test_of_many_runs_one_that_is_lost_costs_no_other(tmp_path: Path, space: Space) -> None:
     for start in range(0, 40, 4):
         space.save(slots(A[: start + 4]))
     found = match(space, A)
     assert len(found.runs) == 10
-    into = buffers(40)
-    assert space.load_all(found, keys(A), into) == 40
-    assert [bytes(view) for view in into] == [content(one) for one in A]
+    assert fetch(space, A, found) == [content(one) for one in A]
     (tmp_path / payload_name(space.id, found.runs[6].segment, 0)).unlink()
-    into = buffers(40)
-    assert space.load_all(found, keys(A), into) == 24
-    assert [bytes(view) for view in into[:24]] == [content(one) for one in A[:24]]
-    assert space.load_all(match(space, chain(5)), [], []) == 0
+    with pytest.raises(PayloadMissing):
+        fetch(space, A, found)
+    found = match(space, A)
+    assert found.blocks == 24
+    assert fetch(space, A, found) == [content(one) for one in A[:24]]
 
 
 def test_a_longer_chain_saves_only_its_tail_and_divergence_is_respected(space: Space) -> None:
@@ -239,10 +241,10 @@ def test_eviction_leaves_the_payload_readable_for_the_grace_time(tmp_path: Path)
     )
     assert match(space, A[:4]).blocks == 0
     assert fetch(space, A, found) == [content(one) for one in A[:4]]
-    store.tend()
+    store.rounds.housekeep()
     assert len(files(tmp_path)) == 1
     now[0] += store.settings.grace_s + 1
-    store.tend()
+    store.rounds.housekeep()
     assert files(tmp_path) == []
     with pytest.raises(PayloadMissing):
         fetch(space, A, found)
@@ -250,15 +252,17 @@ def test_eviction_leaves_the_payload_readable_for_the_grace_time(tmp_path: Path)
 
 
 def test_the_namespace_stays_within_its_capacity(tmp_path: Path) -> None:
-    capacity = 40 * (SLOT_BYTES * 4 + 8192)
-    store = make_store(tmp_path, capacity_bytes=capacity)
+    capacity, now_s = 40 * (SLOT_BYTES * 4 + 8192), [1_000_000.0]
+    store = make_store(tmp_path, clock=lambda: now_s[0], capacity_bytes=capacity)
     space = open_space(store)
     for number in range(200):
+        # Uses count by the minute: within one, chance decides.
+        now_s[0] += 60.0
         space.save(slots(chain(number, 1, 2, 3)))
-        assert store.catalogue.usage(space.id).nbytes <= capacity * 1.05
+        assert store.maintenance.usage(space.id).nbytes <= capacity * 1.05
     assert counts(store)["evicted_segments"] > 100
-    # The latest survived.
-    assert match(space, chain(199, 1, 2, 3)).blocks == 4
+    there = [match(space, chain(number, 1, 2, 3)).blocks == 4 for number in range(200)]
+    assert there[-40:] == [True] * 40 and not any(there[:100])
     store.close()
 
 
@@ -299,6 +303,39 @@ def test_a_save_that_fails_leaves_nothing_visible(
     store.close()
 
 
+def test_saves_that_fail_all_day_are_said_once_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1000.0]
+    plan = Plan(Rule("permission", ("put",)))
+    unseen = itertools.count(1000)
+
+    def said() -> list[str]:
+        """What the log has been told by 50 saves."""
+        caplog.clear()
+        for _ in range(50):
+            with pytest.raises(KVStoreError):
+                space.save(slots(chain(next(unseen), 1)))
+        return [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+
+    with make_store(tmp_path, plan=plan, clock=lambda: now[0]) as store:
+        space = open_space(store)
+        (first,) = said()
+        assert first.startswith("2 blocks are not cached: ")
+        assert said() == []
+        # What else goes wrong is said at once.
+        plan.replace(Rule("no_space", ("put",)))
+        assert len(said()) == 1
+        plan.replace(Rule("permission", ("put",)))
+        now[0] += 60
+        (again,) = said()
+        assert again.startswith("2 blocks are not cached, and 198 since this was last said: ")
+        # A clock that is set back by a day does not make it dumb for one.
+        now[0] -= 86400
+        assert len(said()) == 1
+        assert counts(store)["save_blocks{failed}"] == 500
+
+
 @pytest.mark.parametrize("fault", ["truncate", "flip"])
 @pytest.mark.parametrize("verb", ["put", "read"])
 def test_silent_damage_on_the_way_is_never_served(tmp_path: Path, fault: str, verb: str) -> None:
@@ -329,8 +366,6 @@ def test_a_load_ends_at_its_deadline(tmp_path: Path) -> None:
 
 
 def test_a_broken_index_costs_its_deadline_a_few_times_and_then_nothing(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "x", breaker={"failures": 2, "backoff_s": 5.0})
-
     class Down:
         calls = 0
 
@@ -341,15 +376,15 @@ def test_a_broken_index_costs_its_deadline_a_few_times_and_then_nothing(tmp_path
 
             return fail
 
-    store.index._inner = Down()  # type: ignore[attr-defined]
+    down: Any = Down()
+    store = make_store(tmp_path / "x", index=down, breaker={"failures": 2, "backoff_s": 5.0})
     space = open_space(store)
     reasons = [match(space, A[:4]).reason for _ in range(5)]
     assert reasons == ["deadline", "deadline", "breaker_open", "breaker_open", "breaker_open"]
     assert Down.calls == 2
     with pytest.raises(TransientError):
         space.save(slots(A[:4]))
-    store.index._inner = store.catalogue  # type: ignore[attr-defined]
-    store.close()
+    with_parts(store, index=store.maintenance).close()
 
 
 def test_an_item_of_any_shape(store: Store) -> None:
@@ -361,7 +396,7 @@ def test_an_item_of_any_shape(store: Store) -> None:
     )
     for name, rows in (("../../etc/passwd", 3), ("x" * 10_000, 1), ("nul\0 \ud800", 7), ("", 2)):
         data = content(name.encode("utf-8", "surrogatepass"))[: rows * 16]
-        key = item_key(name)
+        key = item(name)
         space.save([Slot(key, memoryview(data), "F32", (rows, 4))])
         found = space.match(digest(key))
         into = memoryview(bytearray(found.runs[0].record.raw_bytes))
@@ -382,12 +417,15 @@ def test_nothing_but_the_error_tree_comes_out(tmp_path: Path, caplog: pytest.Log
         def put(self, *args: object) -> None:
             raise ZeroDivisionError("a bug")
 
-    store.payloads = Buggy(str(tmp_path))
-    with pytest.raises(KVStoreError, match="a bug"):
+    space = open_space(with_parts(store, payloads=Buggy(str(tmp_path))))
+    with pytest.raises(KVStoreError, match="a bug") as raised:
         fetch(space, A, found)
+    assert space.not_loaded.note(4, raised.value, found.runs[0].segment) == "error"
     with pytest.raises(KVStoreError, match="a bug"):
         space.save(slots(chain(77)))
-    assert "unexpectedly" in caplog.text
+    told = f"4 blocks of segment {found.runs[0].segment.hex()} are computed: load failed: ZeroDivisionError"
+    assert told in caplog.text and "1 blocks are not cached" in caplog.text
+    assert caplog.text.count('raise ZeroDivisionError("a bug")') == 2, "a bug is told with its traceback"
     store.close()
 
 

@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 
-from kvstore.blobs.ledger import Ledger
-from kvstore.blobs.local import LocalPayloads
-from kvstore.blobs.tiered import TieredPayloads
 from kvstore.breaker import Breaker
 from kvstore.build import load_settings, open_index
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.index.breaking import BreakingIndex
 from kvstore.metrics import Counters
-from kvstore.store import Space, Store
-from kvstore.transfers import Transfers
-from tests.blobs.tier_world import check_ledger
+from kvstore.payloads.local import LocalPayloads
+from kvstore.payloads.tiered.ledger import Ledger
+from kvstore.payloads.tiered.store import TieredPayloads
+from kvstore.store.backends import Backends
+from kvstore.store.space import Space
+from kvstore.store.store import Store
+from kvstore.threads.transfers import Transfers
+from tests.payloads.tiered.world import check_ledger
 from tests.store.world import buffers, chain, content, fetch, keys, match, open_space, slots
+from tests.waiting import PATIENCE_S
 
 A = chain(*range(40))
 Node = Callable[..., tuple[Store, Space]]
@@ -54,12 +57,16 @@ def node(tmp_path: Path) -> Iterator[Node]:
             write=made.tiers.write,
         )
         store = Store(
-            settings=made,
-            payloads=tier,
-            index=BreakingIndex(index, Breaker("index", made.breaker)),
-            catalogue=index,
-            transfers=transfers,
-            counters=Counters(),
+            Backends(
+                settings=made,
+                payloads=tier,
+                index=BreakingIndex(index, Breaker("index", made.breaker)),
+                maintenance=index,
+                transfers=transfers,
+                counters=Counters(),
+                drop_copy=tier.drop_copy,
+                tier=tier,
+            )
         )
         opened.append(store)
         return store, open_space(store)
@@ -82,7 +89,7 @@ def test_one_node_saves_and_another_loads_through_its_own_folder(tmp_path: Path,
     mine.save(slots(A))
     assert len(files(tmp_path / "mine")) == 1
     assert loads(theirs) == [content(one) for one in A]
-    assert store.transfers.drain(10)
+    assert store.transfers.drain(PATIENCE_S)
     assert len(files(tmp_path / "theirs")) == 1
     # From here on the folder is enough.
     for path in files(tmp_path / "shared"):
@@ -94,7 +101,7 @@ def test_a_few_blocks_are_read_as_they_are_and_the_segment_follows(tmp_path: Pat
     (_, mine), (store, theirs) = node("mine"), node("theirs")
     mine.save(slots(A))
     assert loads(theirs, A[:3]) == [content(one) for one in A[:3]]
-    assert store.transfers.drain(10)
+    assert store.transfers.drain(PATIENCE_S)
     assert len(files(tmp_path / "theirs")) == 1
 
 
@@ -108,7 +115,7 @@ def test_damage_in_the_folder_costs_one_more_read(tmp_path: Path, node: Node) ->
     assert loads(space) == [content(one) for one in A]
     assert store.counters.snapshot()["dropped_copies"] == 1
     assert store.counters.snapshot()["quarantined_segments"] == 0
-    assert store.transfers.drain(10)
+    assert store.transfers.drain(PATIENCE_S)
     assert files(tmp_path / "mine")[0].read_bytes() == files(tmp_path / "shared")[0].read_bytes()
 
 
@@ -150,7 +157,7 @@ def test_a_restart_uploads_what_was_not(tmp_path: Path, node: Node) -> None:
     assert files(tmp_path / "shared") == []
     store, mine = node("mine", write="back")
     assert loads(mine) == [content(one) for one in A]
-    assert store.transfers.drain(10)
+    assert store.transfers.drain(PATIENCE_S)
     assert len(files(tmp_path / "shared")) == 1
 
 
@@ -162,7 +169,7 @@ def test_a_small_folder_serves_what_it_can(tmp_path: Path, node: Node) -> None:
     for _ in range(2):
         for one in chains:
             assert loads(space, one) == [content(block) for block in one]
-            store.transfers.drain(10)
+            store.transfers.drain(PATIENCE_S)
             assert sum(path.stat().st_size for path in files(tmp_path / "mine")) <= 1 << 20
     assert 0 < len(files(tmp_path / "mine")) < len(chains)
     check_ledger(store.payloads._ledger, tmp_path / "mine")  # type: ignore[attr-defined]
@@ -173,7 +180,7 @@ def test_an_evicted_segment_leaves_both(tmp_path: Path, node: Node) -> None:
     space.save(slots(A))
     [run] = match(space, A).runs
     store.index.evict(space.id, [run.segment], delete_after_s=0, rule="admin")
-    store.tend()
+    store.rounds.housekeep()
     assert files(tmp_path / "mine") == files(tmp_path / "shared") == []
     into = buffers(40)
     with pytest.raises(KVStoreError):

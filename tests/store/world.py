@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.blobs.faulty import FaultyPayloads, Plan
-from kvstore.blobs.local import LocalPayloads
 from kvstore.breaker import Breaker
 from kvstore.build import load_settings, open_index
-from kvstore.codec import Slot
+from kvstore.conformance.faulty import FaultyPayloads, Plan
+from kvstore.format.keyring import NO_KEYS, Keyring
+from kvstore.format.segment import Slot
 from kvstore.index.breaking import BreakingIndex
-from kvstore.keys import ContentKey, block_key, digests
+from kvstore.index.port import EngineIndex
+from kvstore.keys import ContentKey, block_key, digests, item_key
 from kvstore.metrics import Counters
-from kvstore.ports import Index, PayloadStore
-from kvstore.store import Match, Space, Store
-from kvstore.transfers import Transfers
+from kvstore.payloads.local import LocalPayloads
+from kvstore.payloads.port import PayloadStore
+from kvstore.store.backends import Backends
+from kvstore.store.space import Match, Space
+from kvstore.store.store import Store
+from kvstore.threads.transfers import Transfers
 from schemas.namespace import GroupSpec, Namespace
 
 SHAPE = (2, 2, 8, 16)
@@ -47,6 +54,11 @@ def content(block_hash: bytes) -> bytes:
     return hashlib.shake_128(block_hash).digest(SLOT_BYTES)
 
 
+def item(name: str, salt: str = "") -> ContentKey:
+    """Returns the content key of a picture that is named by what it is."""
+    return item_key(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest(), salt)
+
+
 def keys(hashes: Sequence[bytes]) -> list[ContentKey]:
     return [block_key(one) for one in hashes]
 
@@ -74,23 +86,46 @@ def fetch(space: Space, hashes: Sequence[bytes], found: Match) -> list[bytes]:
 
 
 def make_store(
-    root: Path, *, plan: Plan | None = None, index: Index | None = None, clock: Any = None, **settings: Any
+    root: Path,
+    *,
+    plan: Plan | None = None,
+    index: EngineIndex | None = None,
+    clock: Any = None,
+    keyring: Keyring = NO_KEYS,
+    **settings: Any,
 ) -> Store:
-    """A store on a folder, with faults planned, or another index, in place of the usual ones."""
-    made = load_settings({"payloads": f"file://{root}", **settings}, environ={})
+    """A store on a folder, with faults planned, or another index, in place of the usual ones. What it has is
+    loaded, whether that pays or not, unless `settings` say otherwise."""
+    kv = {"load": "always", **settings.pop("kv", {})}
+    made = load_settings({"payloads": f"file://{root}", "kv": kv, **settings}, environ={})
     leaf = open_index(made, **({"clock": clock} if clock else {}))
     payloads: PayloadStore = LocalPayloads(str(root))
     if plan is not None:
         payloads = FaultyPayloads(payloads, plan)
     return Store(
-        settings=made,
-        payloads=payloads,
-        index=BreakingIndex(index or leaf, Breaker("index", made.breaker)),
-        catalogue=leaf,
-        transfers=Transfers(made.transfers),
-        counters=Counters(),
-        **({"clock": clock} if clock else {}),
+        Backends(
+            settings=made,
+            payloads=payloads,
+            index=BreakingIndex(index or leaf, Breaker("index", made.breaker)),
+            maintenance=leaf,
+            transfers=Transfers(made.transfers),
+            counters=Counters(),
+            keyring=keyring,
+            **({"clock": clock} if clock else {}),
+        )
     )
+
+
+def with_parts(store: Store, **parts: Any) -> Store:
+    """A store like `store`, closed with it, but for these parts."""
+    return Store(replace(store.backends, **parts))
+
+
+def put_faults(payloads: Any, plan: Plan, sleep: Callable[[float], object] = time.sleep) -> None:
+    """From now on a payload store that somebody else has opened has faults."""
+    faulty = FaultyPayloads(copy.copy(payloads), plan, sleep)
+    for verb in ("put", "read", "delete", "list", "ping"):
+        setattr(payloads, verb, getattr(faulty, verb))
 
 
 def open_space(store: Store, **changes: Any) -> Space:

@@ -23,7 +23,7 @@ DASHBOARDS = (OVERVIEW, ENGINES)
 
 
 def files() -> dict[Path, str]:
-    """Every dashboard's file and what belongs into it."""
+    """Returns every dashboard's file and what belongs into it."""
     values = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text(encoding="utf-8"))
     # templates/monitoring/dashboards.yaml puts a release's own address in its place.
     runbooks = str(values["monitoring"]["prometheusRule"]["runbooks"])
@@ -34,7 +34,7 @@ def files() -> dict[Path, str]:
 
 
 def main() -> int:
-    """0, or with --check 1 if something is not in step."""
+    """Returns 0, or 1 with --check if a file is not in step."""
     options = argparse.ArgumentParser(prog="tools.dashboards", description="Writes the chart's dashboards.")
     options.add_argument("--check", action="store_true", help="write nothing")
     check = options.parse_args().check

@@ -1,4 +1,4 @@
-"""Rows of what engines store besides the KV connector's blocks: encoder outputs, vLLM's offloading."""
+"""The rows on what engines store besides the KV connector's blocks: encoder outputs, vLLM's offloading."""
 
 from __future__ import annotations
 

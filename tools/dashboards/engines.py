@@ -5,7 +5,7 @@ from __future__ import annotations
 from tools.dashboards.encoders import ENCODERS, OFFLOADING
 from tools.dashboards.fleet import ENGINE_LABELS, WHO, by, least, most, percentiles, state, tier, unsaved
 from tools.dashboards.grafana import Dashboard, Panel, Query, Row, Variable
-from tools.dashboards.queries import ENGINE, share
+from tools.dashboards.queries import ENGINE, percentile, share
 
 _LATENCY = Row(
     "How long it takes",
@@ -29,6 +29,21 @@ _LATENCY = Row(
             "From the plan of a request's load to its last block, on one rank. Compare it with what "
             "computing the prompt takes: a cache that loads more slowly than the engine computes is not "
             "worth its room (cache-admin bench).",
+            alerts=("KVStoreRegret",),
+        ),
+        Panel(
+            "Regret",
+            "timeseries",
+            "percentunit",
+            (
+                *percentiles("vllm:kvstore_kv_regret_ratio"),
+                Query(percentile(0.99, "vllm:kvstore_kv_measured_regret_ratio"), "p99, measured"),
+            ),
+            "How much longer a request's stored blocks took than the better of computing all and loading "
+            "all, as a share of computing. Next to 0 if loads pay and are made. Measured: of the few "
+            "requests that do the other thing, to find out.",
+            limits=((0.5, "red"),),
+            alerts=("KVStoreRegret",),
         ),
         Panel(
             "Save",
@@ -74,7 +89,8 @@ _WAITS = Row(
             "timeseries",
             "bytes",
             (Query(state("kv_queued_write_bytes"), WHO),),
-            "At transfers.write_bytes (512 MiB for each rank) saves are dropped.",
+            "KV blocks in staging memory, and other saves, which are dropped at transfers.write_bytes "
+            "(512 MiB for each rank).",
             alerts=("KVStoreSavesDropped",),
         ),
         Panel(
@@ -85,8 +101,16 @@ _WAITS = Row(
                 Query(state("kv_load_staging_used_bytes", "rank"), f"loads {WHO} rank {{{{rank}}}}"),
                 Query(state("kv_save_staging_used_bytes", "rank"), f"saves {WHO} rank {{{{rank}}}}"),
             ),
-            "Of kv.staging_bytes (256 MiB each). Full: loads wait, and saves are dropped; raise it, if the "
-            "host has the memory.",
+            "Of what the engine's log says at its start (kv.staging_bytes). Full: loads and saves wait.",
+            alerts=("KVStoreSavesDropped",),
+        ),
+        Panel(
+            "Blocks that wait to be saved",
+            "timeseries",
+            "short",
+            (Query(state("kv_waiting_blocks", "rank"), f"{WHO} rank {{{{rank}}}}"),),
+            "For staging memory, while their requests have them. Peaks are as they should be. Always: the "
+            "engine computes faster than it can write.",
             alerts=("KVStoreSavesDropped",),
         ),
         Panel(
@@ -110,9 +134,12 @@ _WAITS = Row(
             "short",
             (
                 Query(by("kv_events_total", "event"), "{{event}}"),
+                Query(by("ec_events_total", "event"), "{{event}} (encoder outputs)"),
                 Query(by("kv_resets_total", "outcome"), "reset: {{outcome}}"),
             ),
-            "outcomes_lost, note_failures, trace_lost: the index was not told something. "
+            "outcomes_lost, note_failures, session_failures, trace_lost: something was not told. "
+            "hints_ignored: clients say what makes no sense. "
+            "spans_lost: the collector of traces was not told. "
             "quarantined_segments: damaged, or gone. resets left_alone: the store is not used until "
             "somebody names the weights.",
             stack=True,
@@ -141,6 +168,15 @@ _TRAFFIC = Row(
             "off, or its settings name another namespace.",
             most=1,
             alerts=("KVStoreHitRatioCollapsed",),
+        ),
+        Panel(
+            "Prompt tokens, by tier",
+            "timeseries",
+            "short",
+            (Query(by("kv_prompt_tokens_total", "tier"), "{{tier}}"),),
+            "Tokens per second, each once, by where its KV came from. engine: its own prefix cache. folder, "
+            "disk, bucket: loaded from there. Together they are the prompts that began to compute.",
+            stack=True,
         ),
         Panel(
             "From asked for to loaded",
@@ -174,6 +210,15 @@ _TRAFFIC = Row(
             "Per second. failed: a block did not come in time, or not intact, and was computed.",
             stack=True,
             alerts=("KVStoreLoadsFailing",),
+        ),
+        Panel(
+            "Audits, by outcome",
+            "timeseries",
+            "short",
+            (Query(by("kv_audits_total", "outcome"), "{{outcome}}"),),
+            "Per second. declined: loads that were computed instead, to be compared. alike: stored blocks "
+            "that are what the engine computes. wrong: blocks that aren't, though their checksums are right.",
+            alerts=("KVStoreWrongBlocks",),
         ),
         Panel(
             "Blocks offered, by outcome",
@@ -264,6 +309,17 @@ _TIER = Row(
             "fast_errors: disk, rights or ledger of the folder. upload_failures: tried again. "
             "fills_skipped: no room, or the disk is too slow (transfers.errand_bytes).",
             alerts=("KVStoreTierErrors", "KVStoreUploadsFailing"),
+        ),
+        Panel(
+            "Fetched for requests that wait",
+            "timeseries",
+            "Bps",
+            (
+                Query(by("kv_prefetched_bytes_total", "outcome"), "{{outcome}}"),
+                Query(by("ec_prefetched_bytes_total", "outcome"), "{{outcome}} (encoder outputs)"),
+            ),
+            "used: a request then began to load it. wasted: aborted, computed or in the engine's own cache; "
+            "payloads.prefetch_bytes bounds it.",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""A dashboard as a description, and as the JSON that Grafana reads.
+"""The description of a dashboard, and the JSON that Grafana reads.
 
 Panels of a row flow from left to right and wrap; nobody writes a position. Every data source is the variable
 `datasource`, so a dashboard works wherever it is imported.
@@ -13,11 +13,11 @@ from typing import Any, Literal
 Kind = Literal["timeseries", "stat", "bargauge", "table"]
 Json = dict[str, Any]
 
-#: Of Grafana 12; older ones from 10 on read it as well.
+#: The schema of Grafana 12; older ones from 10 on read it as well.
 SCHEMA_VERSION = 41
 COLUMNS = 24
-#: The least step of a query, a quarter of the shortest window of a rate: as the chart's monitors scrape.
-#: Without it the data source says how long that is, whose default is half of it.
+#: Shortest step of a query, a quarter of the shortest window of a rate: the interval at which the chart's
+#: monitors scrape. Without it the data source chooses, whose default is half of it.
 _STEP = "30s"
 _DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 _STATS: Json = {"calcs": ["lastNotNull"], "fields": "", "values": False}
@@ -25,7 +25,7 @@ _STATS: Json = {"calcs": ["lastNotNull"], "fields": "", "values": False}
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression, and what its series are called."""
+    """One expression, and the name of its series."""
 
     expr: str
     legend: str = ""
@@ -35,9 +35,9 @@ class Query:
 class Panel:
     """One picture. `text` says what it shows, and what to do when it looks bad.
 
-    `limits`: from which value on it is of which colour; below the first it is `good`. `words`: what single
-    values mean, and their colours. `alerts`: those that fire on it, to whose runbooks it links. `columns`: of
-    a table, what each query counts.
+    `limits` are the values from which on it has a colour; below the first it has the colour `good`. `words`
+    are the meanings of single values, and their colours. `alerts` are the alerts on what it shows, to whose
+    runbooks it links. `columns` says what each query of a table counts.
     """
 
     title: str
@@ -78,9 +78,9 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One page."""
+    """One dashboard."""
 
-    #: Its file, and what its address keeps when it is provisioned anew.
+    #: Name of its file, and of its address, which stays when it is provisioned anew.
     name: str
     title: str
     text: str
@@ -89,7 +89,7 @@ class Dashboard:
 
 
 def made(dashboard: Dashboard, runbooks: str) -> Json:
-    """The JSON. `runbooks` is the address of the runbooks, without #."""
+    """Returns the JSON. `runbooks` is the address of the runbooks, without #."""
     return {
         "annotations": {"list": []},
         "description": dashboard.text,
@@ -175,7 +175,7 @@ def _panel(panel: Panel, runbooks: str) -> Json:
 
 
 def _columns(panel: Panel) -> list[Json]:
-    """Of a table of labels."""
+    """Returns the transformations of a table of labels."""
     named = {f"Value #{chr(ord('A') + number)}": name for number, name in enumerate(panel.columns)}
     options = {"excludeByName": {"Time": True}, "indexByName": {}, "renameByName": named}
     return [{"id": "merge", "options": {}}, {"id": "organize", "options": options}]
@@ -254,7 +254,7 @@ def _variable(variable: Variable) -> Json:
         }
     query = f"label_values({variable.metric}, {variable.label})"
     return {
-        # What lacks the label is part of all.
+        # Series without the label are part of "All".
         "allValue": ".*",
         "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
         "datasource": _DATASOURCE,

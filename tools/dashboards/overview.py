@@ -82,9 +82,8 @@ _GLANCE = Row(
             "stat",
             "percentunit",
             (Query(f"max({filled(scope='store')})"),),
-            "A cache in use is full, between eviction.low and eviction.high (0.90 and 0.95). Above 1 "
-            "eviction does not keep up: look at the janitor, and whether too much is pinned (cache-admin "
-            "pin).",
+            "A cache in use is full, to within 2% or 2 GiB. Well above 1 eviction does not keep up: look at "
+            "the janitor, and whether too much is pinned (cache-admin pin).",
             width=4,
             height=5,
             limits=((1.0, "orange"), (1.05, "red")),
@@ -206,8 +205,8 @@ _MISSES = Row(
             ),
             "Blocks per second that were asked for and did not come. absent is what a cache is like; "
             "`cache-admin whatif` says what more capacity would bring. deadline, breaker_open, unavailable, "
-            "throttled: index or payloads are slow or fail. window, below_threshold: settings. corrupt: "
-            "damaged bytes.",
+            "throttled: index or payloads are slow or fail. computing_is_faster: they are too slow to pay. "
+            "window, below_threshold: settings. corrupt: damaged bytes.",
             stack=True,
             alerts=("KVStoreCorruptLoads",),
         ),
@@ -221,8 +220,8 @@ _MISSES = Row(
                     "{{reason}}",
                 ),
             ),
-            "Blocks per second that were offered and not stored. dropped: queue or staging full. failed: "
-            "index or payloads. held and not_admitted are as they should be.",
+            "Blocks per second that were offered and not stored. dropped: no room in time. failed: index or "
+            "payloads. held and not_admitted are as they should be.",
             stack=True,
             alerts=("KVStoreSavesDropped", "KVStoreSavesFailing"),
         ),
@@ -252,7 +251,7 @@ _MISSES = Row(
                     "{{model_name}}",
                 ),
             ),
-            "Of what had to be stored, what found queue or staging full. Short peaks are harmless. Always: "
+            "Of what had to be stored, what found no room in time. Short peaks are harmless. Always: "
             "raise transfers.write_threads or kv.staging_bytes, or save less (admission.second_use).",
             most=1,
             limits=((0.05, "red"),),

@@ -1,4 +1,4 @@
-"""The rows of the overview on what the store holds and how it is looked after."""
+"""The rows of the overview on what the store holds and on its maintenance."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BYTES = Row(
                 ),
             ),
             "Segments per second. bad: they failed verification. abandoned: a rank did not write its part. "
-            "admin, invalidated: somebody did that.",
+            "admin, invalidated, erased: somebody did that.",
             stack=True,
             alerts=("KVStoreDamagedPayloads",),
         ),

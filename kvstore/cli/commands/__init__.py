@@ -1,9 +1,5 @@
-"""The commands: each parses, calls one function of kvstore.admin, prints, and exits by the table.
+"""The verbs: each parses, calls a function of kvstore.admin, prints, and exits by what is in its report.
 
-inventory   status, ls, show, namespaces
-transfer    export, import, warm
-measure     bench
-service     doctor, vllm-config
-
-`add_to` of each module registers its commands, in the order in which the reference lists them.
+A module per group, named as in kvstore.admin and kvstore.cli.text. In each section of the reference its verbs
+come in the order in which they stand in it. At the end of a module: what code a report ends with, if not 0.
 """

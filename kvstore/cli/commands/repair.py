@@ -1,45 +1,73 @@
-"""fsck, gc, rebuild, invalidate, drop: what is wrong or waste, and what goes as a whole."""
+"""gc, fsck, rebuild: what is waste, what is wrong, and the index from the payloads."""
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
-from kvstore.admin.checking import Depth
-from kvstore.admin.drop import drop as drop_
-from kvstore.admin.drop import invalidate as invalidate_
-from kvstore.admin.fsck import fsck as fsck_
-from kvstore.admin.gc import LEAST_AGE_S
-from kvstore.admin.gc import gc as gc_
-from kvstore.admin.rebuild import rebuild as rebuild_
-from kvstore.cli import progress, render_repairs
-from kvstore.cli.call import Call, say, verb
-from schemas.repairs import FsckReport, GcReport, RebuildReport
+from kvstore.admin.repair import fsck, gc, rebuild
+from kvstore.admin.repair.check import Depth
+from kvstore.admin.repair.reports import FsckReport, GcReport, RebuildReport
+from kvstore.cli import progress
+from kvstore.cli.call import Call
+from kvstore.cli.exits import ENDS, ExitCode, of_report
+from kvstore.cli.options import Apply, Namespaces, formerly, seconds_of
+from kvstore.cli.text import repair as repair_text
+from kvstore.cli.verbs import verb
+from kvstore.rules.lateness import SETTLED_S
 
-_AGE = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-Namespaces = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="NAMESPACE...", help="Starts of namespaces' ids. Default: all of them."),
-]
-Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id.")]
 Jobs = Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Read so many payloads side by side.")]
-Apply = Annotated[bool, typer.Option("--apply", help="Do it. Default: only say what would be done.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register these commands."""
-    verb(app.command())(fsck)
-    verb(app.command())(gc)
-    verb(app.command())(rebuild)
-    verb(app.command())(invalidate)
-    verb(app.command())(drop)
+@verb(
+    "gc",
+    section="Maintain",
+    examples=("cache-admin gc", "cache-admin gc --apply --older-than 7d"),
+    see_also=("du", "fsck", "serve"),
+    exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
+)
+def _gc(
+    call: Call,
+    apply: Apply = False,
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Only what is at least so old: 30m, 1h, 7d.")
+    ] = "1h",
+    force: Annotated[
+        bool, typer.Option("--force", help="Delete although the index looks as if it had been lost.")
+    ] = False,
+    delete: Annotated[bool, formerly("--delete")] = False,
+) -> None:
+    """Find what is stored and nobody needs, and delete it with --apply.
+
+    That is: payloads that the index does not know, of writers that died before their commit; what such
+    writers left beside the payloads; evicted segments whose grace time has passed; entries that lead to
+    nothing. The accounts are counted anew. Objects that are not kvstore's are listed and left alone. After
+    the index was lost, run `rebuild` first: gc would take everything for waste, and refuses.
+    """
+    older_than_s = seconds_of("--older-than", older_than)
+    if older_than_s < SETTLED_S:
+        raise typer.BadParameter(
+            f"{older_than!r} is less than {SETTLED_S / 60:g}m: what is younger may still be committed",
+            param_hint="--older-than",
+        )
+    apply = apply or delete
+    if force and not apply:
+        raise typer.BadParameter("--force goes with --apply", param_hint="--force")
+    with call.cache() as cache, progress.shown() as shows:
+        report = gc.gc(cache, delete=apply, older_than_s=older_than_s, force=force, progress=shows)
+    call.print(report, repair_text.gc)
+    call.end(report)
 
 
-def fsck(
+@verb(
+    "fsck",
+    section="Maintain",
+    examples=("cache-admin fsck", "cache-admin fsck --read-data 5%", "cache-admin fsck --apply 8a74e0fa"),
+    see_also=("gc", "rebuild", "show"),
+    exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
+)
+def _fsck(
     call: Call,
     namespaces: Namespaces = None,
     read_data: Annotated[
@@ -49,16 +77,17 @@ def fsck(
     quick: Annotated[
         bool, typer.Option("--quick", help="Compare sizes alone: read no headers, look at no entries.")
     ] = False,
-    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended.")] = False,
+    apply: Apply = False,
     force: Annotated[
         bool, typer.Option("--force", help="Repair although most of the payloads are missing.")
     ] = False,
     jobs: Jobs = 8,
+    repair: Annotated[bool, formerly("--repair")] = False,
 ) -> None:
     """Check that what the index names is there, is what it says, and is found.
 
     Reads the header of every segment, and holds every entry of the index against them; an engine may go on
-    working meanwhile. With --repair, damaged segments are evicted, records and entries that disagree with
+    working meanwhile. With --apply, damaged segments are evicted, records and entries that disagree with
     valid payloads are written anew, segments that the index does not know are listed again, and the accounts
     are corrected; then everything is checked once more. Nothing valid is deleted, and nothing at all when a
     store does not answer: run it again then. `gc` looks for the reverse, payloads that nobody needs.
@@ -66,53 +95,30 @@ def fsck(
     percent = _percent(read_data)
     if quick and percent:
         raise typer.BadParameter("--quick reads no data; leave one of the two out", param_hint="--quick")
-    if force and not repair:
-        raise typer.BadParameter("--force goes with --repair", param_hint="--force")
+    apply = apply or repair
+    if force and not apply:
+        raise typer.BadParameter("--force goes with --apply", param_hint="--force")
     with call.cache() as cache, progress.shown() as shows:
-        report = fsck_(
+        report = fsck.fsck(
             cache,
             namespaces or [],
             depth=Depth(quick=quick, percent=percent, jobs=jobs),
-            repair=repair,
+            repair=apply,
             force=force,
             progress=shows,
         )
-    call.print(report, render_repairs.fsck)
-    _end(call, report)
+    call.print(report, repair_text.fsck)
+    call.end(report)
 
 
-def gc(
-    call: Call,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete it. Default: only say how much.")] = False,
-    older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Only what is at least so old: 30m, 1h, 7d.")
-    ] = "1h",
-    force: Annotated[
-        bool, typer.Option("--force", help="Delete although the index looks as if it had been lost.")
-    ] = False,
-) -> None:
-    """Find what is stored and nobody needs, and delete it with --delete.
-
-    That is: payloads that the index does not know, of writers that died before their commit; what such
-    writers left beside the payloads; evicted segments whose grace time has passed; entries that lead to
-    nothing. The accounts are counted anew. Objects that are not kvstore's are listed and left alone. After
-    the index was lost, run `rebuild` first: gc would take everything for waste, and refuses.
-    """
-    older_than_s = _age("--older-than", older_than)
-    if older_than_s < LEAST_AGE_S:
-        raise typer.BadParameter(
-            f"{older_than!r} is less than {LEAST_AGE_S / 60:g}m: what is younger may still be committed",
-            param_hint="--older-than",
-        )
-    if force and not delete:
-        raise typer.BadParameter("--force goes with --delete", param_hint="--force")
-    with call.cache() as cache, progress.shown() as shows:
-        report = gc_(cache, delete=delete, older_than_s=older_than_s, force=force, progress=shows)
-    call.print(report, render_repairs.gc)
-    _end(call, report)
-
-
-def rebuild(
+@verb(
+    "rebuild",
+    section="Maintain",
+    examples=("cache-admin rebuild --dry-run", "cache-admin rebuild --jobs 32"),
+    see_also=("fsck", "doctor"),
+    exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
+)
+def _rebuild(
     call: Call,
     namespaces: Namespaces = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be committed.")] = False,
@@ -126,43 +132,9 @@ def rebuild(
     quotas are to be set again. What had been evicted or invalidated and was not deleted yet comes back too.
     """
     with call.cache() as cache, progress.shown() as shows:
-        report = rebuild_(cache, namespaces or [], dry_run=dry_run, jobs=jobs, progress=shows)
-    call.print(report, render_repairs.rebuild)
-    _end(call, report)
-
-
-def invalidate(call: Call, namespace: Namespace, apply: Apply = False) -> None:
-    """Forget what a namespace holds, from one moment to the next.
-
-    For weights that changed under the same name, or bytes that are not to be trusted. Pinned segments go as
-    well. Engines compute everything anew and save into the namespace as before; the old payloads are deleted
-    after the grace time by whoever tends the cache: the janitor, an embedded store, or `gc --delete`.
-    """
-    with call.cache() as cache:
-        report = invalidate_(cache, namespace, apply=apply)
-    call.print(report, render_repairs.invalidate)
-
-
-def drop(
-    call: Call,
-    namespace: Namespace,
-    now: Annotated[
-        bool,
-        typer.Option("--now", help="Delete the payloads at once: for a namespace that no engine uses."),
-    ] = False,
-    apply: Apply = False,
-) -> None:
-    """Remove a namespace with all that it holds.
-
-    What it holds can't be matched from then on. Its payloads are deleted when the grace time has passed, in
-    which a load that is under way may still read them: by whoever tends the cache, or by running drop again,
-    which then forgets the namespace as well. The janitor does that too, but only when no engine has
-    registered the namespace for janitor.forget_after_s. An engine that still uses it registers it anew.
-    """
-    with call.cache() as cache, progress.shown() as shows:
-        report = drop_(cache, namespace, apply=apply, now=now, progress=shows)
-    call.print(report, render_repairs.drop)
-    call.exit_by(report)
+        report = rebuild.rebuild(cache, namespaces or [], dry_run=dry_run, jobs=jobs, progress=shows)
+    call.print(report, repair_text.rebuild)
+    call.end(report)
 
 
 def _percent(text: str) -> float:
@@ -175,16 +147,20 @@ def _percent(text: str) -> float:
     return percent
 
 
-def _age(option: str, text: str) -> float:
-    match = _AGE.fullmatch(text.strip().lower())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no age such as 30m, 1h or 7d", param_hint=option)
-    return float(match[1]) * _UNITS[match[2]]
+@of_report.register
+def _of_gc(report: GcReport) -> ExitCode:
+    return ENDS[report.ended] or (ExitCode.PARTIAL if report.problem else ExitCode.OK)
 
 
-def _end(call: Call, report: FsckReport | GcReport | RebuildReport) -> None:
-    if report.problem:
-        say(report.problem)
-    if report.ended == "failed":
-        say("`cache-admin doctor` says what to do")
-    call.exit_by(report)
+@of_report.register
+def _of_fsck(report: FsckReport) -> ExitCode:
+    left = report.found if report.remaining is None else report.remaining
+    code = ENDS[report.ended] or (ExitCode.PROBLEMS if left else ExitCode.OK)
+    return ExitCode.PARTIAL if code is ExitCode.PROBLEMS and report.mended else code
+
+
+@of_report.register
+def _of_rebuild(report: RebuildReport) -> ExitCode:
+    listed = any(space.listed.segments for space in report.namespaces) and not report.dry_run
+    left = (ExitCode.PARTIAL if listed else ExitCode.PROBLEMS) if report.left_out else ExitCode.OK
+    return ENDS[report.ended] or left

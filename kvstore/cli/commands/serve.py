@@ -7,26 +7,38 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
-from kvstore.cli import render_serving
-from kvstore.cli.call import Call, say, verb
+from kvstore.admin.operators import janitor as janitor_name
+from kvstore.admin.serve.reports import ProbeReport, ServingReport
+from kvstore.cli.call import Call, say
+from kvstore.cli.exits import ExitCode, of_report
 from kvstore.cli.tables import plain
+from kvstore.cli.text import serve as serve_text
+from kvstore.cli.verbs import verb
 
 #: What is going on when the process is told to end, such as a backend's call, has so long.
 _STOP_S = 5.0
 _PORT = 9464
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register these commands."""
-    verb(app.command())(serve)
-
-
-def serve(
+@verb(
+    "serve",
+    section="Maintain",
+    examples=(
+        "cache-admin serve",
+        "cache-admin serve --listen 0.0.0.0:9464 --no-janitor",
+        "cache-admin serve --listen 0.0.0.0:9464 --host cache.example --tls /etc/tls --password-file /etc/pw",
+        "cache-admin serve --once --json | jq .janitor.steps",
+    ),
+    see_also=("status", "doctor"),
+    exits=(ExitCode.PARTIAL,),
+)
+def _serve(
     call: Call,
     listen: Annotated[
         str,
@@ -47,9 +59,39 @@ def serve(
         typer.Option(
             "--probe",
             help="Ask the server that listens there whether it is ready, print what it says, and end: for "
-            "health checks. Exits with 5 if it is not, or does not answer.",
+            "health checks. Exits with 5 if it is not, or does not answer. With --tls it asks by https.",
         ),
     ] = False,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name by which it may be asked for, besides addresses and localhost; may be given more "
+            "than once. Requests for another name are refused: a web site could lead one here.",
+        ),
+    ] = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Speak TLS, with tls.crt and tls.key of this folder, as a Secret of type kubernetes.io/tls "
+            "has them. They are read again when they change.",
+        ),
+    ] = None,
+    client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --tls: answer clients that have a certificate of these authorities."
+        ),
+    ] = None,
+    password_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer those who know the password in this file, by basic authentication with any user or "
+            "as a bearer token. Read again when it changes.",
+        ),
+    ] = None,
 ) -> None:
     """Look after the cache until it is stopped, and show it: a page, metrics, probes.
 
@@ -57,28 +99,32 @@ def serve(
     few percent of the payloads a day to find damage. Of any number of them one works and the others stand by.
 
     `/` is a page for people, `/metrics` is for Prometheus, `/healthz` and `/readyz` for probes, `/api/status`
-    is the page as JSON. There is no password: by default only this machine is listened to.
+    is the page as JSON. Only this machine is listened to unless --listen says otherwise; then say who may
+    ask: with --client-ca, --password-file or both, of which either is enough. Probes are answered to
+    everybody.
     """
-    host, port = _place(listen)
+    address, port = _place(listen)
     if probe:
-        from kvstore.admin.probing import probe as ask
+        from kvstore.admin.serve.probe import probe as ask
 
-        answer = ask(host, port)
-        call.print(answer, render_serving.probed)
-        call.exit_by(answer)
+        answer = ask(address, port, tls=tls is not None)
+        call.print(answer, serve_text.probe)
+        call.end(answer)
         return
     # Prometheus' library and the page are for this verb alone.
-    from kvstore.admin.serving import Serving
+    from kvstore.admin.serve.door import Guests
+    from kvstore.admin.serve.server import Serving
 
-    with call.cache() as cache, _log():
+    with call.cache(by=janitor_name()) as cache, _log():
         serving = Serving(cache, janitor=janitor)
         if once:
             report = serving.once()
-            call.print(report, render_serving.serving)
-            call.exit_by(report)
+            call.print(report, serve_text.serve)
+            call.end(report)
             return
         with _signals() as stop:
-            say(f"listening on {serving.start(host, port)}")
+            access = Guests(tuple(host or ()), tls, client_ca, password_file)
+            say(f"listening on {serving.start(address, port, access)}")
             stop.wait()
         # A backend that hangs is left alone: whatever is being done there is safe to be cut off.
         kept = serving.stop(_STOP_S)
@@ -98,7 +144,7 @@ def _place(listen: str) -> tuple[str, int]:
 
 @contextmanager
 def _signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set. A second one ends the process as if there were no handler."""
+    """Yields an event that SIGTERM and SIGINT set. The second ends the process as without a handler."""
     stop = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -118,13 +164,13 @@ def _signals() -> Iterator[threading.Event]:
 
 class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        """As `say` says it."""
+        """Says it as `say` does."""
         typer.echo(f"cache-admin: {record.levelname.lower()}: {plain(self.format(record))}", err=True)
 
 
 @contextmanager
 def _log() -> Iterator[None]:
-    """The store's warnings on stderr, as long as this runs."""
+    """Brings the store's warnings to stderr, as long as this runs."""
     handler = _Lines(logging.INFO)
     log = logging.getLogger("kvstore")
     log.addHandler(handler)
@@ -132,3 +178,16 @@ def _log() -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
+
+
+@of_report.register
+def _of_serving(report: ServingReport) -> ExitCode:
+    if "unreachable" in (report.index.state, report.payloads.state):
+        return ExitCode.UNREACHABLE
+    failing = report.janitor is not None and any(step.failing for step in report.janitor.steps)
+    return ExitCode.PARTIAL if failing else ExitCode.OK
+
+
+@of_report.register
+def _of_probe(report: ProbeReport) -> ExitCode:
+    return ExitCode.OK if report.ready else ExitCode.UNREACHABLE

@@ -12,28 +12,35 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from kvstore import admin
-from kvstore.admin.plot import svg
-from kvstore.admin.simulate import POLICIES, Setup
-from kvstore.admin.traces import Assumed
-from kvstore.build import PREFIX
-from kvstore.cli import progress, render_simulation
-from kvstore.cli.call import Call, say, verb
-from schemas.settings import Settings, parse_bytes
-from schemas.simulation import Policy
+from kvstore.admin.simulate import simulate, whatif
+from kvstore.admin.simulate.plot import svg
+from kvstore.admin.simulate.reports import Policy
+from kvstore.admin.simulate.simulate import POLICIES
+from kvstore.admin.simulate.traces import Assumed
+from kvstore.cli import progress
+from kvstore.cli.call import Call, say
+from kvstore.cli.options import byte_count
+from kvstore.cli.text import simulate as simulate_text
+from kvstore.cli.verbs import verb
+from kvstore.rules.text import readable
+from schemas.settings import Settings
 
 #: Where there is no terminal.
 _COLUMNS = 100
 _MOST_POINTS = 200
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register these commands."""
-    verb(app.command())(simulate)
-    verb(app.command())(whatif)
-
-
-def simulate(
+@verb(
+    "simulate",
+    section="Understand",
+    examples=(
+        "cache-admin simulate /var/log/kvstore-trace --plot hits.svg",
+        "cache-admin simulate conversation_trace.jsonl --block-bytes 64MiB --capacity 1TiB,2TiB,4TiB",
+        "cache-admin simulate trace.jsonl --policy kvstore,lru --segment-blocks 16,64 --json",
+    ),
+    see_also=("whatif", "stats"),
+)
+def _simulate(
     call: Call,
     traces: Annotated[
         list[str],
@@ -59,7 +66,9 @@ def simulate(
         typer.Option(
             metavar="NAME,...",
             help="Of: kvstore (this store, as it is configured), second-use (the same with "
-            "admission.second_use), lru and fifo (of single blocks), endless (nothing is ever evicted).",
+            "admission.second_use), told (the same, with what the trace says of sessions), told-ends (the "
+            "same, told which request is a session's last), lru and fifo (of single blocks), optimum "
+            "(knows what will be asked for), endless (evicts nothing).",
         ),
     ] = ",".join(POLICIES),
     segment_blocks: Annotated[
@@ -88,25 +97,32 @@ def simulate(
     """Replay a trace of requests: the hit ratio by capacity, for this store and for other policies.
 
     Says how large a cache is worth having before one is bought, and what cutting blocks into segments, or
-    saving only what is asked for twice, costs and brings. Needs no cache; where the settings describe one,
-    its watermarks and segment sizes count for `kvstore`.
+    saving only what is asked for twice, costs and brings; what could be served if the future were known, and
+    what if only the ends of sessions were. Needs no cache; of settings, those of segments and of admission
+    count for `kvstore`.
     """
-    setup = Setup(
+    setup = simulate.Setup(
         settings=_settings(call),
         policies=_policies(policy),
-        capacities=[_size(one, "--capacity") for text in capacity or () for one in text.split(",")],
+        capacities=_sizes("--capacity", capacity),
         points=points,
         segment_blocks=_numbers(segment_blocks),
     )
-    assumed = Assumed(_size(block_bytes, "--block-bytes") if block_bytes is not None else None, block_tokens)
+    assumed = Assumed(None if block_bytes is None else byte_count("--block-bytes", block_bytes), block_tokens)
     with progress.shown() as shows:
-        report = admin.simulate([Path(trace) for trace in traces], assumed, setup, shows)
+        report = simulate.simulate([Path(trace) for trace in traces], assumed, setup, shows)
     if plot is not None:
-        _write(plot, svg(render_simulation.plot_of(report)))
-    call.print(report, lambda report: render_simulation.simulation(report, _columns()))
+        _write(plot, svg(simulate_text.plot_of(report)))
+    call.print(report, lambda report: simulate_text.simulate(report, _columns()))
 
 
-def whatif(
+@verb(
+    "whatif",
+    section="Understand",
+    examples=("cache-admin whatif", "cache-admin whatif --more 100GiB,1TiB"),
+    see_also=("simulate", "quota set"),
+)
+def _whatif(
     call: Call,
     more: Annotated[
         list[str] | None,
@@ -122,19 +138,15 @@ def whatif(
     Of blocks that engines have asked for and that were gone, it knows how much more capacity would have kept
     them. No trace is needed; `simulate` says more if there is one.
     """
-    sizes = [_size(one, "--more") for text in more or () for one in text.split(",")]
+    sizes = _sizes("--more", more)
     with call.cache() as cache:
-        report = admin.whatif(cache, sizes)
-    call.print(report, render_simulation.whatif)
+        report = whatif.whatif(cache, sizes)
+    call.print(report, simulate_text.whatif)
 
 
 def _settings(call: Call) -> Settings:
-    """Those that were given, over the defaults; a simulation needs no store."""
-    sources = call.sources
-    named = (f"{PREFIX}SETTINGS", f"{PREFIX}PAYLOADS")
-    if sources.file or sources.payloads or any(name.startswith(named) for name in sources.environ):
-        return sources.settings()
-    return replace(sources, index="memory://simulation", payloads="memory://simulation").settings()
+    """Returns those that were given, whatever store they name, if any: a simulation opens none."""
+    return replace(call.sources, index="memory://simulation", payloads="memory://simulation").settings()
 
 
 def _policies(text: str) -> Sequence[Policy]:
@@ -145,14 +157,8 @@ def _policies(text: str) -> Sequence[Policy]:
     return cast("Sequence[Policy]", list(dict.fromkeys(names)))
 
 
-def _size(text: str, option: str) -> int:
-    try:
-        nbytes = int(parse_bytes(text.strip()))
-    except ValueError as exc:
-        raise typer.BadParameter(f"{text!r}: {exc}", param_hint=option) from None
-    if not 0 < nbytes <= 1 << 60:
-        raise typer.BadParameter(f"{text!r} is no size from one byte to 1 EiB", param_hint=option)
-    return nbytes
+def _sizes(option: str, texts: Sequence[str] | None) -> list[int]:
+    return [byte_count(option, one) for text in texts or () for one in text.split(",")]
 
 
 def _numbers(text: str | None) -> list[int]:
@@ -166,7 +172,7 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as exc:
-        raise typer.BadParameter(f"{path}: {exc.strerror}", param_hint="--plot") from exc
+        raise typer.BadParameter(f"{readable(path)}: {exc.strerror}", param_hint="--plot") from exc
     say(f"plot written to {path}")
 
 

@@ -8,6 +8,7 @@ from tests.format.second.archives import read_archive, write_archive
 from tests.format.second.basics import CODECS, WIDTHS, Miss
 from tests.format.second.names import (
     block_key,
+    bound_name,
     canonical,
     chain,
     digest,
@@ -15,6 +16,8 @@ from tests.format.second.names import (
     item_key,
     namespace_id,
     payload_name,
+    salt_id,
+    session_id,
     weights_digest,
 )
 from tests.format.second.planes import unplanes
@@ -25,7 +28,9 @@ from tests.format.second.records import (
     pack_head,
     pack_parts,
     record_of,
+    retention,
     score,
+    session_record,
     unpack_record,
     unscore,
     worth,
@@ -40,10 +45,12 @@ from tests.format.second.segments import (
     slot_checksum,
     write_segment,
 )
+from tests.format.second.signatures import Foreign
 from tests.format.second.sqlite_index import SqliteStore
 
 __all__ = [
     "CODECS",
+    "Foreign",
     "Header",
     "Miss",
     "Record",
@@ -60,6 +67,7 @@ __all__ = [
     "decode",
     "digest",
     "hash_root",
+    "bound_name",
     "item_key",
     "load",
     "namespace_id",
@@ -70,6 +78,10 @@ __all__ = [
     "read_archive",
     "read_header",
     "record_of",
+    "salt_id",
+    "session_id",
+    "session_record",
+    "retention",
     "score",
     "slot_checksum",
     "split_value",

@@ -56,9 +56,28 @@ def block_key(block_hash: bytes, group: int = 0) -> bytes:
     return block_hash + group.to_bytes(2, "big")
 
 
-def item_key(identifier: str) -> bytes:
-    text = identifier.encode("utf-8", "surrogatepass")
-    return hashlib.sha256(b"kvstore item\x00" + text).digest() + b"\x00\x00"
+def bound_name(block_hash: bytes, contents: list[bytes]) -> bytes:
+    chain = b""
+    for one in contents:
+        chain = hashlib.sha256(b"kvstore items\x00" + chain + one).digest()
+    return hashlib.sha256(b"kvstore block\x00" + chain + block_hash).digest()[: len(block_hash)]
+
+
+def item_key(content: bytes, salt: str = "") -> bytes:
+    text = content + salt.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(b"kvstore item 2\x00" + text).digest() + b"\x00\x00"
+
+
+def salt_id(salt: str) -> bytes:
+    if not salt:
+        return b""
+    return hashlib.sha256(b"kvstore salt\x00" + salt.encode("utf-8", "surrogatepass")).digest()[:16]
+
+
+def session_id(salt: bytes, name: str) -> bytes:
+    text = bytes([len(salt)]) + salt + name.encode("utf-8", "surrogatepass")
+    of_salt = hashlib.sha256(b"kvstore sessions\x00" + salt).digest()[:4]
+    return of_salt + hashlib.sha256(b"kvstore session\x00" + text).digest()[:12]
 
 
 def digest(key: bytes) -> bytes:

@@ -29,7 +29,7 @@ def unplanes(stored: bytes, dtype: str, nbytes: int) -> bytes:
     width, fields = LAYOUTS[dtype]
     n, rest = divmod(nbytes, width)
     full = full_sizes(dtype, n)
-    need(not rest and len(stored) >= 4 * len(full), "planes")
+    need(n and not rest and len(stored) >= 4 * len(full), "planes")
     sizes = struct.unpack_from(f"<{len(full)}I", stored)
     need(4 * len(full) + sum(sizes) == len(stored), "sizes of planes")
     parts, at = [], 4 * len(full)

@@ -25,6 +25,8 @@ class Record:
     raw_bytes: int
     #: Per rank: data start and the slots' stored sizes.
     parts: tuple[tuple[int, tuple[int, ...]], ...]
+    #: Id of the salt; empty without one.
+    salt: bytes = b""
 
     @property
     def nbytes(self) -> int:
@@ -46,10 +48,10 @@ def is_uniform(record: Record) -> bool:
 
 
 def pack_head(record: Record, ranks: int) -> bytes:
-    return struct.pack(
+    head = struct.pack(
         "<BBHBBHIIQ",
         1,
-        int(is_uniform(record)),
+        int(is_uniform(record)) + (2 if record.salt else 0),
         record.slots,
         ranks,
         CODECS.index(record.codec),
@@ -58,6 +60,7 @@ def pack_head(record: Record, ranks: int) -> bytes:
         record.depth,
         record.raw_bytes,
     )
+    return head + record.salt
 
 
 def pack_parts(record: Record) -> bytes:
@@ -72,13 +75,16 @@ def unpack_record(data: bytes) -> Record:
     need(len(data) >= 24, "a short record")
     version, flags, slots, ranks, codec, cost, created, depth, raw = struct.unpack_from("<BBHBBHIIQ", data)
     need(version == 1 and slots and ranks and codec < len(CODECS), "a record of another version")
+    need(slots * ranks <= 262144, "more slots than a record can have")
     count = 1 if flags & 1 else slots
-    need(len(data) == 24 + ranks * 4 * (1 + count), "length of a record")
+    begin = 40 if flags & 2 else 24
+    need(len(data) == begin + ranks * 4 * (1 + count), "length of a record")
     parts = []
     for rank in range(ranks):
-        start, *sizes = struct.unpack_from(f"<{1 + count}I", data, 24 + rank * 4 * (1 + count))
+        start, *sizes = struct.unpack_from(f"<{1 + count}I", data, begin + rank * 4 * (1 + count))
         parts.append((start, tuple(sizes) * (slots if flags & 1 else 1)))
-    return Record(slots, CODECS[codec], unpack_cost(cost), created, depth, raw, tuple(parts))
+    salt = data[24:begin]
+    return Record(slots, CODECS[codec], unpack_cost(cost), created, depth, raw, tuple(parts), salt)
 
 
 def record_of(headers: Sequence[Header]) -> Record:
@@ -92,6 +98,7 @@ def record_of(headers: Sequence[Header]) -> Record:
         meta["depth"],
         sum(slot.raw_bytes for slot in headers[0].slots) if meta["ranks"] == 1 else 0,
         tuple((one.data_start, tuple(slot.end - slot.start for slot in one.slots)) for one in headers),
+        bytes.fromhex(meta["salt"]),
     )
 
 
@@ -114,6 +121,19 @@ def unscore(value: float) -> tuple[int, int, int]:
     keep = -int(-value // 1)
     x = round((keep - value) * (1 << 26))
     return keep - 10 * (x % 16), x // 16, x % 16
+
+
+def session_record(value: bytes) -> tuple[int, bool, int, int, list[bytes]]:
+    """Minute of the last use, whether it has ended, priority, second until which it retains, its own."""
+    head, until = int.from_bytes(value[:4], "big"), int.from_bytes(value[4:8], "big")
+    own = [value[at : at + 8] for at in range(8, len(value), 8)]
+    return head // 8, bool(head & 4), head & 3, until, own
+
+
+def retention(value: float) -> tuple[int, int]:
+    """Second of the end, minute of the last use."""
+    until = int(value)
+    return until, until // 60 - round((value - until) * (1 << 21))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from tests.format.second.records import (
     agreement,
     pack_parts,
     record_of,
+    retention,
     score,
+    session_record,
     simple_match,
     unpack_record,
     unscore,
@@ -30,7 +32,8 @@ from tests.format.second.segments import Header
 def split_value(value: bytes) -> tuple[int, int, bytes, bytes, Record]:
     """Bytes, slots, first digest, agreement and record of a value of `segs`."""
     nbytes, slots, rest = value.split(b":", 2)
-    return int(nbytes), int(slots), rest[:16], rest[16:48], unpack_record(rest[24:])
+    end = 64 if rest[25] & 2 else 48
+    return int(nbytes), int(slots), rest[:16], rest[16:end], unpack_record(rest[24:])
 
 
 def bucket_bits(expected: int) -> int:
@@ -40,11 +43,14 @@ def bucket_bits(expected: int) -> int:
 #: The chunks of the scripts that are used here, as the document lists them.
 SCRIPTS = {
     "register": (),
-    "claim": ("walk",),
-    "commit": ("changes", "score", "generations"),
-    "touch": ("score",),
+    "claim": ("holder", "walk"),
+    "commit": ("changes", "score", "generations", "forbidden", "retention", "sessions"),
+    "touch": ("score", "retention"),
+    "session": ("score", "retention", "sessions"),
     "evict": ("changes", "grace", "drop"),
     "note": (),
+    "forbid": ("forbidden",),
+    "salted": (),
 }
 
 
@@ -94,6 +100,68 @@ class RedisStore:
     def records(self, namespace: str) -> dict[bytes, Record]:
         values = self.client.hgetall(self.key(namespace, "segs"))
         return {segment: split_value(value)[4] for segment, value in values.items()}
+
+    def held(self, namespace: str) -> dict[bytes, int]:
+        """Salt -> bytes of its visible segments."""
+        found = self.client.zrange(self.key(namespace, "held"), 0, -1, withscores=True)
+        return {salt: int(nbytes) for salt, nbytes in found}
+
+    def of_salt(self, namespace: str, salt: bytes) -> set[bytes]:
+        """By the keys alone. A member whose segment is not visible says nothing."""
+        members = self.client.zrangebylex(
+            self.key(namespace, "salts"), b"[" + salt, b"[" + salt + b"\xff" * 8
+        )
+        visible = self.records(namespace)
+        return {member[16:] for member in members} & set(visible)
+
+    def salted(self, namespace: str, salt: bytes, after: bytes, limit: int) -> tuple[list[bytes], bytes]:
+        """By the script: a page, and where the next one begins."""
+        page, last = self.run("salted", namespace, salt, after, limit)
+        return page, last
+
+    def erased(self, namespace: str) -> dict[bytes, int]:
+        """Salt, or b"" for the whole namespace -> second until which what was created is forbidden."""
+        found = self.client.hgetall(self.key(namespace, "erased"))
+        return {salt: int(until) for salt, until in found.items()}
+
+    def forbid(self, namespace: str, salt: bytes, *, grace_s: int) -> int:
+        return int(self.run("forbid", namespace, salt, 60, grace_s))
+
+    def sessions(self, namespace: str) -> dict[bytes, tuple[int, bool, int, int, list[bytes]]]:
+        """Session -> its record, with those segments that are its own."""
+        owner, found = self.owner(namespace), {}
+        for number in (0, 1):
+            for session, value in self.client.hgetall(self.key(namespace, f"sessions:{number}")).items():
+                *rest, own = session_record(value)
+                found[session] = (*rest, [one for one in own if owner.get(one) == session])
+        return found
+
+    def owner(self, namespace: str) -> dict[bytes, bytes]:
+        return dict(self.client.hgetall(self.key(namespace, "owner")))
+
+    def kept(self, namespace: str) -> dict[bytes, tuple[int, int]]:
+        found = self.client.zrange(self.key(namespace, "kept"), 0, -1, withscores=True)
+        return {segment: retention(one) for segment, one in found}
+
+    def retained(self, namespace: str) -> dict[bytes, int]:
+        found = self.client.hgetall(self.key(namespace, "retained"))
+        return {salt: int(nbytes) for salt, nbytes in found.items()}
+
+    def session(
+        self,
+        namespace: str,
+        session: bytes,
+        segments: Sequence[bytes],
+        minute: int,
+        *,
+        end: bool = False,
+        until: int | None = None,
+        most: int = 0,
+    ) -> list[Any]:
+        told = [int(end), "" if until is None else until, ""]
+        packed = b"".join(segments)
+        answer = self.run("session", namespace, session, packed, minute, 1, *told, most, most, 2048, 1024)
+        return list(answer)
 
     def trash(self, namespace: str) -> dict[bytes, tuple[int, int]]:
         """Segment -> second of deletion, ranks."""
@@ -153,7 +221,7 @@ class RedisStore:
         present, granted = self.run("claim", namespace, digests, segment, 30_000)
         return present, bool(granted)
 
-    def commit(self, namespace: str, header: Header) -> int:
+    def commit(self, namespace: str, header: Header, session: bytes = b"", most: int = 0) -> int:
         """By the script; one rank."""
         meta, record = header.meta, record_of([header])
         digests, ranks = header.digests, meta["ranks"]
@@ -172,6 +240,10 @@ class RedisStore:
                 meta["created_s"] // 60,
                 worth(meta["kind"], record),
                 4096,
+                session,
+                most,
+                most,
+                "",
             )
         )
 
@@ -183,14 +255,17 @@ class RedisStore:
         place = lambda rest: self.key(namespace, rest)  # noqa: E731
         claim = place(f"claim:{first.hex()}")
         with self.client.pipeline() as pipe:
-            pipe.watch(place("meta"), place("segs"), place("trash"), place(f"part:{segment.hex()}"), claim)
+            looked_at = ("meta", "segs", "trash", "erased", f"part:{segment.hex()}")
+            pipe.watch(*(place(one) for one in looked_at), claim)
             fields = pipe.hmget(place("meta"), "bucket_bits", "epoch", "drained")
             need(fields[0] is not None, "unknown namespace")
             bits, epoch, drained = (int(field or 0) for field in fields)
             olds = [place(f"old:{number}") for number in range(drained, epoch)]
             gone = pipe.zscore(place("trash"), segment) is not None
+            forbidden = pipe.hmget(place("erased"), b"", record.salt)
             if (
                 gone
+                or any(until is not None and meta["created_s"] <= int(until) for until in forbidden)
                 or any(pipe.hexists(old, segment) for old in olds)
                 or pipe.hexists(place("segs"), segment)
             ):
@@ -204,6 +279,9 @@ class RedisStore:
             pipe.hset(place("segs"), segment, value + agreement(digests, record, 1) + pack_parts(record))
             minute, extra = meta["created_s"] // 60, worth(meta["kind"], record)
             pipe.execute_command("ZADD", place("lru"), f"{score(minute, record.depth, extra):.17g}", segment)
+            if record.salt:
+                pipe.zadd(place("salts"), {record.salt + segment: 0})
+                pipe.zincrby(place("held"), record.nbytes, record.salt)
             sums = {"bytes": record.nbytes, "segments": 1, "blocks": record.slots, "cost": record.cost_us}
             for name, amount in {**sums, "changes": 1}.items():
                 pipe.hincrby(place("meta"), name, amount)
@@ -247,4 +325,4 @@ class RedisStore:
 
     def evict(self, namespace: str, segments: Sequence[bytes], *, at_s: int, grace_s: int) -> int:
         deletion = f"{at_s}:{grace_s}"
-        return int(self.run("evict", namespace, b"".join(segments), deletion, "admin", 4096, -1))
+        return int(self.run("evict", namespace, b"".join(segments), deletion, "admin", 4096, -1, ""))

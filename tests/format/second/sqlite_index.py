@@ -27,7 +27,7 @@ class SqliteStore:
     def __init__(self, path: Path) -> None:
         self.db = sqlite3.connect(path, isolation_level=None, timeout=2)
         need(
-            self._pragma("application_id") == 0x6B767369 and self._pragma("user_version") == 3, "not an index"
+            self._pragma("application_id") == 0x6B767369 and self._pragma("user_version") == 6, "not an index"
         )
 
     def _pragma(self, name: str) -> int:
@@ -63,6 +63,37 @@ class SqliteStore:
         rows = self.db.execute("SELECT id FROM segments WHERE namespace = ? AND pinned = 1", (number,))
         return {segment for (segment,) in rows}
 
+    def of_salt(self, namespace: str, salt: bytes) -> dict[bytes, int]:
+        """Visible segments of a salt, and their bytes."""
+        number = self._place(namespace)[1]
+        sql = "SELECT id, nbytes FROM segments WHERE namespace = ? AND salt = ?"
+        return dict(self.db.execute(sql, (number, salt)).fetchall())
+
+    def sessions(self, namespace: str) -> dict[bytes, tuple[int, bool, int, int, list[bytes]]]:
+        """Session -> minute of its last use, whether it has ended, priority, second until which it retains,
+        its own segments."""
+        key, number = self._place(namespace)
+        rows = self.db.execute(
+            "SELECT id, used, ended, priority, until FROM sessions WHERE namespace = ?", (key,)
+        ).fetchall()
+        sql = "SELECT id FROM segments WHERE namespace = ? AND owner = ? ORDER BY key"
+        own = {one: [segment for (segment,) in self.db.execute(sql, (number, one))] for one, *_ in rows}
+        return {
+            one: (used, bool(ended), priority, until, own[one]) for one, used, ended, priority, until in rows
+        }
+
+    def kept(self, namespace: str) -> dict[bytes, tuple[int, int]]:
+        """Retained segment -> second of the end, minute of its last use."""
+        sql = "SELECT s.id, r.until, r.used FROM retained AS r JOIN segments AS s ON s.key = r.segment"
+        rows = self.db.execute(f"{sql} WHERE s.namespace = ?", (self._place(namespace)[1],))
+        return {segment: (until, used) for segment, until, used in rows}
+
+    def forbidden_until(self, namespace: str, salt: bytes) -> int:
+        """The second until which what was created must not be committed; -1: nothing is forbidden."""
+        sql = "SELECT max(until) FROM forbidden WHERE namespace = ? AND salt IN (x'', ?)"
+        until = self.db.execute(sql, (namespace, salt)).fetchone()[0]
+        return -1 if until is None else int(until)
+
     def entries(self, namespace: str) -> dict[bytes, tuple[bytes, int]]:
         key = self._place(namespace)[0]
         rows = self.db.execute("SELECT digest, segment, slot FROM blocks WHERE namespace = ?", (key,))
@@ -87,13 +118,16 @@ class SqliteStore:
             if self._is_taken(key, segment):
                 self.db.execute("ROLLBACK")
                 return False
+            if meta["created_s"] <= self.forbidden_until(namespace, record.salt):
+                self.db.execute("ROLLBACK")
+                return False
             agreed = agreement(digests, record, 1)
             used, extra = meta["created_s"] // 60, worth(meta["kind"], record)
             row = {
                 "namespace": number, "id": segment, "checksum": agreed[:8],
                 "record": agreed[8:] + pack_parts(record), "nbytes": record.nbytes, "slots": record.slots,
                 "ranks": 1, "used": used, "depth": record.depth, "cost": record.cost_us, "worth": extra,
-                "keep": used + 10 * extra, "first": first,
+                "keep": used + 10 * extra, "first": first, "salt": record.salt,
             }  # fmt: skip
             self._insert("segments", row)
             for slot in range(record.slots):
@@ -132,7 +166,7 @@ class SqliteStore:
         row = {
             "namespace": key, "number": int(now * 1000) if newest is None else newest + 1, "at": now,
             "op": "commit", "segment": segment, "first": digests[:16], "last": digests[-16:],
-            "depth": record.depth, "slots": record.slots, "nbytes": record.nbytes, "rule": None,
+            "depth": record.depth, "slots": record.slots, "nbytes": record.nbytes, "rule": None, "by": "",
         }  # fmt: skip
         self._insert("events", row)
 

@@ -38,6 +38,8 @@ DESCRIBED_AS = {
 }
 #: What changes an encoder's output, and vLLM's name of it.
 OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+#: What keeps outputs of requests apart: the encoder must have the same.
+SALT = "cache_salt"
 #: What vLLM's P/D connectors expect of the request to a prefill engine.
 REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -62,6 +64,8 @@ class Proxy:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """The one route that does anything."""
         body = without_uuids(await request.json())
+        # Only this proxy may ask for a hand-off: a client could have any prompt stored.
+        body.pop("kv_transfer_params", None)
         for described in (True, False):
             said = await asyncio.gather(*(self._encoded(body, item) for item in media(body)))
             sent = prepared(body, said, described=described)
@@ -81,7 +85,7 @@ class Proxy:
             "model": body.get("model"),
             "messages": [{"role": "user", "content": [item]}],
             "max_tokens": 1,
-            **{name: body[name] for name in OPTIONS if name in body},
+            **{name: body[name] for name in (*OPTIONS, SALT) if name in body},
         }
         url = next(self._encode)
         try:

@@ -41,8 +41,13 @@ class Proxy:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Prefill, then decode."""
         body: Json = await request.json()
-        if handle := await self._prefilled(request.path, body):
-            body = {**body, "kv_transfer_params": handle}
+        # Only this proxy may ask for a hand-off: a client could have any prompt stored. What a client says of
+        # its session counts when the whole request ends, so it goes to the decode engine.
+        sent = body.pop("kv_transfer_params", None)
+        hints = {"kv_hints": sent["kv_hints"]} if isinstance(sent, dict) and "kv_hints" in sent else {}
+        handle = await self._prefilled(request.path, body)
+        if params := {**(handle or {}), **hints}:
+            body = {**body, "kv_transfer_params": params}
         async with self._open().post(next(self._decode) + request.path, json=body) as answer:
             kind = {"Content-Type": answer.headers["Content-Type"]}
             reply = web.StreamResponse(status=answer.status, headers=kind)

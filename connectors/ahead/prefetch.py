@@ -1,0 +1,393 @@
+"""Brings what waiting requests are to load to the node's folder, so that they find it near when they start.
+
+A request is looked up when it arrives. If the scheduler then passes it over, because the engine is full, the
+segments that were found and are not in the folder of a tiered payload store yet are fetched into it, heads
+first and request by request. When the request starts, or ends before that, it is forgotten here.
+
+What keeps this from costing anything:
+
+    requests under way   nothing is begun while a load of this engine reads from beyond the folder, and no
+                         more than AHEAD_THREADS payloads are on their way when one begins: Transfers.ahead,
+                         which also lets reads of this process go first
+    the folder           what was fetched and not loaded yet is at most payloads.prefetch_bytes, and at most
+                         a quarter of the folder: a long queue doesn't push out what its head waits for
+    the network          what was fetched for nothing counts against that for `_WASTE_S` more: clients that
+                         send requests and abort them don't make an engine fetch without an end
+    a store that fails   nothing is begun for `_PAUSE_S` after a failure, nor while the ranks can't read; a
+                         segment that fails twice is given up
+
+What this engine has computed, saved or loaded lately is in the folder as well, and the folder is larger than
+the engine's own cache, so that what is fetched is hardly ever what the engine has itself.
+
+Any thread may call; nothing waits, and nothing here does I/O but `_bring`, on threads of Transfers.ahead.
+`_lock` guards all fields from there on, and those of requests and segments.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+from kvstore.errors import BreakerOpen, KVStoreError
+from kvstore.index.port import Run
+from kvstore.keys import SegmentId, payload_name
+from kvstore.rules.tiers import Tier
+from kvstore.store.space import Space
+from kvstore.store.store import Store
+from kvstore.threads.transfers import AHEAD_THREADS
+from schemas.settings import Tiers
+
+log = logging.getLogger(__name__)
+
+#: Places from which nothing is brought nearer.
+NEAR: Final[tuple[Tier, ...]] = ("memory", "folder")
+#: Largest share of the folder that may hold what waits to be loaded.
+_FOLDER_SHARE: Final = 0.25
+#: How long what was fetched for nothing counts against the budget, in seconds.
+_WASTE_S: Final = 60.0
+#: How long nothing is begun after a failure, in seconds.
+_PAUSE_S: Final = 2.0
+_NOTHING: Final[Mapping[SegmentId, Tier]] = {}
+
+
+class Tiered(Protocol):
+    """A payload store with the node's folder in front of it. Safe for threads."""
+
+    def tier(self, name: str, nbytes: int) -> Tier:
+        """Returns where a read of the payload would find it. No network."""
+
+    def fill(self, name: str, size: int) -> bool:
+        """Brings the payload to the folder. Returns whether it is there. Raises KVStoreError."""
+
+
+class NoPrefetch:
+    """Fetches nothing ahead: there is no folder to fetch to, or the budget is 0."""
+
+    def arrived(self, request_id: str) -> None:
+        """A request has come and is being looked up."""
+
+    def answered(
+        self, request_id: str, space: Space, runs: Iterable[Run], tiers: dict[SegmentId, Tier]
+    ) -> None:
+        """What was found of a request is in these runs, and lies where `tiers` says, which is overwritten as
+        segments arrive."""
+
+    def come_to(self, request_id: str) -> None:
+        """The scheduler has come to a request in this step, was told "later", and will ask again."""
+
+    def step(self) -> None:
+        """The scheduler has decided a step: it has passed over all requests that have not started yet."""
+
+    def gone(self, request_id: str, loads: Mapping[SegmentId, Tier] = _NOTHING) -> None:
+        """A request waits no more: it starts, loading these segments from where they lie, or has ended."""
+
+    def taken(self, request_id: str) -> None:
+        """A request waits no more: all that was fetched for it is being read from the folder."""
+
+    def load_ended(self, request_id: str) -> None:
+        """A request's load has ended, one way or the other."""
+
+    def restart(self) -> None:
+        """Forget all requests: what was found is void."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that has not started."""
+
+    request_id: str
+    #: Whether the scheduler has passed it over.
+    passed: bool = False
+    #: What was found of it, when that is known.
+    found: tuple[Space, Iterable[Run], dict[SegmentId, Tier]] | None = None
+    #: Segments that are to be fetched for it, or were.
+    segments: list[_Segment] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """A segment that is to be fetched, or was and is not loaded yet."""
+
+    segment: SegmentId
+    #: Its payloads that were not asked for yet, with their sizes.
+    rest: deque[tuple[str, int]]
+    #: Bytes of all of its payloads.
+    nbytes: int
+    #: Number of its payloads that aren't known to be in the folder.
+    missing: int
+    #: What it counts in the budget: nothing before it is begun, then all of it, and when it is there what was
+    #: fetched of it.
+    held: int = 0
+    #: Bytes that were fetched.
+    brought: int = 0
+    #: Whether one of its payloads is being fetched at this moment.
+    running: bool = False
+    #: Whether a payload has failed to come once.
+    failed: bool = False
+    #: Whether a request has begun to load it.
+    used: bool = False
+    #: Requests that may load it -> what says for them where it lies.
+    waiting: dict[str, dict[SegmentId, Tier]] = field(default_factory=dict)
+
+
+class Prefetch(NoPrefetch):
+    """Fetches ahead for the requests of one engine."""
+
+    def __init__(
+        self,
+        store: Store,
+        tier: Tiered,
+        budget_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._health = store.health
+        self._transfers = store.transfers
+        self._counters = store.counters
+        self._tier = tier
+        self._budget = budget_bytes
+        self._clock = clock
+        #: Requests that no step has passed over yet, and those that this step has come to. The scheduler
+        #: thread's.
+        self._fresh: dict[str, _Waiting] = {}
+        self._come: set[str] = set()
+        self._lock = threading.Lock()
+        self._requests: dict[str, _Waiting] = {}
+        self._segments: dict[SegmentId, _Segment] = {}
+        #: Those of them that are not begun, in the order of the requests' arrival.
+        self._queue: dict[SegmentId, _Segment] = {}
+        #: Segments of which some payloads are there and others were not asked for yet.
+        self._parted: deque[_Segment] = deque()
+        #: Number of payloads that are being fetched.
+        self._running = 0
+        #: What `_segments` count in the budget.
+        self._held = 0
+        #: Bytes that were fetched for nothing, and when they cease to count.
+        self._waste: deque[tuple[float, int]] = deque()
+        self._wasted = 0
+        #: Requests whose loads read from beyond the folder.
+        self._loads: set[str] = set()
+        self._paused_until = float("-inf")
+
+    @property
+    def held(self) -> int:
+        """Returns a number that is 0 when no request waits or loads and nothing is on its way."""
+        with self._lock:
+            return len(self._requests) + len(self._segments) + len(self._loads) + self._running
+
+    def arrived(self, request_id: str) -> None:
+        with self._lock:
+            self._forget(request_id)
+            self._requests[request_id] = self._fresh[request_id] = _Waiting(request_id)
+
+    def answered(
+        self, request_id: str, space: Space, runs: Iterable[Run], tiers: dict[SegmentId, Tier]
+    ) -> None:
+        with self._lock:
+            waiting = self._requests.get(request_id)
+            # One that is looked up again, because the answer was old, was served here before.
+            if waiting is None or waiting.found is not None:
+                return
+            waiting.found = space, runs, tiers
+            passed = waiting.passed
+        if passed:
+            self._offer(waiting)
+
+    def come_to(self, request_id: str) -> None:
+        self._come.add(request_id)
+
+    def step(self) -> None:
+        if self._fresh:
+            for waiting in [one for name, one in self._fresh.items() if name not in self._come]:
+                del self._fresh[waiting.request_id]
+                with self._lock:
+                    waiting.passed = True
+                    known = waiting.found is not None
+                if known:
+                    self._transfers.call(partial(self._offer, waiting))
+        self._come.clear()
+        if self._queue or self._parted:
+            with self._lock:
+                self._go_on()
+
+    def gone(self, request_id: str, loads: Mapping[SegmentId, Tier] = _NOTHING) -> None:
+        with self._lock:
+            for segment in loads:
+                if (one := self._segments.get(segment)) is not None and one.held:
+                    one.used = True
+                    one.rest.clear()
+                    self._settle(one)
+            self._forget(request_id)
+            if any(tier not in NEAR for tier in loads.values()):
+                self._loads.add(request_id)
+            self._go_on()
+
+    def taken(self, request_id: str) -> None:
+        with self._lock:
+            waiting = self._requests.get(request_id)
+            loads: dict[SegmentId, Tier] = {}
+            if waiting is not None:
+                loads = dict.fromkeys((one.segment for one in waiting.segments), "folder")
+        self.gone(request_id, loads)
+
+    def load_ended(self, request_id: str) -> None:
+        with self._lock:
+            self._loads.discard(request_id)
+            self._go_on()
+
+    def restart(self) -> None:
+        with self._lock:
+            for request_id in list(self._requests):
+                self._forget(request_id)
+
+    # ---- the steps of the above, which hold the lock --------------------------------------------
+
+    def _forget(self, request_id: str) -> None:
+        """Lets go of a request, and of the segments that no other one waits for."""
+        self._fresh.pop(request_id, None)
+        if (waiting := self._requests.pop(request_id, None)) is None:
+            return
+        for one in waiting.segments:
+            if one.waiting.pop(request_id, None) is not None and not one.waiting:
+                one.rest.clear()
+                self._settle(one)
+
+    def _settle(self, one: _Segment) -> None:
+        """Takes a segment off the table, and counts it, once it is loaded or nobody waits for it."""
+        if one.running or not (one.used or not one.waiting) or self._segments.get(one.segment) is not one:
+            return
+        del self._segments[one.segment]
+        self._queue.pop(one.segment, None)
+        self._held -= one.held
+        if one.brought:
+            self._count("used" if one.used else "wasted", one.brought)
+            if not one.used:
+                self._waste.append((self._clock() + _WASTE_S, one.brought))
+                self._wasted += one.brought
+
+    def _count(self, outcome: str, nbytes: int) -> None:
+        self._counters.add(f"prefetch_segments{{{outcome}}}")
+        self._counters.add(f"prefetch_bytes{{{outcome}}}", nbytes)
+
+    def _go_on(self) -> None:
+        """Begins what may begin now."""
+        now = self._clock()
+        while self._waste and self._waste[0][0] <= now:
+            self._wasted -= self._waste.popleft()[1]
+        while self._running < AHEAD_THREADS and not self._loads:
+            if now < self._paused_until or self._health.readers_down or (one := self._next()) is None:
+                return
+            name, nbytes = one.rest.popleft()
+            one.running = True
+            self._running += 1
+            if not self._transfers.ahead(partial(self._bring, one, name, nbytes)):
+                self._ended(one, name, nbytes, there=False, brought=False)
+                return
+
+    def _next(self) -> _Segment | None:
+        """Returns the segment of which a payload is fetched next; None if there is none, or no room."""
+        while self._parted:
+            if (one := self._parted.popleft()).rest:
+                return one
+        first = next(iter(self._queue.values()), None)
+        if first is None or self._held + self._wasted + first.nbytes > self._budget:
+            return None
+        del self._queue[first.segment]
+        first.held = first.nbytes
+        self._held += first.held
+        return first
+
+    def _ended(self, one: _Segment, name: str, nbytes: int, *, there: bool, brought: bool) -> None:
+        """A payload of a segment is there now, fetched or not, or did not come."""
+        one.running = False
+        self._running -= 1
+        if there:
+            one.missing -= 1
+            one.brought += nbytes if brought else 0
+        else:
+            self._paused_until = self._clock() + _PAUSE_S
+            if one.failed:
+                self._count("failed", one.nbytes - one.brought)
+                one.rest.clear()
+                one.waiting.clear()
+            elif one.waiting and not one.used:
+                # The folder or the store may have been busy.
+                one.failed = True
+                one.rest.appendleft((name, nbytes))
+        if one.rest:
+            self._parted.append(one)
+            return
+        self._held -= one.held - one.brought
+        one.held = one.brought
+        if one.brought:
+            self._count("brought", one.brought)
+        self._tell(one)
+        if not one.brought:
+            one.waiting.clear()
+        self._settle(one)
+
+    def _tell(self, one: _Segment) -> None:
+        """Notes for all requests that a segment is in the folder, if all of it is."""
+        if not one.missing:
+            for tiers in one.waiting.values():
+                tiers[one.segment] = "folder"
+
+    # ---- on other threads, without the lock ----------------------------------------------------------
+
+    def _offer(self, waiting: _Waiting) -> None:
+        """Queues the segments of a request that was passed over, on a call thread: there may be many, and the
+        scheduler waits for the lock."""
+        assert waiting.found is not None
+        space, runs, tiers = waiting.found
+        for segment, record in {run.segment: run.record for run in runs}.items():
+            near = tiers.get(segment, NEAR[0]) in NEAR
+            if record.nbytes > self._budget:
+                continue
+            names = [payload_name(space.id, segment, rank) for rank in range(len(record.parts))]
+            with self._lock:
+                if self._requests.get(waiting.request_id) is not waiting:
+                    return
+                if (one := self._segments.get(segment)) is None:
+                    if near:
+                        continue
+                    parts = deque(zip(names, (part.nbytes for part in record.parts), strict=True))
+                    one = _Segment(segment, parts, record.nbytes, len(parts))
+                    self._segments[segment] = self._queue[segment] = one
+                one.waiting[waiting.request_id] = tiers
+                waiting.segments.append(one)
+                self._tell(one)
+        with self._lock:
+            self._go_on()
+
+    def _bring(self, one: _Segment, name: str, nbytes: int) -> None:
+        """Fetches a payload, unless it is there by now."""
+        brought = there = False
+        try:
+            there = self._tier.tier(name, nbytes) in NEAR
+            if not there:
+                brought = there = self._tier.fill(name, nbytes)
+        except KVStoreError as exc:
+            log.debug("%s could not be prefetched: %s", name, exc)
+            if isinstance(exc, BreakerOpen):
+                self._health.probe_payloads()
+        except Exception:
+            log.exception("%s could not be prefetched: an unexpected failure", name)
+        with self._lock:
+            self._ended(one, name, nbytes, there=there, brought=brought)
+            self._go_on()
+
+
+def open_prefetch(store: Store) -> NoPrefetch:
+    """Returns what fetches ahead for an engine with this store."""
+    tier, tiers = store.backends.tier, store.settings.tiers
+    budget = _budget(tiers) if tiers is not None else 0
+    return Prefetch(store, tier, budget) if tier is not None and budget else NoPrefetch()
+
+
+def _budget(tiers: Tiers) -> int:
+    return min(tiers.prefetch_bytes, int(tiers.fast_capacity * _FOLDER_SHARE))

@@ -1,0 +1,299 @@
+"""Estimates of what reads of each tier take, as one rank measures them. Pure: the caller passes the time.
+
+    seconds of a load = rounds x latency + bytes / bytes per second
+
+where its reads, so many at a time, follow each other in rounds.
+
+Reads overlap, so a single one says little of the tier: of eight that share a network each looks eight times
+too slow, and of eight that a disk serves in turn the first looks right and the last too slow. What is
+measured instead is a burst: from the moment when something is asked of an idle tier to the moment when
+nothing is left to do. It includes all that a load waits for, also threads, staging and verification. A burst
+that is not as expected, or goes on for long, is measured in windows, which end when much more has arrived
+than is under way.
+
+Each measurement corrects the estimate so that it would have predicted it. The correction goes to latency and
+to bandwidth by their shares in the prediction, as small as possible in logarithms (a normalised least mean
+squares step): a load of a few blocks mostly tells the latency, a long one the bandwidth. Two of different
+sizes, one soon after the other, tell both. A measurement much slower than predicted counts in full at once;
+so does the first one, and one after a while without any. Others count by half.
+
+Reads that are still under way are evidence too: at best all of them end now, and if even that is slower
+than predicted, so is the tier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.rules.tiers import TIERS, Tier
+
+#: Shortest window of a burst that goes on, and the longest of one that is as expected, in seconds; and how
+#: many times the bytes under way must have arrived in it, since nobody knows how far those are.
+_WINDOW_S: Final = 0.25
+_LONG_S: Final = 4.0
+_MUCH: Final = 2
+#: A measurement that is slower than predicted by this factor counts in full.
+_SLOWER: Final = 1.5
+#: So does one after so many seconds without any.
+_OLD_S: Final = 1.0
+#: Two measurements tell latency from bandwidth if one has so many times the bytes of the other, and no more
+#: seconds lie between them.
+_APART: Final = 4
+_LATELY_S: Final = 10.0
+#: A read that takes longer than this has hung: it says how slow the tier is at most, and nothing later on.
+_HUNG_S: Final = 5.0
+#: Largest factor by which one measurement differs from its prediction, for the sake of arithmetic.
+_MOST: Final = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """An estimate of one tier."""
+
+    latency_s: float
+    bytes_per_s: float
+    #: How many reads are under way at a time, and how many bytes they have at most together.
+    threads: float = math.inf
+    round_bytes: float = math.inf
+
+    def seconds(self, nbytes: float, reads: float = 0) -> float:
+        """Returns what `nbytes` take, in so many reads or more."""
+        rounds = max(1.0, reads / self.threads, nbytes / self.round_bytes)
+        return rounds * self.latency_s + nbytes / self.bytes_per_s
+
+
+#: What is assumed before anything was measured, rather too slow than too fast: a load that doesn't pay costs
+#: its request more than a few blocks cost that are read beside it to measure. (Of a bucket it is what one
+#: connection to S3 brings, and a first byte.)
+FIRST: Final[Mapping[Tier, Speed]] = {
+    "memory": Speed(0.0005, 1e9),
+    "folder": Speed(0.001, 500e6),
+    "disk": Speed(0.002, 200e6),
+    "bucket": Speed(0.05, 50e6),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One rank's report about one tier."""
+
+    speed: Speed
+    #: Bytes of all reads that were ever asked for and have ended, whether they brought anything or not.
+    done_bytes: int
+    #: How many measurements there were.
+    count: int
+
+
+def corrected(
+    speed: Speed, nbytes: float, seconds: float, *, rounds: float = 1.0, gain: float = 1.0
+) -> Speed:
+    """Returns the speed nearest to `speed` by which `nbytes` take `seconds`, with so many latencies, one
+    after the other; with `gain` below 1 it goes part of the way."""
+    lat, spb = speed.latency_s, 1 / speed.bytes_per_s
+    predicted = rounds * lat + nbytes * spb
+    ratio = min(max(seconds / predicted, 1 / _MOST), _MOST)
+    target = predicted * ratio**gain
+    # The step is exact if one of both has all of the prediction; otherwise it converges quickly.
+    for _ in range(6):
+        share = rounds * lat / predicted
+        step = math.log(target / predicted) / (share**2 + (1 - share) ** 2)
+        lat *= math.exp(share * step)
+        spb *= math.exp((1 - share) * step)
+        predicted = rounds * lat + nbytes * spb
+    return Speed(min(max(lat, 1e-6), 1e4), 1 / min(max(spb, 1e-13), 1e3))
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A measurement of one round."""
+
+    nbytes: int
+    seconds: float
+    at: float
+
+
+class Meter:
+    """Measures one tier, of which so many reads are under way at a time. Not safe for threads."""
+
+    def __init__(self, first: Speed, threads: int) -> None:
+        self._settled = first
+        self._threads = threads
+        self._learned_at = -math.inf
+        self._point: _Point | None = None
+        #: Reads that were asked for and have not ended -> (bytes, when they began; None: they wait).
+        self._reads: dict[Hashable, tuple[int, float | None]] = {}
+        #: The burst's present window: when it began, bytes and reads that have arrived in it, and whether it
+        #: is the first one, which begins with a latency.
+        self._window_at = self._moved_at = 0.0
+        self._arrived = self._ended = 0
+        self._first = True
+        #: Bytes of reads that have begun, and of all that have not ended.
+        self._flying = 0
+        #: Reads that have begun.
+        self._under_way = 0
+        self.left_bytes = 0
+        self.done_bytes = 0
+        self.count = 0
+
+    def ask(self, read: Hashable, nbytes: int, now: float) -> None:
+        """Records that a read of `nbytes` was queued."""
+        if not self._reads:
+            self._begin_window(now, first=True)
+        self._reads[read] = nbytes, None
+        self.left_bytes += nbytes
+
+    def begin(self, read: Hashable, now: float) -> None:
+        """Records that a read has a thread. Does nothing if it was given up."""
+        if read in self._reads:
+            nbytes, _ = self._reads[read]
+            self._reads[read] = nbytes, now
+            if not self._flying:
+                self._moved_at = now
+            self._flying += nbytes
+            self._under_way += 1
+
+    def end(self, read: Hashable, now: float, *, arrived: bool) -> None:
+        """Records that a read has ended; `arrived`: with its bytes. Does nothing if it was given up."""
+        if read not in self._reads:
+            return
+        nbytes = self._remove(read)
+        self._moved_at = now
+        self._arrived += nbytes * arrived
+        self._ended += arrived
+        seconds = now - self._window_at
+        if not self._reads:
+            # The rest of a burst is too short to tell anything.
+            if self._arrived and (self._first or seconds >= _WINDOW_S / 4):
+                self._learn(seconds, now)
+        elif seconds >= _WINDOW_S and self._tells(seconds):
+            self._learn(seconds, now)
+            self._begin_window(now, first=False)
+
+    def speed(self, now: float) -> Speed:
+        """Returns the present estimate, with what the reads under way tell."""
+        if not self._flying:
+            return self._settled
+        waited, most = now - self._window_at, self._arrived + self._flying
+        rounds = self._rounds(self._ended + self._under_way)
+        if waited <= rounds * self._settled.latency_s + most / self._settled.bytes_per_s:
+            return self._settled
+        return corrected(self._settled, most, waited, rounds=rounds)
+
+    def behind(self, now: float) -> float:
+        """Returns for how many seconds the reads under way have been overdue; 0 or less: they are not."""
+        return now - self._moved_at - self._settled.seconds(self._flying) if self._flying else 0.0
+
+    def give_up(self, now: float) -> None:
+        """Forgets reads that hang: they have told what they can, and must not hide that the tier is back."""
+        if now - self._moved_at <= _HUNG_S or not self._flying:
+            return
+        begun = [(read, began) for read, (_, began) in self._reads.items() if began is not None]
+        hung = [read for read, began in begun if now - began > _HUNG_S]
+        if hung:
+            self._settled, self._learned_at, self._point = self.speed(now), now, None
+            self.count += 1
+        for read in hung:
+            self._remove(read)
+        self._begin_window(now, first=True)
+
+    def _begin_window(self, now: float, *, first: bool) -> None:
+        self._window_at, self._arrived, self._ended, self._first = now, 0, 0, first
+
+    def _rounds(self, reads: int) -> float:
+        """Returns how many latencies follow each other in the present window, if so many reads end in it."""
+        return max(1.0 if self._first else 0.0, reads / self._threads)
+
+    def _tells(self, seconds: float) -> bool:
+        """Returns whether this window should end, and the burst go on in another: its end is not near, it
+        doesn't matter how far the reads under way are, and it isn't as expected, or long."""
+        if not self._arrived or self.left_bytes == self._flying or self._arrived < _MUCH * self._flying:
+            return False
+        return not 1 / _SLOWER < seconds / self._predicted() < _SLOWER or seconds > _LONG_S
+
+    def _predicted(self) -> float:
+        settled = self._settled
+        return self._rounds(self._ended) * settled.latency_s + self._arrived / settled.bytes_per_s
+
+    def _remove(self, read: Hashable) -> int:
+        nbytes, began = self._reads.pop(read)
+        self.left_bytes -= nbytes
+        self.done_bytes += nbytes
+        if began is not None:
+            self._flying -= nbytes
+            self._under_way -= 1
+        return nbytes
+
+    def _learn(self, seconds: float, now: float) -> None:
+        at_once = seconds > _SLOWER * self._predicted() or now - self._learned_at > _OLD_S
+        rounds, seconds = self._rounds(self._ended), max(seconds, 1e-9)
+        self._settled = corrected(
+            self._settled, self._arrived, seconds, rounds=rounds, gain=1.0 if at_once else 0.5
+        )
+        if rounds == 1.0:
+            self._solve(_Point(self._arrived, seconds, now))
+        self._learned_at = now
+        self.count += 1
+
+    def _solve(self, point: _Point) -> None:
+        """Tells latency from bandwidth, if the measurement before was lately, and of much more or less."""
+        other, self._point = self._point, point
+        if other is None or point.at - other.at > _LATELY_S:
+            return
+        small, large = sorted((point, other), key=lambda one: one.nbytes)
+        if large.nbytes >= _APART * small.nbytes and large.seconds > small.seconds:
+            rate = (large.nbytes - small.nbytes) / (large.seconds - small.seconds)
+            self._settled = Speed(max(small.seconds - small.nbytes / rate, small.seconds / 100), rate)
+
+
+class Expected:
+    """What an engine's scheduler half expects of each tier: the slowest rank's word, and what is queued."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
+        self._reports: dict[Tier, dict[int, Measured]] = {tier: {} for tier in TIERS}
+        self._speeds: dict[Tier, Speed] = dict(FIRST)
+        self._planned = dict.fromkeys(TIERS, 0)
+        self._fresh_at = dict.fromkeys(TIERS, -math.inf)
+
+    def take(self, rank: int, measured: Mapping[Tier, Measured], now: float) -> None:
+        """Takes a rank's report."""
+        for tier, one in measured.items():
+            reports = self._reports[tier]
+            before = reports.get(rank)
+            reports[rank] = one
+            if before is None or before.count != one.count:
+                self._fresh_at[tier] = now
+            # Reads that hang may tell how slow a tier is before any has ended.
+            speeds = [other.speed for other in reports.values() if other.count or other.speed != FIRST[tier]]
+            if speeds:
+                self._speeds[tier] = Speed(
+                    max(speed.latency_s for speed in speeds),
+                    min(speed.bytes_per_s for speed in speeds),
+                    min(speed.threads for speed in speeds),
+                    min(speed.round_bytes for speed in speeds),
+                )
+
+    def plan(self, tier: Tier, nbytes: int) -> None:
+        """Records that each rank is sent a load of so many bytes."""
+        self._planned[tier] += nbytes
+
+    def speed(self, tier: Tier) -> Speed:
+        """Returns the estimate of a tier."""
+        return self._speeds[tier]
+
+    def ahead(self, tier: Tier) -> int:
+        """Returns how many bytes a new load of this tier would have before it."""
+        reports = self._reports[tier]
+        done = min(one.done_bytes for one in reports.values()) if len(reports) == self._ranks else 0
+        return max(0, self._planned[tier] - done)
+
+    def old(self, tier: Tier, now: float, seconds: float) -> bool:
+        """Returns whether nothing was measured for so many seconds, and nothing is under way."""
+        return now - self._fresh_at[tier] >= seconds and not self.ahead(tier)
+
+    def asked(self, tier: Tier, now: float) -> None:
+        """Records that a measurement is on its way."""
+        self._fresh_at[tier] = now

@@ -1,0 +1,259 @@
+"""What this engine knows about encoder outputs: which are staged on this node, which can't be had and why.
+
+An item is what it is, under its content key, whatever clients call it. Its outcome is
+
+    None       it is being looked up and fetched
+    ready      staged and verified: it can be promised
+    stored     (producer only) in the store; nothing to encode and nothing to load
+    saving     encoded here and handed to the workers to be saved
+    absent     or another reason (kvstore.rules.reasons.MISS_REASONS): it is unavailable now
+
+What is staged is given up when something of its namespace was erased (`cache-admin erase`): all of it, which
+costs others a fetch, and again until a look began after all that was erased could have been computed.
+
+All state belongs to the scheduler's thread, except that a fetch finishes on a transfer thread by setting
+its item's `outcome` once, and that erasures are looked for on a call thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from connectors.ec.engine import ECEngine
+from connectors.ec.messages import StagedItem
+from connectors.ec.staging import StagingFolder
+from connectors.telemetry.metrics import Tally
+from connectors.telemetry.ways import FARTHEST
+from kvstore.errors import CorruptPayload, KVStoreError
+from kvstore.index.port import Run
+from kvstore.keys import ContentKey, SaltId, digest
+from kvstore.store.reading import PayloadLate
+from kvstore.store.space import Space
+from kvstore.store.store import Store
+
+log = logging.getLogger(__name__)
+
+#: Largest number of items remembered; the oldest are forgotten first.
+_REMEMBERED = 4096
+#: Shortest time between two look-ups of one item, in seconds.
+_AGAIN_S = 0.02
+#: Time from one look for erasures to the next, in seconds.
+_ERASED_S = 1.0
+
+
+@dataclass(slots=True)
+class Item:
+    """What is known about one item."""
+
+    #: Monotonic time of its last look-up, or of the decision to save it.
+    asked_at: float
+    outcome: str | None = None
+    staged: StagedItem | None = None
+    #: Its name in the staging folder.
+    name: str = ""
+    #: The request that had it looked up.
+    asked_by: str = ""
+    #: Whether other requests have asked for it before; known by the time the outcome is.
+    asked_before: bool = False
+    #: Whether the index has it, so that what its request waits for are its bytes.
+    reading: bool = False
+    #: Whether the workers have loaded it since it was fetched.
+    used: bool = False
+    #: Held while it is staged, and while it is abandoned: only one of the two happens.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    #: Whether its deadline has passed, so that it is not staged any more.
+    abandoned: bool = False
+
+
+class Items:
+    """Looks up, fetches and remembers the items of one engine.
+
+    Their number is bounded here, their bytes by the staging folder.
+    """
+
+    def __init__(
+        self, store: Store, space: Space, staging: StagingFolder, tally: Tally, engine: ECEngine
+    ) -> None:
+        self._store = store
+        self._space = space
+        self._staging = staging
+        self._tally = tally
+        self._settings = store.settings.ec
+        # An item that is sent to an encoder-only producer is meant for others: it is saved at its first use.
+        self._notes_uses = store.settings.admission.second_use and engine.consumer
+        self._dtype = engine.dtype
+        self._consumer = engine.consumer
+        self._items: OrderedDict[ContentKey, Item] = OrderedDict()
+        #: Monotonic time from which the next look for erasures is due.
+        self._due = time.monotonic()
+        #: What was forbidden when the staging folder was emptied for the last time; the call thread's.
+        self._done: dict[SaltId, float] = {}
+
+    def tick(self) -> None:
+        """Look for erasures if it is time to."""
+        now = time.monotonic()
+        if now >= self._due and self._staging.used_bytes and not self._store.health.index_down:
+            self._due = now + _ERASED_S
+            self._store.transfers.call(self._give_up_erased)
+
+    def _give_up_erased(self) -> None:
+        """Empties the staging folder if something was erased. Runs on a call thread."""
+        began = self._store.clock()
+        try:
+            forbidden = self._store.maintenance.forbidden(self._space.id)
+        except KVStoreError as exc:
+            log.debug("erasures are looked for later: %s", exc)
+            return
+        if forbidden and forbidden != self._done:
+            self._staging.clear()
+            if began > max(forbidden.values()):
+                self._done = forbidden
+
+    def get(self, key: ContentKey) -> Item | None:
+        """Returns what is known about the item, without asking the store."""
+        return self._items.get(key)
+
+    def is_staged(self, key: ContentKey) -> bool:
+        """Returns whether the item is on this node, or is being looked up and fetched."""
+        item = self._items.get(key)
+        if item is None or item.outcome not in (None, "ready"):
+            return False
+        return item.outcome is None or self._staging.holds(item.name)
+
+    def forget(self, key: ContentKey) -> None:
+        """Forget the item: the store is asked anew when it is wanted next."""
+        self._items.pop(key, None)
+
+    def forget_all(self) -> None:
+        """Forget all items, those that are being fetched too: none is of use any more."""
+        self._items.clear()
+
+    def admits(self, item: Item | None) -> bool:
+        """Returns whether an item that is encoded now is worth saving."""
+        return not self._notes_uses or (item is not None and item.asked_before)
+
+    def saving(self, key: ContentKey) -> None:
+        """Remember that the workers are saving the item."""
+        self._items[key] = Item(time.monotonic(), "saving")
+        self._items.move_to_end(key)
+
+    def look(self, key: ContentKey, request_id: str, *, not_before: float | None = None) -> Item:
+        """Returns the item; looks it up unless the answer is known, and gives it up at its deadline.
+
+        An answer "unavailable" counts only if the store was asked at or after `not_before`.
+        """
+        now = time.monotonic()
+        item = self._items.get(key)
+        if item is None or (item.outcome is not None and self._outdated(item, request_id, now, not_before)):
+            item = self._fetch(key, now, request_id)
+        if item.outcome is None and now - item.asked_at >= self._settings.fetch_deadline_s:
+            self._abandon(item)
+        return item
+
+    def look_again(self, key: ContentKey, request_id: str, *, waited_s: float) -> None:
+        """Look an item up once more that was unavailable a moment ago, with growing pauses."""
+        now = time.monotonic()
+        if now - self._items[key].asked_at > max(_AGAIN_S, waited_s / 4):
+            self._fetch(key, now, request_id)
+
+    def _outdated(self, item: Item, request_id: str, now: float, not_before: float | None) -> bool:
+        if item.outcome == "ready":
+            return not self._staging.holds(item.name)
+        if not_before is not None and item.asked_at < not_before:
+            return True
+        age = now - item.asked_at
+        if self._consumer:
+            # What was absent may be stored by now, and what was being saved soon is.
+            return item.outcome == "saving" or age > self._settings.absent_ttl_s
+        # Consumers rely on a producer's answer, so each request has it checked.
+        return age > self._settings.absent_ttl_s or (item.asked_by != request_id and age > _AGAIN_S)
+
+    def _abandon(self, item: Item) -> None:
+        if not item.lock.acquire(blocking=False):
+            return  # being written to the staging folder at this moment
+        try:
+            if item.outcome is None:
+                item.abandoned = True
+                item.outcome = "deadline"
+                self._store.counters.miss("deadline", 1)
+                if item.reading:
+                    self._store.health.read_hangs()
+        finally:
+            item.lock.release()
+
+    def _fetch(self, key: ContentKey, now: float, request_id: str) -> Item:
+        last = self._items.pop(key, None)
+        item = self._items[key] = Item(now, asked_by=request_id)
+        noted = last is not None and last.asked_by == request_id
+        if last is not None and noted:
+            # The same request is still waiting: noted again, it would be its own first use.
+            item.asked_before = last.asked_before
+        while len(self._items) > _REMEMBERED:
+            self._items.popitem(last=False)
+        note = self._notes_uses and not noted
+        if not self._store.transfers.call(lambda: self._look_up(key, item, note=note)):
+            item.outcome = "capacity"
+            self._store.counters.miss("capacity", 1)
+        return item
+
+    def _look_up(self, key: ContentKey, item: Item, *, note: bool) -> None:
+        """Asks the index and, if it has the item, queues the read. Runs on a call thread."""
+        match = self._space.match(digest(key))
+        if not match.runs:
+            # Set before the outcome, which lets the engine encode the item and ask whether to save it.
+            if note:
+                item.asked_before = self._space.note(digest(key)) > 0
+            item.outcome = match.reason
+            return
+        item.reading = self._consumer
+        item.asked_before = True  # else it would not be stored; if it is damaged, it is saved anew
+        if not self._consumer:
+            item.outcome = "stored"
+            self._space.touch([match.runs[0].segment])
+        elif not self._store.transfers.read(lambda: self._read(key, item, match.runs[0])):
+            self._store.counters.miss("capacity", 1)
+            item.outcome = "capacity"
+        if note:
+            self._space.note(digest(key))
+
+    def _read(self, key: ContentKey, item: Item, run: Run) -> None:
+        """Reads, verifies and stages the item. Runs on a transfer thread."""
+        outcome = "error"
+        try:
+            tier = self._space.tiers([run]).get(run.segment, FARTHEST)
+            most = self._settings.staging_bytes
+            slot, data = self._space.load_item(
+                run, key, most=most, deadline_s=self._settings.fetch_deadline_s
+            )
+            if len(slot.shape) != 2 or slot.dtype != self._dtype:
+                self._store.quarantine.add(self._space.id, run.segment)
+                raise CorruptPayload(
+                    f"encoder output is {slot.dtype}{list(slot.shape)}, expected {self._dtype}[rows, width]"
+                )
+            # The segment is part of the name: what was damaged and is saved anew has another file.
+            name = hashlib.sha256(key + run.segment).hexdigest()
+            with item.lock:
+                if item.abandoned:
+                    return
+                path = self._staging.put(name, data)
+                item.name = name
+                item.staged = StagedItem(key, path, slot.dtype, *slot.shape, data.nbytes, run.record.cost_us)
+                outcome = "ready"
+            self._tally.timed("fetch_seconds", time.monotonic() - item.asked_at)
+            self._tally.add(f"fetched_items{{{tier}}}")
+            self._store.transfers.call(lambda: self._space.touch([run.segment]))
+        except KVStoreError as exc:
+            # A payload that is not uploaded yet is as good as not stored yet.
+            reason = self._space.not_loaded.note(1, exc, run.segment)
+            outcome = "absent" if isinstance(exc, PayloadLate) else reason
+        finally:
+            with item.lock:
+                if item.outcome is None:
+                    item.outcome = outcome
+            if outcome == "ready":
+                self._staging.unpin(item.name)

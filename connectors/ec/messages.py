@@ -1,0 +1,63 @@
+"""What the EC connector's two halves tell each other, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
+
+from connectors.telemetry.metrics import Report, merge
+from kvstore.keys import ContentKey, SaltId
+
+
+@dataclass(frozen=True, slots=True)
+class StagedItem:
+    """A verified encoder output in this node's staging folder: raw bytes of a [rows, width] tensor."""
+
+    #: The item's content key.
+    key: ContentKey
+    path: str
+    dtype: str
+    rows: int
+    width: int
+    nbytes: int
+    #: How long encoding it took, in microseconds; 0 if that is unknown.
+    cost_us: int = 0
+
+
+@dataclass
+class ECStoreMetadata(ECConnectorMetadata):
+    """What the scheduler tells the workers with every step."""
+
+    #: Canonical JSON of the namespace; given whenever there is something to do.
+    namespace: str | None = None
+    #: Items to put into the encoder cache before this step, by identifier.
+    loads: dict[str, StagedItem] = field(default_factory=dict)
+    #: Items that the store lacks and this step encodes: under which key the output of each identifier goes.
+    saves: dict[str, ContentKey] = field(default_factory=dict)
+    #: The same, of items that an earlier step encoded and the workers still have.
+    held: dict[str, ContentKey] = field(default_factory=dict)
+    #: The salts' ids of those of both that came with one.
+    salts: dict[ContentKey, SaltId] = field(default_factory=dict)
+
+
+@dataclass
+class ECStoreWorkerMetadata(ECConnectorWorkerMetadata):
+    """What the workers tell the scheduler."""
+
+    #: Keys of items that were loaded, so that they need not stay staged.
+    loaded: set[ContentKey] = field(default_factory=set)
+    #: What happened since the last report.
+    stats: Report | None = None
+    #: Outcomes (kvstore.rules.reasons.SAVE_OUTCOMES) of the saves that have ended, by key.
+    saved: dict[ContentKey, str] = field(default_factory=dict)
+
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
+        """Returns the reports of two ranks as one. Every rank of a step has loaded the same items."""
+        assert isinstance(other, ECStoreWorkerMetadata)
+        stats = [one for one in (self.stats, other.stats) if one is not None]
+        if len(stats) == 2:
+            merge(*stats)
+        return ECStoreWorkerMetadata(
+            self.loaded | other.loaded, stats[0] if stats else None, self.saved | other.saved
+        )

@@ -1,0 +1,82 @@
+"""Promised items: pinned in the staging folder from the promise until the workers have taken them.
+
+    promised   until the scheduler's pass ends; an item that it does not schedule after all is asked for again
+    loading    handed to the workers, until they report it; if the step never reaches one, for `_PIN_S`
+
+Everything here runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from connectors.ec.messages import StagedItem
+from connectors.ec.staging import StagingFolder
+from kvstore.keys import ContentKey
+
+#: Time after which a pin ends whose release was lost, in seconds.
+_PIN_S = 60.0
+
+
+class Promises:
+    """Pins the items that this engine has promised, and remembers what size each must have."""
+
+    def __init__(self, staging: StagingFolder, hidden: int) -> None:
+        """`hidden` is the width of the language model; an item's width is a multiple of it."""
+        self._staging = staging
+        self._hidden = hidden
+        #: Sizes (rows, width if known) that the requests of this pass expect.
+        self._expected: dict[ContentKey, tuple[int, int | None]] = {}
+        #: Names of staged items that were promised in this pass, and are pinned.
+        self._promised: set[str] = set()
+        #: Loads handed to the workers: (name, when its pin ends by itself).
+        self._loading: dict[ContentKey, deque[tuple[str, float]]] = {}
+
+    def expect(self, key: ContentKey, rows: int, width: int | None) -> None:
+        """Remember for this pass what size a request expects an item to have."""
+        if self._expected.setdefault(key, (rows, width)) != (rows, width):
+            # One item of two sizes in one pass, by a forged digest: what is staged is wrong for a request.
+            self._expected[key] = (-1, None)
+
+    def fits(self, key: ContentKey, staged: StagedItem | None) -> bool:
+        """Returns whether a staged item has the size that is expected in this pass."""
+        rows, width = self._expected.get(key, (-1, None))
+        if staged is None or staged.rows != rows:
+            return False
+        # DeepStack levels are packed side by side: unless vLLM has told the width, any multiple will do.
+        return staged.width == width if width else staged.width % self._hidden == 0
+
+    def make(self, name: str) -> bool:
+        """Pin a staged item until the end of this pass; False if it has gone."""
+        if name not in self._promised:
+            if not self._staging.pin(name):
+                return False
+            self._promised.add(name)
+        return True
+
+    def hand_over(self, key: ContentKey, name: str) -> bool:
+        """Keep a promised item pinned until the workers report its load; False if it was not promised."""
+        if name not in self._promised:
+            return False
+        self._promised.remove(name)
+        self._loading.setdefault(key, deque()).append((name, time.monotonic() + _PIN_S))
+        return True
+
+    def taken(self, key: ContentKey) -> None:
+        """Unpin an item that the workers have loaded."""
+        if pins := self._loading.get(key):
+            self._staging.unpin(pins.popleft()[0])
+            if not pins:
+                del self._loading[key]
+
+    def end_pass(self) -> None:
+        """End the pins of requests that were not scheduled, and those whose release was lost."""
+        self._expected.clear()
+        for name in self._promised:
+            self._staging.unpin(name)
+        self._promised.clear()
+        now = time.monotonic()
+        for key in [one for one, pins in self._loading.items() if pins[0][1] < now]:
+            for name, _ in self._loading.pop(key):
+                self._staging.unpin(name)

@@ -1,0 +1,1 @@
+"""Copies between vLLM's pages and contiguous slots: one operation per direction, whatever the layout."""

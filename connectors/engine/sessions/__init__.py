@@ -1,0 +1,1 @@
+"""Sessions of requests: what their clients say of them, and how the index is told."""

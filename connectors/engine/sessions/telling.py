@@ -1,0 +1,64 @@
+"""Tells the index which segments a request's session uses, and what the request says of that session.
+
+One call of the index when the request is matched, in place of the touch that its load would be, and, if it
+says something, one when it ends: "retain for five minutes" means from then on. Both on a call thread. Workers
+don't touch what such a request loads; what they save for it is its session's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from connectors.engine.sessions.hints import Hints
+from kvstore.index.port import Run
+from kvstore.index.sessions import USE, Hint
+from kvstore.keys import SaltId, SegmentId
+from kvstore.store.space import Space
+from kvstore.store.store import Store
+
+
+class SessionTeller:
+    """Tells of the sessions of one engine's requests. Call `use` before anything else.
+
+    Belongs to the scheduler's thread, but for the calls of the index."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def use(self, space: Space) -> None:
+        """Tell of this namespace from now on."""
+        self._space = space
+
+    def arrives(self, hints: Hints) -> None:
+        """Count what a request says that makes no sense."""
+        if hints.ignored:
+            self._store.counters.add("hints_ignored", hints.ignored)
+
+    def matched(self, hints: Hints, salt: SaltId, runs: Iterable[Iterable[Run]]) -> list[SegmentId]:
+        """Tell that a request of a session is matched with these runs, by group; once per request. `salt` is
+        the id of the request's.
+
+        Returns the segments that are to be told again when it ends, because it says something."""
+        if not hints.session:
+            return []
+        # A segment may come in several runs. Heads go first: what bounds sessions cuts off the tails.
+        segments = list(dict.fromkeys(run.segment for group in runs for run in group))
+        # Also if there are none: a session that had ended goes on.
+        self._tell(hints, salt, segments, USE)
+        return segments if hints.says else []
+
+    def ends(self, hints: Hints, salt: SaltId, segments: list[SegmentId]) -> None:
+        """Tell what a request that has ended, well or not, says of its session, and which segments it has
+        used."""
+        if hints.session and hints.says:
+            until_s = None if hints.retain_s is None else self._store.clock() + hints.retain_s
+            self._tell(hints, salt, segments, Hint(hints.end, until_s, hints.priority))
+
+    def _tell(self, hints: Hints, salt: SaltId, segments: list[SegmentId], hint: Hint) -> None:
+        space = self._space
+
+        def call() -> None:
+            space.session(hints.session, segments, hint, salt=salt)
+
+        if not self._store.transfers.call(call):
+            self._store.counters.add("session_failures")

@@ -1,0 +1,168 @@
+"""Declines one load in so many, so that the engine computes what the store has, and both can be compared.
+
+A checksum says that bytes are what was written. It can't say that what was written was right: there may have
+been a broken accelerator, a layout that an update of vLLM has changed, a namespace that lacks a property on
+which the bytes depend. So of the loads that could be promised one in `kv.audit_every` is not: the request
+computes its blocks, and each rank compares those with the stored ones (connectors.kv.worker.audits). What
+differs by more than the engine's arithmetic explains is wrong on one of both sides. Its segment is evicted,
+so that nobody loads it, and its payload is kept for a while. The second wrong segment of a namespace ends
+this engine's use of it: the engine may be the one that is wrong, and must not store more.
+
+The reverse belongs to it, as the estimates by which loads are declined may be wrong, too: of the loads that
+don't seem to pay one in as many is made all the same, unless it is expected to take many times as long. What
+comes of both is regret (connectors.choice.regret).
+
+Everything here belongs to the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from connectors.engine.guard import guarded
+from connectors.engine.layout import Group
+from connectors.engine.names import BlockNames
+from connectors.engine.provenance import Origin
+from connectors.engine.step import RequestView, StepView
+from connectors.kv.match import Found
+from connectors.kv.messages import GroupLoad, Load
+from connectors.kv.save import NULL_BLOCK
+from connectors.planning import slice_runs
+from kvstore.index.port import Run
+from kvstore.keys import SegmentId
+from kvstore.rules.weighed import Weighed
+
+#: Wrong segments of one namespace after which this engine leaves the namespace alone.
+MOST_WRONG = 2
+#: A load that is expected to take more times as long as computing is not made: it isn't that wrong.
+_MOST_TIMES = 3.0
+
+
+@dataclass(slots=True)
+class _Audit:
+    """A request whose load was declined: the stored blocks that it computes now, by group."""
+
+    request: RequestView
+    names: BlockNames
+    #: What is known of where its blocks come from: what may be wrong by itself can't show that others are.
+    origin: Origin
+    hashes: Sequence[bytes]
+    runs: tuple[list[Run], ...]
+    #: The tokens from here on up to `done_tokens` were computed here since.
+    first_tokens: int
+    done_tokens: int
+    #: Tokens up to which the store had the request.
+    stop_tokens: int
+
+
+class Audits:
+    """Chooses the loads that one engine declines, and plans what its ranks compare."""
+
+    def __init__(self, groups: Sequence[Group], hash_tokens: int, every: int) -> None:
+        """One load in `every` is declined; 0: none."""
+        self._groups = groups
+        self._hash_tokens = hash_tokens
+        self._every = every
+        #: Loads since one was declined.
+        self._loads = 0
+        #: Loads that didn't seem to pay since one of them was made.
+        self._unpaid = 0
+        self._under_way: dict[str, _Audit] = {}
+        self._wrong: set[SegmentId] = set()
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def restart(self) -> None:
+        """Forget what was declined, and what was wrong, in a former namespace."""
+        self._under_way.clear()
+        self._wrong.clear()
+
+    def declines(
+        self, request: RequestView, names: BlockNames, origin: Origin, found: Found, computed: int
+    ) -> bool:
+        """Returns whether the load of what was found beyond `computed` tokens is declined."""
+        self._loads += 1
+        if not self._every or self._loads < self._every:
+            return False
+        self._loads = 0
+        self._under_way[request.request_id] = _Audit(
+            request, names, origin, list(names.all()), found.runs, computed, computed, found.tokens
+        )
+        return True
+
+    def tries(self, weighed: Weighed) -> bool:
+        """Returns whether a load is made that does not seem to pay, by what was weighed."""
+        if not self._every or weighed.load_s > _MOST_TIMES * weighed.compute_s:
+            return False
+        self._unpaid += 1
+        if self._unpaid < self._every:
+            return False
+        self._unpaid = 0
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended, or starts over: what it computes next may be a local hit."""
+        self._under_way.pop(request_id, None)
+
+    def plan_step(self, step: StepView) -> list[Load]:
+        """Returns, by request, stored blocks that this step's forward pass completes in the engine itself."""
+        due: list[Load] = []
+        for request_id in self._under_way.keys() & step.num_scheduled_tokens.keys():
+            groups = self._plan(self._under_way[request_id], step.num_scheduled_tokens[request_id], step)
+            if groups:
+                due.append(Load(request_id, list(groups)))
+        return due
+
+    @guarded(())
+    def _plan(self, audit: _Audit, scheduled: int, step: StepView) -> Sequence[GroupLoad]:
+        request = audit.request
+        before, computed = audit.done_tokens, request.num_computed_tokens
+        if computed > before:
+            # Another connector has brought what lies between.
+            before = audit.first_tokens = computed
+        audit.done_tokens = min(computed + scheduled, audit.stop_tokens)
+        if audit.done_tokens >= audit.stop_tokens:
+            self.forget(request.request_id)
+        if step.has_sync_kv_loads or not step.has_block_ids:
+            # Tokens that another connector loads within this step may not arrive.
+            audit.first_tokens = audit.done_tokens
+            return ()
+        if (tables := step.block_ids(request.request_id)) is None:
+            return ()
+        due = (self._piece(number, group, audit, before, tables) for number, group in enumerate(self._groups))
+        return [piece for piece in due if piece is not None]
+
+    def _piece(
+        self, number: int, group: Group, audit: _Audit, before: int, tables: Sequence[Sequence[int]]
+    ) -> GroupLoad | None:
+        # A state is in its block for a moment only, which the scheduler half doesn't know.
+        if group.offered:
+            return None
+        size, ratio = group.rule.block_tokens, group.rule.block_tokens // self._hash_tokens
+        certain = audit.origin.certain_tokens if audit.names.items else audit.done_tokens
+        # A block that ends in this step may have begun in an earlier one.
+        first = max(-(-audit.first_tokens // size), before // size)
+        blocks = range(first, min(audit.done_tokens, certain) // size)
+        own = {table: tables[table] for table in group.tables}
+        runs = [
+            run
+            for run in slice_runs(audit.runs[number], blocks)
+            if not any(NULL_BLOCK in ids[run.start : run.start + run.count] for ids in own.values())
+        ]
+        if not runs:
+            return None
+        return GroupLoad(
+            number,
+            blocks.start,
+            runs,
+            list(audit.hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio]),
+            {table: list(ids[blocks.start : blocks.stop]) for table, ids in own.items()},
+        )
+
+    def found_wrong(self, segments: Iterable[SegmentId]) -> bool:
+        """Record segments that differ from what was computed. Returns whether the engine must leave the
+        namespace alone from now on."""
+        self._wrong.update(segments)
+        return len(self._wrong) >= MOST_WRONG

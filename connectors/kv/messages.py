@@ -1,0 +1,205 @@
+"""The messages by which the KV connector's two halves work together, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from connectors.choice.cost import Prefill
+from connectors.choice.speeds import Measured
+from connectors.engine.layout import LocalGroup
+from connectors.telemetry.spans import LoadTimes
+from connectors.weights import Naming
+from kvstore.index.port import Run
+from kvstore.keys import NO_SALT, NO_SESSION, SaltId, SegmentId, SessionId
+from kvstore.rules.tiers import Tier
+
+#: The reason of a load that a rank has cut, because computing the rest is faster.
+CUT: Final = "computing_is_faster"
+
+
+@dataclass
+class KVStoreHandshake(KVConnectorHandshakeMetadata):
+    """A worker's message to the scheduler half, once at the start: its groups, and what fills their pages."""
+
+    page_format: str
+    groups: list[LocalGroup]
+
+
+@dataclass(slots=True)
+class GroupLoad:
+    """Blocks of one group that are to be loaded. `hashes[i]` and each table's i-th block id belong to the
+    group's block `first + i`; blocks that no run covers are to be reported as failed."""
+
+    group: int
+    first: int
+    runs: list[Run]
+    hashes: list[bytes]
+    tables: dict[int, list[int]]
+    #: Segments of `runs` -> where their payloads lay when they were promised.
+    tiers: dict[SegmentId, Tier] = field(default_factory=dict)
+    #: What a block counts for in bytes, on every rank, when reads are measured.
+    block_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Load:
+    """An order to load blocks of one request."""
+
+    request_id: str
+    groups: list[GroupLoad]
+    #: What computing it takes instead, from the token `first` up to `stop`: for a rank to see when that is
+    #: faster. None: it is loaded in any case.
+    prefill: Prefill | None = None
+    first: int = 0
+    stop: int = 0
+    #: Whether its times are to be reported.
+    timed: bool = False
+    #: Whether the workers are to touch what they have loaded: else the scheduler half tells of its use.
+    touch: bool = True
+
+
+@dataclass(slots=True)
+class Save:
+    """An order to save adjacent blocks of one group as one segment.
+
+    `first` is its depth in the chain, in blocks of the group."""
+
+    group: int
+    segment: SegmentId
+    created_s: int
+    first: int
+    hashes: list[bytes]
+    tables: dict[int, list[int]]
+    #: The request whose blocks they are.
+    request_id: str = ""
+    #: Whether the blocks stay as they are until that request has lost them or has been reported as read.
+    blocks_stay: bool = False
+    #: Whether the request hands them over to another engine.
+    handed_over: bool = False
+    #: Whether they are stored even if another segment is to have them: it will never be whole, or is late.
+    insist: bool = False
+    #: The segment under way that has the block before these, if that is what finds them.
+    after: SegmentId | None = None
+    #: Cost of computing these blocks, in microseconds; 0: unknown. It is the same for all ranks.
+    cost_us: int = 0
+    #: Id of the request's salt.
+    salt: SaltId = NO_SALT
+    #: The request's session.
+    session: SessionId = NO_SESSION
+
+
+@dataclass(slots=True)
+class Wrong:
+    """Blocks of one group, from `first` on, in a segment that differs from what an engine has computed."""
+
+    #: The request for which they were computed.
+    request_id: str
+    group: int
+    first: int
+    hashes: list[bytes]
+
+
+@dataclass
+class KVStoreMetadata(KVConnectorMetadata):
+    """The scheduler half's message to the workers, in every step."""
+
+    #: Canonical JSON of the namespace; given whenever there is something to load or save.
+    namespace: str | None = None
+    loads: list[Load] = field(default_factory=list)
+    #: Saves of blocks that this step's forward pass completes.
+    saves: list[Save] = field(default_factory=list)
+    #: Saves of blocks that belonged to finished requests and have not been handed out again.
+    flushes: list[Save] = field(default_factory=list)
+    #: Blocks to read for the sake of measuring, of requests that compute them.
+    probes: list[GroupLoad] = field(default_factory=list)
+    #: Stored blocks to compare with those that this step's forward pass completes.
+    audits: list[Load] = field(default_factory=list)
+    #: Whether the engine's weights or caches were reset: what is being loaded now must not be used.
+    abandon_loads: bool = False
+    #: Finished requests -> for how many seconds at most their blocks are kept, so that the workers can read
+    #: them.
+    kept: dict[str, float] = field(default_factory=dict)
+    #: Requests that lose their blocks with this step, or are to.
+    released: set[str] = field(default_factory=set)
+
+
+@dataclass
+class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
+    """The workers' message to the scheduler half: what has ended since the last step."""
+
+    #: Segments -> how many ranks have ended their part, and whether all of those wrote it.
+    ended_saves: dict[SegmentId, tuple[int, bool]] = field(default_factory=dict)
+    #: Requests with blocks that could not be loaded -> group -> the first such block.
+    failed_loads: dict[str, dict[int, int]] = field(default_factory=dict)
+    #: Segments that failed verification.
+    bad_segments: set[SegmentId] = field(default_factory=set)
+    #: Ranks that have begun or ceased to fail at reading payloads -> whether they fail now.
+    payloads_down: dict[int, bool] = field(default_factory=dict)
+    #: Requests that hand over their prompt and could not save all of it.
+    failed_handoffs: set[str] = field(default_factory=set)
+    #: Ranks that were told a name for their weights -> that name.
+    weights: dict[int, Naming] = field(default_factory=dict)
+    #: Requests in `failed_loads` -> why, as one of kvstore.rules.reasons.MISS_REASONS.
+    load_reasons: dict[str, str] = field(default_factory=dict)
+    #: Segments in `ended_saves` that were not written -> why, as one of kvstore.rules.reasons.SAVE_OUTCOMES.
+    save_reasons: dict[SegmentId, str] = field(default_factory=dict)
+    #: Segments that differ from what was computed -> the blocks in which they do.
+    wrong: dict[SegmentId, Wrong] = field(default_factory=dict)
+    #: Segments -> how many ranks have begun to save their part: those need the blocks no longer.
+    begun_saves: dict[SegmentId, int] = field(default_factory=dict)
+    #: Ranks -> what reads of each tier took there, as far as there are news.
+    speeds: dict[int, dict[Tier, Measured]] = field(default_factory=dict)
+    #: Requests whose loads were complete -> the seconds that took, on the slowest rank.
+    load_seconds: dict[str, float] = field(default_factory=dict)
+    #: Requests whose loads have ended on some rank -> what was done for them, if that is asked for.
+    load_times: dict[str, LoadTimes] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVStoreWorkerMetadata)
+        ended = dict(self.ended_saves)
+        for segment, (count, written) in other.ended_saves.items():
+            before, all_written = ended.get(segment, (0, True))
+            ended[segment] = (before + count, all_written and written)
+        begun = dict(self.begun_saves)
+        for segment, count in other.begun_saves.items():
+            begun[segment] = begun.get(segment, 0) + count
+        seconds = dict(self.load_seconds)
+        for request_id, took in other.load_seconds.items():
+            seconds[request_id] = max(took, seconds.get(request_id, 0.0))
+        failed = {request_id: dict(groups) for request_id, groups in self.failed_loads.items()}
+        for request_id, groups in other.failed_loads.items():
+            mine = failed.setdefault(request_id, {})
+            for group, block in groups.items():
+                mine[group] = min(block, mine.get(group, block))
+        times: dict[str, LoadTimes] = {}
+        for one in (self, other):
+            for request_id, some in one.load_times.items():
+                times.setdefault(request_id, LoadTimes()).add(some)
+        return KVStoreWorkerMetadata(
+            ended,
+            failed,
+            self.bad_segments | other.bad_segments,
+            self.payloads_down | other.payloads_down,
+            self.failed_handoffs | other.failed_handoffs,
+            self.weights | other.weights,
+            _load_reasons(other.load_reasons, self.load_reasons),
+            other.save_reasons | self.save_reasons,
+            other.wrong | self.wrong,
+            begun,
+            self.speeds | other.speeds,
+            seconds,
+            times,
+        )
+
+
+def _load_reasons(one: dict[str, str], other: dict[str, str]) -> dict[str, str]:
+    """Returns both ranks' reasons. A failure says more than that another rank has cut the load meanwhile."""
+    failures = {name: why for reasons in (one, other) for name, why in reasons.items() if why != CUT}
+    return one | other | failures

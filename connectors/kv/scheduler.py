@@ -1,0 +1,434 @@
+"""The KV connector's scheduler half: it decides what to promise, what to load and what to save.
+
+Everything here runs on the scheduler's thread and never waits for a backend: a match runs on one of
+the store's call threads when its request arrives, and is picked up when the scheduler comes to the request.
+connectors.kv.load matches and loads, connectors.kv.planner decides what to save when, and
+connectors.kv.requests keeps what is known of each request; here are vLLM's hooks, and the namespace that
+blocks belong to.
+
+A request passes through these states:
+
+    matching   the index has been asked; get_num_new_matched_tokens answers "later" until the
+               answer or kv.match_deadline_s
+    matched    a number of leading tokens is stored; what is promised is loaded from that very match
+    loading    blocks are allocated and the workers are loading
+    arriving   its prompt was handed over by another engine (connectors.kv.handoff): "later" until it is
+               there or kv.handoff_wait_s has passed
+    computing  prefill; full blocks from the match's end on are saved (connectors.kv.save)
+
+What a request that waits for its turn is to load is fetched to the node's folder meanwhile
+(connectors.ahead).
+
+With `admission.second_use` a prompt is noted once, on the same call thread and after the match, so that
+no match waits for the note.
+
+A request whose load failed once computes the rest itself: asking again could promise the same
+unreadable bytes for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from connectors.ahead.prefetch import NoPrefetch, open_prefetch
+from connectors.ahead.queued import QueuedItems
+from connectors.choice.cost import TokenCost
+from connectors.choice.decision import WAIT
+from connectors.choice.regret import Regrets
+from connectors.engine.contents import Contents, listen
+from connectors.engine.guard import guarded
+from connectors.engine.new_weights import weights_are
+from connectors.engine.provenance import Provenance
+from connectors.engine.sessions.telling import SessionTeller
+from connectors.engine.step import RequestView, StepView
+from connectors.kv.admission import Admission
+from connectors.kv.audit import Audits
+from connectors.kv.choosing import Choosing
+from connectors.kv.events import NoEvents
+from connectors.kv.handoff.handoffs import NoHandoffs
+from connectors.kv.load import Loading
+from connectors.kv.messages import KVStoreMetadata, KVStoreWorkerMetadata, Wrong
+from connectors.kv.metrics import KVStoreStats
+from connectors.kv.namespace import CurrentNamespace
+from connectors.kv.observer import Observer
+from connectors.kv.planner import Holds, SavePlanner
+from connectors.kv.requests import KVEngine, Requests
+from connectors.kv.save import Saving
+from connectors.telemetry.spans import OpenSpans, no_spans
+from connectors.weights import Naming
+from kvstore.keys import SegmentId, canonical_json
+from kvstore.rules.tiers import Tier
+from kvstore.store.space import Space
+from kvstore.store.store import Store
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVScheduler:
+    """The scheduler half of one engine's KV connector."""
+
+    def __init__(
+        self,
+        store: Store,
+        space: Space,
+        engine: KVEngine,
+        *,
+        handoffs: NoHandoffs | None = None,
+        events: NoEvents | None = None,
+        spans: OpenSpans = no_spans,
+    ) -> None:
+        """`handoffs` and `events` are None if prompts aren't handed over, or nobody listens to KV events."""
+        self.store = store
+        self.handoffs = handoffs or NoHandoffs()
+        self.cost = TokenCost()
+        self._engine = engine
+        self._observer = Observer(store, engine.groups, engine.hash_tokens, events or NoEvents(), spans)
+        self._namespace = CurrentNamespace(store, space, ranks=engine.ranks, holds_blocks=engine.holds_blocks)
+        self.saving = Saving(
+            engine.groups,
+            engine.hash_tokens,
+            engine.segment_blocks,
+            store.counters,
+            _abandon_in(space),
+            clock=store.clock,
+            window_interval=store.settings.kv.window_interval_tokens,
+        )
+        refuses = store.settings.identity.client_uuids == "refuse"
+        self._provenance = Provenance(engine.hash_tokens)
+        self.requests = Requests(
+            engine, store.settings, self.saving.start, Contents(engine.media) if refuses else None
+        )
+        self._audits = Audits(engine.groups, engine.hash_tokens, store.settings.kv.audit_every)
+        self.prefetch = open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch()
+        self._choosing = Choosing(store.settings.kv, engine, self.cost)
+        self._regrets = Regrets(self._observer.regretted, WAIT[store.settings.kv.objective])
+        self._sessions = SessionTeller(store)
+        self.loading = Loading(
+            store,
+            engine,
+            self.requests,
+            handoffs=self.handoffs,
+            audits=self._audits,
+            observer=self._observer,
+            prefetch=self.prefetch,
+            choosing=self._choosing,
+            regrets=self._regrets,
+            sessions=self._sessions,
+        )
+        self.holds = Holds(engine.pool_blocks)
+        self._admission = Admission(store, engine.hash_tokens)
+        self.save_planner = SavePlanner(
+            engine,
+            store.settings,
+            self.requests,
+            admission=self._admission,
+            saving=self.saving,
+            handoffs=self.handoffs,
+            observer=self._observer,
+            provenance=self._provenance,
+        )
+        self._queued_items = QueuedItems()
+        #: Ranks that can't read payloads now.
+        self._down: set[int] = set()
+        self._abandon_loads = False
+        self._enter(space)
+        space.register_soon()
+        listen(self)
+
+    def loaded(self, identifier: str, content: bytes) -> None:
+        """Record that the EC connector loads the output of an item with this step."""
+        self._provenance.comes(identifier, content)
+
+    @guarded(False)
+    def _encodes(self, step: StepView) -> bool:
+        """Record what this step makes of the encoder caches. Returns True; False if it failed."""
+        for request_id, indices in step.scheduled_encoder_inputs.items():
+            items = tracked.names.items if (tracked := self.requests.get(request_id)) is not None else ()
+            for index in indices if items else ():
+                self._provenance.comes(items[index].identifier, items[index].content)
+        self._provenance.step(step.free_encoder_mm_hashes)
+        return True
+
+    def _enter(self, space: Space | None) -> None:
+        """Make all blocks belong to this namespace from now on, or with None to no namespace.
+
+        Everything that depends on the namespace is told here."""
+        self.requests.retired = space is None
+        self._observer.entered(space)
+        self._audits.restart()
+        self._regrets.restart()
+        if space is not None:
+            self.space = space
+            self._namespace_json = canonical_json(space.namespace)
+            self.loading.use(space)
+            self._admission.use(space)
+            self._sessions.use(space)
+            self.handoffs.use(space)
+
+    # ---- matching and loading -------------------------------------------------------------------
+
+    @guarded(None)
+    def on_new_request(self, request: Request) -> None:
+        """Ask the index right away, so that the answer is usually there when the scheduler needs it."""
+        tracked = self.requests.track(request)
+        self._observer.arrived(tracked.request)
+        self._queued_items.arrived(tracked.request, tracked.promises)
+        self._sessions.arrives(tracked.hints)
+        if self.requests.retired or not self.requests.cacheable(tracked.request):
+            return
+        tracked.sending, tracked.receiving = self.handoffs.begin(
+            tracked.request, tracked.names, sends=self._engine.can_save, receives=self._engine.can_load
+        )
+        note = self.save_planner.note(tracked)
+        if tracked.receiving is None and self.requests.wants_match(tracked):
+            self.prefetch.arrived(tracked.request.request_id)
+            self.loading.ask(tracked, note)
+        elif note is not None:
+            self._admission.send(note)
+
+    @guarded((0, False))
+    def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Returns (tokens to load beyond `computed`, True), (0, False), or (None, False) for "ask later"."""
+        tracked = self.requests.come_to(request, computed)
+        self._audits.forget(tracked.request.request_id)
+        self._regrets.forget(tracked.request.request_id)
+        tokens = self.loading.promise(tracked, computed)
+        if tokens is None:
+            self.prefetch.come_to(tracked.request.request_id)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Plan the load of what was promised, into the blocks that the scheduler has allocated for it.
+
+        `external` is 0 if nothing was, or another connector's promise counts."""
+        name = RequestView(request).request_id
+        self._queued_items.gone(name)
+        if external:
+            self.loading.plan(self.requests.track(request), blocks, external)
+            return
+        self.prefetch.gone(name)
+        if self.save_planner.flushes:
+            self.save_planner.hand_out(blocks.get_block_ids())
+
+    def planned(self, request: Request) -> dict[Tier, int]:
+        """Returns by tier the tokens of the load that was planned for a request last."""
+        return self.requests.track(request).way.loading()
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Take the workers' report: loads that ended, loads that failed, saves that ended."""
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, KVStoreWorkerMetadata):
+            self._reported(meta)
+        for request_id in output.finished_recving or ():
+            self.loading.ended(request_id)
+        self.holds.read(output.finished_sending or ())
+
+    def _reported(self, meta: KVStoreWorkerMetadata) -> None:
+        if meta.bad_segments:
+            self.store.quarantine.mark(meta.bad_segments)
+            self._observer.bad(meta.bad_segments)
+        for rank, down in meta.payloads_down.items():
+            (self._down.add if down else self._down.discard)(rank)
+        # This half reads no payloads itself, so only the ranks can tell it that promises would fail.
+        self.store.health.readers_down = bool(self._down)
+        self._observer.load_times(meta.load_times)
+        self.loading.reported(meta)
+        for request_id in meta.failed_handoffs:
+            if (tracked := self.requests.get(request_id)) is not None and tracked.sending is not None:
+                tracked.sending.failed = True
+        for segment, count in meta.begun_saves.items():
+            self.saving.begun(segment, count)
+        for segment, reason in meta.save_reasons.items():
+            self._observer.not_saved(segment, reason)
+            if reason == "dropped":
+                self.save_planner.lost(segment)
+        for segment, (count, written) in meta.ended_saves.items():
+            self.save_planner.ended(segment, count, written=written)
+        if meta.weights:
+            self._weights_named(meta.weights)
+        if meta.wrong:
+            self._found_wrong(meta.wrong)
+
+    def _found_wrong(self, wrong: dict[SegmentId, Wrong]) -> None:
+        """Follow an audit that found segments wrong: see connectors.kv.audit."""
+        self.store.quarantine.mark(wrong)
+        self._observer.bad(set(wrong))
+        for one in wrong.values():
+            self._observer.wrong(one)
+        if self._audits.found_wrong(wrong) and not self.requests.retired:
+            self._namespace.distrust()
+            self._abandon_loads = True
+            self._start_over()
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
+        """Returns this step's work for the workers."""
+        step = StepView(output)
+        scheduled = step.num_scheduled_tokens
+        self.cost.sent(sum(scheduled.values()), len(scheduled), lambda: self._depth(scheduled))
+        self._observer.tick()
+        if scheduled:
+            self._namespace.ran()
+        if self._regrets.computing:
+            self._regrets.step(scheduled, self.cost.under_way)
+        self.saving.token_us = self.cost.token_us
+        if not self._encodes(step):
+            self._provenance.clear()
+        for request_id in step.begun:
+            if (tracked := self.requests.get(request_id)) is not None:
+                self._observer.begun(tracked.request, tracked.way)
+        # What is lost comes first: `plan_step` saves it again.
+        flushes = self.save_planner.take_flushes(step) if self.save_planner.flushes else []
+        for request_id in step.preempted:
+            if (tracked := self.requests.get(request_id)) is not None:
+                self.save_planner.loses_blocks(tracked)
+        saves = list(self.save_planner.plan_step(step)) if self.requests.unsaved else []
+        loads, probes = self.loading.take(), self._choosing.take_probes()
+        self.prefetch.step()
+        self._queued_items.step()
+        audits = self._audits.plan_step(step) if self._audits else []
+        abandon, self._abandon_loads = self._abandon_loads, False
+        kept, released = self.holds.take(step.preempted)
+        namespace = self._namespace_json if loads or saves or flushes or audits or probes else None
+        return KVStoreMetadata(
+            namespace,
+            loads,
+            saves,
+            flushes,
+            probes,
+            audits,
+            abandon_loads=abandon,
+            kept=kept,
+            released=released,
+        )
+
+    def _depth(self, scheduled: Mapping[str, int]) -> float:
+        """Returns how many tokens precede one of this step's on average, as far as its request is tracked."""
+        total = tokens = 0
+        for request_id, count in scheduled.items():
+            if (tracked := self.requests.get(request_id)) is not None:
+                total += count * (tracked.request.num_computed_tokens + count // 2)
+                tokens += count
+        return total / tokens if tokens else 0.0
+
+    @guarded((False, None))
+    def request_finished(
+        self, request: Request, tables: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request, and save its last blocks if they were decoded or undecided until now.
+
+        `tables` has its block ids in every KV cache group of vLLM's. Returns whether vLLM must keep the
+        blocks, because some rank may not have read all of them, and what the decode engine must be told, if
+        anything.
+        """
+        tracked = self.requests.forget(request)
+        if tracked is None:
+            self._observer.tick(idle=not self.requests)
+            return False, None
+        self._observer.finished(tracked.request)
+        name, sending = tracked.request.request_id, tracked.sending
+        self._audits.forget(name)
+        self.prefetch.gone(name)
+        self._queued_items.gone(name)
+        self._regrets.forget(name)
+        # Taken back below. It comes first, so that it also holds if something fails.
+        self.holds.release(name)
+        self.save_planner.plan_end(tracked, tables)
+        if not self.requests.retired:
+            self._sessions.ends(tracked.hints, tracked.progress.salt, tracked.uses)
+        self._observer.tick(idle=not self.requests)
+        handle = None
+        if sending is not None and not self.requests.retired:
+            handle = self.handoffs.hand_over(tracked.request, sending)
+        if not tracked.progress.unread:
+            self.holds.none_waits(name)
+            return False, handle
+        if handle is not None:
+            self.holds.hand_over(name, self.store.settings.kv.handoff_wait_s)
+        elif not self.holds.hold(name, sum(map(len, tables))):
+            self.save_planner.loses_blocks(tracked)
+            return False, None
+        return True, handle
+
+    # ---- resets and new weights -----------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        """Follow a reset of the engine's KV cache, perhaps around new weights in place: see CurrentNamespace.
+
+        Nothing that was stored before is loaded after it, and loads under way are abandoned. Returns True.
+        """
+        self._namespace.reset()
+        self._provenance.clear()
+        self._observer.reset(renamed=self._namespace.space is not None)
+        self._abandon_loads = True
+        self._start_over()
+        self._tell_weights()
+        return True
+
+    def give_up(self, why: str) -> None:
+        """Leave the store alone as long as this engine lives."""
+        self._namespace.give_up(why)
+        self._abandon_loads = True
+        self._start_over()
+
+    def _weights_named(self, namings: dict[int, Naming]) -> None:
+        taken = self._namespace.told(namings)
+        if taken is None:
+            return
+        self._observer.named(taken=taken)
+        if taken and (self.requests.retired or self._namespace.space is not self.space):
+            self._start_over()
+            self._tell_weights()
+
+    def _start_over(self) -> None:
+        space = self._namespace.space
+        self._enter(space)
+        self.prefetch.restart()
+        self.save_planner.restart(_abandon_in(self.space))
+        self.requests.start_over()
+
+    def _tell_weights(self) -> None:
+        """Tell this process's other connectors which weights the engine has now; None: that isn't known."""
+        space = self._namespace.space
+        weights_are(None if space is None else space.namespace.weights)
+
+    # ---- statistics, events, end ----------------------------------------------------------------
+
+    @guarded(None)
+    def take_stats(self) -> KVStoreStats | None:
+        """Returns what happened since the last call; None if nothing has."""
+        return self._observer.take_stats(self.saving.under_way > 0, self._gauges)
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "queued_calls": self.store.transfers.queued["calls"],
+            "pending_segments": self.saving.under_way,
+            "index_down": int(self.store.health.index_down),
+        }
+
+    @guarded(())
+    def take_events(self) -> Sequence[Any]:
+        """Returns the KV events since the last call, in order. vLLM calls it at the end of each step."""
+        self.cost.ended()
+        self._regrets.step_ended()
+        return self._observer.take_events()
+
+    def shutdown(self) -> None:
+        """Close the store of this half."""
+        self._namespace.close()
+        self._observer.tick(idle=True)
+        self._observer.close()
+        self.store.close()
+
+
+def _abandon_in(space: Space) -> Callable[[SegmentId], None]:
+    def abandon(segment: SegmentId) -> None:
+        space.backends.transfers.call(lambda: space.abandon(segment))
+
+    return abandon

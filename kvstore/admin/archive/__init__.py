@@ -1,0 +1,1 @@
+"""Verbs that carry segments from store to store: export, import."""

@@ -1,0 +1,60 @@
+"""Reports of export and import. The rules are those of kvstore.admin.reports."""
+
+from __future__ import annotations
+
+from kvstore.admin.reports import Amount, Ended, Left
+from schemas.base import StrictModel
+
+
+class ExportReport(StrictModel):
+    """`cache-admin export`; with `dry_run` nothing was read but the index."""
+
+    dry_run: bool
+    ended: Ended
+    problem: str
+    #: The file, or `-`.
+    to: str
+    namespaces: tuple[str, ...]
+    planned: Amount
+    #: The amount left out because of `--max-bytes`.
+    beyond: Amount
+    exported: Amount
+    #: Size of the archive so far.
+    archive_bytes: int
+    #: Segments that were damaged or gone; `left` names the first of them.
+    left_out: int
+    left: tuple[Left, ...]
+    seconds: float
+
+
+class ImportReport(StrictModel):
+    """`cache-admin import`; with `dry_run` nothing was written and the index was not asked."""
+
+    dry_run: bool
+    ended: Ended
+    problem: str
+    #: The file, or `-`.
+    source: str
+    namespaces: tuple[str, ...]
+    #: The number in the manifest. The archive may have fewer: some may have been damaged when it was
+    #: exported.
+    announced_segments: int
+    found_segments: int
+    #: The amount in the archive that is good to the last byte.
+    verified: Amount
+    imported: Amount
+    #: The amount that is stored already, as these segments or as other copies of their blocks.
+    present: Amount
+    #: Segments of other namespaces or tenants than were asked for.
+    unwanted: int
+    #: Segments that were refused, such as those of namespaces that the store doesn't know; `left` names the
+    #: first of them.
+    left_out: int
+    left: tuple[Left, ...]
+    #: (Among those) Segments that are not signed, where that is refused; and those with a key that this
+    #: process doesn't have, or of a newer format.
+    unsigned: int = 0
+    unreadable: int = 0
+    #: (Among those) Segments that an erasure here forbids for ever.
+    erased: int = 0
+    seconds: float

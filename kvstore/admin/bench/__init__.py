@@ -1,0 +1,1 @@
+"""The verb that measures this machine, index and payload store: bench."""

@@ -1,0 +1,1 @@
+"""Verbs that choose what is kept, and what is near: pin, unpin, quota, warm."""

@@ -1,0 +1,176 @@
+"""quota: shows and sets what the store, tenants and namespaces may hold.
+
+Setting a quota evicts nothing by itself: engines evict when they save, and a janitor in its next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from kvstore.admin.backends import Cache, UnknownName
+from kvstore.admin.curate.reports import QuotaReport, QuotasReport
+from kvstore.admin.reports import QuotaLine, QuotaState
+from kvstore.index.eviction import Scope, watermarks
+from kvstore.index.maintenance import Account
+from kvstore.keys import NamespaceId, SaltId
+from kvstore.rules.units import size
+from kvstore.store.housekeeping import quotas as effective_quotas
+from kvstore.store.salts import SaltQuotas
+from schemas.settings import Settings
+
+_TENANT = Scope.tenant("")
+_NAMESPACE = Scope.namespace("")
+_SALT = "salt/"
+
+
+def quotas(cache: Cache, now_s: float) -> QuotasReport:
+    """Returns every quota and how much of it is used. Raises what the index raises."""
+    given = cache.quotas()
+    lines = quota_lines(cache.accounts(), given, cache.settings, _held(cache, given))
+    return QuotasReport(at_s=now_s, quotas=lines)
+
+
+def set_quota(cache: Cache, scope: str, nbytes: int | None, *, applied: bool, now_s: float) -> QuotaReport:
+    """Sets the quota of a scope, or with None clears it; only a plan unless `applied`.
+
+    Creates the index if it is absent and the quota is set. Raises UnknownName for a scope that can't exist,
+    and what the index raises.
+    """
+    accounts, given = cache.accounts(), cache.quotas()
+    scope = _full_scope(scope, accounts, given)
+    if nbytes is None and scope not in given:
+        raise UnknownName(f"no quota was set for {scope}; `cache-admin quota` lists what there is")
+    after = {name: value for name, value in given.items() if name != scope}
+    if nbytes is not None:
+        after[scope] = nbytes
+    in_use = _held(cache, {**given, **after})
+    line_before = _line(scope, quota_lines(accounts, given, cache.settings, in_use))
+    line = _line(scope, quota_lines(accounts, after, cache.settings, in_use))
+    held = line or line_before
+    used, pinned = (held.used_bytes, held.pinned_bytes) if held else (0, 0)
+    excess, problem = 0, ""
+    if line is not None and line.state != "ok":
+        wanted = used - watermarks(line.quota_bytes)[1]
+        excess = min(wanted, used - pinned)
+        if excess < wanted:
+            problem = "what is pinned does not go: unpin, or give it more"
+    if applied:
+        cache.record("quota", f"{scope}: {'none' if nbytes is None else size(nbytes)}")
+        cache.made_index().set_quota(scope, nbytes)
+    return QuotaReport(
+        at_s=now_s,
+        applied=applied,
+        scope=scope,
+        known=held is not None and held.known,
+        before_bytes=line_before.quota_bytes if line_before else None,
+        after_bytes=line.quota_bytes if line else None,
+        used_bytes=used,
+        pinned_bytes=pinned,
+        excess_bytes=excess,
+        problem=problem,
+    )
+
+
+def quota_lines(
+    accounts: Sequence[Account],
+    given: Mapping[str, int],
+    settings: Settings,
+    held: Mapping[SaltId, int] = MappingProxyType({}),
+) -> tuple[QuotaLine, ...]:
+    """Returns every quota, the smallest scopes first, but for that which the settings give to every salt.
+
+    `given` are those that operators have set; `held` is what their salts hold, each in the namespace of which
+    it holds most.
+    """
+    lines = [
+        QuotaLine(
+            scope=Scope.salt(salt),
+            quota_bytes=nbytes,
+            used_bytes=held.get(salt, 0),
+            pinned_bytes=0,
+            source="set",
+            state=_state(held.get(salt, 0), nbytes),
+        )
+        for salt, nbytes in SaltQuotas.of(settings, given).given.items()
+    ]
+    for quota in effective_quotas(accounts, settings, given):
+        lines.append(
+            QuotaLine(
+                scope=quota.scope,
+                quota_bytes=quota.nbytes,
+                used_bytes=quota.used,
+                pinned_bytes=sum(member.usage.pinned_bytes for member in quota.members),
+                source="set" if quota.scope in given else "settings",
+                state=_state(quota.used, quota.nbytes),
+            )
+        )
+    there = {line.scope for line in lines}
+    # Quotas may also have been set for tenants and namespaces that are still to come, or gone.
+    unknown = [
+        QuotaLine(
+            scope=scope,
+            quota_bytes=nbytes,
+            used_bytes=0,
+            pinned_bytes=0,
+            source="set",
+            state="ok",
+            known=False,
+        )
+        for scope, nbytes in sorted(given.items())
+        if scope not in there
+    ]
+    return (*unknown, *lines)
+
+
+def _held(cache: Cache, given: Mapping[str, int]) -> Mapping[SaltId, int]:
+    """Returns what the salts with a quota of their own hold."""
+    salts = SaltQuotas.of(cache.settings, given).given
+    most: dict[SaltId, int] = {}
+    index = cache.index
+    if index is not None and salts:
+        for account in index.accounts():
+            for salt, nbytes in index.holdings(account.namespace, 0).items():
+                if salt in salts:
+                    most[salt] = max(nbytes, most.get(salt, 0))
+    return most
+
+
+def quotas_of(account: Account, lines: Sequence[QuotaLine]) -> tuple[QuotaLine, ...]:
+    """Returns the quotas that bound one namespace."""
+    scopes = {Scope.namespace(account.namespace), Scope.tenant(account.tenant), Scope.STORE}
+    return tuple(line for line in lines if line.scope in scopes)
+
+
+def _state(used: int, nbytes: int) -> QuotaState:
+    if used > nbytes:
+        return "over"
+    return "high" if used > watermarks(nbytes)[0] else "ok"
+
+
+def _line(scope: str, lines: Sequence[QuotaLine]) -> QuotaLine | None:
+    return next((line for line in lines if line.scope == scope), None)
+
+
+def _full_scope(scope: str, accounts: Sequence[Account], given: Mapping[str, int]) -> str:
+    """Returns the scope as the index spells it. Raises UnknownName."""
+    if scope.startswith(_SALT):
+        if Scope.salt_of(scope.lower()) is None:
+            raise UnknownName(f"{scope!r} is no scope: salt/ID has the 32 digits of a salt's id")
+        return scope.lower()
+    if scope == Scope.STORE or (scope.startswith(_TENANT) and scope != _TENANT):
+        return scope
+    prefix = scope.removeprefix(_NAMESPACE).lower()
+    if not scope.startswith(_NAMESPACE) or not prefix:
+        raise UnknownName(
+            f"{scope!r} is no scope: store, tenant/NAME, salt/ID or namespace/ID (its start is enough)"
+        )
+    known = {account.namespace for account in accounts}
+    # A quota may outlive its namespace, and can then be cleared.
+    known |= {NamespaceId(name.removeprefix(_NAMESPACE)) for name in given if name.startswith(_NAMESPACE)}
+    found = sorted(name for name in known if name.startswith(prefix))
+    if len(found) > 1:
+        raise UnknownName(f"{len(found)} namespaces start with {prefix!r}: {', '.join(found)}")
+    if not found:
+        raise UnknownName(f"no namespace starts with {prefix!r}; `cache-admin namespaces` lists them")
+    return Scope.namespace(found[0])

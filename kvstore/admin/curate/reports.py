@@ -1,0 +1,145 @@
+"""Reports of the verbs that choose what is kept. The rules are those of kvstore.admin.reports."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvstore.admin.reports import Amount, Ended, EndedEarly, Left, QuotaLine, SegmentSummary
+from schemas.base import StrictModel
+
+
+class PinsReport(StrictModel):
+    """`cache-admin pin` without arguments: what is pinned."""
+
+    at_s: float
+    pinned: Amount
+    #: How much of the store's quota may be pinned.
+    most_bytes: int
+    segments: tuple[SegmentSummary, ...]
+
+
+class PinReport(StrictModel):
+    """`cache-admin pin` and `unpin`; without `applied` it is only a plan."""
+
+    at_s: float
+    action: Literal["pin", "unpin"]
+    applied: bool
+    ended: EndedEarly
+    problem: str
+    planned: Amount
+    #: The chosen amount that is pinned (or not pinned) already.
+    already: Amount
+    #: The number of segments that were changed.
+    changed: int
+    segments: tuple[SegmentSummary, ...]
+    #: The number of segments that were chosen and left out.
+    left_out: int
+    left: tuple[Left, ...]
+
+
+class QuotasReport(StrictModel):
+    """`cache-admin quota`: every quota and how much of it is used, the store's last."""
+
+    at_s: float
+    quotas: tuple[QuotaLine, ...]
+
+
+class QuotaReport(StrictModel):
+    """`cache-admin quota set` and `clear`; without `applied` it is only a plan."""
+
+    at_s: float
+    applied: bool
+    scope: str
+    known: bool
+    #: The quota that holds now; None: the scope has none.
+    before_bytes: int | None
+    #: The quota that holds afterwards.
+    after_bytes: int | None
+    used_bytes: int
+    pinned_bytes: int
+    #: Bytes that will be evicted because of it.
+    excess_bytes: int
+    problem: str
+
+
+class PromptFound(StrictModel):
+    """How much of a prompt a namespace has."""
+
+    namespace: str
+    #: Tokens in the prompt's full blocks, and how many leading ones an engine would load.
+    tokens: int
+    stored: int
+
+
+class SessionLine(StrictModel):
+    """A client's session in one namespace."""
+
+    namespace: str
+    session: str
+    #: `ended`: what only it has used goes first. `retained`: what it has used goes last, until `until_s`.
+    state: Literal["live", "retained", "ended"]
+    until_s: float | None
+    priority: Literal["low", "normal", "high"]
+    #: Time of its last use, to the minute.
+    last_use_s: float
+    #: What only it has used.
+    segments: int
+    stored_bytes: int
+
+
+class SessionsReport(StrictModel):
+    """`cache-admin sessions`: how many there are, and those that own most."""
+
+    at_s: float
+    live: int
+    retained: int
+    ended: int
+    #: Bytes that are retained in all.
+    retained_bytes: int
+    sessions: tuple[SessionLine, ...]
+
+
+class ToldSession(StrictModel):
+    """A session in one namespace, after it was told something."""
+
+    session: SessionLine
+    #: The number of its segments that go first now.
+    moved: int
+    #: Bytes that are retained because of it, and bytes for which `sessions.retain_share` had no room.
+    retained_bytes: int
+    refused_bytes: int
+
+
+class SessionReport(StrictModel):
+    """`cache-admin sessions end` and `retain`; without `applied` it is only a plan."""
+
+    at_s: float
+    action: Literal["end", "retain"]
+    applied: bool
+    until_s: float | None
+    sessions: tuple[ToldSession, ...]
+
+
+class WarmReport(StrictModel):
+    """`cache-admin warm`; with `dry_run` nothing was fetched."""
+
+    dry_run: bool
+    ended: Ended
+    problem: str
+    #: URL of the fast tier.
+    fast: str
+    capacity_bytes: int
+    #: Bytes of all namespaces in the tier, before and after.
+    used_before_bytes: int
+    used_bytes: int
+    namespaces: tuple[str, ...]
+    #: If a prompt is warmed: how much of it each namespace has.
+    prompts: tuple[PromptFound, ...] = ()
+    planned: Amount
+    #: The amount left out because of the tier's capacity or `--max-bytes`.
+    beyond: Amount
+    #: The amount that is in the fast tier now, including what was there before.
+    warm: Amount
+    left_out: int
+    left: tuple[Left, ...]
+    seconds: float

@@ -1,0 +1,154 @@
+"""sessions: lists what the index remembers of clients' sessions, ends them, and retains what they have used.
+
+Neither deletes anything: kvstore.index.sessions says what either does to the order of eviction. A session is
+known by one id in every namespace in which its requests were served, and is told the same in all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from heapq import nlargest
+from typing import Literal
+
+from pydantic import ValidationError
+
+from kvstore.admin.backends import Cache, UnknownName
+from kvstore.admin.curate.reports import SessionLine, SessionReport, SessionsReport, ToldSession
+from kvstore.errors import ConfigError
+from kvstore.index.sessions import Hint, HintEffect, SessionListing, SessionState
+from kvstore.keys import NO_SALT, SESSION_ID_BYTES, NamespaceId, SaltId, SessionId
+from kvstore.store.sessions import SpaceSessions
+from schemas.namespace import Namespace
+
+NOTHING_TOLD = HintEffect("live", 0, 0, 0, 0)
+_ID = re.compile(f"[0-9a-f]{{1,{2 * SESSION_ID_BYTES}}}")
+
+
+def sessions(
+    cache: Cache, prefix: str | None, state: SessionState | None, most: int, now_s: float
+) -> SessionsReport:
+    """Returns the `most` sessions that own most bytes, of one namespace or all, in one state or any, and how
+    many there are in each state. Reads through all that is remembered.
+
+    Raises UnknownName and what the index raises.
+    """
+    names = list(cache.namespaces()) if prefix is None else [cache.namespace(prefix)]
+    counted: dict[SessionState, int] = {"live": 0, "retained": 0, "ended": 0}
+
+    def found() -> Iterator[SessionLine]:
+        for name in names:
+            for one in _all(cache, name):
+                counted[one.state] += 1
+                if state in (None, one.state):
+                    yield _line(name, one)
+
+    lines = nlargest(most, found(), key=lambda line: (line.stored_bytes, line.last_use_s, line.session))
+    return SessionsReport(
+        at_s=now_s,
+        live=counted["live"],
+        retained=counted["retained"],
+        ended=counted["ended"],
+        retained_bytes=sum(cache.index.retained(name).get(NO_SALT, 0) for name in names if cache.index),
+        sessions=tuple(lines),
+    )
+
+
+def find(cache: Cache, wanted: str, prefix: str | None) -> list[tuple[NamespaceId, SessionListing]]:
+    """Returns a session, by its id or the start of it, in each namespace that remembers it, of one or all.
+
+    Raises UnknownName and what the index raises.
+    """
+    names = list(cache.namespaces()) if prefix is None else [cache.namespace(prefix)]
+    if not _ID.fullmatch(wanted.lower()):
+        raise UnknownName(f"{wanted!r} is no session: an id has {2 * SESSION_ID_BYTES} hex digits")
+    if len(wanted) == 2 * SESSION_ID_BYTES:
+        return found_by_id(cache, SessionId(bytes.fromhex(wanted)), names)
+    listed = [(name, one) for name in names for one in _all(cache, name)]
+    found = [(name, one) for name, one in listed if one.session.hex().startswith(wanted.lower())]
+    if len({one.session for _, one in found}) > 1:
+        raise UnknownName(f"several sessions start with {wanted!r}; `cache-admin sessions` lists them")
+    return _known(found)
+
+
+def found_by_id(
+    cache: Cache, session: SessionId, names: Sequence[NamespaceId]
+) -> list[tuple[NamespaceId, SessionListing]]:
+    """Returns a session in each of these namespaces that remembers it. Raises UnknownName and what the index
+    raises."""
+    index = cache.index
+    found = [(name, one) for name in names if index for one in index.find_sessions(name, [session]) if one]
+    return _known(found)
+
+
+def tell(
+    cache: Cache,
+    chosen: Sequence[tuple[NamespaceId, SessionListing]],
+    action: Literal["end", "retain"],
+    *,
+    for_s: float = 0.0,
+    salt: SaltId = NO_SALT,
+    applied: bool,
+    now_s: float,
+) -> SessionReport:
+    """Ends a session, or retains what it has used for `for_s` seconds from now on; only a plan unless
+    `applied`. `salt` is the id of its requests' salt, if that is known: its quota then bounds it, too.
+
+    Raises ConfigError if a namespace is of another version, and what the index raises.
+    """
+    until_s = now_s + for_s if action == "retain" else None
+    hint = Hint(end=action == "end", retain_until_s=until_s)
+    told = []
+    if applied:
+        session = chosen[0][1].session
+        words = f"{action} {session.hex()}" + (f" for {for_s:g} s" if action == "retain" else "")
+        cache.record("sessions", words)
+    store = cache.saving() if applied else None
+    for name, before in chosen:
+        one, done = before, NOTHING_TOLD
+        if store is not None:
+            try:
+                space = Namespace.model_validate_json(cache.namespaces()[name])
+            except ValidationError as exc:
+                raise ConfigError(f"namespace {name} is of another version of kvstore") from exc
+            allowance = SpaceSessions(store.backends, space, lambda call: call()).allowance(one.session, salt)
+            done = store.index.session(name, one.session, [], now_s, hint, allowance=allowance)
+            [after] = store.maintenance.find_sessions(name, [one.session])
+            one = after or before
+        told.append(
+            ToldSession(
+                session=_line(name, one),
+                moved=done.demoted,
+                retained_bytes=done.retained_bytes,
+                refused_bytes=done.refused_bytes,
+            )
+        )
+    return SessionReport(at_s=now_s, action=action, applied=applied, until_s=until_s, sessions=tuple(told))
+
+
+def _known(found: list[tuple[NamespaceId, SessionListing]]) -> list[tuple[NamespaceId, SessionListing]]:
+    if not found:
+        raise UnknownName("the index remembers no such session; `cache-admin sessions` lists those it does")
+    return found
+
+
+def _all(cache: Cache, name: NamespaceId) -> Iterator[SessionListing]:
+    """Yields every session of a namespace once."""
+    seen: set[SessionId] = set()
+    for one in cache.index.sessions(name) if cache.index is not None else ():
+        if one.session not in seen:
+            seen.add(one.session)
+            yield one
+
+
+def _line(name: NamespaceId, one: SessionListing) -> SessionLine:
+    return SessionLine(
+        namespace=name,
+        session=one.session.hex(),
+        state=one.state,
+        until_s=one.until_s or None,
+        priority=one.priority,
+        last_use_s=one.last_use_s,
+        segments=one.segments,
+        stored_bytes=one.nbytes,
+    )

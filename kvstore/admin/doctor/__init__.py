@@ -1,0 +1,1 @@
+"""Verbs that check and print a configuration: doctor, vllm-config."""

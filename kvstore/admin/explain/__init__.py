@@ -1,0 +1,1 @@
+"""The verb that tells why blocks were not found: explain."""

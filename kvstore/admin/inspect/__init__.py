@@ -1,0 +1,1 @@
+"""Verbs that look: status, ls, namespaces, show, stats, top, du, events."""

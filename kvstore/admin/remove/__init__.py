@@ -1,0 +1,1 @@
+"""Verbs that take something away: evict, invalidate, drop, erase."""

@@ -1,0 +1,137 @@
+"""Looks for what an erasure must not leave behind, beside what the index shows.
+
+payloads that nobody can match    strays, and the trash: their headers say under which salt they were saved
+former versions of payloads       in a bucket that keeps them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
+
+from kvstore.admin.backends import Cache
+from kvstore.admin.counting import paged
+from kvstore.admin.progress import Silent
+from kvstore.admin.remove.reports import VersionsReport
+from kvstore.admin.repair.listing import Stock, StoredSegment, take_stock
+from kvstore.admin.reports import NAMED
+from kvstore.build import open_versions
+from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload
+from kvstore.format.segment import Header
+from kvstore.index.maintenance import FullIndex
+from kvstore.keys import NamespaceId, SaltId, SegmentId, payload_name
+from kvstore.payloads.versions import Version, Versions
+from kvstore.threads.each import for_each
+from kvstore.verify.payloads import read_header
+
+#: Headers read side by side.
+_JOBS = 8
+#: Segments of which versions are asked for one by one; for more, all of their namespace are.
+_ONE_BY_ONE = 256
+
+
+def header_at(cache: Cache, name: NamespaceId, stored: StoredSegment) -> Header | None:
+    """Returns the header of a segment's first payload; None if it can't be read, or is gone. Raises what the
+    store raises."""
+    rank = min(stored.sizes)
+    try:
+        return read_header(
+            cache.payloads, cache.keyring, payload_name(name, stored.segment, rank), stored.sizes[rank], name
+        )
+    except (CorruptPayload, UnreadablePayload):
+        return None
+
+
+class LookForSalt:
+    """Looks for what was saved in a namespace under a salt, created up to `until_s`. Reads a header once."""
+
+    def __init__(
+        self, cache: Cache, index: FullIndex, name: NamespaceId, salt: SaltId, until_s: float
+    ) -> None:
+        self._cache = cache
+        self._index = index
+        self._name = name
+        self._salt = salt.hex()
+        self._until_s = until_s
+        self._others: set[SegmentId] = set()
+        #: Segments that the last look found out of sight and whose headers can't be read.
+        self.unreadable = 0
+
+    def again(self) -> list[StoredSegment]:
+        """Returns those that are there now, and can't be matched. Raises what the backends raise."""
+        found: list[StoredSegment] = []
+        unknown: list[StoredSegment] = []
+
+        def judge(stored: StoredSegment) -> None:
+            header = header_at(self._cache, self._name, stored)
+            if header is None:
+                unknown.append(stored)
+            elif header.meta.salt == self._salt and header.meta.created_s <= self._until_s:
+                found.append(stored)
+            else:
+                self._others.add(stored.segment)
+
+        for_each(judge, self._hidden(), _JOBS)
+        # One whose payload has gone meanwhile is no trouble.
+        self.unreadable = sum(self._is_there(stored) for stored in unknown)
+        return found
+
+    def _hidden(self) -> Iterator[StoredSegment]:
+        stock = take_stock(self._cache.payloads, Silent(), f"{self._name}/").get(self._name, Stock())
+        for page in paged(stock.segments()):
+            states = self._index.states(self._name, [stored.segment for stored in page])
+            for stored, state in zip(page, states, strict=True):
+                if state not in ("visible", "incomplete") and stored.segment not in self._others:
+                    yield stored
+
+    def _is_there(self, stored: StoredSegment) -> bool:
+        name = payload_name(self._name, stored.segment, min(stored.sizes))
+        return self._cache.payloads.read(name, 0, []) is not None
+
+
+def former_versions(
+    cache: Cache, places: Mapping[NamespaceId, Collection[SegmentId] | None], *, delete: bool
+) -> VersionsReport:
+    """Looks for former versions of payloads of these segments, None for all of a namespace, and with `delete`
+    deletes them before. What the store refuses stands in the report."""
+    problem, deleted = "", 0
+    with closing(open_versions(cache.settings)) as versions:
+        try:
+            found = list(_versions(versions, places))
+            if delete and found:
+                before = len(found)
+                try:
+                    versions.remove(found)
+                except KVStoreError as exc:
+                    problem = str(exc)
+                found = list(_versions(versions, places))
+                deleted = before - len(found)
+        except KVStoreError as exc:
+            return VersionsReport(state="unknown", deleted=deleted, problem=str(exc))
+    marks = sum(one.marker for one in found)
+    return VersionsReport(
+        state="remain" if found else "none",
+        versions=len(found) - marks,
+        stored_bytes=sum(one.nbytes for one in found),
+        markers=marks,
+        names=tuple(dict.fromkeys(one.name for one in found))[:NAMED],
+        deleted=deleted,
+        problem=problem,
+    )
+
+
+def _versions(
+    versions: Versions, places: Mapping[NamespaceId, Collection[SegmentId] | None]
+) -> Iterator[Version]:
+    for name, segments in places.items():
+        if segments is None:
+            yield from versions.list(f"{name}/")
+            continue
+        stems = {payload_name(name, one, 0).removesuffix("0") for one in segments}
+        if len(stems) <= _ONE_BY_ONE:
+            for stem in stems:
+                yield from versions.list(stem)
+        else:
+            for one in versions.list(f"{name}/"):
+                if f"{one.name.rpartition('.')[0]}." in stems:
+                    yield one

@@ -1,0 +1,151 @@
+"""Reports of the verbs that take something away. The rules are those of kvstore.admin.reports."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvstore.admin.reports import Amount, EndedEarly
+from schemas.base import StrictModel
+
+
+class EvictLine(StrictModel):
+    """The amount that is evicted from one namespace."""
+
+    namespace: str
+    model: str
+    planned: Amount
+
+
+class EvictReport(StrictModel):
+    """`cache-admin evict`; without `applied` it is only a plan."""
+
+    at_s: float
+    applied: bool
+    ended: EndedEarly
+    problem: str
+    #: The request in words.
+    why: str
+    held: Amount
+    planned: Amount
+    #: Pinned segments that the plan leaves alone.
+    pinned: Amount
+    lines: tuple[EvictLine, ...]
+    evicted_segments: int
+    #: Segments of the plan that were used meanwhile, or evicted by another process.
+    spared_segments: int
+    #: When the payloads may be deleted, by the janitor or by an engine; None: nothing was evicted.
+    delete_after_s: float | None
+
+
+class InvalidateReport(StrictModel):
+    """`cache-admin invalidate`; without `applied` nothing was changed."""
+
+    applied: bool
+    namespace: str
+    model: str
+    #: The amount that can be matched, or could be before this was applied.
+    visible: Amount
+
+
+#: `kept`: nothing was changed. `waiting`: it is invisible; payloads that a load may still read are deleted
+#: after the grace time, and the next drop removes the namespace. `in_use`: an engine has stored something
+#: since. `erased`: it is removed.
+DropState = Literal["kept", "waiting", "in_use", "erased"]
+
+
+class DropReport(StrictModel):
+    """`cache-admin drop`; without `applied` nothing was changed."""
+
+    at_s: float
+    applied: bool
+    #: Whether payloads were deleted without a grace time.
+    now: bool
+    namespace: str
+    kind: str
+    model: str
+    tenant: str
+    visible: Amount
+    trashed: int
+    bygone: int
+    #: When an engine registered it last; None: not since the index records that.
+    seen_s: float | None
+    state: DropState
+    #: Segments that this run invalidated, and payloads that it deleted.
+    invalidated: int
+    deleted_payloads: int
+    #: When the last payload may be deleted, if some still wait.
+    due_s: float | None
+
+
+#: `kept`: nothing was changed. `erased`: nothing is left of what was to go. `in_use`: nothing is left of it,
+#: but an engine has stored something since, and so the index still knows the tenant's namespace and has its
+#: journal. `remains`: something of it is still there.
+EraseState = Literal["kept", "erased", "in_use", "remains"]
+
+
+class ErasedNamespace(StrictModel):
+    """The part of one namespace in an erasure."""
+
+    id: str
+    kind: str
+    model: str
+    tenant: str
+    #: The amount of what is to go that can be matched, or could be before this was applied.
+    found: Amount
+    #: Segments of the namespace in the trash, of any salt, and invalidated ones that are not in it yet.
+    trashed: int
+    bygone: int
+    #: (Applied) Commits of what was created up to then are refused for ever.
+    forbidden_until_s: float | None = None
+    #: Segments that this run made invisible, and payloads that it deleted.
+    hidden_segments: int = 0
+    deleted_payloads: int = 0
+    #: What the last look found: segments and payloads that should be gone, and payloads that nobody can load
+    #: and that may be of this salt, because their headers can't be read.
+    remaining: int = 0
+    unreadable: int = 0
+    state: EraseState
+
+
+#: `none`: nothing is kept of the deleted payloads. `remain`: versions are. `unknown`: the store does not say,
+#: and `problem` says why. `kept`: nothing was deleted, so nothing was looked for.
+VersionsState = Literal["kept", "none", "remain", "unknown"]
+
+
+class VersionsReport(StrictModel):
+    """Former versions of deleted payloads, as a bucket with versioning keeps them."""
+
+    state: VersionsState
+    #: Versions that remain, their bytes, and marks of deletion, which hold none.
+    versions: int = 0
+    stored_bytes: int = 0
+    markers: int = 0
+    #: Names of the first payloads of which there are any.
+    names: tuple[str, ...] = ()
+    #: Versions and marks that this run deleted.
+    deleted: int = 0
+    problem: str = ""
+
+
+class EraseReport(StrictModel):
+    """`cache-admin erase`; without `applied` nothing was changed."""
+
+    at_s: float
+    applied: bool
+    ended: EndedEarly
+    problem: str
+    #: What goes: all of a tenant, or what was saved under the salt with that id, in hex. The other is "".
+    tenant: str
+    salt: str
+    namespaces: tuple[ErasedNamespace, ...]
+    #: All that goes, together.
+    found: Amount
+    hidden_segments: int
+    deleted_payloads: int
+    #: Looks at all that is stored, the last of which is the proof.
+    looks: int
+    state: EraseState
+    versions: VersionsReport
+    #: What no command can reach from here, a sentence each.
+    unreached: tuple[str, ...]
+    seconds: float

@@ -1,0 +1,219 @@
+"""rebuild: makes the index again from the headers of the payloads, when it was lost or emptied.
+
+Every field of a record stands in the headers (kvstore.verify.headers), so records, entries and usage come
+back as they were. The rest begins anew: the last use of a segment is when it was written, nothing is pinned,
+and quotas are those of the settings. A segment that was evicted or invalidated and not yet deleted comes
+back, too: its payloads look like any others. What was erased does not, as long as the index knows of it.
+
+Segments that the index knows are skipped, so a rebuild that was cut short is continued by running it again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvstore.admin.backends import Cache, UnknownName
+from kvstore.admin.counting import AmountSum, LeftOut, paged
+from kvstore.admin.described import described
+from kvstore.admin.operators import among
+from kvstore.admin.patience import Patience
+from kvstore.admin.progress import ProgressListener, Silent
+from kvstore.admin.repair.listing import Stock, StoredSegment, take_stock
+from kvstore.admin.repair.recommit import recommit
+from kvstore.admin.repair.reports import RebuildReport, RebuiltNamespace
+from kvstore.admin.reports import Ended
+from kvstore.admin.selection import chosen
+from kvstore.errors import (
+    CorruptPayload,
+    KVStoreError,
+    PayloadMissing,
+    PermissionDenied,
+    TransientError,
+    UnreadablePayload,
+    UnsignedPayload,
+)
+from kvstore.index.contract import is_forbidden
+from kvstore.index.maintenance import FullIndex
+from kvstore.index.port import CommitState
+from kvstore.keys import NamespaceId, SaltId
+from kvstore.threads.each import for_each
+from kvstore.verify.segments import Whole, read_whole
+
+
+def rebuild(
+    cache: Cache,
+    prefixes: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    jobs: int = 8,
+    progress: ProgressListener | None = None,
+    clock: Callable[[], float] = time.time,
+) -> RebuildReport:
+    """Commits every segment that has all its payloads and that the index does not know.
+
+    These are segments of the namespaces whose ids start with one of `prefixes`, or of all. Creates the index
+    if there is none. Ctrl-C and a backend that does not answer end it: the report says so, and what was
+    committed until then stays. Raises UnknownName.
+    """
+    index = cache.index if dry_run else cache.made_index()
+    run = _Rebuild(cache, index, jobs, dry_run, progress or Silent(), clock)
+    began = time.monotonic()
+    try:
+        run.all(prefixes)
+    except KeyboardInterrupt:
+        run.ended, run.problem = "cancelled", "cancelled; run it again to go on"
+    except UnknownName:
+        raise
+    except KVStoreError as exc:
+        run.ended, run.problem = "failed", str(exc)
+    return RebuildReport(
+        at_s=clock(),
+        dry_run=dry_run,
+        ended=run.ended,
+        problem=run.problem,
+        namespaces=tuple(space.report(name) for name, space in run.spaces.items()),
+        left_out=run.left.count,
+        left=tuple(run.left.named),
+        seconds=time.monotonic() - began,
+    )
+
+
+@dataclass
+class _Space:
+    """Counts of what became of one namespace's segments."""
+
+    model: str = ""
+    stored: int = 0
+    known: int = 0
+    listed: AmountSum = field(default_factory=AmountSum)
+    incomplete: int = 0
+    unusable: int = 0
+    refused: int = 0
+    erased: int = 0
+    unsigned: int = 0
+    unreadable: int = 0
+
+    def report(self, name: NamespaceId) -> RebuiltNamespace:
+        return RebuiltNamespace(
+            id=name,
+            model=self.model,
+            stored=self.stored,
+            known=self.known,
+            listed=self.listed.amount,
+            incomplete=self.incomplete,
+            unusable=self.unusable,
+            refused=self.refused,
+            erased=self.erased,
+            unsigned=self.unsigned,
+            unreadable=self.unreadable,
+        )
+
+
+@dataclass
+class _Rebuild:
+    """A run of `rebuild`. `_lock` guards the counts and the progress."""
+
+    cache: Cache
+    index: FullIndex | None
+    jobs: int
+    dry_run: bool
+    progress: ProgressListener
+    clock: Callable[[], float]
+    ended: Ended = "complete"
+    problem: str = ""
+    spaces: dict[NamespaceId, _Space] = field(default_factory=dict)
+    left: LeftOut = field(default_factory=LeftOut)
+    _patience: Patience = field(default_factory=Patience)
+    _forbidden: dict[NamespaceId, Mapping[SaltId, float]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def all(self, prefixes: Sequence[str]) -> None:
+        """Rebuilds every namespace that has payloads."""
+        texts = self.index.namespaces() if self.index is not None else {}
+        stocks = take_stock(self.cache.payloads, self.progress)
+        names = chosen(prefixes, stocks)
+        if names and not self.dry_run:
+            self.cache.record("rebuild", f"from the payloads of {among(names)}")
+        self.progress.begin("rebuild", sum(stocks[name].nbytes for name in names))
+        for name in names:
+            self.spaces[name] = _Space(described(texts.get(name))[1])
+            for_each(partial(self._segment, name), self._unknown(name, stocks[name]), self.jobs)
+            del stocks[name]
+
+    def _unknown(self, name: NamespaceId, stock: Stock) -> Iterator[StoredSegment]:
+        """Yields segments that the index does not know, or knows as incomplete."""
+        space = self.spaces[name]
+        for page in paged(stock.segments()):
+            segments = [stored.segment for stored in page]
+            states = self.index.states(name, segments) if self.index is not None else [None] * len(page)
+            for stored, state in zip(page, states, strict=True):
+                with self._lock:
+                    space.stored += 1
+                    if state is not None and state != "incomplete":
+                        space.known += 1
+                        self.progress.advance(stored.nbytes)
+                        continue
+                yield stored
+
+    def _segment(self, name: NamespaceId, stored: StoredSegment) -> None:
+        space = self.spaces[name]
+        try:
+            whole = read_whole(self.cache.payloads, self.cache.keyring, name, stored.segment, stored.sizes)
+            self._patience.answered()
+            state = CommitState.VISIBLE
+            if not self.dry_run:
+                assert self.index is not None, "made before"
+                state = recommit(
+                    self.index, self.cache.payloads, self.cache.settings, stored.segment, whole, self.clock()
+                )
+        except PayloadMissing as exc:
+            self._leave(name, stored, exc)
+            with self._lock:
+                space.incomplete += 1
+        except CorruptPayload as exc:
+            self._leave(name, stored, exc)
+            with self._lock:
+                space.unusable += 1
+                space.unsigned += isinstance(exc, UnsignedPayload)
+        except UnreadablePayload as exc:
+            self._leave(name, stored, exc)
+            with self._lock:
+                space.unreadable += 1
+        except (TransientError, PermissionDenied) as exc:
+            self._leave(name, stored, exc)
+            self._patience.unanswered(exc)
+        else:
+            erased = self._is_erased(name, whole)
+            with self._lock:
+                space.model = space.model or described(whole.headers[0].meta.namespace)[1]
+                if state is CommitState.VISIBLE and not erased:
+                    space.listed.add(whole.record.slots, whole.record.nbytes)
+                else:
+                    space.refused += 1
+                    space.erased += erased
+            if erased:
+                self._leave(
+                    name, stored, "its tenant or salt was erased; `cache-admin gc --apply` deletes it"
+                )
+            elif state is not CommitState.VISIBLE:
+                self._leave(name, stored, "the index does not take it: it was evicted or deleted meanwhile")
+        with self._lock:
+            self.progress.advance(stored.nbytes)
+
+    def _is_erased(self, name: NamespaceId, whole: Whole) -> bool:
+        """Tells whether it is of what an erasure has forbidden, so that no commit of it is taken."""
+        if self.index is None:
+            return False
+        with self._lock:
+            if name not in self._forbidden:
+                self._forbidden[name] = self.index.forbidden(name)
+            record = whole.record
+            return is_forbidden(self._forbidden[name], SaltId(record.salt), record.created_s)
+
+    def _leave(self, name: NamespaceId, stored: StoredSegment, reason: KVStoreError | str) -> None:
+        with self._lock:
+            self.left.add(name, stored.segment, reason)

@@ -1,0 +1,208 @@
+"""Reports of fsck, gc and rebuild. The rules are those of kvstore.admin.reports."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+from kvstore.admin.reports import Amount, Ended, Left
+from schemas.base import StrictModel
+
+#: The kinds of faults; FAULTS describes each.
+FaultKind = Literal["missing", "damaged", "unreadable", "record", "hidden", "astray", "unlisted", "accounts"]
+
+FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
+
+FAULTS: Final[dict[FaultKind, str]] = {
+    "missing": "a payload is not there",
+    "damaged": "a payload is cut short, altered, or another's",
+    "unreadable": "the store did not give a payload, or no key here can judge it; left alone",
+    "record": "the index says otherwise than its valid payloads, or can't be read",
+    "hidden": "blocks of a valid segment that no entry leads to",
+    "astray": "entries that lead to another block",
+    "unlisted": "a valid and complete segment that the index does not know",
+    "accounts": "the recorded usage is not what is there",
+}
+
+#: The repair of a fault. `none`: nothing was to be done, or it was gone when it was looked at again.
+Mended = Literal["none", "evicted", "listed", "unlinked", "corrected", "failed"]
+
+
+class Fault(StrictModel):
+    """One fault, and what was done about it."""
+
+    namespace: str
+    #: "" if it is not about a single segment.
+    segment: str = ""
+    kind: FaultKind
+    #: Number of entries or blocks that it concerns; 0 if it concerns a segment as a whole.
+    blocks: int = 0
+    detail: str
+    mended: Mended = "none"
+
+
+class FaultCount(StrictModel):
+    """The number of faults of one kind."""
+
+    kind: FaultKind
+    faults: int
+    blocks: int = 0
+    mended: int = 0
+
+
+class CheckedNamespace(StrictModel):
+    """How much was checked in one namespace."""
+
+    id: str
+    #: "" if neither the index nor a payload says it.
+    kind: str
+    model: str
+    #: Visible segments, with their payloads' bytes by the index.
+    checked: Amount
+    #: The part of it of which every byte was read.
+    verified: Amount
+    #: Entries in the index, and how many of them dangle: those are misses, and `gc` sweeps them.
+    entries: int
+    dangling: int
+    #: Stray payloads that can't be used; `gc` deletes them.
+    leftover_payloads: int
+    leftover_bytes: int
+
+
+class FsckReport(StrictModel):
+    """`cache-admin fsck`; without `repair` nothing was changed."""
+
+    at_s: float
+    repair: bool
+    quick: bool
+    read_data_percent: float
+    ended: Ended
+    problem: str
+    namespaces: tuple[CheckedNamespace, ...]
+    #: One for each kind that there are faults of.
+    counts: tuple[FaultCount, ...]
+    #: The first faults.
+    faults: tuple[Fault, ...]
+    #: Faults that another check found after the repair; None if there was none.
+    remaining: int | None
+    seconds: float
+
+    @property
+    def found(self) -> int:
+        """The number of faults."""
+        return sum(count.faults for count in self.counts)
+
+    @property
+    def mended(self) -> int:
+        """The number of faults that were repaired."""
+        return sum(count.mended for count in self.counts)
+
+
+#: `probe`: the probe of a ping that never ended. `temporary`: a payload whose writer died. `upload`: parts of
+#: an upload that was never completed. `foreign`: an object that kvstore did not write.
+StrayKind = Literal["probe", "temporary", "upload", "foreign"]
+
+
+class Counted(StrictModel):
+    """A number of objects and their bytes. The bytes of unfinished uploads are not known and not counted."""
+
+    objects: int = 0
+    stored_bytes: int = 0
+
+
+class StrayCount(StrictModel):
+    """Objects of one kind beside the payloads."""
+
+    kind: StrayKind
+    #: Those that are old enough, and younger ones, which are left alone.
+    old: Counted
+    young: Counted
+
+
+class CollectedNamespace(StrictModel):
+    """The waste of one namespace, before `delete`."""
+
+    id: str
+    #: "" if the index does not know the namespace.
+    model: str
+    #: Stray payloads, which the index does not know in any state, and those too young to be sure of it.
+    orphans: Counted
+    young: Counted
+    #: Segments in the trash, and how many of them have had their grace time.
+    trashed: int
+    due: int
+    #: Invalidated segments that are not in the trash yet.
+    bygone: int
+    #: (With `delete`) Payloads deleted from the trash, segments put into it, entries swept, and whether the
+    #: accounts had to be corrected.
+    reaped: int = 0
+    drained: int = 0
+    swept: int = 0
+    corrected: bool = False
+
+
+class GcReport(StrictModel):
+    """`cache-admin gc`; without `delete` nothing was changed."""
+
+    at_s: float
+    delete: bool
+    older_than_s: float
+    ended: Ended
+    problem: str
+    namespaces: tuple[CollectedNamespace, ...]
+    strays: tuple[StrayCount, ...]
+    #: Names of the first foreign objects, which are never touched.
+    foreign: tuple[str, ...]
+    #: Stray payloads and objects that were deleted. Those that could not be deleted, or were no waste any
+    #: more, count as `left_out`.
+    deleted: Counted
+    left_out: int
+    seconds: float
+
+    @property
+    def waste(self) -> Counted:
+        """The objects that are old enough to be deleted."""
+        parts = [space.orphans for space in self.namespaces]
+        parts += [stray.old for stray in self.strays if stray.kind != "foreign"]
+        return Counted(
+            objects=sum(part.objects for part in parts), stored_bytes=sum(part.stored_bytes for part in parts)
+        )
+
+
+class RebuiltNamespace(StrictModel):
+    """Numbers of one namespace's segments, by what became of them."""
+
+    id: str
+    model: str
+    #: Segments that have payloads.
+    stored: int
+    #: Those that the index knew already, in whatever state.
+    known: int
+    #: Those that this run committed.
+    listed: Amount
+    #: Those of which some rank's payload is missing.
+    incomplete: int
+    #: Those that are damaged, have another segment's payload, or are of a version that this one can't read.
+    unusable: int
+    #: Those that the index did not accept.
+    refused: int
+    #: (Among `refused`) Those that an erasure forbids for ever.
+    erased: int = 0
+    #: (Among `unusable`) Those that are not signed, where unsigned ones are refused.
+    unsigned: int = 0
+    #: Those with a key that this process doesn't have, or of a newer format: they may be good, and were left
+    #: alone.
+    unreadable: int = 0
+
+
+class RebuildReport(StrictModel):
+    """`cache-admin rebuild`; with `dry_run` nothing was changed."""
+
+    at_s: float
+    dry_run: bool
+    ended: Ended
+    problem: str
+    namespaces: tuple[RebuiltNamespace, ...]
+    #: Payloads of segments that were not committed; `left` names the first of them.
+    left_out: int
+    left: tuple[Left, ...]
+    seconds: float

@@ -1,0 +1,1 @@
+"""The status page, the metrics and the health checks of a cache: serve."""

@@ -1,0 +1,1 @@
+"""Verbs that work out what a cache would have served: simulate, whatif."""

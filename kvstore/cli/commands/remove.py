@@ -1,0 +1,210 @@
+"""evict, invalidate, drop, erase: what goes. They only say what they would do, until --apply."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from kvstore.admin.remove import drop, erase, evict
+from kvstore.admin.remove.reports import DropReport, EraseReport, EvictReport
+from kvstore.cli import progress
+from kvstore.cli.call import Call, remind
+from kvstore.cli.exits import ENDS, ExitCode, of_report
+from kvstore.cli.options import Apply, Segments, Within, byte_count, read_salt, seconds_of
+from kvstore.cli.text import remove as remove_text
+from kvstore.cli.verbs import verb
+from kvstore.keys import salt_id
+
+Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id.")]
+
+
+@verb(
+    "evict",
+    section="Maintain",
+    examples=(
+        "cache-admin evict --unused-for 7d",
+        "cache-admin evict --keep 500GiB --apply",
+        "cache-admin evict cdf5c6c46cc04768 --apply",
+    ),
+    see_also=("top", "pin", "quota", "invalidate"),
+)
+def _evict(
+    call: Call,
+    segments: Segments = None,
+    namespace: Within = None,
+    unused_for: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="All that was not used for so long, such as 90m, 12h or 7d."),
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What goes first, until at most so much is left, such as 50GiB."),
+    ] = None,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Pinned segments as well.")] = False,
+    apply: Apply = False,
+) -> None:
+    """Evict segments: these, or what was not used for a time, or down to a size.
+
+    What is evicted can't be matched from that moment on. Its payload is deleted after grace_s, by an engine
+    that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
+    named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
+    are named, seeing to that is left to you. To forget everything at once: `cache-admin invalidate`.
+    """
+    if sum((bool(segments), unused_for is not None, keep is not None)) != 1:
+        raise typer.BadParameter("say what is to go: SEGMENT..., or --unused-for TIME, or --keep SIZE")
+    if keep is not None and pinned:
+        raise typer.BadParameter("--keep leaves pinned segments alone; unpin them", param_hint="--pinned")
+    unused_for_s = None if unused_for is None else seconds_of("--unused-for", unused_for)
+    keep_bytes = None if keep is None else byte_count("--keep", keep)
+    now = time.time()
+    with call.cache() as cache, progress.shown() as shows:
+        if segments:
+            planned = evict.plan_segments(cache, segments, namespace, pinned=pinned)
+        elif unused_for_s is not None:
+            planned = evict.plan_unused(cache, namespace, unused_for_s=unused_for_s, pinned=pinned, now_s=now)
+        else:
+            assert keep_bytes is not None, "it is one of the three"
+            planned = evict.plan_keep(cache, namespace, keep_bytes=keep_bytes, now_s=now)
+        report = evict.evict(cache, planned, applied=apply, now_s=now, progress=shows)
+    call.print(report, remove_text.evict)
+    remind(applied=apply, anything=report.planned.segments > 0)
+    call.end(report)
+
+
+@verb(
+    "invalidate",
+    section="Maintain",
+    examples=("cache-admin invalidate 8a74e0fa", "cache-admin invalidate 8a74e0fa --apply"),
+    see_also=("drop", "evict"),
+)
+def _invalidate(call: Call, namespace: Namespace, apply: Apply = False) -> None:
+    """Forget what a namespace holds, from one moment to the next.
+
+    For weights that changed under the same name, or bytes that are not to be trusted. Pinned segments go as
+    well. Engines compute everything anew and save into the namespace as before; the old payloads are deleted
+    after the grace time by whoever tends the cache: the janitor, an embedded store, or `gc --apply`.
+    """
+    with call.cache() as cache:
+        report = drop.invalidate(cache, namespace, apply=apply)
+    call.print(report, remove_text.invalidate)
+
+
+@verb(
+    "drop",
+    section="Maintain",
+    examples=("cache-admin drop 8a74e0fa", "cache-admin drop 8a74e0fa --now --apply"),
+    see_also=("invalidate", "namespaces"),
+    exits=(ExitCode.PARTIAL,),
+)
+def _drop(
+    call: Call,
+    namespace: Namespace,
+    now: Annotated[
+        bool,
+        typer.Option("--now", help="Delete the payloads at once: for a namespace that no engine uses."),
+    ] = False,
+    apply: Apply = False,
+) -> None:
+    """Remove a namespace with all that it holds.
+
+    What it holds can't be matched from then on. Its payloads are deleted when the grace time has passed, in
+    which a load that is under way may still read them: by whoever tends the cache, or by running drop again,
+    which then forgets the namespace as well. The janitor does that too, but only when no engine has
+    registered the namespace for janitor.forget_after_s. An engine that still uses it registers it anew.
+    """
+    with call.cache() as cache, progress.shown() as shows:
+        report = drop.drop(cache, namespace, apply=apply, now=now, progress=shows)
+    call.print(report, remove_text.drop)
+    call.end(report)
+
+
+@verb(
+    "erase",
+    section="Maintain",
+    examples=(
+        "cache-admin erase --tenant search",
+        "cache-admin erase --tenant search --apply --wait 5m",
+        "cache-admin erase --salt-file salt.txt --apply",
+        "vault read -field=salt users/4711 | cache-admin erase --salt-file - --apply --versions --json",
+    ),
+    see_also=("drop", "gc", "namespaces"),
+    exits=(ExitCode.PARTIAL,),
+)
+def _erase(
+    call: Call,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="All of this tenant's namespaces.")
+    ] = None,
+    salt_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="All that requests with this `cache_salt` have stored. The file holds the salt and nothing "
+            "else, but for one newline at its end, which is left off; - reads stdin.",
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="With --salt-file: only in this namespace, by the start of its id."),
+    ] = None,
+    versions: Annotated[
+        bool,
+        typer.Option(
+            "--versions",
+            help="Delete the former versions of the payloads as well, in a bucket that keeps them.",
+        ),
+    ] = False,
+    wait: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="While something is left, go on for so long, such as 5m."),
+    ] = None,
+    apply: Apply = False,
+) -> None:
+    """Erase all of a tenant, or all that was saved under a salt, and look what is left.
+
+    None of it can be matched from then on, and its payloads are deleted at once, without the grace time: a
+    load that is under way computes instead. What was created before is never let in again, from whichever
+    save, archive or rebuild it comes. Engines go on, and save anew what they compute more than a minute
+    later. The report names what is left, former versions in the bucket among it, and what can't be reached
+    from here. The exit code is 4 if anything is left. A salt is shown by its id only. One that was cut off is
+    finished by running it again.
+    """
+    if (tenant is None) == (salt_file is None):
+        raise typer.BadParameter("say what is to go: --tenant NAME, or --salt-file FILE")
+    if tenant is not None and namespace is not None:
+        raise typer.BadParameter("--namespace goes with --salt-file; `drop` removes a single namespace")
+    if tenant is not None and not tenant:
+        raise typer.BadParameter("no tenant has an empty name", param_hint="--tenant")
+    if not apply and (versions or wait is not None):
+        raise typer.BadParameter("--versions and --wait go with --apply")
+    wait_s = 0.0 if wait is None else seconds_of("--wait", wait)
+    if tenant is not None:
+        target = erase.Target(tenant=tenant)
+    else:
+        assert salt_file is not None, "it is one of the two"
+        target = erase.Target(salt=salt_id(read_salt(salt_file)), prefix=namespace)
+    with call.cache() as cache, progress.shown() as shows:
+        report = erase.erase(cache, target, apply=apply, versions=versions, wait_s=wait_s, progress=shows)
+    call.print(report, remove_text.erase)
+    remind(applied=report.applied, anything=True)
+    call.end(report)
+
+
+@of_report.register
+def _of_evict(report: EvictReport) -> ExitCode:
+    return ENDS[report.ended]
+
+
+@of_report.register
+def _of_drop(report: DropReport) -> ExitCode:
+    return ExitCode.PARTIAL if report.state == "in_use" else ExitCode.OK
+
+
+@of_report.register
+def _of_erase(report: EraseReport) -> ExitCode:
+    if not report.applied or report.ended != "complete":
+        return ENDS[report.ended]
+    gone = report.state == "erased" and report.versions.state == "none"
+    return ExitCode.OK if gone else ExitCode.PARTIAL

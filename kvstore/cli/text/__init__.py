@@ -1,0 +1,1 @@
+"""Reports as text, a module per group of verbs."""

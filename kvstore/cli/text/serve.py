@@ -1,0 +1,61 @@
+"""What `serve --once` and `serve --probe` print as text."""
+
+from __future__ import annotations
+
+from kvstore.admin.reports import BackendState
+from kvstore.admin.serve.reports import Answering, ProbeReport, ServingReport
+from kvstore.cli.tables import Column, Renderables, TableRows, age, backend, count, pair
+from kvstore.janitor.reports import DONE, JanitorState
+from kvstore.rules.units import size
+
+_LINES = 10
+
+
+def serve(report: ServingReport) -> Renderables:
+    """Yields what there is, then what the janitor did, then what went wrong."""
+    yield from backend("index", _backend(report.index))
+    yield from backend("payloads", _backend(report.payloads))
+    if report.looked_s is None:
+        yield pair("stored", "unknown: the index can't be asked")
+    else:
+        held = report.total
+        amount = f"{size(held.stored_bytes)} of {size(report.capacity_bytes)}"
+        namespaces = count(len(report.namespaces) + report.others, "namespace")
+        yield pair(
+            "stored",
+            f"{amount} in {count(held.segments, 'segment')}, {count(held.blocks, 'block')}, {namespaces}",
+        )
+        if held.trashed_segments or held.bygone_segments:
+            waiting = f"{held.trashed_segments:,} evicted, {held.bygone_segments:,} invalidated"
+            yield pair("to delete", f"segments: {waiting}")
+    if report.janitor is not None:
+        yield from _janitor(report.janitor)
+    for fault in report.faults[:_LINES]:
+        yield pair("fault", f"{age(report.at_s, fault.at_s)} ago, {fault.where}: {fault.problem}")
+
+
+def probe(report: ProbeReport) -> Renderables:
+    """Yields the sentence that it says of itself."""
+    yield pair("ready" if report.ready else "not ready", f"{report.url}: {report.found}")
+
+
+def _janitor(state: JanitorState) -> Renderables:
+    who = "leader" if state.leader or state.rounds else f"standby: {state.leaseholder or 'nobody'} works"
+    yield pair("janitor", f"{who}, {count(state.rounds, 'round')}")
+    if state.lease_problem:
+        yield pair("", state.lease_problem)
+    begun = [step for step in state.steps if step.runs]
+    if begun:
+        yield ""
+        yield TableRows(
+            Column("step", [step.step for step in begun]),
+            Column("done", [f"{step.done:,}" for step in begun], right=True),
+            Column("", [DONE[step.step] for step in begun]),
+            Column("failures", [step.failures for step in begun], right=True, plain=0),
+            Column("problem", [step.problem for step in begun], wraps=True, plain=""),
+        )
+
+
+def _backend(found: Answering) -> BackendState:
+    state = found.state if found.state != "unknown" else "unreachable"
+    return BackendState(url=found.url, state=state, problem=found.problem)

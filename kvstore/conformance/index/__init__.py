@@ -1,0 +1,1 @@
+"""The contract of an index, for requests and for maintenance, as suites for its parts."""

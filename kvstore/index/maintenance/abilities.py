@@ -1,0 +1,95 @@
+"""Pins, Quotas, Salts, Leases and Heat: what an index may offer, and the cache works without."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from kvstore.index.maintenance.catalogue import Listing
+from kvstore.keys import NamespaceId, SaltId, SegmentId
+
+
+class Pins(ABC):
+    """Keeps segments from going by policy: only `evict`, `invalidate` and `unlist` remove a pinned one."""
+
+    @abstractmethod
+    def pin(self, namespace: NamespaceId, segments: Sequence[SegmentId], *, most_bytes: int) -> int:
+        """Takes visible segments out of the order of eviction; returns how many were pinned by this call.
+
+        Raises CapacityExceeded, and pins none, if the namespace's pinned bytes would exceed `most_bytes`.
+        """
+
+    @abstractmethod
+    def unpin(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
+        """Puts pinned segments back into the order of eviction, with their last use; returns how many."""
+
+
+class Quotas(ABC):
+    """Keeps the quotas that operators set while engines run. Without it those of the settings hold."""
+
+    @abstractmethod
+    def quotas(self) -> dict[str, int]:
+        """Returns what operators have set: scope (kvstore.index.eviction.Scope) -> bytes."""
+
+    @abstractmethod
+    def set_quota(self, scope: str, nbytes: int | None) -> None:
+        """Sets the quota of a scope; None: there is none but the settings'."""
+
+
+#: Seconds by which an engine's clock may be ahead of the index's without a save escaping `Salts.forbid`.
+CLOCKS_DIFFER_S = 60
+
+
+class Salts(ABC):
+    """Tells apart what requests with different salts (vLLM's `cache_salt`) have stored, by `keys.salt_id`."""
+
+    @abstractmethod
+    def of_salt(self, namespace: NamespaceId, salt: SaltId) -> Iterator[Listing]:
+        """Yields every visible segment that was saved under a salt, in no order."""
+
+    @abstractmethod
+    def holdings(self, namespace: NamespaceId, over_bytes: int) -> dict[SaltId, int]:
+        """Returns the salts whose visible segments amount to more than `over_bytes`, and to how much."""
+
+    @abstractmethod
+    def forbid(self, namespace: NamespaceId, salt: SaltId) -> float:
+        """Refuses, for ever, commits of what was created up to now and `CLOCKS_DIFFER_S` more: of a salt, or
+        with an empty id of the whole namespace, registered or not. Returns that time, unix seconds.
+
+        Payloads of such commits that wait for other ranks are to be deleted at once, and evicted ones that
+        somebody wanted to keep for longer than the grace time are not. What is visible stays so: a caller
+        evicts it afterwards, and knows then that nothing can be added to it.
+        """
+
+    @abstractmethod
+    def forbidden(self, namespace: NamespaceId) -> dict[SaltId, float]:
+        """Returns what `forbid` has refused, and until when it was created, unix seconds."""
+
+
+class Leases(ABC):
+    """Leases that at most one holder has. Advisory: what is done under one must be safe to be done by two."""
+
+    @abstractmethod
+    def lease(self, name: str, holder: str, ttl_s: float) -> bool:
+        """Takes or renews a lease; False: somebody else has it. It ends after `ttl_s` by itself."""
+
+    @abstractmethod
+    def release(self, name: str, holder: str) -> None:
+        """Gives a lease back, if `holder` has it."""
+
+    @abstractmethod
+    def leaseholder(self, name: str) -> str | None:
+        """Returns the holder of a lease; None if nobody has it."""
+
+
+class Heat(ABC):
+    """Watches which segments begin loads, of all that `Index.touch` is told; a thousand or two at most."""
+
+    @abstractmethod
+    def hottest(self, namespace: NamespaceId, limit: int) -> list[tuple[SegmentId, float]]:
+        """Returns visible segments that began most of the loads lately, the most used first, with how many
+        minutes each was used in; minutes count half as much every time that `cool` is called."""
+
+    @abstractmethod
+    def cool(self, namespace: NamespaceId) -> None:
+        """Halves what `hottest` counts."""

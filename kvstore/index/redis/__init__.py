@@ -1,0 +1,1 @@
+"""The index in Redis or Valkey; its scripts lie in lua/."""

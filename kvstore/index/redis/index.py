@@ -1,0 +1,356 @@
+"""RedisIndex: the index in Redis, shared by a whole fleet.
+
+The schema (golden test: tests/index/redis/test_index.py). `{ns}` is the namespace id in braces, a hash tag:
+a Cluster keeps a namespace on one node, so a script may use all of its keys.
+
+    key                      type     what
+    kvs:ns                   set      ids of the registered namespaces
+    kvs:quotas               hash     scope (kvstore.index.eviction.Scope) -> bytes
+    kvs:lease:<name>         string   who has the lease; expires
+    kvs:operations              stream   ring of what operators did: by, verb, what; about 1,000; expires when
+                                      nobody has done anything for 400 days
+    kvs:ping                 string   written by ping
+    kvs:{ns}:meta            hash     see below
+    kvs:{ns}:b:<bucket>      hash     in listpack encoding: digest without its first bits / 8 whole bytes
+                                      -> segment id (8 bytes), slot (2 bytes, big endian)
+    kvs:{ns}:segs            hash     segment id -> "<bytes>:<slots>:", agreement (first digest, xxh3-64 of
+                                      all digests, head of the packed record with the salt's id), packed
+                                      parts in rank order
+    kvs:{ns}:lru             zset     segment id -> its place in the order of eviction, see below
+    kvs:{ns}:pins            zset     the same for pinned segments; a visible one is in exactly one of the two
+    kvs:{ns}:trash           zset     segment id -> unix s of its payloads' deletion + ranks / 256
+    kvs:{ns}:old:<epoch>     hash     `segs` as it was when that epoch ended, until drain has emptied it
+    kvs:{ns}:part:<segment>  hash     incomplete commit: agreement; epoch in which it began; <rank> ->
+                                      "<bytes>:", packed part; expires after an hour
+    kvs:{ns}:parts           zset     segment id of an incomplete commit -> unix s when it expires
+    kvs:{ns}:claim:<digest>  string   segment id of the save that may write this block; expires
+    kvs:{ns}:use:<window>    string   sketch of the blocks asked for in one window of time; expires. <window>
+                                      is "<bytes>:<seconds>:<number since 1970>"; the bits: sketch.py
+    kvs:{ns}:hot             zset     segment id -> minutes in which a load began with it, halved by cool;
+                                      about 2,048 at most
+    kvs:{ns}:salts           zset     salt id + id of a visible segment that was saved under it -> 0
+    kvs:{ns}:held            zset     salt id -> bytes of its visible segments
+    kvs:{ns}:owner           hash     segment id -> id of the session that alone has used it
+    kvs:{ns}:sessions:<0|1>  hash     session id -> record (lua/sessions.lua); of the window in which it was
+                                      used last, by its number mod 2: this one, or the one before
+    kvs:{ns}:kept            zset     segment id, retained -> unix s of the end + minutes from its last use to
+                                      that / 2**21
+    kvs:{ns}:retained        hash     salt id -> bytes of its retained segments; "" -> of all
+    kvs:{ns}:erased          hash     salt id, or "" for all of the namespace -> unix s; what was computed
+                                      until then is not committed any more. Outlives the namespace
+    kvs:{ns}:events          stream   ring of changes: op, segment, first and last digest, depth, slots,
+                                      bytes, rule, and of what was done by name also by; about
+                                      journal.events of them
+    kvs:{ns}:outcomes        stream   ring of outcomes: at (unix s), request, op, asked, served, reason,
+                                      position, first missing digest; about journal.outcomes of them
+    kvs:{ns}:faults          stream   those of them whose reason means that something doesn't work, under the
+                                      same ids; about a quarter as many
+    kvs:{ns}:seen            hash     totals of outcomes, by the names in Journal.seen
+    kvs:{ns}:ghosts          zset     first digest of a segment that a quota evicted -> how much quotas had
+                                      evicted before, in units of 4 KiB, + slots (at most 4095) / 4096;
+                                      journal.ghosts of them
+    kvs:{ns}:ghost           hash     step (kvstore.index.eviction.ghost_step) -> blocks
+
+    meta's field             what
+    schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
+                             one of a newer schema is left alone
+    json, kind, tenant       the namespace's
+    bucket_bits              bits of a bucket's number
+    created, seen            unix s of the first and the latest registration
+    bytes, segments, blocks, pinned, cost      usage; pinned in bytes, cost in microseconds
+    changes                  how often the usage changed
+    evicted                  bytes that quotas have evicted
+    epoch, drained           number of invalidations; the first epoch that may be left in old:<epoch>
+    bygone                   number of segments in all old:<epoch>
+    window                   number of the window of a day in which sessions were used last
+    cursor, erased           where sweep and erase go on; the latter with the `changes` for which it is valid
+
+A bucket's number is the digest's first `bucket_bits` bits, in hex; they are chosen at the first registration
+so that buckets hold 32 to 64 entries when the namespace is full, well inside the 128 that Redis keeps
+in its compact encoding. Records are fields of one hash and not keys of their own so that a match
+fetches all of them in one call.
+
+A place in the order of eviction is keep - (depth * 16 + worth) / 2**26, where depth is at most 2**22 - 1,
+worth is that of index.eviction, from 0 to 15, and keep is the unix minute of the last use plus 10 * worth.
+Rounded up it is keep; the rest tells depth and worth, and keep and worth tell the last use. Worth is 0 except
+for encoder items (kind ec), and for these too if eviction.cost_aware is off.
+
+Scores are exact in a double: a minute takes 27 bits, depth and worth take 26; a second takes 31 and the ranks
+8; 8 PiB in units of 4 KiB take 41 and slots 12.
+
+A verb on a request's path takes one round trip. Every change is one script, and the race that it closes is
+named at its head. Two verbs take several steps, register and erase: they change kvs:ns as well as the
+namespace's own keys, which may lie on another node. So an id without meta is ignored, and each of the two
+looks again after the other could have come between. No answer is wrong because a key has not expired yet, or
+has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from kvstore.errors import NamespaceUnknown, PermissionDenied
+from kvstore.index.contract import (
+    HOT_KEPT,
+    HOT_MOST,
+    INCOMPLETE_TTL_S,
+    agreement,
+    check_commit,
+    check_segments,
+    check_session,
+    count_digests,
+    minute,
+)
+from kvstore.index.eviction import worth
+from kvstore.index.maintenance import FullIndex
+from kvstore.index.port import Claim, CommitState, Run
+from kvstore.index.redis.client import RedisClient, Script
+from kvstore.index.redis.journal import RedisJournal
+from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
+from kvstore.index.redis.salts import RedisSalts
+from kvstore.index.redis.values import JOURNAL, MOST_BITS, NAMESPACES, key, record_of, understood
+from kvstore.index.sessions import NOTHING_RETAINED, Allowance
+from kvstore.index.sketch import Marks, Window
+from kvstore.keys import (
+    DIGEST_BYTES,
+    NO_SESSION,
+    SEGMENT_ID_BYTES,
+    NamespaceId,
+    SegmentId,
+    SessionId,
+    canonical_json,
+    namespace_id,
+)
+from kvstore.rules.units import batches
+from schemas.namespace import Namespace
+from schemas.records import EvictionRule, SegmentRecord, pack_part
+from schemas.settings import JournalSettings, RedisSettings
+
+#: A full bucket has between half of this and this many entries on average.
+BUCKET_ENTRIES = 64
+#: Segments that one touch script is given: 1 to 2 ms of Redis's time.
+_TOUCH_SLICE = 1000
+
+_REGISTER = Script.load("register")
+_MATCH = Script.load("match", "walk")
+_FIND = Script.load("find")
+_CLAIM = Script.load("claim", "holder", "walk")
+_COMMIT = Script.load("commit", "changes", "score", "generations", "forbidden", "retention", "sessions")
+_TOUCH = Script.load("touch", "score", "retention")
+_EVICT = Script.load("evict", "changes", "grace", "drop")
+_NOTE = Script.load("note")
+
+#: The answer of register.lua for a namespace of a newer schema, which it must not touch.
+_NEWER = 2
+
+_STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
+
+
+class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
+    """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
+
+    def __init__(
+        self,
+        client: RedisClient,
+        *,
+        journal: JournalSettings = JOURNAL,
+        cost_aware: bool = True,
+        grace_s: float = 0.0,
+        by: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, by=by, clock=clock)
+
+    @classmethod
+    def from_settings(
+        cls,
+        url: str,
+        settings: RedisSettings,
+        *,
+        journal: JournalSettings = JOURNAL,
+        cost_aware: bool = True,
+        grace_s: float = 0.0,
+        by: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> Self:
+        """Returns the index at a URL of Redis (schemas.urls). Does no I/O. Raises ConfigError."""
+        client = RedisClient.from_settings(url, settings)
+        return cls(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, by=by, clock=clock)
+
+    def __repr__(self) -> str:
+        return f"RedisIndex({self._client.where})"
+
+    @understood
+    def sketch_bits(self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int) -> int:
+        window = Window.at(now_s, window_s, sketch_bytes)
+        names = [key(namespace, f"use:{sketch}") for sketch in (window.now, window.before)]
+        return max(int(self._client.command("BITCOUNT", name, name="sketch_bits")) for name in names)
+
+    def close(self) -> None:
+        self._client.close()
+
+    @understood
+    def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
+        name = namespace_id(namespace)
+        self._client.command("SADD", NAMESPACES, name)
+        begun = self._run(
+            _REGISTER,
+            name,
+            canonical_json(namespace),
+            namespace.kind,
+            namespace.tenant,
+            bucket_bits(expected_blocks),
+            round(self._clock(), 3),
+        )
+        if begun == _NEWER:
+            raise PermissionDenied(
+                f"redis {self._client.where}: register: namespace {name} is of a newer release's schema; "
+                "upgrade this one, which goes on without it until then"
+            )
+        if begun:
+            # An `erase` that came between the two may have removed the id.
+            self._client.command("SADD", NAMESPACES, name)
+        return name
+
+    @understood
+    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
+        asked = count_digests(digests)
+        segments, places, values = self._run(_MATCH, namespace, digests)
+        if not all(isinstance(one, bytes) and len(one) == SEGMENT_ID_BYTES for one in segments):
+            raise ValueError("ids of segments have another length")
+        runs: list[Run] = []
+        start = 0
+        for segment, place, value in zip(segments, places, values, strict=True):
+            record, slot, count = record_of(value), place >> 16, place & 0xFFFF
+            if record is None or not (slot >= 0 and 0 < count <= record.slots - slot):
+                break
+            if count > asked - start:
+                raise ValueError(f"{start + count} blocks of {asked}")
+            runs.append(Run(start, segment, slot, count, record))
+            start += count
+        return runs
+
+    @understood
+    def find(self, namespace: NamespaceId, digests: bytes) -> list[Run | None]:
+        count = count_digests(digests)
+        entries, segments, values = self._run(_FIND, namespace, digests)
+        known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}
+        runs: list[Run | None] = [None] * count
+        for start, entry in enumerate(entries):
+            if not entry or len(entry) != SEGMENT_ID_BYTES + 2:
+                continue
+            record, slot = known.get(entry[:8]), int.from_bytes(entry[8:], "big")
+            if record is not None and slot < record.slots:
+                runs[start] = Run(start, SegmentId(entry[:8]), slot, 1, record)
+        return runs
+
+    @understood
+    def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:
+        count = count_digests(digests)
+        check_segments([segment])
+        ttl_ms = max(1, round(ttl_s * 1000))
+        reply = self._run(_CLAIM, namespace, digests, segment, ttl_ms)
+        if reply is None:
+            raise self._unknown("claim", namespace)
+        present, granted = reply
+        if not 0 <= present <= count:
+            raise ValueError(f"{present} blocks of {count}")
+        return Claim(present=present, granted=bool(granted))
+
+    @understood
+    def commit(
+        self,
+        namespace: NamespaceId,
+        segment: SegmentId,
+        digests: bytes,
+        record: SegmentRecord,
+        *,
+        rank: int,
+        ranks: int,
+        session: SessionId = NO_SESSION,
+        allowance: Allowance = NOTHING_RETAINED,
+    ) -> CommitState:
+        check_commit(segment, digests, record, rank, ranks)
+        check_session(session, none=True)
+        state = self._run(
+            _COMMIT,
+            namespace,
+            segment,
+            digests,
+            digests[:DIGEST_BYTES] + agreement(digests, record, ranks),
+            pack_part(record, record.parts[0]),
+            record.nbytes,
+            rank,
+            ranks,
+            INCOMPLETE_TTL_S,
+            minute(record.created_s),
+            worth(record.cost_us, record.nbytes) if self._cost_aware else 0,
+            self._journal.events,
+            session,
+            allowance.namespace_bytes,
+            allowance.salt_bytes,
+            self._by,
+        )
+        if state is None:
+            raise self._unknown("commit", namespace)
+        if state not in (0, 1, 2):
+            raise ValueError(f"{state!r} is no state")
+        return _STATES[state]
+
+    @understood
+    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+        check_segments(segments)
+        for number, some in enumerate(batches(segments, _TOUCH_SLICE)):
+            how = (minute(now_s), 0 if number else 1, HOT_MOST, HOT_KEPT)
+            self._run(_TOUCH, namespace, b"".join(some), *how)
+
+    @understood
+    def evict(
+        self,
+        namespace: NamespaceId,
+        segments: Sequence[SegmentId],
+        *,
+        delete_after_s: float,
+        rule: EvictionRule,
+    ) -> int:
+        check_segments(segments)
+        how = (self.deletion(delete_after_s), *self.recorded(rule), self._by)
+        return self._run_all(_EVICT, namespace, segments, SLICE, *how)
+
+    @understood
+    def note(
+        self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int
+    ) -> int:
+        window = Window.at(now_s, window_s, sketch_bytes)
+        asked = count_digests(digests)
+        if not asked:
+            return 0
+        marks = Marks.of(digests)
+        noted = self._run(
+            _NOTE,
+            namespace,
+            marks.blocks,
+            marks.masks,
+            f"use:{window.now}",
+            f"use:{window.before}",
+            window.lines,
+            window.keep_s,
+        )
+        if noted is None:
+            raise self._unknown("note", namespace)
+        if not 0 <= noted <= asked:
+            raise ValueError(f"{noted} blocks of {asked}")
+        return int(noted)
+
+    def _unknown(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
+        return NamespaceUnknown(
+            f"redis {self._client.where}: {verb}: namespace {namespace} is not registered"
+        )
+
+
+def bucket_bits(expected_blocks: int) -> int:
+    """Returns the bits of a bucket's number: with `expected_blocks` buckets hold 32 to 64 entries."""
+    buckets = max(1, -(-expected_blocks // BUCKET_ENTRIES))
+    return min(MOST_BITS, (buckets - 1).bit_length())

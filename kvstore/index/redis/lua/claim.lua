@@ -1,0 +1,29 @@
+-- claim: KEYS[1] meta, ARGV packed digests of a chain, segment, time to live in ms.
+-- Answers {leading blocks that are stored, 1 if `segment` may be written with the rest}; nil if the
+-- namespace is unknown.
+--
+-- Race closed: two engines that finish the same prompt at the same moment both find block n missing.
+-- Looking and claiming are one step here, so only one of them is told to write it. All ranks of one
+-- segment name the same segment and so share its claim.
+local bits = redis.call('HGET', meta, 'bucket_bits')
+if not bits then return false end
+
+local digests, segment, ttl = ARGV[1], ARGV[2], ARGV[3]
+local values, present = servable(digests, tonumber(bits))
+-- A record that nobody can read (here: one without a whole agreement) serves nobody, so what it hides is
+-- written anew.
+local readable = 0
+for i, value in ipairs(values) do
+  local _, slots, rest = account(value)
+  if slots == 0 or #value < rest + 47 then
+    present = readable
+    break
+  end
+  readable = readable + run_count[i]
+end
+if present * 16 >= #digests then return {present, 0} end
+
+local key = prefix .. 'claim:' .. hex(string.sub(digests, present * 16 + 1, present * 16 + 16))
+if holder_of(key, segment, ttl) ~= segment then return {present, 0} end
+redis.call('SET', key, segment, 'PX', ttl)
+return {present, 1}

@@ -1,0 +1,59 @@
+-- Shared by evict.lua and cull.lua: take segments out of sight and into the trash. Of both, ARGV[2] is
+-- what grace.lua says of the payloads' deletion, ARGV[3] the rule, ARGV[4] how many events are kept, ARGV[5]
+-- how many ghosts, or -1 if the rule is no quota's.
+--
+-- Race closed: the record, the last use, the trash entry and the usage change in one step. A reader
+-- sees a segment or doesn't, its payload's deletion is always on record, and of two evictions of one
+-- segment only one counts.
+--
+-- The first write is one that Redis also accepts when it is full (HDEL, DEL): evicting is how room
+-- is made. After a first write a script always runs to its end.
+local delete_after, rule = deletion(ARGV[2]), ARGV[3]
+local most_events, most_ghosts = tonumber(ARGV[4]), tonumber(ARGV[5])
+local of_quota = most_ghosts >= 0
+
+-- trash_score(ranks): a score of the trash; whole seconds plus ranks / 256.
+local function trash_score(ranks)
+  return string.format('%.17g', delete_after + ranks / 256)
+end
+
+local freed, dropped, blocks, cost, unpinned = 0, 0, 0, 0, 0
+local evicted = of_quota and (tonumber(redis.call('HGET', meta, 'evicted') or 0) or 0)
+
+-- remember(first, slots): as a ghost, by how many bytes were evicted before it. More capacity than were
+-- evicted since, its own included, would have kept it.
+local function remember(first, slots)
+  local stamp = math.floor((evicted + freed) / 4096) + math.min(slots, 4095) / 4096
+  redis.call('ZADD', ghosts, string.format('%.17g', stamp), first)
+end
+
+-- drop(segment): true if the segment was visible.
+local function drop(segment)
+  local value = redis.call('HGET', segs, segment)
+  if not value then return false end
+  local nbytes, slots, rest = account(value)
+  redis.call('HDEL', segs, segment)
+  if redis.call('ZREM', lru, segment) == 0 and redis.call('ZREM', pins, segment) == 1 then
+    unpinned = unpinned + nbytes
+  end
+  redis.call('ZREM', hot, segment)
+  local salt = salt_of(value, rest)
+  unsalted(segment, salt, nbytes)
+  disowned(segment, salt, nbytes)
+  redis.call('ZADD', trash, trash_score(ranks_of(value, rest)), segment)
+  local first = first_of(value, rest)
+  if of_quota and most_ghosts > 0 then remember(first, slots) end
+  event(most_events, 'evict', segment, first, '', depth_of(value, rest), slots, nbytes, rule)
+  freed, dropped, blocks = freed + nbytes, dropped + 1, blocks + slots
+  cost = cost + cost_of(value, rest)
+  return true
+end
+
+-- account_drops(): take everything dropped off the usage.
+local function account_drops()
+  if dropped == 0 then return end
+  usage_changed(-freed, -dropped, -blocks, -cost, -unpinned)
+  if not of_quota then return end
+  counted('evicted', freed)
+  redis.call('ZREMRANGEBYRANK', ghosts, 0, -1 - most_ghosts)
+end

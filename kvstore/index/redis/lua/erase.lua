@@ -1,0 +1,38 @@
+-- erase: KEYS[1] meta, ARGV about how many entries to drop, about how many entries and buckets to look at.
+-- Answers {0 all is gone, 1 call again, 2 something is stored; entries dropped, looked at}.
+--
+-- Race closed: that nothing is stored and what is removed are one step. Where it stopped counts only while
+-- `changes` is what it was: buckets that were passed may have been filled since.
+--
+-- What `erased` forbids outlives the namespace: archives and folders of other machines may still have it.
+--
+-- The first write is one that a full Redis accepts (UNLINK).
+local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased')
+if not known[1] then return {0, 0, 0} end
+
+local now = redis.call('TIME')[1]
+local first, last = generations()
+local stored = redis.call('EXISTS', segs, trash) + redis.call('ZCOUNT', parts, '(' .. now, '+inf')
+for n = first, last do stored = stored + redis.call('EXISTS', prefix .. 'old:' .. n) end
+if stored > 0 then return {2, 0, 0} end
+
+local most, patience, buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), 2 ^ math.min(tonumber(known[1]) or MOST_BITS, MOST_BITS)
+local changes, dropped, looked = known[2] or '0', 0, 0
+local at, of_changes = string.match(known[3] or '', '^(%d+):(%d+)$')
+at = of_changes == changes and tonumber(at) or 0
+while at < buckets and dropped < most and looked < patience do
+  local bucket = prefix .. 'b:' .. string.format('%x', at)
+  local length = redis.pcall('HLEN', bucket)
+  -- A key of another type counts as one entry.
+  if type(length) == 'table' then length = 1 end
+  if length > 0 then redis.call('UNLINK', bucket) end
+  dropped, looked, at = dropped + length, looked + 1 + length / 16, at + 1
+end
+if at < buckets then
+  redis.call('HDEL', meta, 'erased')
+  redis.call('HSET', meta, 'erased', string.format('%d:%s', at, changes))
+  return {1, dropped, math.ceil(looked)}
+end
+redis.call('UNLINK', lru, pins, hot, parts, ghosts, salts, held, prefix .. 'ghost', prefix .. 'seen', prefix .. 'events',
+  prefix .. 'outcomes', prefix .. 'faults', owner, kept, retained, sessions[1], sessions[2], meta)
+return {0, dropped, math.ceil(looked)}

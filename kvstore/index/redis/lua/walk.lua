@@ -1,0 +1,104 @@
+-- Shared by match.lua and claim.lua: kvstore/index/walk.py in Lua; the argument stands there.
+--
+-- Race closed: the look-ups and the records they lead to are one atomic step, so no eviction or
+-- commit falls between them, and a match is exact at one moment.
+--
+-- The walk first takes every entry's segment to be alive and fetches the records at the end, all in
+-- one HMGET: one call per segment, and one more. Where a record is missing (its segment was evicted
+-- and the entries aren't swept yet) what precedes it stands, and the walk goes on from there with
+-- every segment checked.
+
+-- Runs as three lists in step, since a table per run would cost as much as a look-up.
+local run_segment, run_slot, run_count = {}, {}, {}
+
+local function append_run(segment, slot, count)
+  local n = #run_segment
+  if run_segment[n] == segment and run_slot[n] + run_count[n] == slot then
+    run_count[n] = run_count[n] + count
+  else
+    n = n + 1
+    run_segment[n], run_slot[n], run_count[n] = segment, slot, count
+  end
+  return run_slot[n] + run_count[n]
+end
+
+-- cut_runs(first): forget the runs from number `first` on.
+local function cut_runs(first)
+  for i = #run_segment, first, -1 do run_segment[i], run_slot[i], run_count[i] = nil, nil, nil end
+end
+
+local function served_blocks()
+  local blocks = 0
+  for _, count in ipairs(run_count) do blocks = blocks + count end
+  return blocks
+end
+
+-- walk(digests, begin, locate, alive): append a run for every stretch of servable blocks from `begin`
+-- on. `alive` is a function of a segment, or nil to believe every entry.
+local function walk(digests, begin, locate, alive)
+  -- A bucket of another type has no entries: its error is a table of length 0.
+  local call, byte, sub, min = redis.pcall, string.byte, string.sub, math.min
+  local finish = #digests / 16
+  local ended, expected = 0, 64
+  local segments, slots, counts = {}, {}, {}
+
+  local function serve(goal)
+    local position, n = goal, 0
+    while position >= begin do
+      local entry = call('HGET', locate(digests, position))
+      local segment = entry and #entry == 10 and sub(entry, 1, 8)
+      if not segment or alive and not alive(segment) then
+        finish = position
+        return false
+      end
+      local high, low = byte(entry, 9, 10)
+      local slot = high * 256 + low
+      local count = min(slot, position - begin) + 1
+      n = n + 1
+      segments[n], slots[n], counts[n] = segment, slot - count + 1, count
+      position = position - count
+    end
+    for i = n, 1, -1 do
+      ended = append_run(segments[i], slots[i], counts[i])
+      if ended > expected then expected = ended end
+    end
+    begin = goal + 1
+    return true
+  end
+
+  while begin < finish do
+    local rest = ended < expected and expected - ended or expected
+    if not serve(min(begin + rest, finish) - 1) then
+      if begin == finish or not serve(begin) then return end
+      while begin < finish do serve(math.floor((begin + finish) / 2)) end
+    end
+  end
+end
+
+-- servable(digests, bits): find the runs of the longest servable prefix. Returns the values of their
+-- segments, in step with the runs, and how many blocks they serve.
+local function servable(digests, bits)
+  local values, known, locate = {}, {}, locator(bits)
+  local function alive(segment)
+    if known[segment] == nil then known[segment] = redis.call('HEXISTS', segs, segment) == 1 end
+    return known[segment]
+  end
+  walk(digests, 0, locate)
+  while #values < #run_segment do
+    local first = #values + 1
+    local upto = math.min(first + PIECE - 1, #run_segment)
+    for i, value in ipairs(redis.call('HMGET', segs, unpack(run_segment, first, upto))) do
+      known[run_segment[first + i - 1]] = value and true
+      values[first + i - 1] = value
+    end
+    for i = first, upto do
+      if not values[i] then
+        cut_runs(i)
+        for dead = upto, i, -1 do values[dead] = nil end
+        walk(digests, served_blocks(), locate, alive)
+        break
+      end
+    end
+  end
+  return values, served_blocks()
+end

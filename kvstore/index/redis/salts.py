@@ -1,0 +1,59 @@
+"""RedisSalts: what different salts have stored in Redis. The schema stands in kvstore.index.redis.index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvstore.index.contract import check_salt
+from kvstore.index.maintenance import CLOCKS_DIFFER_S, Listing
+from kvstore.index.redis.client import Script
+from kvstore.index.redis.sessions import RedisSessions
+from kvstore.index.redis.values import key, segment_ids, understood
+from kvstore.keys import NamespaceId, SaltId, SegmentId
+from schemas.records import SALT_ID_BYTES
+
+#: Segments that one script looks at: less than 1 ms of Redis's time.
+_PAGE = 500
+
+_FORBID = Script.load("forbid", "forbidden")
+_SALTED = Script.load("salted")
+
+
+class RedisSalts(RedisSessions):
+    """The part of RedisIndex that tells apart what different salts have stored."""
+
+    def of_salt(self, namespace: NamespaceId, salt: SaltId) -> Iterator[Listing]:
+        check_salt(salt)
+        after: SegmentId | None = SegmentId(b"")
+        while after is not None:
+            after, found = self._of_salt_page(namespace, salt, after)
+            yield from found
+
+    @understood
+    def _of_salt_page(
+        self, namespace: NamespaceId, salt: SaltId, after: SegmentId
+    ) -> tuple[SegmentId | None, list[Listing]]:
+        page, last = self._run(_SALTED, namespace, salt, after, _PAGE)
+        found = [one for one in self.get(namespace, segment_ids(page)) if one is not None]
+        return (segment_ids([last])[0] if last else None), found
+
+    @understood
+    def holdings(self, namespace: NamespaceId, over_bytes: int) -> dict[SaltId, int]:
+        flat = self._client.command(
+            "ZRANGE", key(namespace, "held"), f"({over_bytes}", "+inf", "BYSCORE", "WITHSCORES"
+        )
+        found = zip(flat[::2], flat[1::2], strict=True)
+        return {SaltId(salt): int(float(nbytes)) for salt, nbytes in found if len(salt) == SALT_ID_BYTES}
+
+    @understood
+    def forbid(self, namespace: NamespaceId, salt: SaltId) -> float:
+        if salt:
+            check_salt(salt)
+        until = float(self._run(_FORBID, namespace, salt, CLOCKS_DIFFER_S, round(self._grace_s)))
+        self._forget_sessions(namespace, salt)
+        return until
+
+    @understood
+    def forbidden(self, namespace: NamespaceId) -> dict[SaltId, float]:
+        told = self._client.command("HGETALL", key(namespace, "erased"))
+        return {SaltId(salt): float(until) for salt, until in told.items()}

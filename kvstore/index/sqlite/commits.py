@@ -1,0 +1,150 @@
+"""How segments enter the index in SQLite: a rank's commit, called inside a write transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.index.contract import INCOMPLETE_TTL_S, agreement, minute
+from kvstore.index.eviction import WORTH_MINUTES, worth
+from kvstore.index.maintenance import Usage
+from kvstore.index.port import CommitState
+from kvstore.index.sqlite.evictions import evict_incomplete
+from kvstore.index.sqlite.journal import Writing
+from kvstore.index.sqlite.rows import NamespaceNumbers, account, invalidated_generations
+from kvstore.keys import DIGEST_BYTES, SegmentId, split_digests
+from schemas.records import SegmentRecord, pack_head, pack_part, unpack_record
+
+
+@dataclass(frozen=True, slots=True)
+class RankCommit:
+    """The commit of one rank's part of a segment."""
+
+    db: sqlite3.Connection
+    place: NamespaceNumbers
+    segment: SegmentId
+    digests: bytes
+    record: SegmentRecord
+    rank: int
+    ranks: int
+    #: Whether its cost counts in the order of eviction.
+    cost_counts: bool
+    writing: Writing
+
+    def run(self, now: float) -> CommitState:
+        """Writes what the part changes, and returns what the segment is afterwards. Raises sqlite3.Error."""
+        agreed = agreement(self.digests, self.record, self.ranks)
+        part = pack_part(self.record, self.record.parts[0])
+        row = self._one("SELECT key, checksum, record FROM segments", self.place.generation)
+        if self.record.created_s <= self._forbidden_until():
+            evict_incomplete(self.db, self.place, self.segment, 0.0)
+            return CommitState.REFUSED
+        if row:
+            return self._again(row, agreed, part)
+        if self._is_gone():
+            return CommitState.REFUSED
+        self.db.execute("DELETE FROM parts WHERE expires <= ?", (now,))
+        row = self._one("SELECT agreement FROM parts", self.place.generation)
+        if row and row[0] != agreed:
+            return CommitState.REFUSED
+        parts = [part]
+        if self.ranks > 1:
+            parts = self._collect(agreed, part, now)
+            if len(parts) < self.ranks:
+                return CommitState.WAITING
+        self._show(agreed, parts)
+        return CommitState.VISIBLE
+
+    def _again(self, row: tuple[Any, ...], agreed: bytes, part: bytes) -> CommitState:
+        """Answers for a segment that was committed before: an answer got lost, or the index is being rebuilt.
+        Writes the entries once more, which repairs those that were lost, and counts nothing twice."""
+        key, checksum, packed = row
+        head = len(agreed) - len(checksum)
+        size = (len(packed) - head) // self.ranks
+        mine = packed[head + self.rank * size : head + (self.rank + 1) * size]
+        if checksum + packed[:head] != agreed or mine != part:
+            return CommitState.REFUSED
+        self.db.execute(
+            "UPDATE segments SET first = ? WHERE key = ? AND first = x''", (self.digests[:DIGEST_BYTES], key)
+        )
+        self._enter()
+        return CommitState.VISIBLE
+
+    def _forbidden_until(self) -> int:
+        """Returns until when what was computed must not become visible any more, unix seconds; -1: nothing
+        is forbidden."""
+        (until,) = self.db.execute(
+            "SELECT coalesce(max(f.until), -1) FROM forbidden AS f "
+            "JOIN namespaces AS n ON n.id = f.namespace WHERE n.key = ? AND f.salt IN (x'', ?)",
+            (self.place.key, self.record.salt),
+        ).fetchone()
+        return int(until)
+
+    def _is_gone(self) -> bool:
+        """Returns whether the segment was evicted or invalidated meanwhile."""
+        return self._one("SELECT 1 FROM trash", self.place.key) is not None or any(
+            self._one(f"SELECT 1 FROM {table}", number) is not None
+            for number in invalidated_generations(self.db, self.place)
+            for table in ("segments", "parts")
+        )
+
+    def _collect(self, agreed: bytes, part: bytes, now: float) -> list[bytes]:
+        """Keeps this rank's part. Returns all parts so far, in rank order."""
+        db, where = self.db, "WHERE namespace = ? AND id = ?"
+        this = (self.place.generation, self.segment)
+        db.execute(
+            "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, 0)",
+            (*this, self.rank, agreed, part, self.record.nbytes, self.ranks),
+        )
+        db.execute(f"UPDATE parts SET expires = ? {where}", (now + INCOMPLETE_TTL_S, *this))
+        rows = db.execute(f"SELECT part FROM parts {where} ORDER BY rank", this).fetchall()
+        if len(rows) == self.ranks:
+            db.execute(f"DELETE FROM parts {where}", this)
+        return [row[0] for row in rows]
+
+    def _show(self, agreed: bytes, parts: list[bytes]) -> None:
+        head = pack_head(self.record, self.ranks)
+        packed = head + b"".join(parts)
+        whole = unpack_record(packed)
+        assert whole is not None
+        key, used = self.place.key, minute(whole.created_s)
+        extra = worth(whole.cost_us, whole.nbytes) if self.cost_counts else 0
+        self.db.execute(
+            "INSERT INTO segments (namespace, id, checksum, record, nbytes, slots, ranks, used, depth, "
+            "cost, worth, keep, first, salt) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                self.place.generation,
+                self.segment,
+                agreed[: -len(head)],
+                packed,
+                whole.nbytes,
+                whole.slots,
+                self.ranks,
+                used,
+                whole.depth,
+                whole.cost_us,
+                extra,
+                used + WORTH_MINUTES * extra,
+                self.digests[:DIGEST_BYTES],
+                whole.salt,
+            ),
+        )
+        self._enter()
+        account(self.db, key, Usage(whole.nbytes, 1, whole.slots, 0, whole.cost_us))
+        self.writing.committed(self.db, key, self.segment, self.digests, whole)
+
+    def _enter(self) -> None:
+        self.db.executemany(
+            "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)",
+            [
+                (self.place.key, digest, self.segment, slot)
+                for slot, digest in enumerate(split_digests(self.digests))
+            ],
+        )
+
+    def _one(self, select: str, number: int) -> tuple[Any, ...] | None:
+        """Returns a row of a table that belongs to this segment."""
+        query = f"{select} WHERE namespace = ? AND id = ? LIMIT 1"
+        row: tuple[Any, ...] | None = self.db.execute(query, (number, self.segment)).fetchone()
+        return row

@@ -1,0 +1,1 @@
+"""Payloads as objects of a bucket."""

@@ -1,0 +1,161 @@
+"""S3Control: every request to a bucket that moves no payload: listings, deletes, probes' ends, old uploads,
+former versions.
+
+What a server answers is not trusted to make sense. An entry of a listing without a name, a size or a date, a
+page that names no next one or one that was there already, and anything else that boto3 can't read is a
+TransientError that says so; redirects are not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from kvstore.errors import KVStoreError, TransientError
+from kvstore.payloads.port import Listed
+from kvstore.payloads.s3.errors import classify, of_boto
+from kvstore.payloads.versions import Version
+from schemas.urls import S3Location
+
+_T = TypeVar("_T")
+
+#: Most keys that S3 takes in one batch delete.
+_BATCH = 1000
+#: Errors that mean that an answer is not what S3 sends.
+_NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
+class S3Control:
+    """The requests of one boto3 client to one bucket, for any thread. Raises errors of kvstore.errors."""
+
+    def __init__(self, client: Any, location: S3Location, owner: str | None) -> None:
+        self._client = client
+        self._location = location
+        self._always = {"Bucket": location.bucket} | ({"ExpectedBucketOwner": owner} if owner else {})
+
+    def ask(self, what: str, operation: str, **arguments: Any) -> Any:
+        """Makes one request. `what` names the call in errors."""
+        what = f"bucket {self._location.bucket}: {what}"
+        try:
+            return getattr(self._client, operation)(**self._always, **arguments)
+        except (BotoCoreError, ClientError) as exc:
+            raise of_boto(what, exc) from exc
+        except _NONSENSE as exc:
+            raise _nonsense(what, exc) from exc
+
+    def objects(self, what: str, prefix: str) -> Iterator[Listed]:
+        """Yields what lies under `prefix`, by its name below the root."""
+        root = self._location.root
+        tokens = ("ContinuationToken",)
+        for page in self._pages(what, "list_objects_v2", "Name", tokens, Prefix=prefix):
+            yield from self._each(
+                what,
+                page.get("Contents", ()),
+                lambda item: Listed(
+                    item["Key"].removeprefix(root), _size(item), item["LastModified"].timestamp()
+                ),
+            )
+
+    def uploads(self, what: str) -> Iterator[tuple[str, float, str]]:
+        """Yields the uploads in parts that nobody has completed: name below the root, begin in Unix seconds,
+        id."""
+        root = self._location.root
+        tokens = ("KeyMarker", "UploadIdMarker")
+        for page in self._pages(what, "list_multipart_uploads", "Bucket", tokens, Prefix=root):
+            yield from self._each(
+                what,
+                page.get("Uploads", ()),
+                lambda item: (
+                    item["Key"].removeprefix(root),
+                    item["Initiated"].timestamp(),
+                    item["UploadId"],
+                ),
+            )
+
+    def versions(self, what: str, prefix: str) -> Iterator[Version]:
+        """Yields what a bucket keeps under `prefix` beside the objects that can be read: former versions, and
+        the marks that stand in the place of deleted ones. Names are below the root."""
+        root = self._location.root
+        tokens = ("KeyMarker", "VersionIdMarker")
+        for page in self._pages(what, "list_object_versions", "Name", tokens, Prefix=prefix):
+            yield from self._each(
+                what,
+                [item for item in page.get("Versions", ()) if not item.get("IsLatest")],
+                lambda item: Version(item["Key"].removeprefix(root), item["VersionId"], _size(item)),
+            )
+            yield from self._each(
+                what,
+                page.get("DeleteMarkers", ()),
+                lambda item: Version(item["Key"].removeprefix(root), item["VersionId"], 0, marker=True),
+            )
+
+    def delete(self, what: str, keys: Sequence[str]) -> None:
+        """Deletes objects, in batches. Raises the first error at the end: a bad key keeps no other alive."""
+        self._delete(what, [{"Key": key} for key in keys])
+
+    def delete_versions(self, what: str, versions: Sequence[Version]) -> None:
+        """Deletes versions for good, as `delete` does objects."""
+        root = self._location.root
+        self._delete(what, [{"Key": root + each.name, "VersionId": each.version} for each in versions])
+
+    def _delete(self, what: str, objects: Sequence[dict[str, str]]) -> None:
+        failed: KVStoreError | None = None
+        rest = iter(objects)
+        while batch := list(islice(rest, _BATCH)):
+            answer = self.ask(what, "delete_objects", Delete={"Objects": batch, "Quiet": True})
+            for error in answer.get("Errors", ()):
+                code = str(error.get("Code", ""))
+                about = f"bucket {self._location.bucket}: {what}"
+                failed = failed or classify(about, 403 if "Denied" in code else 500, code)
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _pages(
+        self, what: str, operation: str, named: str, tokens: Sequence[str], **arguments: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the pages of a listing. `named` is where each says whose it is; `tokens` are its parameters
+        whose values a page gives as `Next...`."""
+        about = f"bucket {self._location.bucket}: {what}"
+        place: dict[str, str] = {}
+        # The place of page 1, 2, 4, 8, ...: a circle of any length comes past one of them.
+        mark, number = place, 0
+        while True:
+            page = self.ask(what, operation, **arguments, **place)
+            if named not in page:
+                # As from a gate that wants to be logged in at: to boto3 any XML is a listing of nothing.
+                raise _nonsense(about, ValueError("no listing"))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            # Without those that say nothing: some servers refuse an empty one.
+            place = {token: str(page[f"Next{token}"]) for token in tokens if page.get(f"Next{token}")}
+            number += 1
+            if tokens[0] not in place or place == mark:
+                said = "names no next page" if place != mark else "comes back to a page that was there"
+                raise TransientError(f"{about}: the listing {said}")
+            if number & (number - 1) == 0:
+                mark = place
+
+    def _each(self, what: str, items: Any, read: Callable[[Any], _T]) -> Sequence[_T]:
+        try:
+            return [read(item) for item in items]
+        except _NONSENSE as exc:
+            raise _nonsense(f"bucket {self._location.bucket}: {what}", exc) from exc
+
+
+def _size(item: Any) -> int:
+    """Returns an object's size in bytes. Raises ValueError for what is none."""
+    size = int(item["Size"])
+    if size < 0:
+        raise ValueError(f"an object of {size} bytes")
+    return size
+
+
+def _nonsense(what: str, exc: Exception) -> TransientError:
+    return TransientError(f"{what}: the answer is not what S3 sends ({type(exc).__name__}: {str(exc)[:100]})")

@@ -1,0 +1,52 @@
+"""The parts of a store. kvstore.build puts them together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.breaker import Breaker
+from kvstore.format.keyring import NO_KEYS, Keyring
+from kvstore.index.maintenance import FullIndex
+from kvstore.index.port import EngineIndex
+from kvstore.metrics import Counters
+from kvstore.payloads.port import PayloadStore
+from kvstore.store.trace import TraceRecorder
+from kvstore.threads.transfers import Crew, Transfers
+from schemas.settings import Settings
+
+if TYPE_CHECKING:
+    from kvstore.payloads.tiered.store import TieredPayloads
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The index, the payloads, the threads and the counters of one store, which never change."""
+
+    settings: Settings
+    payloads: PayloadStore
+    index: EngineIndex
+    #: The same index for maintenance; not behind the breaker.
+    maintenance: FullIndex
+    transfers: Transfers
+    counters: Counters
+    #: The keys by which payloads are signed, encrypted and believed.
+    keyring: Keyring = NO_KEYS
+    clock: Callable[[], float] = time.time
+    #: Largest gap to read through, in bytes: so many more bytes cost no more than another read.
+    gap_bytes: int = 0
+    #: Drops the local copy of a payload whose bytes failed verification; True if reading again may give other
+    #: bytes. None if nothing keeps copies.
+    drop_copy: Callable[[str], bool] | None = None
+    #: The same payloads, if they are in two tiers, for metrics of what the fast tier holds.
+    tier: TieredPayloads | None = None
+    #: Threads for the parts of long reads; None if the payload store has none.
+    crew: Crew | None = None
+    #: The payloads' breaker; None if some can be read while it is open.
+    breaker: Breaker | None = None
+    #: The index's breaker.
+    index_breaker: Breaker | None = None
+    #: The recorder of what requests ask for; None if nothing is recorded.
+    trace: TraceRecorder | None = None

@@ -1,0 +1,108 @@
+"""Copies of what was erased: each node's fast tier gives them up by itself.
+
+An erasure (`cache-admin erase`) reaches the index and the shared payloads. A node's own folder may hold
+copies, and payloads that it has yet to upload. So every process with such a folder looks from time to time
+whether anything was forbidden in the namespaces that the folder has, and goes through them if so: what isn't
+visible and was computed, by its own header, until then and under that salt is deleted, from the shared store
+as well.
+
+It goes through them again until one walk began after all that is forbidden could have been computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvstore.errors import KVStoreError
+from kvstore.format.keyring import Keyring
+from kvstore.index.contract import is_forbidden
+from kvstore.index.maintenance import FullIndex
+from kvstore.keys import NO_SALT, NamespaceId, SaltId, parse_payload_name
+from kvstore.payloads.port import Listed
+from kvstore.verify.payloads import read_header
+
+if TYPE_CHECKING:
+    from kvstore.payloads.tiered.store import TieredPayloads
+
+log = logging.getLogger(__name__)
+
+#: Payloads that one step looks at, and seconds that one call takes, but for its last step.
+_STEP, _BUDGET_S = 256, 0.5
+
+
+class ErasedCopies:
+    """Goes through one node's fast tier. Safe for threads; one at a time goes on."""
+
+    def __init__(
+        self, tier: TieredPayloads, index: FullIndex, keyring: Keyring, clock: Callable[[], float]
+    ) -> None:
+        self._tier = tier
+        self._index = index
+        self._keyring = keyring
+        self._clock = clock
+        self._turn = threading.Lock()
+        # The lock guards the fields below it.
+        #: What was forbidden in a namespace when it was gone through for the last time.
+        self._done: dict[NamespaceId, Mapping[SaltId, float]] = {}
+        self._steps: Iterator[None] | None = None
+
+    def go_on(self) -> bool:
+        """Goes on for about half a second. Returns whether there is more to do. Never raises."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        until = time.monotonic() + _BUDGET_S
+        try:
+            self._steps = self._steps or self._walk()
+            for _ in self._steps:
+                if time.monotonic() >= until:
+                    return True
+            self._steps = None
+        except KVStoreError as exc:
+            self._steps = None
+            log.debug("copies of what was erased are looked for later: %s", exc)
+        except Exception:
+            self._steps = None
+            log.exception("copies of what was erased could not be looked for")
+        finally:
+            self._turn.release()
+        return False
+
+    def _walk(self) -> Iterator[None]:
+        for namespace in self._tier.namespaces():
+            forbidden = self._index.forbidden(namespace)
+            yield
+            if not forbidden or self._done.get(namespace) == forbidden:
+                continue
+            began = self._clock()
+            files = self._tier.copies.list(f"{namespace}/")
+            while some := list(islice(files, _STEP)):
+                self._drop_erased(namespace, some, forbidden)
+                yield
+            if began > max(forbidden.values()):
+                self._done[namespace] = forbidden
+
+    def _drop_erased(
+        self, namespace: NamespaceId, files: Sequence[Listed], forbidden: Mapping[SaltId, float]
+    ) -> None:
+        named = [(one, place[1]) for one in files if (place := parse_payload_name(one.name))]
+        states = self._index.states(namespace, [segment for _, segment in named])
+        hidden = [one for (one, _), state in zip(named, states, strict=True) if state != "visible"]
+        erased = [one.name for one in hidden if self._is_erased(one, forbidden)]
+        if erased:
+            self._tier.delete(erased)
+            log.info("%d payloads that were erased elsewhere are deleted here", len(erased))
+
+    def _is_erased(self, file: Listed, forbidden: Mapping[SaltId, float]) -> bool:
+        """Tells whether a payload's own header says that it was computed before its salt was forbidden."""
+        try:
+            header = read_header(self._tier.copies, self._keyring, file.name, file.nbytes)
+        except KVStoreError:
+            # A header that can't be read says nothing of its salt. Where all of the namespace is forbidden,
+            # that says enough.
+            return NO_SALT in forbidden
+        return is_forbidden(forbidden, header.salt, header.meta.created_s)

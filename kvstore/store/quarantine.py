@@ -1,0 +1,117 @@
+"""Segments that failed verification: never matched again here, and evicted in the index."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+
+from kvstore.errors import KVStoreError
+from kvstore.keys import NamespaceId, SegmentId
+from kvstore.store.backends import Backends
+
+log = logging.getLogger(__name__)
+
+#: Segments remembered as bad in this process, for when the index can't be told.
+_REMEMBERED = 4096
+#: Segments that one process may evict as bad within an hour.
+MOST_AN_HOUR = 256
+_HOUR_S = 3600.0
+
+
+class HourlyBound:
+    """Bounds how many segments one process evicts as bad within any hour. For one thread at a time.
+
+    A process that finds everything bad is more likely to have a share that isn't mounted, a wrong prefix or
+    bad memory than to be right, and must not empty the cache for everybody else.
+    """
+
+    def __init__(self, most: int = MOST_AN_HOUR, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most = most
+        self._clock = clock
+        self._evicted_at: deque[float] = deque(maxlen=most)
+
+    @property
+    def reached(self) -> bool:
+        """Tells whether no further segment may be evicted now."""
+        full = len(self._evicted_at) == self.most
+        return full and self._clock() < self._evicted_at[0] + _HOUR_S
+
+    def note(self) -> None:
+        """Counts one eviction."""
+        self._evicted_at.append(self._clock())
+
+
+class Quarantine:
+    """The segments that this process knows to be bad. Safe for threads.
+
+    `bound` limits how many of them it evicts in the index.
+    """
+
+    def __init__(self, backends: Backends, bound: HourlyBound | None = None) -> None:
+        self._backends = backends
+        self._lock = threading.Lock()
+        # The lock guards the fields below it.
+        self._bad: OrderedDict[SegmentId, None] = OrderedDict()
+        #: Segments that the index is still to evict -> for how many seconds their payloads are kept.
+        self._untold: dict[NamespaceId, dict[SegmentId, float]] = {}
+        self._bound = bound or HourlyBound()
+        self._silenced = False
+
+    def __contains__(self, segment: SegmentId) -> bool:
+        with self._lock:
+            return segment in self._bad
+
+    def mark(self, segments: Iterable[SegmentId]) -> None:
+        """Keeps these segments from being matched again in this process. No I/O."""
+        with self._lock:
+            self._bad.update(dict.fromkeys(segments))
+            while len(self._bad) > _REMEMBERED:
+                self._bad.popitem(last=False)
+
+    def add(self, namespace: NamespaceId, segment: SegmentId, *, keep_s: float = 0.0) -> None:
+        """Evicts a segment that failed verification, here at once, and in the index. Never raises.
+
+        Its payload is kept for `keep_s` seconds, and for the grace time at least. If the index can't be told
+        now, it is told before the next save, which would otherwise find the blocks "present". It is told of
+        no more than the bound allows.
+        """
+        if segment not in self:
+            self._backends.counters.add("quarantined_segments")
+        self.mark([segment])
+        with self._lock:
+            if not self._bound.reached:
+                self._bound.note()
+                self._silenced = False
+                self._untold.setdefault(namespace, {})[segment] = keep_s
+            elif not self._silenced:
+                self._silenced = True
+                log.error(
+                    "more than %d segments failed verification within an hour: further ones are left "
+                    "alone by this process only; `cache-admin doctor` here may say why",
+                    self._bound.most,
+                )
+        self.tell(namespace)
+
+    def tell(self, namespace: NamespaceId) -> None:
+        """Evicts in the index what could not be evicted there before. Never raises."""
+        with self._lock:
+            untold = dict(self._untold.get(namespace, {}))
+        for keep_s in set(untold.values()):
+            self._tell(namespace, [one for one, kept in untold.items() if kept == keep_s], keep_s)
+
+    def _tell(self, namespace: NamespaceId, segments: list[SegmentId], keep_s: float) -> None:
+        after = self._backends.clock() + max(keep_s, self._backends.settings.grace_s)
+        try:
+            self._backends.index.evict(namespace, segments, delete_after_s=after, rule="bad")
+        except KVStoreError as exc:
+            log.warning("%d bad segments could not be evicted yet: %s", len(segments), exc)
+            return
+        except Exception:
+            log.exception("bad segments could not be evicted: an unexpected failure")
+            return
+        with self._lock:
+            for segment in segments:
+                self._untold[namespace].pop(segment, None)

@@ -1,0 +1,125 @@
+"""Rounds of housekeeping: when a process that saves does one, and how much of it in one go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from secrets import token_hex
+
+from kvstore.errors import DamagedIndex, KVStoreError
+from kvstore.index.maintenance import Account
+from kvstore.store.backends import Backends
+from kvstore.store.housekeeping import Housekeeping
+
+log = logging.getLogger(__name__)
+
+#: How many processes may share the room that is left: each looks at the quotas again when its part is full.
+_WRITERS = 16
+#: Seconds from one round to the next.
+_ROUND_S = 10.0
+#: Seconds, at most, that a saving thread spends on deleting what others have evicted.
+_REAP_S = 2.0
+#: Seconds that a look at the quotas may take without a rest after it.
+_SHORT_S = 0.1
+#: The lease of the process that deletes payloads and sweeps: a janitor all the time, an engine for a moment.
+JANITOR = "janitor"
+
+
+class Rounds:
+    """Keeps a store within its quotas, on the threads that save. Safe for threads."""
+
+    def __init__(self, backends: Backends) -> None:
+        self._backends = backends
+        self.housekeeping = Housekeeping(
+            backends.maintenance, backends.payloads, backends.settings, backends.counters, backends.clock
+        )
+        #: The name of this process as a holder of leases.
+        self._name = f"{socket.gethostname()}:{os.getpid()}:{token_hex(4)}"
+        self._lock = threading.Lock()
+        # The lock guards the fields below it.
+        #: Bytes committed since the last look at the quotas, and bytes that there was room for then.
+        self._unaccounted = 0
+        self._headroom = 0
+        self._done_s = float("-inf")
+        #: When a commit may look at the quotas again, by the monotonic clock.
+        self._rested_s = float("-inf")
+
+    def committed(self, nbytes: int) -> None:
+        """Accounts a commit and keeps the store within its quotas. Runs on the saving thread. Never raises.
+
+        Looks at the quotas again when a part of the room is filled, so that a dozen processes that all save
+        and don't know of each other stay within it together. Where there is no room, it looks after every
+        commit; but a look that takes long, as one at thousands of namespaces does, is followed by as long a
+        rest. What is saved meanwhile is no more than what other threads save during the look.
+        """
+        now = self._backends.clock()
+        with self._lock:
+            self._unaccounted += nbytes
+            # As often as evicted payloads become reapable, so that few wait for longer than they must.
+            pause = min(_ROUND_S, self._backends.settings.grace_s)
+            due = not self._done_s <= now < self._done_s + pause
+            full = self._unaccounted > self._headroom // _WRITERS
+            look = due or (full and time.monotonic() >= self._rested_s)
+            if look:
+                self._unaccounted = 0
+            if due:
+                self._done_s = now
+        try:
+            if due:
+                self.housekeep()
+                if self.housekeeping.unreachable is not None:
+                    log.warning("housekeeping left out some namespaces: %s", self.housekeeping.unreachable)
+                for namespace, problem in self.housekeeping.damaged.items():
+                    log.warning(
+                        "housekeeping left out namespace %s, which is damaged: %s", namespace, problem
+                    )
+            elif look:
+                self._make_room()
+        except KVStoreError as exc:
+            log.warning("housekeeping failed: %s", exc)
+
+    def housekeep(self) -> int:
+        """Does one round in all namespaces: evicts down to the quotas, deletes payloads whose grace time is
+        over, sweeps dangling entries. Returns how many segments it evicted. Raises what the index raises.
+
+        All but the eviction is left to a janitor if there is one, and otherwise done by one engine at a time.
+        """
+        evicted = self._make_room()
+        maintenance, housekeeping = self._backends.maintenance, self.housekeeping
+        if not maintenance.lease(JANITOR, self._name, self._backends.settings.janitor.lease_s):
+            return evicted
+        until = time.monotonic() + _REAP_S
+        try:
+            accounts, _ = maintenance.reachable()
+            # Each time in another order: neither a namespace that takes all the time nor one that fails may
+            # keep the same others from their turn for good.
+            for account in random.sample(accounts, len(accounts)):
+                try:
+                    self._tidy(account, until)
+                except DamagedIndex as exc:
+                    housekeeping.damaged[account.namespace] = str(exc)
+        finally:
+            maintenance.release(JANITOR, self._name)
+        return evicted
+
+    def _tidy(self, account: Account, until: float) -> None:
+        housekeeping = self.housekeeping
+        if account.bygone:
+            housekeeping.drain(account.namespace)
+        while (account.trashed or account.bygone) and time.monotonic() < until:
+            if not housekeeping.reap(account.namespace):
+                break
+        housekeeping.sweep(account.namespace)
+
+    def _make_room(self) -> int:
+        began = time.monotonic()
+        evicted, headroom = self.housekeeping.evict()
+        ended = time.monotonic()
+        with self._lock:
+            self._headroom = headroom
+            self._rested_s = ended + max(0.0, ended - began - _SHORT_S)
+        return evicted

@@ -1,0 +1,188 @@
+"""How one rank's part of a segment is saved.
+
+Order, so that a crash after any step is harmless (invariants 1, 4 and 8 of docs/format.md):
+    1. claim      another engine's copy would be a waste        crash: the claim expires
+    2. put        the payload is complete and durable           crash: a stray payload
+    3. commit     the index names it, all ranks at once         crash: done
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar
+
+from kvstore import __version__
+from kvstore.errors import BreakerOpen, CapacityExceeded, KVStoreError
+from kvstore.format.segment import Encoded, Slot, encode
+from kvstore.index.port import CommitState
+from kvstore.index.sessions import Allowance
+from kvstore.keys import (
+    NO_SALT,
+    NO_SESSION,
+    SaltId,
+    SegmentId,
+    SessionId,
+    canonical_json,
+    digest,
+    namespace_id,
+    payload_name,
+)
+from kvstore.store.backends import Backends
+from schemas.namespace import Namespace
+from schemas.records import SegmentRecord, rounded_cost
+
+_T = TypeVar("_T")
+
+#: How long a claim that is given back still lasts, in seconds: the shortest time that an index knows.
+_AT_ONCE_S = 0.001
+
+SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The result of a save: `present` leading blocks were stored already, `stored` new ones take `nbytes`."""
+
+    outcome: SaveOutcome
+    present: int
+    stored: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a segment; all but `rank` is the same for all ranks."""
+
+    segment: SegmentId
+    #: Position in its chain of the first slot.
+    depth: int
+    #: Unix time.
+    created_s: int
+    rank: int = 0
+    ranks: int = 1
+    #: What computing all of it took, in microseconds; 0: unknown.
+    cost_us: float = 0
+    #: Ids of the requests' salt and session.
+    salt: SaltId = NO_SALT
+    session: SessionId = NO_SESSION
+
+
+class Registered(Protocol):
+    """Runs a call of the index, and once more if the index had lost the namespace."""
+
+    def __call__(self, call: Callable[[], _T]) -> _T: ...
+
+
+class SegmentWriter:
+    """Saves parts in one namespace. Raises KVStoreError. Safe for threads."""
+
+    def __init__(
+        self,
+        backends: Backends,
+        namespace: Namespace,
+        registered: Registered,
+        allowance: Callable[[SessionId, SaltId], Allowance],
+    ) -> None:
+        self._backends = backends
+        self._namespace = namespace
+        self._id = namespace_id(namespace)
+        self._json = canonical_json(namespace)
+        self._registered = registered
+        self._allowance = allowance
+        self._name = f"kvstore/{__version__} {socket.gethostname()}"[:128]
+
+    def save(self, slots: Sequence[Slot], part: Part, *, insist: bool) -> Saved:
+        """Saves those blocks that aren't stored yet; see Space.save."""
+        backends = self._backends
+        digests = _digests(slots)
+        claim = self._registered(
+            lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
+        )
+        if not claim.granted and not (insist and claim.present < len(slots)):
+            outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
+            return Saved(outcome, claim.present, 0, 0)
+        # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
+        # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
+        present = claim.present if part.ranks == 1 else 0
+        rest = slots[present:]
+        cost = rounded_cost(part.cost_us * len(rest) / len(slots))
+        part = replace(part, depth=part.depth + present, cost_us=cost)
+        try:
+            encoded = self.put(rest, part)
+        except KVStoreError:
+            # The next writer need not wait for the claim to expire. That of several ranks belongs to all.
+            if part.ranks == 1:
+                with contextlib.suppress(KVStoreError):
+                    backends.index.claim(self._id, digests, part.segment, _AT_ONCE_S)
+            raise
+        try:
+            state = self.commit(rest, part, encoded)
+        except (BreakerOpen, CapacityExceeded):
+            # Certainly not committed. After any other error it may be (a right that is missing in the middle
+            # of a script), and what the index names must stay; gc finds what the index does not name.
+            with contextlib.suppress(KVStoreError):
+                backends.payloads.delete([self.name(part)])
+            raise
+        if state is CommitState.REFUSED:
+            backends.payloads.delete([self.name(part)])
+            return Saved("refused", present, 0, 0)
+        outcome = "stored" if state is CommitState.VISIBLE else "waiting"
+        return Saved(outcome, present, len(rest), encoded.part.nbytes)
+
+    def name(self, part: Part) -> str:
+        """Returns the name of a part's payload."""
+        return payload_name(self._id, part.segment, part.rank)
+
+    def put(self, slots: Sequence[Slot], part: Part) -> Encoded:
+        """Encodes a part and stores its payload."""
+        encoded = encode(
+            slots,
+            namespace_json=self._json,
+            kind=self._namespace.kind,
+            segment=part.segment,
+            rank=part.rank,
+            ranks=part.ranks,
+            codec=self._namespace.codec,
+            depth=part.depth,
+            created_s=part.created_s,
+            writer=self._name,
+            cost_us=int(part.cost_us),
+            salt=part.salt,
+            keyring=self._backends.keyring,
+        )
+        self._backends.payloads.put(self.name(part), encoded.buffers)
+        return encoded
+
+    def commit(self, slots: Sequence[Slot], part: Part, encoded: Encoded) -> CommitState:
+        """Commits a part whose payload is stored."""
+        record = SegmentRecord(
+            parts=(encoded.part,),
+            slots=len(slots),
+            codec=self._namespace.codec,
+            created_s=part.created_s,
+            depth=part.depth,
+            raw_bytes=sum(slot.data.nbytes for slot in slots) if part.ranks == 1 else 0,
+            cost_us=int(part.cost_us),
+            salt=part.salt,
+        )
+        index, digests = self._backends.index, _digests(slots)
+        allowance = self._allowance(part.session, part.salt)
+        return self._registered(
+            lambda: index.commit(
+                self._id,
+                part.segment,
+                digests,
+                record,
+                rank=part.rank,
+                ranks=part.ranks,
+                session=part.session,
+                allowance=allowance,
+            )
+        )
+
+
+def _digests(slots: Sequence[Slot]) -> bytes:
+    return b"".join(digest(slot.key) for slot in slots)

@@ -1,0 +1,151 @@
+"""What a process tells the index of clients' sessions in one namespace, and how much they may retain.
+
+At most `sessions.retain_share` of every quota that bounds a namespace is retained: of its own, its tenant's,
+the store's and, of what was saved under a salt, that salt's. Within a namespace the index holds to that.
+Namespaces of one tenant, and of the store, share what is theirs: what the others retain is asked for once a
+minute, of so many at a time, and until then those that weren't asked count as the others do on average.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvstore.errors import KVStoreError
+from kvstore.index.eviction import Scope
+from kvstore.index.sessions import NOTHING_RETAINED, Allowance, Hint, HintEffect
+from kvstore.keys import NO_SALT, NamespaceId, SaltId, SegmentId, SessionId, namespace_id
+from kvstore.store.backends import Backends
+from schemas.namespace import Namespace
+
+log = logging.getLogger(__name__)
+
+#: Seconds for which quotas, and what is retained elsewhere, are taken to be what they were.
+_KNOWN_S = 60.0
+#: Namespaces, beside its own, that a look asks at most.
+_OTHERS = 64
+
+
+class _Held(NamedTuple):
+    """What another namespace retained when it was asked."""
+
+    tenant: str
+    nbytes: int
+    asked_s: float
+
+
+class SpaceSessions:
+    """The sessions of one namespace, as its engines tell of them. Safe for threads."""
+
+    def __init__(
+        self,
+        backends: Backends,
+        namespace: Namespace,
+        registered: Callable[[Callable[[], HintEffect]], HintEffect],
+    ) -> None:
+        self._backends = backends
+        self._id = namespace_id(namespace)
+        self._tenant = namespace.tenant
+        self._registered = registered
+        self._lock = threading.Lock()
+        # The lock guards the fields below it.
+        self._given: dict[str, int] = {}
+        self._held: dict[NamespaceId, _Held] = {}
+        #: Bytes retained in the tenant's other namespaces, and in all others; None before the first look.
+        self._elsewhere: tuple[int, int] | None = None
+        self._looked_s = float("-inf")
+
+    def tell(
+        self, session: SessionId, segments: Sequence[SegmentId], hint: Hint, salt: SaltId
+    ) -> HintEffect | None:
+        """Notes a use, and what is told besides; see Space.session."""
+        backends = self._backends
+        try:
+            allowance = self.allowance(session, salt)
+            return self._registered(
+                lambda: backends.index.session(
+                    self._id, session, segments, backends.clock(), hint, allowance=allowance
+                )
+            )
+        except KVStoreError as exc:
+            log.debug("session not told: %s", exc)
+        except Exception:
+            log.exception("a session could not be told of: an unexpected failure")
+        return None
+
+    def allowance(self, session: SessionId, salt: SaltId = NO_SALT) -> Allowance:
+        """Returns what a session's requests may retain. Asks the index once a minute; never raises."""
+        settings = self._backends.settings
+        if not session or not settings.sessions.retain_share:
+            return NOTHING_RETAINED
+        self._look()
+        eviction = settings.eviction
+        with self._lock:
+            given, elsewhere = self._given, self._elsewhere
+        if elsewhere is None:
+            return NOTHING_RETAINED
+        of_tenant, of_all = elsewhere
+        bounds = (
+            (given.get(Scope.namespace(self._id), eviction.namespace_bytes), 0),
+            (given.get(Scope.tenant(self._tenant), eviction.tenant_bytes), of_tenant),
+            (given.get(Scope.STORE, settings.capacity_bytes), of_all),
+        )
+        share = settings.sessions.retain_share
+        here = min(int(quota * share) - others for quota, others in bounds if quota is not None)
+        of_salt = given.get(Scope.salt(salt), eviction.salt_bytes) if salt else None
+        return Allowance(max(0, here), max(0, here if of_salt is None else int(of_salt * share)))
+
+    def _look(self) -> None:
+        now = self._backends.clock()
+        with self._lock:
+            if self._looked_s <= now < self._looked_s + _KNOWN_S:
+                return
+            self._looked_s = now
+            before = self._held
+        index = self._backends.maintenance
+        try:
+            given = index.quotas()
+            with self._lock:
+                self._given = given
+            accounts, unreachable = index.reachable()
+        except KVStoreError as exc:
+            log.debug("what may be retained is not known: %s", exc)
+            return
+        others = {
+            one.namespace: one.tenant for one in accounts if one.namespace != self._id and one.usage.nbytes
+        }
+        known = {one: held for one, held in before.items() if one in others or unreachable is not None}
+        others = {one: held.tenant for one, held in known.items()} | others
+        for one in self._asked(others, known):
+            try:
+                nbytes = index.retained(one).get(NO_SALT, 0)
+            except KVStoreError as exc:
+                log.debug("what namespace %s retains is not known: %s", one, exc)
+            else:
+                known[one] = _Held(others[one], nbytes, now)
+        of_tenant, of_others = (
+            _estimated(
+                [held.nbytes for held in known.values() if (held.tenant == self._tenant) == mine],
+                sum((tenant == self._tenant) == mine for tenant in others.values()),
+            )
+            for mine in (True, False)
+        )
+        with self._lock:
+            self._held, self._elsewhere = known, (of_tenant, of_tenant + of_others)
+
+    def _asked(
+        self, others: Mapping[NamespaceId, str], known: Mapping[NamespaceId, _Held]
+    ) -> list[NamespaceId]:
+        """Returns whom to ask: of the tenant's and of all others those that were asked longest ago."""
+        order = sorted(others, key=lambda one: known[one].asked_s if one in known else float("-inf"))
+        mine = [one for one in order if others[one] == self._tenant]
+        rest = [one for one in order if others[one] != self._tenant]
+        half = _OTHERS // 2
+        return [*mine[:half], *rest[:half], *mine[half:], *rest[half:]][:_OTHERS]
+
+
+def _estimated(known: Sequence[int], count: int) -> int:
+    """Returns the sum of `count` numbers of which some are known."""
+    return sum(known) * count // len(known) if known else 0

@@ -1,0 +1,455 @@
+"""One namespace of a store: match, load, save, touch.
+
+The verbs are synchronous and may take as long as their backends' deadlines; callers that must not
+wait run them on `backends.transfers`. They raise only what their docstrings name.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstore.errors import (
+    BreakerOpen,
+    CorruptPayload,
+    KVStoreError,
+    NamespaceUnknown,
+    PayloadMissing,
+    UnreadablePayload,
+)
+from kvstore.format.segment import Slot
+from kvstore.index.port import CommitState, Outcome, Run
+from kvstore.index.sessions import USE, Hint, HintEffect
+from kvstore.keys import (
+    NO_SALT,
+    NO_SESSION,
+    ContentKey,
+    SaltId,
+    SegmentId,
+    SessionId,
+    namespace_id,
+    new_segment_id,
+    payload_name,
+)
+from kvstore.rules.lateness import is_late
+from kvstore.rules.tiers import Tier
+from kvstore.store.backends import Backends
+from kvstore.store.failures import Failures, miss_reason
+from kvstore.store.health import Health
+from kvstore.store.quarantine import Quarantine
+from kvstore.store.reading import PayloadLate, item_room, read_run
+from kvstore.store.rounds import Rounds
+from kvstore.store.saving import Part, Saved, SegmentWriter
+from kvstore.store.sessions import SpaceSessions
+from schemas.namespace import Namespace
+from schemas.segment import SlotMeta
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The stored prefix of a chain: runs that follow each other from block 0 on, and their blocks."""
+
+    runs: list[Run]
+    blocks: int
+    #: Why the prefix ends where it does: "complete", or a reason of kvstore.rules.reasons.MISS_REASONS.
+    reason: str
+
+
+class Space:
+    """One namespace of a store; made by kvstore.store.Store.open. Safe for threads."""
+
+    def __init__(
+        self,
+        backends: Backends,
+        quarantine: Quarantine,
+        health: Health,
+        rounds: Rounds,
+        namespace: Namespace,
+        expected_blocks: int,
+    ) -> None:
+        self.backends = backends
+        self._quarantine = quarantine
+        self._health = health
+        self._rounds = rounds
+        self.namespace = namespace
+        self.id = namespace_id(namespace)
+        self._expected_blocks = expected_blocks
+        self._sessions = SpaceSessions(backends, namespace, self.registered)
+        self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
+        #: HintEffect by whoever loads, of all that keeps promised blocks from being loaded.
+        self.not_loaded = Failures("are computed", backends.clock)
+        self._not_saved = Failures("are not cached", backends.clock)
+
+    def __repr__(self) -> str:
+        return f"Space({self.id}, {self.namespace.kind}, {self.namespace.model!r})"
+
+    def register(self) -> None:
+        """Makes the namespace known to the index. Raises what the index raises."""
+        self.backends.index.register(self.namespace, expected_blocks=self._expected_blocks)
+
+    def register_soon(self) -> None:
+        """Registers on a thread for calls: before anything is saved, and to find out if the index is back."""
+        self.backends.transfers.call(self._register_quietly)
+
+    def _register_quietly(self) -> None:
+        try:
+            self.register()
+        except BreakerOpen:
+            pass
+        except KVStoreError as exc:
+            log.warning("index not reachable (%s); running without the cache until it is", exc)
+        except Exception:
+            log.exception("the namespace could not be registered: an unexpected failure")
+        else:
+            self._quarantine.tell(self.id)
+
+    def match(self, digests: bytes, *, session: bytes = b"") -> Match:
+        """Returns the longest stored prefix of a chain of packed digests. Never raises.
+
+        `session` is the id of the session that asks, if there is one, for the trace.
+        """
+        counters = self.backends.counters
+        asked = len(digests) // 16
+        if self.backends.trace is not None:
+            self.backends.trace.record(self.id, digests, self.backends.clock(), session)
+        counters.add("match_calls")
+        counters.add("match_blocks_asked", asked)
+        if not self._health.payloads_answer():
+            # Don't promise what can't be read.
+            counters.miss("breaker_open", asked)
+            return Match([], 0, "breaker_open")
+        try:
+            runs = self.backends.index.match(self.id, digests)
+            reason = "absent"
+        except KVStoreError as exc:
+            log.debug("match failed: %s", exc)
+            runs, reason = [], miss_reason(exc)
+            if isinstance(exc, BreakerOpen):
+                # Find out whether the index is back, on a thread that nobody waits for.
+                self.register_soon()
+        except Exception:
+            log.exception("match failed unexpectedly")
+            runs, reason = [], "error"
+        for i, run in enumerate(runs):
+            if run.segment in self._quarantine:
+                runs, reason = runs[:i], "quarantined"
+                break
+        blocks = runs[-1].start + runs[-1].count if runs else 0
+        counters.add("match_blocks_found", blocks)
+        counters.miss(reason, asked - blocks)
+        return Match(runs, blocks, "complete" if blocks == asked else reason)
+
+    def find(self, digests: bytes) -> list[Run | None] | None:
+        """Looks up each packed digest by itself: a run of one slot (`start` = its position), None if absent.
+
+        Returns None instead of a list, and counts misses, if the index or the payloads don't answer. Never
+        raises.
+        """
+        counters = self.backends.counters
+        asked = len(digests) // 16
+        reason = "error"
+        if not self._health.payloads_answer():
+            reason = "breaker_open"
+        else:
+            try:
+                found = self.backends.index.find(self.id, digests)
+                bad = self._quarantine
+                return [None if run is None or run.segment in bad else run for run in found]
+            except KVStoreError as exc:
+                log.debug("find failed: %s", exc)
+                reason = miss_reason(exc)
+                if isinstance(exc, BreakerOpen):
+                    self.register_soon()
+            except Exception:
+                log.exception("find failed unexpectedly")
+        counters.miss(reason, asked)
+        return None
+
+    def tiers(self, runs: Iterable[Run], end: float = math.inf) -> dict[SegmentId, Tier]:
+        """Returns where the segments of `runs` lie now, for this process: those that could be looked at by
+        the `time.monotonic` time `end`. No network; never raises.
+
+        A segment's first part stands for all of them: the ranks of an engine fetch theirs at the same times.
+        """
+        payloads, found = self.backends.payloads, dict[SegmentId, Tier]()
+        for run in runs:
+            if time.monotonic() >= end:
+                break
+            if run.record.parts and run.segment not in found:
+                name = payload_name(self.id, run.segment, 0)
+                found[run.segment] = payloads.tier(name, run.record.parts[0].nbytes)
+        return found
+
+    def load(
+        self,
+        run: Run,
+        keys: Sequence[ContentKey],
+        into: Sequence[memoryview],
+        *,
+        rank: int = 0,
+        deadline_s: float | None = None,
+        arrived: Callable[[], None] | None = None,
+    ) -> tuple[SlotMeta, ...]:
+        """Reads one run of a match into the caller's buffers and verifies it; see reading.read_run.
+
+        Counts the outcome. A segment that fails verification is quarantined; one that can't be judged here is
+        not asked for again by this process, and nothing else happens to it. Raises KVStoreError,
+        and nothing else; the buffers are then not to be used.
+        """
+        end = time.monotonic() + (deadline_s or self.backends.settings.kv.load_deadline_s)
+        payloads, keyring, gap_bytes = self.backends.payloads, self.backends.keyring, self.backends.gap_bytes
+        slots = self._read(
+            run,
+            rank,
+            lambda: read_run(
+                payloads,
+                keyring,
+                self.id,
+                run,
+                keys,
+                into,
+                rank=rank,
+                end=end,
+                gap_bytes=gap_bytes,
+                arrived=arrived,
+            ),
+        )
+        counters = self.backends.counters
+        counters.add("load_runs")
+        counters.add("load_blocks", run.count)
+        counters.add("load_bytes", sum(view.nbytes for view in into))
+        return slots
+
+    def load_item(
+        self, run: Run, key: ContentKey, *, most: int, deadline_s: float
+    ) -> tuple[SlotMeta, memoryview]:
+        """Reads an item, as `load` does, into memory of its size: returns its slot and its bytes.
+
+        Memory is not taken on the index's word (reading.item_room). Raises CapacityExceeded for an item of
+        more than `most` bytes, which stays where it is, and what `load` raises.
+        """
+        payloads, keyring, end = self.backends.payloads, self.backends.keyring, time.monotonic() + deadline_s
+        room = self._read(run, 0, lambda: item_room(payloads, keyring, self.id, run, key, most=most, end=end))
+        (slot,) = self.load(run, [key], [room], deadline_s=max(1e-3, end - time.monotonic()))
+        return slot, room
+
+    def _read(self, run: Run, rank: int, read: Callable[[], _T]) -> _T:
+        """Runs a read of a run; counts its failure, and quarantines what failed verification."""
+        counters = self.backends.counters
+        try:
+            return self._read_twice(run, rank, read)
+        except CorruptPayload as exc:
+            log.debug("segment %s is unusable and is evicted: %s", run.segment.hex(), exc)
+            self._quarantine.add(self.id, run.segment)
+            counters.miss(miss_reason(exc), run.count)
+            raise
+        except UnreadablePayload as exc:
+            # It may be good: another process can tell. This one doesn't try again.
+            log.debug("segment %s can't be used here and is left alone: %s", run.segment.hex(), exc)
+            self._quarantine.mark([run.segment])
+            counters.miss(miss_reason(exc), run.count)
+            raise
+        except KVStoreError as exc:
+            counters.miss(miss_reason(exc), run.count)
+            if isinstance(exc, BreakerOpen):
+                self._health.probe_payloads()
+            raise
+        except Exception as exc:
+            counters.miss("error", run.count)
+            raise KVStoreError(f"load failed: {exc!r}") from exc
+
+    def _read_twice(self, run: Run, rank: int, read: Callable[[], _T]) -> _T:
+        """Runs a read, and once more if verification fails, before everybody loses the segment for that.
+
+        The bytes may have been a bad copy, which is dropped, or damaged by the network.
+        """
+        try:
+            return self._read_once(run, read)
+        except PayloadMissing:
+            raise
+        except CorruptPayload as exc:
+            log.debug("segment %s is read once more: %s", run.segment.hex(), exc)
+            drop_copy = self.backends.drop_copy
+            if drop_copy is not None and drop_copy(payload_name(self.id, run.segment, rank)):
+                self.backends.counters.add("dropped_copies")
+        return self._read_once(run, read)
+
+    def _read_once(self, run: Run, read: Callable[[], _T]) -> _T:
+        try:
+            return read()
+        except PayloadMissing as exc:
+            if is_late(run.record, self.backends.settings, self.backends.clock()):
+                raise PayloadLate(f"{exc}; it may still be on its way") from exc
+            raise
+
+    def touch(self, segments: Sequence[SegmentId]) -> None:
+        """Tells the index that segments were used by a request without a session. Never raises: recency is
+        advisory."""
+        try:
+            self.backends.index.touch(self.id, segments, self.backends.clock())
+        except KVStoreError as exc:
+            log.debug("touch failed: %s", exc)
+        except Exception:
+            log.exception("touch failed unexpectedly")
+
+    def session(
+        self,
+        session: SessionId,
+        segments: Sequence[SegmentId],
+        hint: Hint = USE,
+        *,
+        salt: SaltId = NO_SALT,
+    ) -> HintEffect | None:
+        """Tells the index that a session's request uses segments, heads first, and what is told of the
+        session: in place of `touch`, in one round trip. See kvstore.index.sessions.
+
+        `salt` is the id of the request's. Returns None, and counts a failure, if the index can't be told.
+        Never raises.
+        """
+        if self.backends.trace is not None:
+            now_s, until_s = self.backends.clock(), hint.retain_until_s
+            retain_s = None if until_s is None else until_s - now_s
+            self.backends.trace.record_hints(
+                self.id, session, now_s, end=hint.end, retain_s=retain_s, priority=hint.priority
+            )
+        told = self._sessions.tell(session, segments, hint, salt)
+        if told is None:
+            self.backends.counters.add("session_failures")
+        return told
+
+    def note(self, digests: bytes) -> int:
+        """Counts one use of a chain; returns how many leading blocks an earlier request has asked for.
+
+        Must be called once per request, which would otherwise count itself. Returns 0, and counts a failure,
+        if the index can't say. Never raises.
+        """
+        backends, admission = self.backends, self.backends.settings.admission
+        try:
+            return self.registered(
+                lambda: backends.index.note(
+                    self.id,
+                    digests,
+                    now_s=backends.clock(),
+                    window_s=admission.window_s,
+                    sketch_bytes=admission.sketch_bytes,
+                )
+            )
+        except KVStoreError as exc:
+            log.debug("note failed: %s", exc)
+        except Exception:
+            log.exception("note failed unexpectedly")
+        backends.counters.add("note_failures")
+        return 0
+
+    def tell(self, outcomes: Sequence[Outcome]) -> bool:
+        """Puts outcomes of requests into the index's journal; returns False if that fails. Never raises."""
+        try:
+            self.backends.index.tell(self.id, outcomes)
+            return True
+        except KVStoreError as exc:
+            log.debug("tell failed: %s", exc)
+        except Exception:
+            log.exception("tell failed unexpectedly")
+        return False
+
+    def save(
+        self,
+        slots: Sequence[Slot],
+        *,
+        depth: int = 0,
+        segment: SegmentId | None = None,
+        created_s: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        cost_us: float = 0,
+        salt: SaltId = NO_SALT,
+        session: SessionId = NO_SESSION,
+        insist: bool = False,
+    ) -> Saved:
+        """Stores a run of consecutive blocks of one chain (or one item) as one segment.
+
+        `depth` is the chain position of `slots[0]`. Blocks at the start that are stored already are
+        left out, unless there are several ranks, which need not find the same. All ranks of one segment
+        give the same `segment`, keys, `created_s` (unix time; now, if left out), `cost_us` (what computing
+        all of it took, in microseconds; 0: unknown), `salt` and `session` (the ids of their requests').
+
+        With `insist` the blocks are stored even if another writer has claimed them: for a caller that another
+        engine waits for. The buffers may be reused when the call returns. Raises KVStoreError, and nothing
+        else, after counting it and telling the log.
+        """
+        counters = self.backends.counters
+        try:
+            created = int(self.backends.clock()) if created_s is None else created_s
+            part = Part(segment or new_segment_id(), depth, created, rank, ranks, cost_us, salt, session)
+            self._quarantine.tell(self.id)
+            saved = self._writer.save(slots, part, insist=insist)
+        except Exception as exc:
+            counters.saved("failed", len(slots))
+            counters.add(f"save_failures{{{self._not_saved.note(len(slots), exc)}}}")
+            if isinstance(exc, KVStoreError):
+                raise
+            raise KVStoreError(f"save failed: {exc!r}") from exc
+        counters.saved("present", saved.present)
+        rest = "stored" if saved.outcome == "waiting" else saved.outcome
+        counters.saved(rest, len(slots) - saved.present)
+        if saved.stored:
+            counters.add("save_segments")
+            counters.add("save_bytes", saved.nbytes)
+            self._rounds.committed(saved.nbytes)
+        return saved
+
+    def keep(self, slots: Sequence[Slot], *, depth: int, keep_s: float, salt: SaltId = NO_SALT) -> str:
+        """Stores blocks that nobody is to load, for `keep_s` seconds; returns the name of their payload.
+
+        They are committed as the part of one of two ranks, of which the other never comes, and then evicted,
+        so that they are never visible, and deleted as all that is evicted. Raises KVStoreError.
+        """
+        index, clock = self.backends.index, self.backends.clock
+        part = Part(new_segment_id(), depth, int(clock()), ranks=2, salt=salt)
+        state = self._writer.commit(slots, part, self._writer.put(slots, part))
+        if state is CommitState.REFUSED:
+            # Erased meanwhile, all of its kind.
+            self.backends.payloads.delete([self._writer.name(part)])
+        index.evict(self.id, [part.segment], delete_after_s=clock() + keep_s, rule="abandoned")
+        return self._writer.name(part)
+
+    def condemn(self, segment: SegmentId, *, keep_s: float) -> None:
+        """Quarantines a segment whose bytes are intact and wrong. Its payload is kept for `keep_s` seconds,
+        so that somebody can look into it. Never raises.
+        """
+        self._quarantine.add(self.id, segment, keep_s=keep_s)
+
+    def abandon(self, segment: SegmentId) -> None:
+        """Deletes what the other ranks have written of a segment of which one rank has not. Never raises.
+
+        To be called when all ranks have ended: a part that is committed later would wait for the missing one
+        until it expires.
+        """
+        backends = self.backends
+        after = backends.clock() + backends.settings.grace_s
+        try:
+            backends.index.evict(self.id, [segment], delete_after_s=after, rule="abandoned")
+        except KVStoreError as exc:
+            log.debug("segment %s could not be abandoned: %s", segment.hex(), exc)
+        except Exception:
+            log.exception("segment %s could not be abandoned: an unexpected failure", segment.hex())
+
+    def forget(self) -> int:
+        """Evicts all that is in the namespace and deletes it at once; see Housekeeping.forget."""
+        return self._rounds.housekeeping.forget(self.id)
+
+    def registered(self, call: Callable[[], _T]) -> _T:
+        """Runs an index call; if the index has lost the namespace, registers it and runs the call again."""
+        try:
+            return call()
+        except NamespaceUnknown:
+            self.register()
+            return call()

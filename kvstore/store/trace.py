@@ -1,0 +1,348 @@
+"""A record of which blocks requests ask for, for `cache-admin simulate` (settings: `trace`).
+
+One file per process at a time, JSON lines:
+
+    {"kvstore_trace": 1, "began_s": 1790000000.123}
+    {"space": 0, "namespace": "8a7...", "kind": "kv", "block_tokens": 16, "block_bytes": 65536, "parts": 1}
+    {"t": 0.52, "n": 0, "d": "<base64>"}
+    {"t": 1.07, "n": 0, "like": [2, 96], "d": "<base64>", "session": "<base64>"}
+    {"t": 1.9, "n": 0, "session": "<base64>", "end": true, "retain": 300.0, "priority": "low"}
+
+A `space` line describes a namespace's blocks; `block_bytes` is the size of one on all ranks together, which
+store it in `parts`. A request is a line with `t`, seconds since `began_s`, and `n`, the number of its space.
+Its chain of blocks, from the first one on, is `d`, 8 bytes of each digest: the last eight, because the first
+ones don't tell the groups of a hybrid model apart. With `like` [line, blocks] the chain begins with the first
+`blocks` blocks of the request on that line of this file, counted from 0, and `d` is what follows them.
+Prompts share long prefixes, so this makes a trace of chats a fraction as long.
+
+`session` is 8 bytes of a session's id, the last ones, because sessions of one salt share the first. A line
+with a session and no blocks is what was said of it in that namespace at that moment, at least one of: `end`,
+`retain` (seconds from then on), `priority`.
+
+A file is complete by itself: when it holds half of `trace.most_bytes` another is begun, and the one before it
+is deleted. A process that dies leaves at most its last line torn, which a reader skips. Nothing but digests
+is recorded: no tokens, no names of requests or sessions.
+
+Locking: `_lock` guards the queue, `_file_lock` everything about the file; the latter is never taken on the
+thread of a caller of `record`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.files import OWNER, Access, make_folder, open_file
+from kvstore.keys import DIGEST_BYTES, NamespaceId
+from schemas.namespace import Namespace
+from schemas.settings import TraceSettings
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+#: Bytes of a digest that a trace keeps, and the dtype by which they are read.
+WORD_BYTES = 8
+WORD = "<u8"
+
+#: Bounds of what waits to be written: digests of thousands of long prompts.
+_QUEUE_BYTES = 16 << 20
+_QUEUE_REQUESTS = 8192
+#: A thread is asked to write when so many requests wait, or when it was last asked so many seconds ago.
+_BATCH = 64
+_EVERY_S = 1.0
+#: Blocks whose line is remembered. When there are more, all are forgotten and prefixes written once more.
+_REMEMBERED = 1 << 17
+#: Pause after a failure of the disk, in seconds, during which nothing is recorded.
+_PAUSE_S = 60.0
+#: Bytes that a file's head and the rest of a line take, at most.
+_HEAD_BYTES = 256
+#: Longest wait of `close` for a thread that writes, in seconds.
+_CLOSE_S = 5.0
+
+#: `submit(nbytes, job)` runs `job` on a thread that nobody waits for; False: it will not run.
+Submit = Callable[[int, Callable[[], None]], bool]
+
+
+class _Entry(NamedTuple):
+    """A request, or what was said of a session: then it has no digests."""
+
+    namespace: NamespaceId
+    digests: bytes
+    now_s: float
+    #: The rest of the line, as JSON: what begins with a comma, or nothing.
+    more: str
+
+
+class TraceRecorder:
+    """The recorder of one process. Safe for threads."""
+
+    def __init__(
+        self,
+        settings: TraceSettings,
+        submit: Submit,
+        *,
+        lost: Callable[[int], None] = lambda requests: None,
+        clock: Callable[[], float] = time.time,
+        access: Access = OWNER,
+    ) -> None:
+        """`settings.folder` must be given. `lost` is told how many requests could not be recorded. No I/O."""
+        self._submit = submit
+        self._lost = lost
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._queue: deque[_Entry] = deque()
+        self._queued_bytes = 0
+        self._writing = False
+        self._closed = False
+        self._asked_s = float("-inf")
+        self._spaces: dict[NamespaceId, str] = {}
+        self._file_lock = threading.Lock()
+        self._file = _Files(Path(settings.folder or "."), settings.most_bytes // 2, access)
+        self._failed_s = float("-inf")
+
+    def __repr__(self) -> str:
+        return f"TraceRecorder({str(self._file.folder)!r})"
+
+    def describe(self, name: NamespaceId, namespace: Namespace, block_bytes: int) -> None:
+        """Describes a namespace's blocks, before the first of its requests. `block_bytes` is the size of a
+        typical block on all ranks together.
+        """
+        about = {
+            "namespace": name,
+            "kind": namespace.kind,
+            "block_tokens": namespace.groups[0].block_tokens if namespace.groups else 0,
+            "block_bytes": block_bytes,
+            "parts": namespace.parts(),
+        }
+        self._spaces[name] = json.dumps(about)[1:]
+
+    def record(self, namespace: NamespaceId, digests: bytes, now_s: float, session: bytes = b"") -> None:
+        """Records that a request, of this session if any, asked for a chain of packed digests. Takes
+        microseconds, no I/O; never raises.
+
+        If too much waits to be written, the request is lost, and `lost` is told.
+        """
+        if digests:
+            self._add(_Entry(namespace, digests, now_s, _named(session) if session else ""))
+
+    def record_hints(
+        self,
+        namespace: NamespaceId,
+        session: bytes,
+        now_s: float,
+        *,
+        end: bool = False,
+        retain_s: float | None = None,
+        priority: str | None = None,
+    ) -> None:
+        """Records what was said of a session, if anything was. As `record` otherwise."""
+        said = {"end": end or None, "retain": retain_s, "priority": priority}
+        given = {name: value for name, value in said.items() if value is not None}
+        if given:
+            self._add(_Entry(namespace, b"", now_s, f"{_named(session)}, {json.dumps(given)[1:-1]}"))
+
+    def _add(self, entry: _Entry) -> None:
+        digests, now_s = entry.digests, entry.now_s
+        with self._lock:
+            full = self._queued_bytes + len(digests) > _QUEUE_BYTES or len(self._queue) >= _QUEUE_REQUESTS
+            if full or self._closed:
+                due, gone = False, 1
+            else:
+                self._queue.append(entry)
+                self._queued_bytes += len(digests)
+                since = now_s - self._asked_s
+                due = not self._writing and (len(self._queue) >= _BATCH or not 0 <= since < _EVERY_S)
+                gone = 0
+            if due:
+                self._writing, self._asked_s = True, now_s
+        if gone:
+            self._lost(gone)
+        if due and not self._submit(0, self._write_all):
+            self._writing = False
+
+    def close(self) -> None:
+        """Writes what waits. Idempotent; what is recorded afterwards is lost."""
+        with self._lock:
+            self._closed = True
+        if not self._file_lock.acquire(timeout=_CLOSE_S):
+            return  # the disk hangs: a wait for it would keep the store from closing anything else
+        try:
+            self._write_queue()
+            self._file.close()
+        finally:
+            self._file_lock.release()
+
+    def _write_all(self) -> None:
+        with self._file_lock:
+            try:
+                self._write_queue()
+            finally:
+                self._writing = False
+
+    def _write_queue(self) -> None:
+        while True:
+            with self._lock:
+                batch = list(self._queue)
+                self._queue.clear()
+                self._queued_bytes = 0
+            if not batch:
+                return
+            lost = self._write(batch)
+            if lost:
+                self._lost(lost)
+
+    def _write(self, batch: Sequence[_Entry]) -> int:
+        """Writes requests; returns how many could not be written."""
+        if 0 <= self._clock() - self._failed_s < _PAUSE_S:
+            return len(batch)
+        written = lost = 0
+        try:
+            for entry in batch:
+                about = self._spaces.get(entry.namespace)
+                if about is None or not self._file.add(about, entry):
+                    lost += 1
+                written += 1
+            self._file.flush()
+        except OSError as exc:
+            log.warning("trace %s: %s; nothing is recorded for a minute", self._file.folder, exc.strerror)
+            self._failed_s = self._clock()
+            self._file.close()
+            return lost + len(batch) - written
+        return lost
+
+
+class _Files:
+    """The files of one process, of which at most two exist. Raises OSError."""
+
+    def __init__(self, folder: Path, most_bytes: int, access: Access) -> None:
+        self.folder = folder
+        self._access = access
+        self._most = most_bytes
+        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:64]
+        self._name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._number = 0
+        self._out: io.BufferedWriter | None = None
+        self._size = 0
+        self._lines = _Lines(0.0)
+
+    def add(self, about: str, entry: _Entry) -> bool:
+        """Writes one request, or what was said of a session; returns False if it is longer than a file may
+        be."""
+        words = len(entry.digests) // DIGEST_BYTES
+        if _HEAD_BYTES + len(about) + words * WORD_BYTES * 4 // 3 > self._most:
+            return False
+        if self._out is None:
+            self._begin(entry.now_s)
+        line = self._lines.of(about, entry)
+        if self._size + len(line) > self._most:
+            self.close()
+            self._begin(entry.now_s)
+            line = self._lines.of(about, entry)
+        assert self._out is not None
+        self._out.write(line)
+        self._size += len(line)
+        return True
+
+    def flush(self) -> None:
+        if self._out is not None:
+            self._out.flush()
+
+    def close(self) -> None:
+        """Ends the file, if there is one. What could not be written is lost. Never raises."""
+        out, self._out = self._out, None
+        if out is not None:
+            try:
+                out.close()
+            except OSError as exc:
+                log.debug("trace: %s", exc)
+
+    def _begin(self, now_s: float) -> None:
+        make_folder(self.folder, self._access)
+        self._number += 1
+        (self.folder / f"{self._name}.{self._number - 2}.jsonl").unlink(missing_ok=True)
+        path = self.folder / f"{self._name}.{self._number}.jsonl"
+        self._out = os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._access), "wb")
+        self._lines = _Lines(now_s)
+        head = self._lines.head()
+        self._out.write(head)
+        self._size = len(head)
+
+
+class _Lines:
+    """The lines of one file, which refer to each other."""
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s = began_s
+        self._count = 0
+        self._spaces: dict[NamespaceId, int] = {}
+        #: Per space, a block's word -> the line on which it came first. Blocks are chained, so what precedes
+        #: one there precedes it everywhere.
+        self._seen: list[dict[int, int]] = []
+        self._blocks = 0
+
+    def head(self) -> bytes:
+        self._count += 1
+        return f'{{"kvstore_trace": {VERSION}, "began_s": {self._began_s:.3f}}}\n'.encode()
+
+    def of(self, about: str, entry: _Entry) -> bytes:
+        """Returns the line of an entry, and before it the line of its namespace if there is none yet."""
+        out = ""
+        space = self._spaces.get(entry.namespace)
+        if space is None:
+            space = self._spaces[entry.namespace] = len(self._spaces)
+            self._seen.append({})
+            out = f'{{"space": {space}, {about}\n'
+            self._count += 1
+        chain = ""
+        if entry.digests:
+            words = np.frombuffer(entry.digests, dtype=WORD)[1 :: DIGEST_BYTES // WORD_BYTES]
+            like, line = self._known(self._seen[space], words.tolist())
+            rest = base64.b64encode(words[like:].tobytes()).decode("ascii")
+            chain = (f', "like": [{line}, {like}]' if like else "") + f', "d": "{rest}"'
+        out += f'{{"t": {entry.now_s - self._began_s:.3f}, "n": {space}{chain}{entry.more}}}\n'
+        self._count += 1
+        return out.encode("ascii")
+
+    def _known(self, seen: dict[int, int], words: list[int]) -> tuple[int, int]:
+        """Returns how many leading blocks another line has, and which; remembers the rest as this one's."""
+        known = 0
+        if words[-1] in seen:
+            known = len(words)
+        else:
+            # What is remembered of a chain begins with its first block, so the search finds its end. Even if
+            # it did not, it would find blocks that the line has.
+            beyond = len(words) - 1
+            while known < beyond:
+                middle = (known + beyond + 1) // 2
+                if words[middle - 1] in seen:
+                    known = middle
+                else:
+                    beyond = middle - 1
+        line = seen[words[known - 1]] if known else 0
+        fresh = words[known:]
+        if self._blocks + len(fresh) > _REMEMBERED:
+            for each in self._seen:
+                each.clear()
+            self._blocks, fresh = 0, words
+        seen.update(dict.fromkeys(fresh, self._count))
+        self._blocks += len(fresh)
+        return known, line
+
+
+def _named(session: bytes) -> str:
+    """Returns the part of a line that names a session by its id."""
+    return f', "session": "{base64.b64encode(session[-WORD_BYTES:]).decode("ascii")}"'

@@ -1,0 +1,1 @@
+"""The only threads of the store, and how work is handed to them."""

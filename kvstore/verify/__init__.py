@@ -1,0 +1,1 @@
+"""Payloads read and verified outside of a request, for `cache-admin` and the janitor."""

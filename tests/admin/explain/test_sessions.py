@@ -1,0 +1,66 @@
+"""explain says what sessions have to do with what is stored: whose own it is, and what was said of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.format.segment import Slot
+from kvstore.index.sessions import Hint
+from kvstore.keys import NO_SALT, SegmentId, block_key, digest, new_segment_id, session_id
+from tests.admin.conftest import Admin
+from tests.admin.explain.test_explain import SHAPE, SIZE, World, names
+
+MINE, OTHERS = session_id(NO_SALT, "mine"), session_id(NO_SALT, "others")
+
+
+@pytest.fixture
+def world(admin: Admin, tmp_path: Path) -> Iterator[World]:
+    """Two blocks that a session shares, three of its own, three of nobody's."""
+    made = World(admin)
+    made.folder = tmp_path
+    shared = _save(made, range(2))
+    _save(made, range(2, 5))
+    made.save(range(5, 8))
+    made.space.session(OTHERS, [shared])
+    yield made
+    made.store.close()
+
+
+def _save(world: World, blocks: range) -> SegmentId:
+    segment = new_segment_id()
+    slots = [
+        Slot(block_key(one), memoryview(bytes(4 * SIZE * 2)), "F32", SHAPE)
+        for one in names()[blocks.start : blocks.stop]
+    ]
+    world.space.save(slots, depth=blocks.start, segment=segment, session=MINE)
+    return segment
+
+
+def test_a_prompts_blocks_are_somebodys_own(world: World) -> None:
+    said = f"only session {MINE.hex()} has used 3 of its blocks"
+    assert said in world.tokens()["remarks"]
+    world.space.session(MINE, [], Hint(retain_until_s=time.time() + 600))
+    [remark] = [one for one in world.tokens()["remarks"] if "session" in one]
+    head, _, seconds = remark.partition(", which retains that for ")
+    assert head == said and 0 < int(seconds.split()[0]) <= 600
+    world.space.session(MINE, [], Hint(end=True))
+    assert f"{said}, which has ended: that goes before all else" in world.tokens()["remarks"]
+    assert OTHERS.hex() not in str(world.tokens())
+
+
+def test_a_block_is_somebodys_own_or_nobodys(world: World) -> None:
+    world.space.session(MINE, [], Hint(end=True))
+    for block, whose in ((0, ""), (3, MINE.hex()), (6, "")):
+        wanted = digest(block_key(names()[block]))
+        ran = world.explain("--digest", wanted.hex(), "--json")
+        [found] = ran.json["blocks"]
+        assert (found["findings"][0]["cause"], found["findings"][0]["session"]) == ("stored", whose)
+        assert ("has ended" in found["findings"][0]["text"]) == bool(whose)
+    assert (
+        f"only session {MINE.hex()} has used it"
+        in world.explain("--digest", digest(block_key(names()[3])).hex()).out
+    )

@@ -1,0 +1,58 @@
+"""Housekeeping without a janitor: every namespace has its turn, and no save looks at all of them for long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.build import open_store
+from kvstore.errors import TransientError
+from kvstore.keys import NamespaceId
+from tests.store.world import SLOT_BYTES, chain, make_store, namespace, slots
+
+
+def test_a_namespace_that_fails_does_not_keep_the_others_from_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open_store({"payloads": "memory://turns", "index": "memory://turns"}) as store:
+        catalogue: Any = store.maintenance
+        for model in "abc":
+            space = store.open(namespace(model=model), block_bytes=SLOT_BYTES)
+            assert space.save(slots(chain(1, 2))).outcome == "stored"
+            assert catalogue.invalidate(space.id) == 1
+        inner, broken = catalogue.drain, min(catalogue.namespaces())
+
+        def drain(name: NamespaceId, **how: Any) -> int:
+            if name == broken:
+                raise TransientError("can't be drained")
+            return int(inner(name, **how))
+
+        monkeypatch.setattr(catalogue, "drain", drain)
+        for _ in range(64):
+            with pytest.raises(TransientError):
+                store.rounds.housekeep()
+        assert [account.bygone for account in catalogue.accounts()] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(("look_s", "looks"), [(0.01, 25), (3.0, 2)])
+def test_a_long_look_at_the_quotas_is_followed_by_as_long_a_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_s: float, looks: int
+) -> None:
+    """Thousands of namespaces at the quota: each save looked at all of them."""
+    now, looked = 1000.0, 0
+
+    def evict() -> tuple[int, int]:
+        nonlocal now, looked
+        now, looked = now + look_s, looked + 1
+        return 0, 0
+
+    with make_store(tmp_path, clock=lambda: 1000.0) as store:
+        rounds = store.rounds
+        monkeypatch.setattr(rounds.housekeeping, "evict", evict)
+        monkeypatch.setattr("kvstore.store.rounds.time.monotonic", lambda: now)
+        for _ in range(25):
+            rounds.committed(1 << 20)
+            now += 0.15
+    assert looked == looks

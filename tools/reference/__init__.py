@@ -1,0 +1,1 @@
+"""Generators of the references: of the commands, and of the settings."""
