@@ -13,8 +13,10 @@ than is under way.
 
 Each measurement corrects the estimate so that it would have predicted it. The correction goes to latency and
 to bandwidth by their shares in the prediction, as small as possible in logarithms (a normalised least mean
-squares step): a load of a few blocks mostly tells the latency, a long one the bandwidth. Two of different
-sizes, one soon after the other, tell both. A measurement much slower than predicted counts in full at once;
+squares step): a load of a few blocks mostly tells the latency, a long one the bandwidth. Where the last few
+measurements are of different sizes they tell both: the correction then starts from what fits them best, by
+least squares, since two of them alone would say nothing sensible on a network that is not quite even. A
+measurement much slower than predicted counts in full at once;
 so does the first one, and one after a while without any. Others count by half.
 
 Reads that are still under way are evidence too: at best all of them end now, and if even that is slower
@@ -24,8 +26,10 @@ than predicted, so is the tier.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Final
 
 from kvstore.rules.tiers import TIERS, Tier
@@ -39,11 +43,17 @@ _MUCH: Final = 2
 _SLOWER: Final = 1.5
 #: So does one after so many seconds without any.
 _OLD_S: Final = 1.0
-#: Two measurements tell latency from bandwidth if one has so many times the bytes of the other, and no more
-#: seconds lie between them.
+#: Measurements tell latency from bandwidth if one has so many times the bytes of another, by round. The last
+#: few of the last seconds are looked at. With each new one those before it lose some of their weight, and
+#: more of it if it shows that the tier has become faster, until they don't count any more.
 _APART: Final = 4
+_POINTS: Final = 8
 _LATELY_S: Final = 10.0
-#: A read that takes longer than this has hung: it says how slow the tier is at most, and nothing later on.
+_KEEPS: Final = 0.8
+_FADES: Final = 0.3
+_LEAST: Final = 0.05
+#: A read that is overdue for longer than this has hung: it says how slow the tier is at most, and nothing
+#: later on.
 _HUNG_S: Final = 5.0
 #: Largest factor by which one measurement differs from its prediction, for the sake of arithmetic.
 _MOST: Final = 1e4
@@ -106,13 +116,63 @@ def corrected(
     return Speed(min(max(lat, 1e-6), 1e4), 1 / min(max(spb, 1e-13), 1e3))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Point:
-    """A measurement of one round."""
+    """A measurement: so many bytes, and so many latencies one after the other, took so many seconds."""
 
     nbytes: int
+    rounds: float
     seconds: float
     at: float
+    weight: float = 1.0
+
+    @property
+    def round_bytes(self) -> float:
+        return self.nbytes / self.rounds
+
+
+class _Points:
+    """The last few measurements of a tier, which tell latency from bandwidth if they differ in size."""
+
+    def __init__(self) -> None:
+        self._points: deque[_Point] = deque(maxlen=_POINTS)
+
+    def clear(self) -> None:
+        self._points.clear()
+
+    def add(self, point: _Point, keep: float) -> None:
+        """Adds the newest; the weight of those before it is multiplied by `keep`."""
+        self._points.append(point)
+        while point.at - self._points[0].at > _LATELY_S:
+            self._points.popleft()
+        for one in self._points:
+            if one is not point:
+                one.weight *= keep
+
+    def speed(self) -> Speed | None:
+        """Returns what fits them best: weighted least squares of relative errors; None if they don't tell."""
+        points = [one for one in self._points if one.weight > _LEAST]
+        if not points:
+            return None
+        small, large = (at(points, key=lambda one: one.round_bytes) for at in (min, max))
+        if large.round_bytes < _APART * small.round_bytes:
+            return None
+        # 1 = rounds / seconds x latency + bytes / seconds x seconds per byte, each by the root of its weight.
+        ones = [one.weight**0.5 for one in points]
+        rounds = [one.rounds / one.seconds * root for one, root in zip(points, ones, strict=True)]
+        nbytes = [one.nbytes / one.seconds * root for one, root in zip(points, ones, strict=True)]
+        rr, rb, bb = _dot(rounds, rounds), _dot(rounds, nbytes), _dot(nbytes, nbytes)
+        r1, b1 = _dot(rounds, ones), _dot(nbytes, ones)
+        det = rr * bb - rb * rb
+        lat, spb = (r1 * bb - b1 * rb) / det, (b1 * rr - r1 * rb) / det
+        # Noise may say that one of both is nothing, or less: then the other one is all.
+        lat, spb = (lat if spb > 0 else r1 / rr), (spb if lat > 0 else b1 / bb)
+        least_lat, least_spb = small.seconds / small.rounds / 100, large.seconds / large.nbytes / 100
+        return Speed(max(lat, least_lat), 1 / max(spb, least_spb))
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(map(mul, left, right))
 
 
 class Meter:
@@ -122,7 +182,9 @@ class Meter:
         self._settled = first
         self._threads = threads
         self._learned_at = -math.inf
-        self._point: _Point | None = None
+        self._points = _Points()
+        #: Whether the last few measurements tell latency from bandwidth.
+        self.tells_apart = False
         #: Reads that were asked for and have not ended -> (bytes, when they began; None: they wait).
         self._reads: dict[Hashable, tuple[int, float | None]] = {}
         #: The burst's present window: when it began, bytes and reads that have arrived in it, and whether it
@@ -188,12 +250,13 @@ class Meter:
 
     def give_up(self, now: float) -> None:
         """Forgets reads that hang: they have told what they can, and must not hide that the tier is back."""
-        if now - self._moved_at <= _HUNG_S or not self._flying:
+        if self.behind(now) <= _HUNG_S:
             return
         begun = [(read, began) for read, (_, began) in self._reads.items() if began is not None]
         hung = [read for read, began in begun if now - began > _HUNG_S]
         if hung:
-            self._settled, self._learned_at, self._point = self.speed(now), now, None
+            self._settled, self._learned_at, self.tells_apart = self.speed(now), now, False
+            self._points.clear()
             self.count += 1
         for read in hung:
             self._remove(read)
@@ -227,25 +290,25 @@ class Meter:
         return nbytes
 
     def _learn(self, seconds: float, now: float) -> None:
-        at_once = seconds > _SLOWER * self._predicted() or now - self._learned_at > _OLD_S
-        rounds, seconds = self._rounds(self._ended), max(seconds, 1e-9)
+        predicted, seconds = self._predicted(), max(seconds, 1e-9)
+        slower = seconds > _SLOWER * predicted
+        at_once = slower or now - self._learned_at > _OLD_S
+        point = _Point(self._arrived, self._rounds(self._ended), seconds, now)
+        if slower:
+            # What was measured before is of another network.
+            self._points.clear()
+        self._points.add(point, _FADES if seconds < predicted / _SLOWER else _KEEPS)
+        fits = self._points.speed()
+        self.tells_apart = fits is not None
         self._settled = corrected(
-            self._settled, self._arrived, seconds, rounds=rounds, gain=1.0 if at_once else 0.5
+            fits or self._settled,
+            point.nbytes,
+            seconds,
+            rounds=point.rounds,
+            gain=1.0 if at_once else 0.5,
         )
-        if rounds == 1.0:
-            self._solve(_Point(self._arrived, seconds, now))
         self._learned_at = now
         self.count += 1
-
-    def _solve(self, point: _Point) -> None:
-        """Tells latency from bandwidth, if the measurement before was lately, and of much more or less."""
-        other, self._point = self._point, point
-        if other is None or point.at - other.at > _LATELY_S:
-            return
-        small, large = sorted((point, other), key=lambda one: one.nbytes)
-        if large.nbytes >= _APART * small.nbytes and large.seconds > small.seconds:
-            rate = (large.nbytes - small.nbytes) / (large.seconds - small.seconds)
-            self._settled = Speed(max(small.seconds - small.nbytes / rate, small.seconds / 100), rate)
 
 
 class Expected:

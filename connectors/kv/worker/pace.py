@@ -76,14 +76,19 @@ class Pace:
         return self._wait * max(rest, _HANGS * behind) > _SURE * compute_s
 
     def pieces(self, tier: Tier, nbytes: int) -> int:
-        """Returns in how many reads at most `nbytes` of a load that may be cut should come."""
+        """Returns in how many reads at most `nbytes` of a load that may be cut should come.
+
+        One round of them while nobody knows what latency costs: more rounds would take the longer for it, and
+        that would be taken for a lack of bandwidth, which asks for more rounds.
+        """
         with self._lock:
             meter = self._meters[tier]
             speed, known = meter.speed(self._clock()), meter.count > 0
         least = speed.bytes_per_s * _PIECES_S
         if known:
             seconds = speed.seconds(nbytes)
-            rounds = int(1 + _PRICE * seconds / speed.latency_s) if seconds > _WORTH_S else 1
+            many = seconds > _WORTH_S and meter.tells_apart
+            rounds = int(1 + _PRICE * seconds / speed.latency_s) if many else 1
             least = max(least, nbytes / rounds)
         return max(1, int(self._threads * nbytes / least))
 

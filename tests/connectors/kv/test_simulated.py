@@ -3,6 +3,8 @@ all, and soon as good as that after the network has changed."""
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
@@ -101,6 +103,21 @@ def test_latency_counts_once_for_each_round_of_reads(
     loads = rounds * latency_s + BYTES / (mb_s * 1e6)
     took = sorted(made.seconds() for _ in range(10))
     assert took[-1] < 1.06 * min(COMPUTE_S, loads), f"{took[0]:.2f} to {took[-1]:.2f} s"
+
+
+def test_latency_on_an_uneven_network_is_not_taken_for_a_lack_of_bandwidth() -> None:
+    """That would make loads of more rounds of reads, which take the longer for it, and so confirm it."""
+    ratios: list[float] = []
+    for seed in range(4):
+        random, made = Random(seed), engine(100)
+        for count in range(14):
+            uneven = 1 + 0.3 * random.expovariate(1.0)
+            latency_s = 0.0 if count < 4 else 0.3 * uneven
+            made.network.bytes_per_s, made.network.latency_s = 400e6 / uneven, latency_s
+            ratio = made.request()
+            ratios += [ratio] if count >= 8 else []
+    ratios.sort()
+    assert ratios[len(ratios) * 9 // 10] < 1.1, ratios
 
 
 def test_with_throughput_a_request_waits_for_what_it_saves() -> None:
