@@ -8,6 +8,7 @@ run with.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,18 +62,37 @@ _SLOW = (
     "tests/payloads/s3/test_store.py::TestMoto::test_threads_put_read",
 )
 
+#: Where the tests start engines.
+_ENGINES = Path(__file__).parent / "e2e"
+
 # How long an example takes says how busy the machine is.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if _SERVER_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.servers)
         if item.nodeid.startswith(_SLOW):
             item.add_marker(pytest.mark.slow)
+    if hasattr(config, "workerinput"):
+        _longest_first(items)
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Orders files for processes that take one after the other: what is left for the end is short.
+
+    First the files with engines, which are few tests and minutes, then those with servers, then by number.
+    """
+    counts = Counter(item.path for item in items)
+    kinds = dict.fromkeys(counts, 2)
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        starts = "engine" in marks and (_ENGINES in item.path.parents or item.path.stem == "test_next_vllm")
+        kinds[item.path] = min(kinds[item.path], 0 if starts else 1 if marks & {"servers", "slow"} else 2)
+    items.sort(key=lambda item: (kinds[item.path], -counts[item.path], item.path))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -54,6 +54,12 @@ def segment_files(payloads: Path) -> list[Path]:
     return sorted(path for path in payloads.glob("*/??/*") if path.is_file())
 
 
+def promised_blocks(settings: Mapping[str, Any]) -> int:
+    """How many blocks the index names at the moment, there or not."""
+    with open_index(load_settings(settings, environ={})) as index:
+        return sum(index.usage(namespace).blocks for namespace in index.namespaces())
+
+
 def check_store(settings: Mapping[str, Any], *, removed: Collection[str] = ()) -> dict[str, int]:
     """Everything the index names is there, whole and right: no promise that can't be kept.
 

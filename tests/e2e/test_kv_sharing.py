@@ -12,10 +12,12 @@ from tests.e2e.sharing import (
     check_store,
     extended,
     full_blocks,
+    promised_blocks,
     prompt,
     scheduler_counters,
     worker_counters,
 )
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.servers]
 
@@ -125,9 +127,13 @@ def test_an_engine_core_of_its_own_process(
     config = store_config("sqlite")
     with Engine(text_model, kv=config, log_path=tmp_path / "1.log", multiprocess=True) as engine:
         assert tokens(engine.generate([LONG])) == [expected["long"]]
-    with Engine(text_model, kv=config, log_path=tmp_path / "2.log", multiprocess=True) as engine:
+        until(lambda: promised_blocks(config) == 31)
+        until(engine.reset_prefix_cache)
         [warm] = engine.generate([LONG])
         assert (warm.token_ids, warm.external_tokens) == (expected["long"], 992)
+        # What is saved last is stored before the engine ends.
+        assert engine.generate([WHOLE])[0].token_ids == expected["whole"]
+    assert check_store(config)["blocks"] == 31 + 32
 
 
 def test_mla(mla_model: Path, tmp_path: Path, store_config: Any) -> None:
