@@ -4,9 +4,8 @@ A request is looked up when it arrives. If the scheduler then passes it over, be
 segments that were found and are not in the folder of a tiered payload store yet are fetched into it, heads
 first and request by request. When the request starts, or ends before that, it is forgotten here.
 
-What a client says will be asked for (connectors.ahead.sessions) is fetched when nothing waits, and is forgotten
-when a request has loaded it or after HINT_S. It may fill half of the budget; what finds no room there when it
-is said is not fetched.
+What a client says will be asked for (connectors.ahead.sessions) comes after that, and is forgotten when a
+request has loaded it or after HINT_S. It may fill half of the budget; what has no room then is left out.
 
 What keeps this from costing anything:
 
@@ -99,8 +98,7 @@ class NoPrefetch:
         """A request's load has ended, one way or the other."""
 
     def hinted(self, space: Space, runs: Iterable[Run], tiers: Mapping[SegmentId, Tier]) -> None:
-        """A client says that the segments of these runs will be asked for, heads first. They lie where `tiers`
-        says."""
+        """A client says that these runs, which lie where `tiers` says, will be asked for: heads first."""
 
     def restart(self) -> None:
         """Forget all requests and hints: what was found is void."""

@@ -16,8 +16,8 @@ A request passes through these states:
                there or kv.handoff_wait_s has passed
     computing  prefill; full blocks from the match's end on are saved (connectors.kv.save)
 
-What a request that waits for its turn is to load is fetched to the node's folder meanwhile, and what a session
-has stored if a hint asks for it (connectors.ahead).
+What a request that waits for its turn is to load is fetched to the node's folder meanwhile, and so is what a
+session has stored if a hint asks for that (connectors.ahead).
 
 With `admission.second_use` a prompt is noted once, on the same call thread and after the match, so that
 no match waits for the note.

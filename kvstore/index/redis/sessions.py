@@ -107,7 +107,9 @@ class RedisSessions(RedisCatalogue):
     def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
         check_session(session)
         found = self._run(_OWNED, namespace, session)
-        known = ((SegmentId(one), record_of(value)) for one, value in zip(found[::2], found[1::2], strict=True))
+        known = (
+            (SegmentId(one), record_of(value)) for one, value in zip(found[::2], found[1::2], strict=True)
+        )
         return {segment: record for segment, record in known if record is not None}
 
     def sessions(self, namespace: NamespaceId) -> Iterator[SessionListing]:

@@ -1,4 +1,4 @@
-"""A hint brings what a session has stored to the node's folder, and the request that carries it pays nothing."""
+"""A hint brings what a session has stored to the node's folder, and its request pays nothing."""
 
 from __future__ import annotations
 
