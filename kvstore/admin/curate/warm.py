@@ -64,8 +64,8 @@ def warm(
     """Brings the planned segments to the fast tier, `jobs` at a time.
 
     `prompts` or `sessions` is what the plan was made from, for the report. `recorded`: among the operations
-    of people. Ctrl-C and a failing store end it, and the report says so; what was fetched stays. Raises ConfigError
-    without tiers, and what the tier raises when it is asked for its usage.
+    of people. Ctrl-C and a failing store end it, and the report says so; what was fetched stays. Raises
+    ConfigError without tiers, and what the tier raises when it is asked for its usage.
     """
     tiers = tiers_of(cache.settings)
     run = _Warm(cache, plan, tier, progress or Silent())
