@@ -37,7 +37,7 @@ from functools import partial
 from itertools import chain
 from typing import Final, Protocol
 
-from connectors.ahead.segments import Hinted, Segment, Waiting
+from connectors.ahead.segments import Hinted, Segment, WaitingRequest
 from kvstore.errors import BreakerOpen, KVStoreError
 from kvstore.index.port import Run
 from kvstore.keys import SegmentId
@@ -122,10 +122,10 @@ class Prefetch(NoPrefetch):
         self._clock = clock
         #: Requests that no step has passed over yet, and those that this step has come to. The scheduler
         #: thread's.
-        self._fresh: dict[str, Waiting] = {}
+        self._fresh: dict[str, WaitingRequest] = {}
         self._come: set[str] = set()
         self._lock = threading.Lock()
-        self._requests: dict[str, Waiting] = {}
+        self._requests: dict[str, WaitingRequest] = {}
         self._segments: dict[SegmentId, Segment] = {}
         #: Those of them that are not begun, in the order of the requests' arrival.
         self._queue: dict[SegmentId, Segment] = {}
@@ -156,7 +156,7 @@ class Prefetch(NoPrefetch):
     def arrived(self, request_id: str) -> None:
         with self._lock:
             self._forget(request_id)
-            self._requests[request_id] = self._fresh[request_id] = Waiting(request_id)
+            self._requests[request_id] = self._fresh[request_id] = WaitingRequest(request_id)
 
     def answered(
         self, request_id: str, space: Space, runs: Iterable[Run], tiers: dict[SegmentId, Tier]
@@ -346,7 +346,7 @@ class Prefetch(NoPrefetch):
 
     # ---- on other threads, without the lock ----------------------------------------------------------
 
-    def _offer(self, waiting: Waiting) -> None:
+    def _offer(self, waiting: WaitingRequest) -> None:
         """Queues the segments of a request that was passed over, on a call thread: there may be many, and the
         scheduler waits for the lock."""
         assert waiting.found is not None

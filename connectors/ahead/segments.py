@@ -24,7 +24,7 @@ HINT_S: Final = 120.0
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingRequest:
     """A request that has not started."""
 
     request_id: str

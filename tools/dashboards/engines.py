@@ -318,9 +318,9 @@ _TIER = Row(
                 Query(by("kv_prefetched_bytes_total", "outcome"), "{{outcome}}"),
                 Query(by("ec_prefetched_bytes_total", "outcome"), "{{outcome}} (encoder outputs)"),
             ),
-            "For requests that wait, or because a client said so (hinted, of what was brought). used: a request then "
-            "began to load it. wasted: aborted, computed or in the engine's own cache; payloads.prefetch_bytes "
-            "bounds it.",
+            "For requests that wait, or because a client said so (hinted, of what was brought). used: a "
+            "request then began to load it. wasted: aborted, computed or in the engine's own cache; "
+            "payloads.prefetch_bytes bounds it.",
         ),
     ),
 )
