@@ -51,7 +51,7 @@ def sessions(
             for one in _all(cache, name):
                 counted[one.state] += 1
                 if state in (None, one.state):
-                    yield _line(name, one)
+                    yield session_line(name, one)
 
     lines = nlargest(most, found(), key=lambda line: (line.stored_bytes, line.last_use_s, line.session))
     return SessionsReport(
@@ -96,7 +96,7 @@ def plan_session(
         entries += [Planned.of(name, listing) for listing in listings if listing is not None]
     entries.sort(key=lambda entry: (entry.depth, entry.namespace, entry.segment))
     plan = plan_of({name: known[name] for name, _ in found}, entries, max_bytes)
-    return plan, [_line(name, one) for name, one in found]
+    return plan, [session_line(name, one) for name, one in found]
 
 
 def _find(
@@ -164,7 +164,7 @@ def tell(
             one = after or before
         told.append(
             ToldSession(
-                session=_line(name, one),
+                session=session_line(name, one),
                 moved=done.demoted,
                 retained_bytes=done.retained_bytes,
                 refused_bytes=done.refused_bytes,
@@ -188,7 +188,8 @@ def _all(cache: Cache, name: NamespaceId) -> Iterator[SessionListing]:
             yield one
 
 
-def _line(name: NamespaceId, one: SessionListing) -> SessionLine:
+def session_line(name: NamespaceId, one: SessionListing) -> SessionLine:
+    """Returns a session as reports tell of it."""
     return SessionLine(
         namespace=name,
         session=one.session.hex(),
