@@ -1,1 +1,2 @@
-"""What is done for requests that wait for their turn: payloads come to the node's folder meanwhile."""
+"""What is done before it is needed: payloads come to the node's folder, for requests that wait for their turn
+and for sessions of which a client says that they go on."""

@@ -4,6 +4,9 @@ A request is looked up when it arrives. If the scheduler then passes it over, be
 segments that were found and are not in the folder of a tiered payload store yet are fetched into it, heads
 first and request by request. When the request starts, or ends before that, it is forgotten here.
 
+What a client says will be asked for (connectors.ahead.sessions) comes after that, and is forgotten when a
+request has loaded it or after HINT_S. It may fill half of the budget; what has no room then is left out.
+
 What keeps this from costing anything:
 
     requests under way   nothing is begun while a load of this engine reads from beyond the folder, and no
@@ -30,13 +33,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Final, Protocol
 
+from connectors.ahead.segments import Hinted, Segment, WaitingRequest
 from kvstore.errors import BreakerOpen, KVStoreError
 from kvstore.index.port import Run
-from kvstore.keys import SegmentId, payload_name
+from kvstore.keys import SegmentId
 from kvstore.rules.tiers import Tier
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -93,47 +97,11 @@ class NoPrefetch:
     def load_ended(self, request_id: str) -> None:
         """A request's load has ended, one way or the other."""
 
+    def hinted(self, space: Space, runs: Iterable[Run], tiers: Mapping[SegmentId, Tier]) -> None:
+        """A client says that these runs, which lie where `tiers` says, will be asked for: heads first."""
+
     def restart(self) -> None:
-        """Forget all requests: what was found is void."""
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request that has not started."""
-
-    request_id: str
-    #: Whether the scheduler has passed it over.
-    passed: bool = False
-    #: What was found of it, when that is known.
-    found: tuple[Space, Iterable[Run], dict[SegmentId, Tier]] | None = None
-    #: Segments that are to be fetched for it, or were.
-    segments: list[_Segment] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Segment:
-    """A segment that is to be fetched, or was and is not loaded yet."""
-
-    segment: SegmentId
-    #: Its payloads that were not asked for yet, with their sizes.
-    rest: deque[tuple[str, int]]
-    #: Bytes of all of its payloads.
-    nbytes: int
-    #: Number of its payloads that aren't known to be in the folder.
-    missing: int
-    #: What it counts in the budget: nothing before it is begun, then all of it, and when it is there what was
-    #: fetched of it.
-    held: int = 0
-    #: Bytes that were fetched.
-    brought: int = 0
-    #: Whether one of its payloads is being fetched at this moment.
-    running: bool = False
-    #: Whether a payload has failed to come once.
-    failed: bool = False
-    #: Whether a request has begun to load it.
-    used: bool = False
-    #: Requests that may load it -> what says for them where it lies.
-    waiting: dict[str, dict[SegmentId, Tier]] = field(default_factory=dict)
+        """Forget all requests and hints: what was found is void."""
 
 
 class Prefetch(NoPrefetch):
@@ -154,15 +122,18 @@ class Prefetch(NoPrefetch):
         self._clock = clock
         #: Requests that no step has passed over yet, and those that this step has come to. The scheduler
         #: thread's.
-        self._fresh: dict[str, _Waiting] = {}
+        self._fresh: dict[str, WaitingRequest] = {}
         self._come: set[str] = set()
         self._lock = threading.Lock()
-        self._requests: dict[str, _Waiting] = {}
-        self._segments: dict[SegmentId, _Segment] = {}
+        self._requests: dict[str, WaitingRequest] = {}
+        self._segments: dict[SegmentId, Segment] = {}
         #: Those of them that are not begun, in the order of the requests' arrival.
-        self._queue: dict[SegmentId, _Segment] = {}
+        self._queue: dict[SegmentId, Segment] = {}
+        #: Likewise of segments that only hints name: they come after those.
+        self._later: dict[SegmentId, Segment] = {}
+        self._hinted = Hinted(budget_bytes)
         #: Segments of which some payloads are there and others were not asked for yet.
-        self._parted: deque[_Segment] = deque()
+        self._parted: deque[Segment] = deque()
         #: Number of payloads that are being fetched.
         self._running = 0
         #: What `_segments` count in the budget.
@@ -176,14 +147,16 @@ class Prefetch(NoPrefetch):
 
     @property
     def held(self) -> int:
-        """Returns a number that is 0 when no request waits or loads and nothing is on its way."""
+        """Returns a number that is 0 when no request waits or loads and nothing is on its way. What hints
+        have brought counts no more."""
         with self._lock:
-            return len(self._requests) + len(self._segments) + len(self._loads) + self._running
+            coming = sum(one.under_way for one in self._segments.values())
+            return len(self._requests) + coming + len(self._loads) + self._running
 
     def arrived(self, request_id: str) -> None:
         with self._lock:
             self._forget(request_id)
-            self._requests[request_id] = self._fresh[request_id] = _Waiting(request_id)
+            self._requests[request_id] = self._fresh[request_id] = WaitingRequest(request_id)
 
     def answered(
         self, request_id: str, space: Space, runs: Iterable[Run], tiers: dict[SegmentId, Tier]
@@ -211,7 +184,7 @@ class Prefetch(NoPrefetch):
                 if known:
                     self._transfers.call(partial(self._offer, waiting))
         self._come.clear()
-        if self._queue or self._parted:
+        if self._queue or self._parted or self._later:
             with self._lock:
                 self._go_on()
 
@@ -240,10 +213,28 @@ class Prefetch(NoPrefetch):
             self._loads.discard(request_id)
             self._go_on()
 
+    def hinted(self, space: Space, runs: Iterable[Run], tiers: Mapping[SegmentId, Tier]) -> None:
+        for segment, record in {run.segment: run.record for run in runs}.items():
+            near = tiers.get(segment, NEAR[0]) in NEAR
+            with self._lock:
+                known = self._segments.get(segment)
+                if known is None and near:
+                    continue
+                one = known or Segment.of(space, segment, record)
+                if not self._hinted.add(one, self._clock()):
+                    break
+                if known is None:
+                    self._segments[segment] = self._later[segment] = one
+        with self._lock:
+            self._go_on()
+
     def restart(self) -> None:
         with self._lock:
             for request_id in list(self._requests):
                 self._forget(request_id)
+            for one in self._hinted:
+                self._hinted.discard(one)
+                self._let_go(one)
 
     # ---- the steps of the above, which hold the lock --------------------------------------------
 
@@ -253,16 +244,23 @@ class Prefetch(NoPrefetch):
         if (waiting := self._requests.pop(request_id, None)) is None:
             return
         for one in waiting.segments:
-            if one.waiting.pop(request_id, None) is not None and not one.waiting:
-                one.rest.clear()
-                self._settle(one)
+            if one.waiting.pop(request_id, None) is not None:
+                self._let_go(one)
 
-    def _settle(self, one: _Segment) -> None:
-        """Takes a segment off the table, and counts it, once it is loaded or nobody waits for it."""
-        if one.running or not (one.used or not one.waiting) or self._segments.get(one.segment) is not one:
+    def _let_go(self, one: Segment) -> None:
+        """Fetches no more of a segment, and takes it off the table, if nobody wants it any more."""
+        if not one.wanted:
+            one.rest.clear()
+            self._settle(one)
+
+    def _settle(self, one: Segment) -> None:
+        """Takes a segment off the table, and counts it, once it is loaded or nobody wants it."""
+        if one.running or (one.wanted and not one.used) or self._segments.get(one.segment) is not one:
             return
         del self._segments[one.segment]
         self._queue.pop(one.segment, None)
+        self._later.pop(one.segment, None)
+        self._hinted.discard(one)
         self._held -= one.held
         if one.brought:
             self._count("used" if one.used else "wasted", one.brought)
@@ -279,6 +277,8 @@ class Prefetch(NoPrefetch):
         now = self._clock()
         while self._waste and self._waste[0][0] <= now:
             self._wasted -= self._waste.popleft()[1]
+        for hinted in self._hinted.over(now):
+            self._let_go(hinted)
         while self._running < AHEAD_THREADS and not self._loads:
             if now < self._paused_until or self._health.readers_down or (one := self._next()) is None:
                 return
@@ -289,20 +289,21 @@ class Prefetch(NoPrefetch):
                 self._ended(one, name, nbytes, there=False, brought=False)
                 return
 
-    def _next(self) -> _Segment | None:
+    def _next(self) -> Segment | None:
         """Returns the segment of which a payload is fetched next; None if there is none, or no room."""
         while self._parted:
             if (one := self._parted.popleft()).rest:
                 return one
-        first = next(iter(self._queue.values()), None)
+        first = next(chain(self._queue.values(), self._later.values()), None)
         if first is None or self._held + self._wasted + first.nbytes > self._budget:
             return None
-        del self._queue[first.segment]
+        self._queue.pop(first.segment, None)
+        self._later.pop(first.segment, None)
         first.held = first.nbytes
         self._held += first.held
         return first
 
-    def _ended(self, one: _Segment, name: str, nbytes: int, *, there: bool, brought: bool) -> None:
+    def _ended(self, one: Segment, name: str, nbytes: int, *, there: bool, brought: bool) -> None:
         """A payload of a segment is there now, fetched or not, or did not come."""
         one.running = False
         self._running -= 1
@@ -314,8 +315,8 @@ class Prefetch(NoPrefetch):
             if one.failed:
                 self._count("failed", one.nbytes - one.brought)
                 one.rest.clear()
-                one.waiting.clear()
-            elif one.waiting and not one.used:
+                self._give_up(one)
+            elif one.wanted and not one.used:
                 # The folder or the store may have been busy.
                 one.failed = True
                 one.rest.appendleft((name, nbytes))
@@ -326,12 +327,18 @@ class Prefetch(NoPrefetch):
         one.held = one.brought
         if one.brought:
             self._count("brought", one.brought)
+            if one.hinted_until:
+                self._count("hinted", one.brought)
         self._tell(one)
         if not one.brought:
-            one.waiting.clear()
+            self._give_up(one)
         self._settle(one)
 
-    def _tell(self, one: _Segment) -> None:
+    def _give_up(self, one: Segment) -> None:
+        one.waiting.clear()
+        self._hinted.discard(one)
+
+    def _tell(self, one: Segment) -> None:
         """Notes for all requests that a segment is in the folder, if all of it is."""
         if not one.missing:
             for tiers in one.waiting.values():
@@ -339,7 +346,7 @@ class Prefetch(NoPrefetch):
 
     # ---- on other threads, without the lock ----------------------------------------------------------
 
-    def _offer(self, waiting: _Waiting) -> None:
+    def _offer(self, waiting: WaitingRequest) -> None:
         """Queues the segments of a request that was passed over, on a call thread: there may be many, and the
         scheduler waits for the lock."""
         assert waiting.found is not None
@@ -348,23 +355,22 @@ class Prefetch(NoPrefetch):
             near = tiers.get(segment, NEAR[0]) in NEAR
             if record.nbytes > self._budget:
                 continue
-            names = [payload_name(space.id, segment, rank) for rank in range(len(record.parts))]
             with self._lock:
                 if self._requests.get(waiting.request_id) is not waiting:
                     return
                 if (one := self._segments.get(segment)) is None:
                     if near:
                         continue
-                    parts = deque(zip(names, (part.nbytes for part in record.parts), strict=True))
-                    one = _Segment(segment, parts, record.nbytes, len(parts))
-                    self._segments[segment] = self._queue[segment] = one
+                    self._segments[segment] = self._queue[segment] = one = Segment.of(space, segment, record)
+                elif self._later.pop(segment, None) is not None:
+                    self._queue[segment] = one
                 one.waiting[waiting.request_id] = tiers
                 waiting.segments.append(one)
                 self._tell(one)
         with self._lock:
             self._go_on()
 
-    def _bring(self, one: _Segment, name: str, nbytes: int) -> None:
+    def _bring(self, one: Segment, name: str, nbytes: int) -> None:
         """Fetches a payload, unless it is there by now."""
         brought = there = False
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from connectors.choice.decision import Decision
@@ -115,6 +116,13 @@ class Tracked:
             return 0
         found = self.match.poll(0.0)
         return None if found is None else found.tokens
+
+    def matched(self) -> Iterable[Run] | None:
+        """Returns the runs that it was matched with, of all groups; None while the answer is out."""
+        if self.uses_of is None and self.match is not None:
+            found = self.match.poll(0.0)
+            return None if found is None else chain.from_iterable(found.runs)
+        return chain.from_iterable(self.uses_of or ())
 
     def savable_names(self, hash_tokens: int) -> Sequence[bytes]:
         """Returns the names of its leading full blocks that surely hold what their names say."""

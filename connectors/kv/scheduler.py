@@ -16,8 +16,8 @@ A request passes through these states:
                there or kv.handoff_wait_s has passed
     computing  prefill; full blocks from the match's end on are saved (connectors.kv.save)
 
-What a request that waits for its turn is to load is fetched to the node's folder meanwhile
-(connectors.ahead).
+What a request that waits for its turn is to load is fetched to the node's folder meanwhile, and so is what a
+session has stored if a hint asks for that (connectors.ahead).
 
 With `admission.second_use` a prompt is noted once, on the same call thread and after the match, so that
 no match waits for the note.
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from connectors.ahead.prefetch import NoPrefetch, open_prefetch
 from connectors.ahead.queued import QueuedItems
+from connectors.ahead.sessions import HintedSessions
 from connectors.choice.cost import TokenCost
 from connectors.choice.decision import WAIT
 from connectors.choice.regret import Regrets
@@ -133,6 +134,7 @@ class KVScheduler:
             provenance=self._provenance,
         )
         self._queued_items = QueuedItems()
+        self._hinted = HintedSessions(store, self.prefetch)
         #: Ranks that can't read payloads now.
         self._down: set[int] = set()
         self._abandon_loads = False
@@ -168,6 +170,7 @@ class KVScheduler:
             self.loading.use(space)
             self._admission.use(space)
             self._sessions.use(space)
+            self._hinted.use(space)
             self.handoffs.use(space)
 
     # ---- matching and loading -------------------------------------------------------------------
@@ -190,6 +193,7 @@ class KVScheduler:
             self.loading.ask(tracked, note)
         elif note is not None:
             self._admission.send(note)
+        self._hinted.arrived(tracked.request.request_id, tracked.hints, tracked.matched)
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -292,6 +296,8 @@ class KVScheduler:
         loads, probes = self.loading.take(), self._choosing.take_probes()
         self.prefetch.step()
         self._queued_items.step()
+        if self._hinted:
+            self._hinted.step()
         audits = self._audits.plan_step(step) if self._audits else []
         abandon, self._abandon_loads = self._abandon_loads, False
         kept, released = self.holds.take(step.preempted)
@@ -336,6 +342,7 @@ class KVScheduler:
         self._audits.forget(name)
         self.prefetch.gone(name)
         self._queued_items.gone(name)
+        self._hinted.gone(name)
         self._regrets.forget(name)
         # Taken back below. It comes first, so that it also holds if something fails.
         self.holds.release(name)
@@ -390,6 +397,7 @@ class KVScheduler:
         space = self._namespace.space
         self._enter(space)
         self.prefetch.restart()
+        self._hinted.restart()
         self.save_planner.restart(_abandon_in(self.space))
         self.requests.start_over()
 

@@ -246,11 +246,11 @@ class Timed:
 #: A gauge of both connectors, by which counters can be joined with their namespace: engines' metrics have no
 #: label for it, because it may change while an engine runs.
 NAMESPACE: Final = Metric("namespace", "1 for the namespace that the engine uses now", "cache_namespace")
-#: Counters of what is fetched to a local tier for requests that wait (connectors.ahead.prefetch).
+#: Counters of what is fetched ahead to a local tier (connectors.ahead.prefetch).
 PREFETCHED: Final = (
     Metric(
         "prefetched_segments",
-        "Segments that were to be fetched for requests that wait, by what became of them",
+        "Segments that were to be fetched ahead, for requests that wait or by a hint, by what became of them",
         "outcome",
         PREFETCH_OUTCOMES,
     ),

@@ -112,5 +112,9 @@ class BreakingIndex(EngineIndex):
         with self._breaker.guard():
             return self._inner.session(namespace, session, segments, now_s, hint, allowance=allowance)
 
+    def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
+        with self._breaker.guard():
+            return self._inner.owned(namespace, session)
+
     def close(self) -> None:
         self._inner.close()

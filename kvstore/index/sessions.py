@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstore.keys import NamespaceId, SaltId, SegmentId, SessionId
+from schemas.records import SegmentRecord
 
 SessionState = Literal["live", "retained", "ended"]
 Priority = Literal["low", "normal", "high"]
@@ -138,6 +139,13 @@ class SessionUses(ABC):
 
         How long something is retained goes by the index's own clock. Segments that are gone are ignored.
         Raises NamespaceUnknown.
+        """
+
+    @abstractmethod
+    def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
+        """Returns the visible segments that only this session has used, at most MOST_SEGMENTS, in no order.
+
+        A session that the index doesn't remember has none. It is no use of them. One round trip.
         """
 
 

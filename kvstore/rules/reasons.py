@@ -96,9 +96,9 @@ TOLD_UNSAVED: Final[Mapping[str, Reason]] = {
     ),
 }
 
-#: What becomes of segments that are fetched for requests that wait: "brought" to the node's folder and then
-#: "used" by a load or "wasted", or "failed" to come.
-PREFETCH_OUTCOMES: Final = ("brought", "used", "wasted", "failed")
+#: What becomes of segments that are fetched ahead: "brought" to the node's folder, of that "hinted" because a
+#: client said so, and then "used" by a load or "wasted"; or "failed" to come.
+PREFETCH_OUTCOMES: Final = ("brought", "hinted", "used", "wasted", "failed")
 
 #: Reasons that mean that something doesn't work.
 FAULTS: Final = frozenset(

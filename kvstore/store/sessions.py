@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
 from kvstore.index.eviction import Scope
+from kvstore.index.port import Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance, Hint, HintEffect
 from kvstore.keys import NO_SALT, NamespaceId, SaltId, SegmentId, SessionId, namespace_id
 from kvstore.store.backends import Backends
@@ -74,6 +75,19 @@ class SpaceSessions:
         except Exception:
             log.exception("a session could not be told of: an unexpected failure")
         return None
+
+    def owned(self, session: SessionId) -> list[Run] | None:
+        """Returns what only a session has used; see Space.owned. None if the index can't say."""
+        try:
+            found = self._backends.index.owned(self._id, session)
+        except KVStoreError as exc:
+            log.debug("what a session owns is not known: %s", exc)
+            return None
+        except Exception:
+            log.exception("what a session owns is not known: an unexpected failure")
+            return None
+        runs = [Run(record.depth, segment, 0, record.slots, record) for segment, record in found.items()]
+        return sorted(runs, key=lambda run: run.start)
 
     def allowance(self, session: SessionId, salt: SaltId = NO_SALT) -> Allowance:
         """Returns what a session's requests may retain. Asks the index once a minute; never raises."""

@@ -325,6 +325,17 @@ class Space:
             self.backends.counters.add("session_failures")
         return told
 
+    def owned(self, session: SessionId) -> list[Run]:
+        """Returns the segments that only a session has used, heads first: each as a run of all of its blocks,
+        which starts at its depth. In one round trip.
+
+        Returns none, and counts a failure, if the index can't say. Never raises.
+        """
+        owned = self._sessions.owned(session)
+        if owned is None:
+            self.backends.counters.add("session_failures")
+        return [run for run in owned or () if run.segment not in self._quarantine]
+
     def note(self, digests: bytes) -> int:
         """Counts one use of a chain; returns how many leading blocks an earlier request has asked for.
 

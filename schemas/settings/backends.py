@@ -143,7 +143,7 @@ class Tiers(StrictModel):
     write: Literal["through", "back"] = "through"
     #: What a request is to load is fetched to the folder while the request waits for its turn: for each
     #: connector of an engine at most so many bytes that no request has begun to load, and no more than a
-    #: quarter of the folder. 0: nothing is fetched ahead.
+    #: quarter of the folder. Hints of sessions may use half of that. 0: nothing is fetched ahead.
     prefetch_bytes: Bytes = Field(default=4 << 30, ge=0)
 
     @field_serializer("fast", "slow", when_used="json")

@@ -19,7 +19,7 @@ from kvstore.build import load_settings, open_index, open_store
 from kvstore.cli.app import app
 from kvstore.format.segment import Slot
 from kvstore.index.maintenance import FullIndex, Listing
-from kvstore.keys import block_key, namespace_id, new_segment_id
+from kvstore.keys import NO_SESSION, SessionId, block_key, namespace_id, new_segment_id
 from schemas.namespace import GroupSpec, Namespace, Parallel
 from tests.admin.repair.damage import World
 from tests.store.world import item
@@ -75,13 +75,20 @@ class Filled:
     def ec_id(self) -> str:
         return namespace_id(self.ec)
 
-    def save(self, namespace: Namespace, slots: Sequence[Slot], *, depth: int = 0) -> None:
+    def save(
+        self,
+        namespace: Namespace,
+        slots: Sequence[Slot],
+        *,
+        depth: int = 0,
+        session: SessionId = NO_SESSION,
+    ) -> None:
         with closing(open_store(self.settings)) as store:
             space = store.open(namespace, block_bytes=4096)
             # One for all ranks, between which a second may end.
             same: dict[str, Any] = {"segment": new_segment_id(), "created_s": int(time.time())}
             for rank in range(ranks := namespace.parts()):
-                space.save(slots, depth=depth, rank=rank, ranks=ranks, **same)
+                space.save(slots, depth=depth, rank=rank, ranks=ranks, session=session, **same)
 
     def payload_files(self) -> list[Path]:
         """Every payload, by a look at the disk."""

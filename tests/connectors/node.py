@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore.build import open_store
 from kvstore.conformance.faulty import FaultyPayloads, Plan
-from kvstore.keys import new_segment_id
+from kvstore.keys import NO_SESSION, SessionId, new_segment_id
 from kvstore.store.store import Store
 from tests.payloads.tiered.world import Clock, Watched
 from tests.store.world import chain, match, open_space, slots
@@ -50,7 +50,7 @@ class Node:
         """The same store as another node opens it."""
         return open_store({"payloads": self.shared, "index": self.index})
 
-    def save(self, *steps: int, parts: int = 1) -> int:
+    def save(self, *steps: int, parts: int = 1, session: SessionId = NO_SESSION) -> int:
         """Another node saves a prompt, in segments of BLOCKS blocks. Returns the bytes of one segment."""
         with self.other() as other:
             space = open_space(other)
@@ -58,7 +58,15 @@ class Node:
             for first in range(0, len(steps), BLOCKS):
                 slot, segment = slots(hashes[first : first + BLOCKS]), new_segment_id()
                 for rank in range(parts):
-                    space.save(slot, depth=first, segment=segment, created_s=1, rank=rank, ranks=parts)
+                    space.save(
+                        slot,
+                        depth=first,
+                        segment=segment,
+                        created_s=1,
+                        rank=rank,
+                        ranks=parts,
+                        session=session,
+                    )
             return match(space, hashes).runs[0].record.nbytes
 
     def fetched(self) -> int:

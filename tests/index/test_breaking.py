@@ -64,6 +64,7 @@ VERBS: dict[str, Callable[[BreakingIndex], object]] = {
     "session": lambda index: index.session(
         namespace_id(namespace()), session_id(NO_SALT, "chat"), [new_segment_id()], CREATED_S, Hint(end=True)
     ),
+    "owned": lambda index: index.owned(namespace_id(namespace()), session_id(NO_SALT, "chat")),
     "note": lambda index: index.note(
         namespace_id(namespace()), chain(1), now_s=CREATED_S, window_s=60.0, sketch_bytes=1024
     ),

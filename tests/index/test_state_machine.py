@@ -578,6 +578,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert [one.keep_s for one in order] == [space.keep(one.segment) * 60.0 for one in order]
         assert self.index.owners(name, asked) == [space.owner.get(one, NO_SESSION) for one in asked]
         assert self.index.find_sessions(name, SESSIONS) == [space.listing(one) for one in SESSIONS]
+        for one in SESSIONS:
+            known = {s: r for s, r in space.records.items() if space.owner.get(s) == one}
+            assert self.index.owned(name, one) == (known if one in space.sessions else {})
         assert {one.session for one in self.index.sessions(name)} == set(space.sessions)
         found = self.index.reconcile(name)
         assert found.recorded == found.counted == space.usage()

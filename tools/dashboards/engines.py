@@ -311,14 +311,15 @@ _TIER = Row(
             alerts=("KVStoreTierErrors", "KVStoreUploadsFailing"),
         ),
         Panel(
-            "Fetched for requests that wait",
+            "Fetched ahead",
             "timeseries",
             "Bps",
             (
                 Query(by("kv_prefetched_bytes_total", "outcome"), "{{outcome}}"),
                 Query(by("ec_prefetched_bytes_total", "outcome"), "{{outcome}} (encoder outputs)"),
             ),
-            "used: a request then began to load it. wasted: aborted, computed or in the engine's own cache; "
+            "For requests that wait, or because a client said so (hinted, of what was brought). used: a "
+            "request then began to load it. wasted: aborted, computed or in the engine's own cache; "
             "payloads.prefetch_bytes bounds it.",
         ),
     ),

@@ -135,6 +135,8 @@ class WarmReport(StrictModel):
     namespaces: tuple[str, ...]
     #: If a prompt is warmed: how much of it each namespace has.
     prompts: tuple[PromptFound, ...] = ()
+    #: If a session is warmed: what each namespace remembers of it.
+    sessions: tuple[SessionLine, ...] = ()
     planned: Amount
     #: The amount left out because of the tier's capacity or `--max-bytes`.
     beyond: Amount

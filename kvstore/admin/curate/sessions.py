@@ -14,10 +14,20 @@ from typing import Literal
 from pydantic import ValidationError
 
 from kvstore.admin.backends import Cache, UnknownName
+from kvstore.admin.curate.plan import MovePlan, Planned, plan_of
 from kvstore.admin.curate.reports import SessionLine, SessionReport, SessionsReport, ToldSession
 from kvstore.errors import ConfigError
 from kvstore.index.sessions import Hint, HintEffect, SessionListing, SessionState
-from kvstore.keys import NO_SALT, SESSION_ID_BYTES, NamespaceId, SaltId, SessionId
+from kvstore.keys import (
+    NO_SALT,
+    SESSION_ID_BYTES,
+    SESSION_NAME_CHARS,
+    NamespaceId,
+    SaltId,
+    SessionId,
+    salt_id,
+    session_id,
+)
 from kvstore.store.sessions import SpaceSessions
 from schemas.namespace import Namespace
 
@@ -41,7 +51,7 @@ def sessions(
             for one in _all(cache, name):
                 counted[one.state] += 1
                 if state in (None, one.state):
-                    yield _line(name, one)
+                    yield session_line(name, one)
 
     lines = nlargest(most, found(), key=lambda line: (line.stored_bytes, line.last_use_s, line.session))
     return SessionsReport(
@@ -59,7 +69,39 @@ def find(cache: Cache, wanted: str, prefix: str | None) -> list[tuple[NamespaceI
 
     Raises UnknownName and what the index raises.
     """
-    names = list(cache.namespaces()) if prefix is None else [cache.namespace(prefix)]
+    return _find(cache, wanted, list(cache.namespaces()) if prefix is None else [cache.namespace(prefix)])
+
+
+def plan_session(
+    cache: Cache, wanted: str, *, salt: str = "", prefixes: Sequence[str] = (), max_bytes: int | None = None
+) -> tuple[MovePlan, list[SessionLine]]:
+    """Returns what only a session has used, as what is to be moved, and the session in each namespace that
+    remembers it.
+
+    `wanted` is the name that its client gives it, or else, without a salt, its id or the start of it; `salt`
+    is its requests' `cache_salt`. It is looked for in the namespaces whose ids start with one of `prefixes`,
+    by default in all. Of the segments `max_bytes` takes heads first. Raises UnknownName and what the index
+    raises.
+    """
+    known = cache.namespaces()
+    names = sorted({cache.namespace(prefix) for prefix in prefixes}) if prefixes else list(known)
+    named = 0 < len(wanted) <= SESSION_NAME_CHARS
+    found = _remembered(cache, session_id(salt_id(salt), wanted), names) if named else []
+    if not found:
+        found = _known([]) if salt else _find(cache, wanted, names)
+    assert cache.index is not None, "a session is known, so there is an index"
+    entries = []
+    for name, one in found:
+        listings = cache.index.get(name, list(cache.index.owned(name, one.session)))
+        entries += [Planned.of(name, listing) for listing in listings if listing is not None]
+    entries.sort(key=lambda entry: (entry.depth, entry.namespace, entry.segment))
+    plan = plan_of({name: known[name] for name, _ in found}, entries, max_bytes)
+    return plan, [session_line(name, one) for name, one in found]
+
+
+def _find(
+    cache: Cache, wanted: str, names: Sequence[NamespaceId]
+) -> list[tuple[NamespaceId, SessionListing]]:
     if not _ID.fullmatch(wanted.lower()):
         raise UnknownName(f"{wanted!r} is no session: an id has {2 * SESSION_ID_BYTES} hex digits")
     if len(wanted) == 2 * SESSION_ID_BYTES:
@@ -76,9 +118,14 @@ def found_by_id(
 ) -> list[tuple[NamespaceId, SessionListing]]:
     """Returns a session in each of these namespaces that remembers it. Raises UnknownName and what the index
     raises."""
+    return _known(_remembered(cache, session, names))
+
+
+def _remembered(
+    cache: Cache, session: SessionId, names: Sequence[NamespaceId]
+) -> list[tuple[NamespaceId, SessionListing]]:
     index = cache.index
-    found = [(name, one) for name in names if index for one in index.find_sessions(name, [session]) if one]
-    return _known(found)
+    return [(name, one) for name in names if index for one in index.find_sessions(name, [session]) if one]
 
 
 def tell(
@@ -117,7 +164,7 @@ def tell(
             one = after or before
         told.append(
             ToldSession(
-                session=_line(name, one),
+                session=session_line(name, one),
                 moved=done.demoted,
                 retained_bytes=done.retained_bytes,
                 refused_bytes=done.refused_bytes,
@@ -141,7 +188,8 @@ def _all(cache: Cache, name: NamespaceId) -> Iterator[SessionListing]:
             yield one
 
 
-def _line(name: NamespaceId, one: SessionListing) -> SessionLine:
+def session_line(name: NamespaceId, one: SessionListing) -> SessionLine:
+    """Returns a session as reports tell of it."""
     return SessionLine(
         namespace=name,
         session=one.session.hex(),

@@ -1,13 +1,14 @@
 """warm: brings segments into this node's fast tier before requests ask for them.
 
-`warm_prompt` is for programs, such as a gateway beside an engine that knows which prompt comes next: it needs
-neither vLLM nor torch.
+`warm_prompt` and `warm_session` are for programs, such as a gateway beside an engine that knows which prompt
+comes next, or which conversation goes on: they need neither vLLM nor torch.
 
     from kvstore.admin.curate.prompts import StoredPrompt
-    from kvstore.admin.curate.warm import warm_prompt
+    from kvstore.admin.curate.warm import warm_prompt, warm_session
 
     report = warm_prompt({"settings": "/etc/kvstore.yaml"}, StoredPrompt(tokens=ids))
     print(report.warm.segments, [one.stored for one in report.prompts])
+    warm_session({"settings": "/etc/kvstore.yaml"}, "user-81/trip-planner")
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.counting import AmountSum, LeftOut
 from kvstore.admin.curate.plan import MovePlan, Planned
 from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt
-from kvstore.admin.curate.reports import PromptFound, WarmReport
+from kvstore.admin.curate.reports import PromptFound, SessionLine, WarmReport
+from kvstore.admin.curate.sessions import plan_session
 from kvstore.admin.fast_tier import FastTier, tiers_of
 from kvstore.admin.operators import among
 from kvstore.admin.patience import Patience
@@ -56,13 +58,14 @@ def warm(
     dry_run: bool = False,
     progress: ProgressListener | None = None,
     prompts: Sequence[PromptFound] = (),
+    sessions: Sequence[SessionLine] = (),
     recorded: bool = True,
 ) -> WarmReport:
     """Brings the planned segments to the fast tier, `jobs` at a time.
 
-    `prompts` is what the plan was made from, for the report. `recorded`: among the operations of people.
-    Ctrl-C and a failing store end it, and the report says so; what was fetched stays. Raises ConfigError
-    without tiers, and what the tier raises when it is asked for its usage.
+    `prompts` or `sessions` is what the plan was made from, for the report. `recorded`: among the operations
+    of people. Ctrl-C and a failing store end it, and the report says so; what was fetched stays. Raises
+    ConfigError without tiers, and what the tier raises when it is asked for its usage.
     """
     tiers = tiers_of(cache.settings)
     run = _Warm(cache, plan, tier, progress or Silent())
@@ -82,6 +85,7 @@ def warm(
         used_bytes=tier.usage().nbytes,
         namespaces=tuple(plan.namespaces),
         prompts=tuple(prompts),
+        sessions=tuple(sessions),
         planned=plan.amount,
         beyond=plan.beyond,
         warm=run.done.amount,
@@ -115,6 +119,32 @@ def warm_prompt(
     with Cache(made) as cache:
         plan, found = plan_prompt(cache, prompt, namespaces, max_bytes=warming_bytes(made, max_bytes))
         return warm(cache, plan, cache.fast, jobs=jobs, dry_run=dry_run, prompts=found, recorded=False)
+
+
+def warm_session(
+    settings: Settings | Mapping[str, Any],
+    session: str,
+    namespaces: Sequence[str] = (),
+    *,
+    salt: str = "",
+    max_bytes: int | None = None,
+    jobs: int = 4,
+    dry_run: bool = False,
+) -> WarmReport:
+    """Brings what only a session has used to this node's fast tier; otherwise as `warm_prompt`.
+
+    `session` is the name that its client gives it (vLLM's `session_id`), or, without a `salt`, its id or the
+    start of it; `salt` is its requests' `cache_salt`. What it shares with others, such as a system prompt, is
+    not known to be its.
+
+    Raises ConfigError for settings without tiers, UnknownName for a session that no index remembers and for a
+    namespace that isn't there, and what the index raises.
+    """
+    made = settings if isinstance(settings, Settings) else load_settings(settings)
+    with Cache(made) as cache:
+        most = warming_bytes(made, max_bytes)
+        plan, found = plan_session(cache, session, salt=salt, prefixes=namespaces, max_bytes=most)
+        return warm(cache, plan, cache.fast, jobs=jobs, dry_run=dry_run, sessions=found, recorded=False)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import typer
 
 from kvstore.admin.curate import pin, plan, quota, sessions, warm
 from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt
-from kvstore.admin.curate.reports import PinReport, PromptFound, QuotaReport, WarmReport
+from kvstore.admin.curate.reports import PinReport, PromptFound, QuotaReport, SessionLine, WarmReport
 from kvstore.cli import progress
 from kvstore.cli.call import Call, remind
 from kvstore.cli.commands.archive import of_moved
@@ -347,8 +347,9 @@ def _tell(
         "cache-admin warm --tokens prompt.json",
         "curl -s localhost:8000/tokenize -d @chat.json | cache-admin warm 8a74e0fa --tokens -",
         "cache-admin warm 8a74e0fa --hashes blocks.txt",
+        "cache-admin warm --session user-81/trip-planner --dry-run",
     ),
-    see_also=("top", "status", "explain"),
+    see_also=("top", "sessions", "status", "explain"),
     exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
 )
 def _warm(
@@ -371,36 +372,68 @@ def _warm(
             "in hex, from the first block on; - reads stdin.",
         ),
     ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only what this session alone has used, by the name that its client gives it, or by its id "
+            "or the start of it (`cache-admin sessions`).",
+        ),
+    ] = None,
     seed: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="With --tokens: the engines' PYTHONHASHSEED, if they have one."),
     ] = None,
-    salt_file: PromptSalt = None,
+    salt_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --tokens or --session: the requests' cache_salt, if they have one, as "
+            "`erase --salt-file` takes it.",
+        ),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Fetch so many side by side.")] = 4,
     max_bytes: MaxBytes = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be fetched.")] = False,
 ) -> None:
-    """Fetch segments into this node's fast tier, the most recently used first, or those of one prompt.
+    """Fetch segments into this node's fast tier, the most recently used first, or a prompt's or a session's.
 
     Stops when the tier is full. Run it where an engine runs, as the engine's user: before the engine
     starts, or beside it. What was fetched stays, also after Ctrl-C. A prompt with images or an adapter has
-    other names than its token ids tell: give the hashes of its blocks.
+    other names than its token ids tell: give the hashes of its blocks. What a session shares with others,
+    such as a system prompt, is not known to be its.
     """
     limit = None if max_bytes is None else byte_count("--max-bytes", max_bytes)
-    if tokens is not None and hashes is not None:
-        raise typer.BadParameter("give one of --tokens and --hashes")
-    ids, salt = read_prompt(tokens, seed, salt_file)
+    if sum(one is not None for one in (tokens, hashes, session)) > 1:
+        raise typer.BadParameter("give one of --tokens, --hashes and --session")
+    if session is None:
+        ids, salt = read_prompt(tokens, seed, salt_file)
+    else:
+        ids, _ = read_prompt(None, seed, None)
+        salt = "" if salt_file is None else read_salt(salt_file)
     names = [] if hashes is None else read_hashes(hashes)
     found: list[PromptFound] = []
+    lines: list[SessionLine] = []
     with call.cache() as cache, progress.shown() as shows:
         most = warm.warming_bytes(cache.settings, limit)
-        if tokens is None and hashes is None:
+        if session is not None:
+            moved, lines = sessions.plan_session(
+                cache, session, salt=salt, prefixes=namespaces or [], max_bytes=most
+            )
+        elif tokens is None and hashes is None:
             moved = plan.plan(cache, namespaces or [], max_bytes=most)
         else:
             prompt = StoredPrompt(ids, names, seed, salt)
             moved, found = plan_prompt(cache, prompt, namespaces or [], max_bytes=most)
         report = warm.warm(
-            cache, moved, cache.fast, jobs=jobs, dry_run=dry_run, progress=shows, prompts=found
+            cache,
+            moved,
+            cache.fast,
+            jobs=jobs,
+            dry_run=dry_run,
+            progress=shows,
+            prompts=found,
+            sessions=lines,
         )
     call.print(report, curate_text.warm)
     call.end(report)

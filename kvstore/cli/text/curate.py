@@ -137,6 +137,9 @@ def warm(report: WarmReport) -> Renderables:
     yield pair("used", f"{share}, {size(report.used_before_bytes)} before", width=WIDTH)
     for one in report.prompts:
         yield pair("prompt", f"{one.stored:,} of {one.tokens:,} tokens in {one.namespace}", width=WIDTH)
+    for line in report.sessions:
+        own = f"{line.segments:,} segments of its own in {line.namespace}"
+        yield pair("session", f"{line.session}, {line.state}: {own}", width=WIDTH)
     yield pair("planned", amount(report.planned), width=WIDTH)
     if report.beyond.segments:
         yield pair("beyond", f"{amount(report.beyond)}: more than the tier or --max-bytes", width=WIDTH)

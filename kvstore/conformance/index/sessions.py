@@ -146,6 +146,7 @@ class SessionConformance(Maintained):
     def test_a_record_lists_so_many_segments(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         segments = save(index, name, chain(2 * MOST_SEGMENTS + 6), ALICE)
         assert catalogue.owners(name, segments[:4]) == [NO_SESSION] * 3 + [ALICE]
+        assert set(index.owned(name, ALICE)) == set(segments[3:])
         assert index.session(name, ALICE, [], CREATED_S, END).demoted == MOST_SEGMENTS
 
     def test_nothing_is_remembered_of_a_session_that_owns_nothing(
@@ -180,6 +181,32 @@ class SessionConformance(Maintained):
         listed = list(catalogue.sessions(name))
         assert {one.session for one in listed} == set(known)
         assert {(one.segments, one.nbytes) for one in listed} == {(1, ONE)}
+
+    def test_what_a_session_owns_is_listed_with_its_records(
+        self, index: Any, catalogue: Any, name: NamespaceId
+    ) -> None:
+        shared, used, gone, *rest = save(index, name, chain(12), ALICE)
+        others = save(index, name, chain(2, seed="b"), BOB)
+        index.session(name, BOB, [shared], CREATED_S)
+        index.touch(name, [used], CREATED_S)
+        evict(index, name, [gone])
+        right = {one.segment: one.record for one in catalogue.get(name, rest)}
+        before = self.find(catalogue, name, ALICE), self.order(catalogue, name)
+        assert index.owned(name, ALICE) == right and set(right) == set(rest)
+        assert set(index.owned(name, BOB)) == set(others)
+        assert (self.find(catalogue, name, ALICE), self.order(catalogue, name)) == before, "it is no use"
+        index.session(name, ALICE, [], CREATED_S, END)
+        assert index.owned(name, ALICE) == right
+        index.session(name, BOB, rest, CREATED_S)
+        assert index.owned(name, ALICE) == {}
+
+    def test_what_nobody_owns_is_not_listed(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
+        put(index, name, chain(2))
+        index.session(name, BOB, [], CREATED_S, END)
+        assert index.owned(name, ALICE) == index.owned(name, BOB) == index.owned(UNKNOWN, ALICE) == {}
+        for wrong in (NO_SESSION, SessionId(b"x")):
+            with pytest.raises(BadArgument):
+                index.owned(name, wrong)
 
     # end
 

@@ -12,7 +12,7 @@ from kvstore.index.contract import HOT_KEPT, HOT_MOST, check_segments, check_ses
 from kvstore.index.eviction import MINUTE_S
 from kvstore.index.redis.catalogue import RedisCatalogue
 from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import key, understood
+from kvstore.index.redis.values import key, record_of, understood
 from kvstore.index.sessions import (
     NOTHING_RETAINED,
     SESSION_SLICE,
@@ -35,9 +35,10 @@ from kvstore.keys import (
     sessions_of_salt,
 )
 from kvstore.rules.units import batches
-from schemas.records import SALT_ID_BYTES
+from schemas.records import SALT_ID_BYTES, SegmentRecord
 
 _SESSION = Script.load("session", "score", "retention", "sessions")
+_OWNED = Script.load("owned")
 _TIME = Script.load("time")
 _RETAINED = Script.load("retained")
 _EXPIRE = Script.load("expire", "score", "retention")
@@ -101,6 +102,15 @@ class RedisSessions(RedisCatalogue):
             state, own, moved, nbytes, over = answer
             demoted, retained, refused = demoted + moved, retained + int(nbytes), refused + int(over)
         return HintEffect(_STATES[state], own, demoted, retained, refused)
+
+    @understood
+    def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
+        check_session(session)
+        found = self._run(_OWNED, namespace, session)
+        known = (
+            (SegmentId(one), record_of(value)) for one, value in zip(found[::2], found[1::2], strict=True)
+        )
+        return {segment: record for segment, record in known if record is not None}
 
     def sessions(self, namespace: NamespaceId) -> Iterator[SessionListing]:
         for part in _HASHES:

@@ -38,9 +38,10 @@ from kvstore.index.sqlite.recency import (
     note_uses,
     restore_retained,
 )
-from kvstore.index.sqlite.rows import NamespaceNumbers, place_of
+from kvstore.index.sqlite.rows import NamespaceNumbers, place_of, record_of
 from kvstore.keys import NO_SESSION, NamespaceId, SaltId, SegmentId, SessionId, sessions_of_salt
 from kvstore.rules.units import batches
+from schemas.records import SegmentRecord
 
 #: Sessions that one call forgets.
 _AT_ONCE = 200
@@ -342,6 +343,19 @@ class SqliteSessions(SqliteMaintenance):
         record.used = max(record.used, used)
         remember(db, place, session, record, now)
         return HintEffect(record.state, len(own), demoted, retained, refused)
+
+    def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
+        check_session(session)
+        with self._database.reading("owned") as db:
+            place = place_of(db, namespace)
+            if place is None or not recall(db, place, session, self._clock()).known:
+                return {}
+            rows = db.execute(
+                "SELECT id, record FROM segments WHERE namespace = ? AND owner = ? AND owner <> x'' LIMIT ?",
+                (place.generation, session, MOST_SEGMENTS),
+            ).fetchall()
+        known = ((SegmentId(segment), record_of(value)) for segment, value in rows)
+        return {segment: record for segment, record in known if record is not None}
 
     def sessions(self, namespace: NamespaceId) -> Iterator[SessionListing]:
         after = b""

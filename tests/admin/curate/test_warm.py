@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstore.admin.backends import UnknownName
+from kvstore.admin.backends import Cache, UnknownName
 from kvstore.admin.curate.prompts import StoredPrompt
 from kvstore.admin.curate.reports import WarmReport
-from kvstore.admin.curate.warm import warm_prompt
+from kvstore.admin.curate.warm import warm_prompt, warm_session
 from kvstore.build import load_settings
 from kvstore.errors import ConfigError
 from kvstore.format.segment import Slot
-from kvstore.keys import block_key, namespace_id
+from kvstore.keys import NO_SALT, SessionId, block_key, namespace_id, salt_id, session_id
 from kvstore.rules.hashing import block_hashes, root_digest
 from schemas.namespace import GroupSpec, Namespace
 from tests.admin.conftest import BLOCK_SHAPE, Admin, Filled, fill, kv_slots, kv_space
@@ -37,8 +37,8 @@ def space(**changes: Any) -> Namespace:
 class Node:
     """A node with an empty folder in front of a store that has most of a prompt, and other things."""
 
-    def __init__(self, root: Path) -> None:
-        self.filled: Filled = fill(root / "cache")
+    def __init__(self, root: Path, index: str | None = None) -> None:
+        self.filled: Filled = fill(root / "cache", index)
         self.fast, self.file = root / "fast", root / "settings.yaml"
         self.tree = {
             "payloads": {
@@ -46,7 +46,7 @@ class Node:
                 "slow": f"file://{self.filled.folder}",
                 "fast_capacity": "64MiB",
             },
-            "index": f"sqlite://{self.filled.folder}/index.sqlite",
+            "index": index or f"sqlite://{self.filled.folder}/index.sqlite",
         }
         self.file.write_text(yaml.safe_dump(self.tree))
         data = kv_slots(1)[0].data
@@ -67,6 +67,19 @@ class Node:
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.servers)])
+def talked(request: pytest.FixtureRequest, tmp_path: Path) -> Node:
+    """A node on either index, beside whose prompt two sessions have saved something under one name."""
+    url = request.getfixturevalue("redis_url") if request.param == "redis" else None
+    node = Node(tmp_path, url)
+    for number, (salt, count) in enumerate([(NO_SALT, 3), (salt_id("hers"), 2)]):
+        slots = kv_slots(2 * count, seed=80 + number)
+        for first in reversed(range(0, 2 * count, 2)):
+            mine = session_id(salt, "user-81/trip")
+            node.filled.save(space(), slots[first : first + 2], depth=first, session=mine)
+    return node
 
 
 def verb(admin: Admin, node: Node, *words: str) -> WarmReport:
@@ -143,10 +156,66 @@ def test_a_salt_and_another_seed_name_other_blocks(admin: Admin, node: Node, tmp
     assert (items.code, "encoder items" in items.err) == (2, True)
 
 
+TRIP = session_id(NO_SALT, "user-81/trip").hex()
+
+
+@pytest.mark.parametrize("which", ["user-81/trip", TRIP, TRIP[:20].upper()])
+def test_warm_what_a_session_has_used(admin: Admin, talked: Node, which: str) -> None:
+    dry = verb(admin, talked, "--session", which, "--dry-run")
+    assert (dry.planned.segments, dry.warm.segments, talked.kept()) == (3, 0, 0)
+    [found] = dry.sessions
+    assert (found.session, found.namespace, found.segments) == (TRIP, talked.name, 3)
+    bound = dry.planned.stored_bytes * 2 // 3 + 1
+    done = verb(admin, talked, talked.name[:8], "--session", which, "--max-bytes", str(bound))
+    assert (done.warm.segments, done.beyond.segments, talked.kept()) == (2, 1, 2)
+    with Cache(load_settings(talked.tree)) as cache:
+        assert cache.index is not None
+        own = cache.index.owned(talked.name, SessionId(bytes.fromhex(TRIP)))
+        heads = {segment.hex() for segment, record in own.items() if record.depth < 4}
+    assert {path.name.split(".")[0] for path in talked.fast.glob("*/??/*.*")} == heads
+    assert verb(admin, talked, "--session", which).warm.segments == talked.kept() == 3
+    text = admin("warm", "--session", which, *talked.options).out
+    assert f"{TRIP}, live: 3 segments of its own" in text
+
+
+def test_a_salted_session_is_another(admin: Admin, talked: Node, tmp_path: Path) -> None:
+    salt = tmp_path / "salt"
+    salt.write_text("hers")
+    words = ("--session", "user-81/trip", "--salt-file", str(salt))
+    assert verb(admin, talked, *words).warm.segments == talked.kept() == 2
+    unknown = admin("warm", "--session", TRIP, "--salt-file", str(salt), *talked.options)
+    assert (unknown.code, "remembers no such session" in unknown.err) == (1, True)
+    for which in ("feed", "x" * 257, "", "nobody"):
+        ran = admin("warm", "--session", which, *talked.options)
+        assert (ran.code, ran.out) == (1, "") and "session" in ran.err
+    assert admin("warm", talked.filled.ec_id, "--session", TRIP, *talked.options).code == 1
+
+
+def test_a_name_that_looks_like_an_id_is_a_name_first(admin: Admin, talked: Node) -> None:
+    mine = session_id(NO_SALT, TRIP)
+    talked.filled.save(space(), kv_slots(2, seed=90), session=mine)
+    [found] = verb(admin, talked, "--session", TRIP).sessions
+    assert (found.session, talked.kept()) == (mine.hex(), 1)
+
+
+def test_a_program_warms_a_session(admin: Admin, talked: Node) -> None:
+    report = warm_session(talked.tree, "user-81/trip", salt="hers")
+    assert (report.warm.segments, talked.kept()) == (2, 2)
+    assert warm_session(load_settings(talked.tree), TRIP, [talked.name], dry_run=True).planned.segments == 3
+    assert json.loads(admin("operations", "--json", *talked.options).out)["operations"] == []
+    with pytest.raises(UnknownName):
+        warm_session(talked.tree, "nobody")
+    with pytest.raises(ConfigError):
+        warm_session({"payloads": f"file://{talked.filled.folder}"}, TRIP)
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["--tokens", "x", "--hashes", "y"],
+        ["--tokens", "x", "--session", "y"],
+        ["--session", "x", "--seed", "7"],
+        ["--session", "x", "--salt-file", "/nowhere"],
         ["--seed", "7"],
         ["--salt-file", "-"],
         ["--hashes", "/dev/null"],

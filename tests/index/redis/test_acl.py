@@ -121,6 +121,7 @@ def test_the_user_may_tell_of_sessions_and_the_reader_may_look_at_them(
             assert [one.session for one in reader.sessions(name)] == [session]
             assert reader.find_sessions(name, [session])[0] is not None
             assert reader.owners(name, [segment, other]) == [session, b""]
+            assert list(reader.owned(name, session)) == [segment]
             assert reader.retained(name)[NO_SALT] == told.retained_bytes
             assert guarded.execute_command("ACL", "LOG") == []
             with pytest.raises(PermissionDenied):

@@ -461,6 +461,7 @@ VERBS: list[Callable[[RedisIndex, NamespaceId], object]] = [
         name, SESSION, [new_segment_id()], LATER_S, Hint(retain_until_s=9e9), allowance=Allowance(9, 9)
     ),
     lambda index, name: index.session(name, SESSION, [], LATER_S, Hint(end=True)),
+    lambda index, name: index.owned(name, SESSION),
     lambda index, name: list(index.sessions(name)),
     lambda index, name: index.find_sessions(name, [SESSION]),
     lambda index, name: index.owners(name, [new_segment_id()]),

@@ -61,6 +61,7 @@ class Stored:
             "use": lambda: index.session(name, OWNER, segments, LATER_S + 60),
             "retain": lambda: index.session(name, OWNER, segments, LATER_S, later(600), allowance=ALL),
             "retain again": lambda: index.session(name, OWNER, [], LATER_S, later(900), allowance=ALL),
+            "owned": lambda: index.owned(name, OWNER),
             "sessions": lambda: len(list(index.sessions(name))),
             "retained": lambda: index.retained(name),
             "expire": lambda: index.expire(name),

@@ -1,0 +1,115 @@
+"""What is fetched ahead: segments, the requests that wait for them, and the hints that name them.
+
+Whoever uses these objects holds one lock for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.index.port import Run
+from kvstore.keys import SegmentId, payload_name
+from kvstore.rules.tiers import Tier
+from kvstore.store.space import Space
+from schemas.records import SegmentRecord
+
+#: Largest share of the budget that hints may fill, and most segments that they name at a time.
+_SHARE: Final = 0.5
+_MOST: Final = 4096
+#: How long what a hint names counts in the budget, in seconds.
+HINT_S: Final = 120.0
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    """A request that has not started."""
+
+    request_id: str
+    #: Whether the scheduler has passed it over.
+    passed: bool = False
+    #: What was found of it, when that is known.
+    found: tuple[Space, Iterable[Run], dict[SegmentId, Tier]] | None = None
+    #: Segments that are to be fetched for it, or were.
+    segments: list[Segment] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A segment that is to be fetched, or was and is not loaded yet."""
+
+    segment: SegmentId
+    #: Its payloads that were not asked for yet, with their sizes.
+    rest: deque[tuple[str, int]]
+    #: Bytes of all of its payloads.
+    nbytes: int
+    #: Number of its payloads that aren't known to be in the folder.
+    missing: int
+    #: What it counts in the budget: nothing before it is begun, then all of it, and when it is there what was
+    #: fetched of it.
+    held: int = 0
+    #: Bytes that were fetched.
+    brought: int = 0
+    #: Whether one of its payloads is being fetched at this moment.
+    running: bool = False
+    #: Whether a payload has failed to come once.
+    failed: bool = False
+    #: Whether a request has begun to load it.
+    used: bool = False
+    #: Requests that may load it -> what says for them where it lies.
+    waiting: dict[str, dict[SegmentId, Tier]] = field(default_factory=dict)
+    #: Until when a hint names it; 0: none does.
+    hinted_until: float = 0.0
+
+    @classmethod
+    def of(cls, space: Space, segment: SegmentId, record: SegmentRecord) -> Segment:
+        """Returns a segment of which nothing is fetched yet."""
+        names = (payload_name(space.id, segment, rank) for rank in range(len(record.parts)))
+        parts = deque(zip(names, (part.nbytes for part in record.parts), strict=True))
+        return cls(segment, parts, record.nbytes, len(parts))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a request waits for it, or a hint names it."""
+        return bool(self.waiting or self.hinted_until)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something of it is to come yet, or a request waits for it."""
+        return bool(self.running or self.rest or self.waiting)
+
+
+class Hinted:
+    """The segments that hints name, begun or not, in the order in which they cease to."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._most = int(budget_bytes * _SHARE)
+        self._segments: dict[SegmentId, Segment] = {}
+        self._nbytes = 0
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(list(self._segments.values()))
+
+    def add(self, one: Segment, now: float) -> bool:
+        """Names a segment from now on for HINT_S, or anew; returns whether there is room for it."""
+        self.discard(one)
+        if self._nbytes + one.nbytes > self._most or len(self._segments) >= _MOST:
+            return False
+        self._segments[one.segment] = one
+        self._nbytes += one.nbytes
+        one.hinted_until = now + HINT_S
+        return True
+
+    def discard(self, one: Segment) -> None:
+        """Names a segment no more, if it was named."""
+        if self._segments.pop(one.segment, None) is not None:
+            self._nbytes -= one.nbytes
+        one.hinted_until = 0.0
+
+    def over(self, now: float) -> Iterator[Segment]:
+        """Yields the segments whose time is over, which are named no more."""
+        while (one := next(iter(self._segments.values()), None)) is not None and one.hinted_until <= now:
+            self.discard(one)
+            yield one

@@ -1,0 +1,74 @@
+"""Brings what sessions have stored to the node's folder, where a request's hint asks for it.
+
+A gateway knows that a conversation goes on before its next request comes: a tool is about to return. It sends
+a small request of that session, with the hint `prefetch`, to the engine that it is going to ask. What the
+index lists as only that session's is fetched (connectors.ahead.prefetch), and what the request itself is
+matched with, unless that is loaded already.
+
+The request that carries the hint has nothing to do with that and doesn't wait for it: nothing is asked for
+before the scheduler knows what it loads of that request, and nothing is fetched while it loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from connectors.ahead.prefetch import NoPrefetch, Prefetch
+from connectors.engine.sessions.hints import Hints
+from kvstore.index.port import Run
+from kvstore.keys import SessionId
+from kvstore.store.space import Space
+from kvstore.store.store import Store
+
+#: Returns the runs that a request was matched with; None while the answer is out.
+Matched = Callable[[], Iterable[Run] | None]
+
+
+class HintedSessions:
+    """The requests whose hint nobody has followed yet. Call `use` before anything else.
+
+    Belongs to the scheduler's thread, but for the calls of the index."""
+
+    def __init__(self, store: Store, prefetch: NoPrefetch) -> None:
+        self._store = store
+        self._prefetch = prefetch
+        self._on = isinstance(prefetch, Prefetch) and store.settings.kv.load != "never"
+        self._requests: dict[str, tuple[SessionId, Matched]] = {}
+
+    def use(self, space: Space) -> None:
+        """Bring what is in this namespace from now on."""
+        self._space = space
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def arrived(self, request_id: str, hints: Hints, matched: Matched) -> None:
+        """A request has come, and is being looked up if it is to be loaded."""
+        # What is asked for no more is not worth a fetch.
+        if self._on and hints.prefetch and not hints.end:
+            self._requests[request_id] = hints.session, matched
+
+    def step(self) -> None:
+        """Follow the hints of all requests that this step has started, or passed over, and that are looked
+        up."""
+        for request_id, (_, matched) in list(self._requests.items()):
+            if matched() is not None:
+                self.gone(request_id)
+
+    def gone(self, request_id: str) -> None:
+        """A request has ended, perhaps before it was looked up: follow its hint."""
+        if (one := self._requests.pop(request_id, None)) is None:
+            return
+        session, matched = one
+        bring = partial(self._bring, self._space, session, list(matched() or ()))
+        if not self._store.transfers.call(bring):
+            self._store.counters.add("session_failures")
+
+    def restart(self) -> None:
+        """Forget all requests: what is stored is void."""
+        self._requests.clear()
+
+    def _bring(self, space: Space, session: SessionId, matched: list[Run]) -> None:
+        runs = [*matched, *space.owned(session)]
+        self._prefetch.hinted(space, runs, space.tiers(runs))
