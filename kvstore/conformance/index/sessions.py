@@ -32,6 +32,7 @@ from kvstore.conformance.index.maintained import (
 )
 from kvstore.errors import NamespaceUnknown
 from kvstore.index.contract import BadArgument
+from kvstore.index.port import CommitState
 from kvstore.index.sessions import (
     ENDED_MINUTE,
     HIGH_S,
@@ -147,6 +148,30 @@ class SessionConformance(Maintained):
         segments = save(index, name, chain(2 * MOST_SEGMENTS + 6), ALICE)
         assert catalogue.owners(name, segments[:4]) == [NO_SESSION] * 3 + [ALICE]
         assert index.session(name, ALICE, [], CREATED_S, END).demoted == MOST_SEGMENTS
+
+    def test_what_is_committed_again_is_listed_once(
+        self, index: Any, catalogue: Any, name: NamespaceId
+    ) -> None:
+        digests = chain(6)
+        own = save(index, name, digests, ALICE)
+        for _ in range(2):
+            assert catalogue.unlist(name, own[:1]) == 1
+            again = record(2)
+            state = index.commit(
+                name, own[0], part_of(digests, 0, 2), again, rank=0, ranks=1, session=ALICE, allowance=ALL
+            )
+            assert state is CommitState.VISIBLE
+        found = self.find(catalogue, name, ALICE)
+        assert found is not None
+        assert (found.segments, found.nbytes) == (3, 3 * ONE)
+        told = index.session(name, ALICE, [], CREATED_S, END)
+        assert (told.segments, told.demoted) == (3, 3)
+        # It counts once against the most that a record lists, as what was saved last.
+        most = MOST_SEGMENTS - len(own)
+        more = save(index, name, chain(2 * most, seed="more"), ALICE)
+        assert set(catalogue.owners(name, [*own, *more])) == {ALICE}
+        save(index, name, chain(4, seed="over"), ALICE)
+        assert catalogue.owners(name, own) == [ALICE, NO_SESSION, NO_SESSION]
 
     def test_nothing_is_remembered_of_a_session_that_owns_nothing(
         self, index: Any, catalogue: Any, name: NamespaceId
