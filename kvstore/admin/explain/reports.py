@@ -64,7 +64,8 @@ class Finding(StrictModel):
     segment: str = ""
     request: str = ""
     namespace: str = ""
-    #: (stored) The session that alone has used it; "" if there are several, or none.
+    #: (stored, evicted) The session that alone has used it, or had when it was evicted, if that had ended or its
+    #: time was over; "" if there are several, or none.
     session: str = ""
     #: (elsewhere) In what the namespaces differ: `a` is the value of the one asked, `b` that of the other.
     differences: tuple[Difference, ...] = ()

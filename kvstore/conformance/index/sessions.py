@@ -256,6 +256,50 @@ class SessionConformance(Maintained):
 
     # retain
 
+    def test_an_eviction_remembers_what_was_told(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
+        carol, dave = session_id(NO_SALT, "carol"), session_id(NO_SALT, "dave")
+        ended, shared = save(index, name, chain(4), ALICE)
+        waits = save(index, name, chain(2, seed="waits"), BOB)
+        waited = save(index, name, chain(2, seed="waited"), carol)
+        live = save(index, name, chain(2, seed="live"), dave)
+        nobodys = put(index, name, chain(2, seed="n"))
+        index.touch(name, [shared], CREATED_S)
+        index.session(name, ALICE, [], CREATED_S, END)
+        index.session(name, BOB, [nobodys], CREATED_S, later(600), allowance=ALL)
+        while index.session(name, carol, [], CREATED_S, later(1.6), allowance=ALL).state != "retained":
+            pass
+        while catalogue.find_sessions(name, [carol])[0].state == "retained":
+            time.sleep(0.1)
+        gone = [ended, shared, *waits, nobodys, *waited, *live]
+        assert evict(catalogue, name, gone, rule="capacity") == 6
+        told = {one.segment: (one.fate, one.session) for one in catalogue.events(name) if one.op == "evict"}
+        assert told == {
+            ended: ("ended", ALICE),
+            shared: (None, NO_SESSION),
+            waits[0]: ("retained", BOB),
+            nobodys: ("retained", NO_SESSION),
+            waited[0]: ("expired", carol),
+            live[0]: (None, NO_SESSION),
+        }
+
+    @pytest.mark.parametrize("by", ["cull", "evict"])
+    def test_only_evictions_of_quotas_remember_what_was_told(
+        self, index: Any, catalogue: Any, name: NamespaceId, by: str
+    ) -> None:
+        own = save(index, name, chain(6), ALICE)
+        index.session(name, ALICE, [], CREATED_S, END)
+        assert evict(catalogue, name, own[2:], rule="bad") == 1
+        if by == "cull":
+            assert cull(catalogue, name) == own[1::-1]
+        else:
+            assert evict(catalogue, name, own[1::-1], rule="tenant_quota") == 2
+        done = [(one.segment, one.fate, one.session) for one in catalogue.events(name) if one.op == "evict"]
+        assert done == [
+            (own[2], None, NO_SESSION),
+            (own[1], "ended", ALICE),
+            (own[0], "ended", ALICE),
+        ]
+
     def test_what_is_retained_survives_all_else(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         shared = put(index, name, chain(2))
         own = save(index, name, chain(6), ALICE, first=2)
