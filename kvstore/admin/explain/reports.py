@@ -64,8 +64,7 @@ class Finding(StrictModel):
     segment: str = ""
     request: str = ""
     namespace: str = ""
-    #: (stored, evicted) The session that alone has used it, or had when it was evicted, if that had ended or its
-    #: time was over; "" if there are several, or none.
+    #: (stored) The session that alone has used it; (evicted) that of which the text tells; "" if there is none.
     session: str = ""
     #: (elsewhere) In what the namespaces differ: `a` is the value of the one asked, `b` that of the other.
     differences: tuple[Difference, ...] = ()

@@ -56,6 +56,7 @@ __all__ = [
     "Entry",
     "Erased",
     "Event",
+    "Fate",
     "FullIndex",
     "Ghosts",
     "Heat",

@@ -20,8 +20,8 @@
     hot          segments that began loads lately
     forbidden    what was computed until then, under a salt or (x'') in all of a namespace, isn't committed
     quotas, leases              belong to the whole store
-    events, outcomes, ghosts    rings, bounded; `number` rises by one per row, and begins with a time; `fate` and
-                 `session` of events: see Event
+    events, outcomes, ghosts    rings, bounded; `number` rises by one per row, and begins with a time;
+                 `fate` and `session` of events: see Event
     operations   ring of what operators did in the whole store
     totals, credits             counters of outcomes; blocks by ghost step
 
