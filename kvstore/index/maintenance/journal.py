@@ -12,8 +12,8 @@ from kvstore.keys import NO_SESSION, Digest, NamespaceId, SegmentId, SessionId
 from schemas.records import EvictionRule
 
 #: What sessions had to do with a segment that a quota evicted (kvstore.index.sessions). `ended`: the session
-#: that alone had used it had ended. `retained`: it still was, and went because all else had gone. `expired`: it,
-#: or all that its session used, was to be retained until a time that was over, and nobody used it since.
+#: that alone had used it had ended. `retained`: it still was, and went because all else had gone. `expired`:
+#: it, or all that its session used, was to be retained until a time that was over, and nobody used it since.
 Fate = Literal["ended", "retained", "expired"]
 
 
