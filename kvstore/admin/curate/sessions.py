@@ -41,7 +41,7 @@ def sessions(
             for one in _all(cache, name):
                 counted[one.state] += 1
                 if state in (None, one.state):
-                    yield _line(name, one)
+                    yield session_line(name, one)
 
     lines = nlargest(most, found(), key=lambda line: (line.stored_bytes, line.last_use_s, line.session))
     return SessionsReport(
@@ -117,7 +117,7 @@ def tell(
             one = after or before
         told.append(
             ToldSession(
-                session=_line(name, one),
+                session=session_line(name, one),
                 moved=done.demoted,
                 retained_bytes=done.retained_bytes,
                 refused_bytes=done.refused_bytes,
@@ -141,7 +141,8 @@ def _all(cache: Cache, name: NamespaceId) -> Iterator[SessionListing]:
             yield one
 
 
-def _line(name: NamespaceId, one: SessionListing) -> SessionLine:
+def session_line(name: NamespaceId, one: SessionListing) -> SessionLine:
+    """Returns a session as reports tell of it."""
     return SessionLine(
         namespace=name,
         session=one.session.hex(),
