@@ -60,7 +60,7 @@ class Item:
     name: str = ""
     #: The request that had it looked up.
     asked_by: str = ""
-    #: Who used it last, as far as the index was told, and where it is stored; known by the time it is staged.
+    #: Its last user, as far as the index was told, and its segment, which is known by the time it is staged.
     user: User = NOBODY
     segment: SegmentId | None = None
     #: Whether other requests have asked for it before; known by the time the outcome is.

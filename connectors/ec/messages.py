@@ -12,7 +12,7 @@ from kvstore.keys import NO_SALT, NO_SESSION, ContentKey, SaltId, SessionId
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who uses items: the ids of a request's session and of its salt, if it has them."""
+    """The user of an item: the ids of a request's session and of its salt, if it has them."""
 
     session: SessionId = NO_SESSION
     salt: SaltId = NO_SALT

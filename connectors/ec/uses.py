@@ -1,4 +1,4 @@
-"""Who uses an item: the session of a request and its salt, as the index is told of it.
+"""Tells the index which items a session's requests use.
 
 A use is told where it would be noted anyway, in place of the touch: when an item has been fetched for a
 request. What is staged here is used again without being fetched again. That is told of another session, too,
