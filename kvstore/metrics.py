@@ -18,6 +18,8 @@ _PLAIN: Final = (
     "load_runs",
     "load_blocks",
     "load_bytes",
+    "probe_blocks",  # read for the sake of measuring, and for no request
+    "probe_bytes",
     "save_segments",
     "save_bytes",
     "note_failures",

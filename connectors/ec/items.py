@@ -25,13 +25,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from connectors.ec.engine import ECEngine
-from connectors.ec.messages import StagedItem
+from connectors.ec.messages import NOBODY, StagedItem, User
 from connectors.ec.staging import StagingFolder
+from connectors.engine.sessions.telling import tell
 from connectors.telemetry.metrics import Tally
 from connectors.telemetry.ways import FARTHEST
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.index.port import Run
-from kvstore.keys import ContentKey, SaltId, digest
+from kvstore.index.sessions import USE
+from kvstore.keys import ContentKey, SaltId, SegmentId, digest
 from kvstore.store.reading import PayloadLate
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -58,6 +60,9 @@ class Item:
     name: str = ""
     #: The request that had it looked up.
     asked_by: str = ""
+    #: Its last user, as far as the index was told, and its segment, which is known by the time it is staged.
+    user: User = NOBODY
+    segment: SegmentId | None = None
     #: Whether other requests have asked for it before; known by the time the outcome is.
     asked_before: bool = False
     #: Whether the index has it, so that what its request waits for are its bytes.
@@ -142,7 +147,7 @@ class Items:
         self._items[key] = Item(time.monotonic(), "saving")
         self._items.move_to_end(key)
 
-    def look(self, key: ContentKey, request_id: str, *, not_before: float | None = None) -> Item:
+    def look(self, key: ContentKey, request_id: str, user: User, *, not_before: float | None = None) -> Item:
         """Returns the item; looks it up unless the answer is known, and gives it up at its deadline.
 
         An answer "unavailable" counts only if the store was asked at or after `not_before`.
@@ -150,16 +155,16 @@ class Items:
         now = time.monotonic()
         item = self._items.get(key)
         if item is None or (item.outcome is not None and self._outdated(item, request_id, now, not_before)):
-            item = self._fetch(key, now, request_id)
+            item = self._fetch(key, now, request_id, user)
         if item.outcome is None and now - item.asked_at >= self._settings.fetch_deadline_s:
             self._abandon(item)
         return item
 
-    def look_again(self, key: ContentKey, request_id: str, *, waited_s: float) -> None:
+    def look_again(self, key: ContentKey, request_id: str, user: User, *, waited_s: float) -> None:
         """Look an item up once more that was unavailable a moment ago, with growing pauses."""
         now = time.monotonic()
         if now - self._items[key].asked_at > max(_AGAIN_S, waited_s / 4):
-            self._fetch(key, now, request_id)
+            self._fetch(key, now, request_id, user)
 
     def _outdated(self, item: Item, request_id: str, now: float, not_before: float | None) -> bool:
         if item.outcome == "ready":
@@ -186,9 +191,9 @@ class Items:
         finally:
             item.lock.release()
 
-    def _fetch(self, key: ContentKey, now: float, request_id: str) -> Item:
+    def _fetch(self, key: ContentKey, now: float, request_id: str, user: User) -> Item:
         last = self._items.pop(key, None)
-        item = self._items[key] = Item(now, asked_by=request_id)
+        item = self._items[key] = Item(now, asked_by=request_id, user=user)
         noted = last is not None and last.asked_by == request_id
         if last is not None and noted:
             # The same request is still waiting: noted again, it would be its own first use.
@@ -203,25 +208,29 @@ class Items:
 
     def _look_up(self, key: ContentKey, item: Item, *, note: bool) -> None:
         """Asks the index and, if it has the item, queues the read. Runs on a call thread."""
-        match = self._space.match(digest(key))
+        user = item.user
+        match = self._space.match(digest(key), session=user.session)
         if not match.runs:
             # Set before the outcome, which lets the engine encode the item and ask whether to save it.
             if note:
                 item.asked_before = self._space.note(digest(key)) > 0
             item.outcome = match.reason
             return
-        item.reading = self._consumer
+        item.reading, item.segment = self._consumer, match.runs[0].segment
         item.asked_before = True  # else it would not be stored; if it is damaged, it is saved anew
         if not self._consumer:
             item.outcome = "stored"
-            self._space.touch([match.runs[0].segment])
-        elif not self._store.transfers.read(lambda: self._read(key, item, match.runs[0])):
+            if user.session:
+                self._space.session(user.session, [item.segment], salt=user.salt)
+            else:
+                self._space.touch([item.segment])
+        elif not self._store.transfers.read(lambda: self._read(key, item, user, match.runs[0])):
             self._store.counters.miss("capacity", 1)
             item.outcome = "capacity"
         if note:
             self._space.note(digest(key))
 
-    def _read(self, key: ContentKey, item: Item, run: Run) -> None:
+    def _read(self, key: ContentKey, item: Item, user: User, run: Run) -> None:
         """Reads, verifies and stages the item. Runs on a transfer thread."""
         outcome = "error"
         try:
@@ -246,7 +255,10 @@ class Items:
                 outcome = "ready"
             self._tally.timed("fetch_seconds", time.monotonic() - item.asked_at)
             self._tally.add(f"fetched_items{{{tier}}}")
-            self._store.transfers.call(lambda: self._space.touch([run.segment]))
+            if user.session:
+                tell(self._store, self._space, user.session, user.salt, [run.segment], USE)
+            else:
+                self._store.transfers.call(lambda: self._space.touch([run.segment]))
         except KVStoreError as exc:
             # A payload that is not uploaded yet is as good as not stored yet.
             reason = self._space.not_loaded.note(1, exc, run.segment)

@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
 
 from connectors.telemetry.metrics import Report, merge
-from kvstore.keys import ContentKey, SaltId
+from kvstore.keys import NO_SALT, NO_SESSION, ContentKey, SaltId, SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """The user of an item: the ids of a request's session and of its salt, if it has them."""
+
+    session: SessionId = NO_SESSION
+    salt: SaltId = NO_SALT
+
+
+#: A request with neither.
+NOBODY = User()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +49,8 @@ class ECStoreMetadata(ECConnectorMetadata):
     saves: dict[str, ContentKey] = field(default_factory=dict)
     #: The same, of items that an earlier step encoded and the workers still have.
     held: dict[str, ContentKey] = field(default_factory=dict)
-    #: The salts' ids of those of both that came with one.
-    salts: dict[ContentKey, SaltId] = field(default_factory=dict)
+    #: Whose requests bring them, of those of both that have a salt or a session.
+    users: dict[ContentKey, User] = field(default_factory=dict)
 
 
 @dataclass

@@ -40,10 +40,11 @@ from connectors.ec.ahead import Ahead
 from connectors.ec.announcements import Announcements
 from connectors.ec.engine import ECEngine
 from connectors.ec.items import Item, Items
-from connectors.ec.messages import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
+from connectors.ec.messages import NOBODY, ECStoreMetadata, ECStoreWorkerMetadata, StagedItem, User
 from connectors.ec.observer import ECObserver
 from connectors.ec.promises import Promises
 from connectors.ec.staging import StagingFolder
+from connectors.ec.uses import ItemUses
 from connectors.engine.contents import MOST_NAME, Contents, loaded
 from connectors.engine.guard import guarded
 from connectors.engine.new_weights import empty, follow
@@ -51,7 +52,7 @@ from connectors.engine.step import RequestView, StepView, items_ahead
 from connectors.telemetry.metrics import Report
 from connectors.weights import UNNAMED
 from kvstore.errors import CorruptPayload
-from kvstore.keys import ContentKey, SaltId, canonical_json, item_key, salt_id
+from kvstore.keys import ContentKey, canonical_json, item_key
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 
@@ -100,7 +101,8 @@ class ECScheduler:
         self._loads: dict[str, StagedItem] = {}
         self._saves: dict[str, ContentKey] = {}
         self._saves_held: dict[str, ContentKey] = {}
-        self._salts: dict[ContentKey, SaltId] = {}
+        self._savers: dict[ContentKey, User] = {}
+        self._uses = ItemUses(store)
         self._ahead = Ahead(store, consumer=engine.consumer)
         self._open(space)
         follow(self)
@@ -109,6 +111,7 @@ class ECScheduler:
     def _open(self, space: Space) -> None:
         self._space: Space | None = space
         self._observer.entered(space)
+        self._uses.use(space)
         self._namespace_json = canonical_json(space.namespace)
         self._items = Items(self._store, space, self._staging, self._observer.tally, self._engine)
         space.register_soon()
@@ -163,7 +166,8 @@ class ECScheduler:
         )
         since = self._waits.setdefault(request.request_id, {}).setdefault(key, time.monotonic())
         # The request may have been sent to repair what was found out before it came.
-        item = self._items.look(key, request.request_id, not_before=since if announced or not here else None)
+        least = since if announced or not here else None
+        item = self._items.look(key, request.request_id, self._uses.by(request), not_before=least)
         if item.outcome is None:
             # It is looked up again for a request that found no place in a batch, or by another one: nobody
             # waits for that twice.
@@ -202,7 +206,7 @@ class ECScheduler:
         waited_s = time.monotonic() - self._waits[request.request_id][key]
         if waited_s >= self._deadline_s:
             return False
-        self._items.look_again(key, request.request_id, waited_s=waited_s)
+        self._items.look_again(key, request.request_id, self._uses.by(request), waited_s=waited_s)
         return True
 
     def _unavailable_item(self, request: RequestView, key: ContentKey, item: Item) -> bool:
@@ -271,6 +275,7 @@ class ECScheduler:
         if item is not None and item.staged is not None and self._promises.hand_over(key, item.name):
             self._loads[identifier] = item.staged
             self._observer.loaded(view.request_id, item.staged, again=item.used)
+            self._uses.again(view, item)
             item.used = True
             if (content := self._contents.of(view, index)) is not None:
                 loaded(identifier, content)
@@ -295,8 +300,8 @@ class ECScheduler:
             self._observer.not_admitted(request.request_id, key)
 
     def _saving(self, request: RequestView, key: ContentKey) -> None:
-        if request.cache_salt:
-            self._salts[key] = salt_id(request.cache_salt)
+        if (user := self._uses.by(request)) != NOBODY:
+            self._savers[key] = user
         self._observer.saving(request.request_id, key)
         self._items.saving(key)
 
@@ -324,13 +329,13 @@ class ECScheduler:
         loads, self._loads = self._loads, {}
         saves, self._saves = self._saves, {}
         held, self._saves_held = self._saves_held, {}
-        salts, self._salts = self._salts, {}
+        savers, self._savers = self._savers, {}
         self._promises.end_pass()
         self._ahead.step()
         self._observer.tick()
         self._items.tick()
         namespace = self._namespace_json if loads or saves or held else None
-        return ECStoreMetadata(namespace, loads, saves, held, salts)
+        return ECStoreMetadata(namespace, loads, saves, held, savers)
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
         """Unpin what the workers have loaded, and pass on what they report."""
@@ -348,7 +353,8 @@ class ECScheduler:
     def request_finished(self, request: Request) -> dict[str, Any] | None:
         """Forget the request, however it ended; a producer announces which of its items are stored."""
         view = RequestView(request)
-        self._waits.pop(view.request_id, None)
+        looked_up = self._waits.pop(view.request_id, {})
+        self._uses.ends(view, map(self._items.get, looked_up))
         self._ahead.gone(view.request_id)
         self._unavailable.discard(view.request_id)
         self._observer.tick(idle=True)
@@ -382,7 +388,7 @@ class ECScheduler:
         self._held.clear()
         self._saves.clear()
         self._saves_held.clear()
-        self._salts.clear()
+        self._savers.clear()
         if weights is not None:
             namespace = self._first.model_copy(update={"weights": weights})
             self._open(self._store.open(namespace))
@@ -391,6 +397,7 @@ class ECScheduler:
     def _leave(self) -> None:
         space, self._space = self._space, None
         self._observer.entered(None)
+        self._uses.use(None)
         if space is not None and space.namespace.weights.startswith(UNNAMED):
             self._store.transfers.errand(0, lambda: empty(space))
 

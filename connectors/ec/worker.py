@@ -21,13 +21,13 @@ import torch
 
 from connectors.ec.cost import Encoding
 from connectors.ec.memory import ItemCopy, ItemMemory
-from connectors.ec.messages import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
+from connectors.ec.messages import NOBODY, ECStoreMetadata, ECStoreWorkerMetadata, StagedItem, User
 from connectors.ec.metrics import RENAMED, no_gauges
 from connectors.engine.tensors import TORCH_DTYPES, HostCopy
 from connectors.telemetry.metrics import Tally
 from kvstore.errors import KVStoreError
 from kvstore.format.segment import Slot
-from kvstore.keys import NO_SALT, ContentKey, SaltId
+from kvstore.keys import ContentKey
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from schemas.namespace import Namespace
@@ -104,7 +104,7 @@ class ECWorker:
     def _save(
         self, metadata: ECStoreMetadata, key: ContentKey, tensor: torch.Tensor, encoding: Encoding | None
     ) -> None:
-        space, salt = self._space, metadata.salts.get(key, NO_SALT)
+        space, user = self._space, metadata.users.get(key, NOBODY)
         if space is None or not self._saves():
             return
         if tensor.dim() != 2 or tensor.dtype != self._dtype:
@@ -117,7 +117,7 @@ class ECWorker:
         if copy is None:
             self._dropped(key)
             return
-        write = partial(self._write, space, key, salt, copy, encoding, time.monotonic())
+        write = partial(self._write, space, key, user, copy, encoding, time.monotonic())
 
         def discard() -> None:
             copy.wait()
@@ -175,7 +175,7 @@ class ECWorker:
         self,
         space: Space,
         key: ContentKey,
-        salt: SaltId,
+        user: User,
         copy: HostCopy | ItemCopy,
         encoding: Encoding | None,
         since: float,
@@ -185,7 +185,8 @@ class ECWorker:
         try:
             data, dtype, shape = copy.wait()
             cost_us = encoding.cost_us(shape[0]) if encoding is not None else 0
-            saved = space.save([Slot(key, data, dtype, shape)], cost_us=cost_us, salt=salt)
+            slot = Slot(key, data, dtype, shape)
+            saved = space.save([slot], cost_us=cost_us, salt=user.salt, session=user.session)
             outcome = saved.outcome
             if saved.stored:
                 self._tally.timed("save_seconds", time.monotonic() - since)

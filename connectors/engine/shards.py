@@ -67,13 +67,15 @@ def read_part(
     into: Sequence[memoryview],
     end: float,
     arrived: Callable[[], None] | None = None,
+    *,
+    probe: bool = False,
 ) -> None:
     """Fill `into[i]` with this rank's part of the run's i-th block, verified, by the monotonic time `end`.
 
     Raises KVStoreError; the buffers may then hold anything. The blocks of every part that is touched are read
     and verified whole: a checksum covers a slot of one part. The extra memory for that is no more than the
     buffers have, or one block of the segment's part. `arrived` is called whenever all bytes of a part are
-    there, before they are verified.
+    there, before they are verified. A `probe` is counted apart.
     """
     shards, shard = group.page.shards, place.shard(group)
     parts = len(run.record.parts)
@@ -88,7 +90,7 @@ def read_part(
             raise DeadlineExceeded(f"load of segment {run.segment.hex()}: deadline passed")
         at = blocks.start - run.start
         own = keys[at : at + blocks.count]
-        space.load(blocks, own, buffers, rank=first + part, deadline_s=left, arrived=arrived)
+        space.load(blocks, own, buffers, rank=first + part, deadline_s=left, arrived=arrived, probe=probe)
 
     if cut == shards:
         load(shard, run, into)

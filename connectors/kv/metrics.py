@@ -58,6 +58,11 @@ COUNTERS: Final = (
     Metric("misses", "Blocks asked for or promised that did not come, by reason", "reason", MISS_REASONS),
     Metric("loaded_blocks", "Blocks, or a rank's parts of blocks, read and verified"),
     Metric("loaded_bytes", "Bytes of them"),
+    Metric(
+        "probed_blocks",
+        "Blocks, or a rank's parts of blocks, read to measure a tier, beside requests that compute",
+    ),
+    Metric("probed_bytes", "Bytes of them"),
     Metric("saves", "Blocks, or a rank's parts of blocks, offered for saving", "outcome", SAVE_OUTCOMES),
     Metric("save_failures", "Segments that could not be saved, by reason", "reason", MISS_REASONS),
     Metric("saved_segments", "Segments, or a rank's parts of segments, written"),
@@ -113,6 +118,8 @@ RENAMED: Final = {
     "outcomes_lost": "events{outcomes_lost}",
     "load_blocks": "loaded_blocks",
     "load_bytes": "loaded_bytes",
+    "probe_blocks": "probed_blocks",
+    "probe_bytes": "probed_bytes",
     "save_segments": "saved_segments",
 }
 

@@ -197,12 +197,14 @@ class Space:
         rank: int = 0,
         deadline_s: float | None = None,
         arrived: Callable[[], None] | None = None,
+        probe: bool = False,
     ) -> tuple[SlotMeta, ...]:
         """Reads one run of a match into the caller's buffers and verifies it; see reading.read_run.
 
-        Counts the outcome. A segment that fails verification is quarantined; one that can't be judged here is
-        not asked for again by this process, and nothing else happens to it. Raises KVStoreError,
-        and nothing else; the buffers are then not to be used.
+        Counts the outcome; of a `probe`, for which no request waits, apart and no miss. A segment that fails
+        verification is quarantined; one that can't be judged here is not asked for again by this process, and
+        nothing else happens to it. Raises KVStoreError, and nothing else; the buffers are then not to be
+        used.
         """
         end = time.monotonic() + (deadline_s or self.backends.settings.kv.load_deadline_s)
         payloads, keyring, gap_bytes = self.backends.payloads, self.backends.keyring, self.backends.gap_bytes
@@ -221,11 +223,13 @@ class Space:
                 gap_bytes=gap_bytes,
                 arrived=arrived,
             ),
+            probe=probe,
         )
-        counters = self.backends.counters
-        counters.add("load_runs")
-        counters.add("load_blocks", run.count)
-        counters.add("load_bytes", sum(view.nbytes for view in into))
+        counters, kind = self.backends.counters, "probe" if probe else "load"
+        if not probe:
+            counters.add("load_runs")
+        counters.add(f"{kind}_blocks", run.count)
+        counters.add(f"{kind}_bytes", sum(view.nbytes for view in into))
         return slots
 
     def load_item(
@@ -241,29 +245,30 @@ class Space:
         (slot,) = self.load(run, [key], [room], deadline_s=max(1e-3, end - time.monotonic()))
         return slot, room
 
-    def _read(self, run: Run, rank: int, read: Callable[[], _T]) -> _T:
+    def _read(self, run: Run, rank: int, read: Callable[[], _T], *, probe: bool = False) -> _T:
         """Runs a read of a run; counts its failure, and quarantines what failed verification."""
+        blocks = 0 if probe else run.count
         counters = self.backends.counters
         try:
             return self._read_twice(run, rank, read)
         except CorruptPayload as exc:
             log.debug("segment %s is unusable and is evicted: %s", run.segment.hex(), exc)
             self._quarantine.add(self.id, run.segment)
-            counters.miss(miss_reason(exc), run.count)
+            counters.miss(miss_reason(exc), blocks)
             raise
         except UnreadablePayload as exc:
             # It may be good: another process can tell. This one doesn't try again.
             log.debug("segment %s can't be used here and is left alone: %s", run.segment.hex(), exc)
             self._quarantine.mark([run.segment])
-            counters.miss(miss_reason(exc), run.count)
+            counters.miss(miss_reason(exc), blocks)
             raise
         except KVStoreError as exc:
-            counters.miss(miss_reason(exc), run.count)
+            counters.miss(miss_reason(exc), blocks)
             if isinstance(exc, BreakerOpen):
                 self._health.probe_payloads()
             raise
         except Exception as exc:
-            counters.miss("error", run.count)
+            counters.miss("error", blocks)
             raise KVStoreError(f"load failed: {exc!r}") from exc
 
     def _read_twice(self, run: Run, rank: int, read: Callable[[], _T]) -> _T:

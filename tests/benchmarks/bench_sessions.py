@@ -1,21 +1,22 @@
-"""What sessions cost the index in Redis: bytes of each, and the time of a call.
+"""What sessions cost the index in Redis: bytes of each of a million, and the time of a call.
 
     python -m tests.benchmarks.bench_sessions [--json FILE] [--sessions N] [--segments N]
 
-Commits the segments of many sessions without saying whose they are, then again as their sessions' own: the
-difference of Redis' memory is what sessions cost. Then the time of a call for one session of 64 segments, as
-the server counts it, beside a touch of the same segments.
+A million sessions in one Redis, first told to end and owning nothing, then with segments of their own, and
+what of its memory is theirs. Then the time of a call for one session of 64 segments, as the server counts it,
+beside a touch of the same segments.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,7 @@ from kvstore.conformance.index.chains import chain, namespace, record
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
-from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, new_segment_id, session_id
+from kvstore.keys import NO_SALT, SegmentId, new_segment_id, session_id
 from schemas.settings import RedisSettings
 from tests.servers.redis import RedisServer
 
@@ -65,55 +66,51 @@ class _Piped:
         self._pipe.execute()
 
 
-def _memory(client: redis.Redis) -> int:
-    return int(cast(Any, client.info("memory"))["used_memory"])
+def _memory(client: redis.Redis, *keys: str) -> int:
+    """Returns how many bytes some keys of Redis take, all of their entries counted; without keys all do."""
+    if not keys:
+        return int(cast(Any, client.info("memory"))["used_memory"])
+    return sum(int(cast(Any, client.memory_usage(key, samples=0)) or 0) for key in keys)
 
 
-def _grown(work: Callable[[RedisIndex, NamespaceId], None]) -> int:
-    """Returns by how many bytes a Redis grows with what a function sends."""
+def _bytes(sessions: int, segments: int) -> Iterator[Row]:
+    """Yields what so many sessions take in one Redis: told to end, and then with segments of their own."""
+    made, mine = record(1), chain(1)
     with (
         tempfile.TemporaryDirectory() as folder,
         RedisServer(Path(folder)).start() as server,
-        redis.Redis.from_url(server.url, protocol=2) as client,
+        redis.Redis.from_url(server.url, protocol=2, socket_timeout=600) as client,
+        RedisIndex.from_settings(server.url, RedisSettings(timeout_s=10)) as index,
     ):
-        with RedisIndex.from_settings(server.url, RedisSettings(timeout_s=10)) as index:
-            name = index.register(namespace(), expected_blocks=1_000_000)
-            before = _memory(client)
-            pipe = _Piped(client)
-            work(RedisIndex(cast(RedisClient, pipe)), name)
-            pipe.flush()
-            return _memory(client) - before
-
-
-def _bytes(sessions: int, segments: int) -> list[Row]:
-    made, mine = record(1), chain(1)
-
-    def commit(index: RedisIndex, name: NamespaceId, *, owned: bool) -> None:
-        for number in range(sessions):
-            session = session_id(NO_SALT, str(number)) if owned else NO_SESSION
+        name = index.register(namespace(), expected_blocks=1_000_000)
+        before, pipe = _memory(client), _Piped(client)
+        piped, all_of_them = RedisIndex(cast(RedisClient, pipe)), range(sessions)
+        ids = [session_id(NO_SALT, str(number)) for number in all_of_them]
+        for session in ids:
+            piped.session(name, session, [], time.time(), Hint(end=True))
+        pipe.flush()
+        bare = _memory(client) - before
+        yield Row("a session that was told to end and owns nothing", bare / sessions, "bytes")
+        yield Row(f"all {sessions:,} of them", bare, "bytes")
+        for number in all_of_them:
             for at in range(segments):
                 segment = SegmentId((number * segments + at + 1).to_bytes(8, "little"))
-                index.commit(name, segment, mine, made, rank=0, ranks=1, session=session)
-
-    def end(index: RedisIndex, name: NamespaceId) -> None:
-        for number in range(sessions):
-            index.session(name, session_id(NO_SALT, str(number)), [], time.time(), Hint(end=True))
-
-    without = _grown(lambda index, name: commit(index, name, owned=False))
-    owned = _grown(lambda index, name: commit(index, name, owned=True))
-    bare = _grown(end)
-    return [
-        Row(f"a session with {segments} own segments", (owned - without) / sessions, "bytes"),
-        Row(f"its segments themselves (a block each), {segments} of them", without / sessions, "bytes"),
-        Row("a session that was told to end and owns nothing", bare / sessions, "bytes"),
-        Row("all sessions", owned - without, "bytes"),
-    ]
+                piped.commit(name, segment, mine, made, rank=0, ranks=1, session=ids[number])
+        pipe.flush()
+        parts = ("owner", "sessions:0", "sessions:1")
+        owned = _memory(client, *(f"kvs:{{{name}}}:{part}" for part in parts))
+        rest = _memory(client) - before - owned
+        yield Row(f"a session with {segments} own segments", owned / sessions, "bytes")
+        yield Row(f"all {sessions:,} of them", owned, "bytes")
+        yield Row(f"{segments} of its segments themselves, a block each", rest / sessions, "bytes")
 
 
-def _times(server: RedisServer) -> list[Row]:
+def _times() -> list[Row]:
     rows = []
     session = session_id(NO_SALT, "chat")
     with (
+        tempfile.TemporaryDirectory() as folder,
+        RedisServer(Path(folder)).start() as server,
         redis.Redis.from_url(server.url, protocol=2) as client,
         RedisIndex.from_settings(server.url, RedisSettings(timeout_s=10)) as index,
     ):
@@ -160,13 +157,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs it; see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--sessions", type=int, default=100_000)
-    parser.add_argument("--segments", type=int, default=4)
+    parser.add_argument("--sessions", type=int, default=1_000_000)
+    parser.add_argument("--segments", type=int, default=1)
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)).start() as server:
-        rows = [*_times(server), *_bytes(options.sessions, options.segments)]
-    for row in rows:
-        print(f"{row.what:60} {row.value:14,.0f} {row.unit}")
+    rows = []
+    for row in itertools.chain(_bytes(options.sessions, options.segments), _times()):
+        rows.append(row)
+        print(f"{row.what:60} {row.value:14,.0f} {row.unit}", flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     return 0

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from connectors.engine.sessions.hints import Hints
 from kvstore.index.port import Run
 from kvstore.index.sessions import USE, Hint
-from kvstore.keys import SaltId, SegmentId
+from kvstore.keys import SaltId, SegmentId, SessionId
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 
@@ -55,10 +55,16 @@ class SessionTeller:
             self._tell(hints, salt, segments, Hint(hints.end, until_s, hints.priority))
 
     def _tell(self, hints: Hints, salt: SaltId, segments: list[SegmentId], hint: Hint) -> None:
-        space = self._space
+        tell(self._store, self._space, hints.session, salt, segments, hint)
 
-        def call() -> None:
-            space.session(hints.session, segments, hint, salt=salt)
 
-        if not self._store.transfers.call(call):
-            self._store.counters.add("session_failures")
+def tell(
+    store: Store, space: Space, session: SessionId, salt: SaltId, segments: list[SegmentId], hint: Hint
+) -> None:
+    """Have the index told of a session's use, on a call thread; from any thread."""
+
+    def call() -> None:
+        space.session(session, segments, hint, salt=salt)
+
+    if not store.transfers.call(call):
+        store.counters.add("session_failures")

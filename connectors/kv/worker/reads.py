@@ -150,7 +150,7 @@ class KVReads:
             chunk = self._memory.loads.try_acquire(piece.run.count * slot_bytes)
             if chunk is not None:
                 self._pace.begin(piece, tier)
-                self._read(space, piece, chunk, end)
+                self._read(space, piece, chunk, end, probe=True)
                 arrived = True
         except KVStoreError as exc:
             log.debug("a read for the sake of measuring failed: %s", exc)
@@ -168,12 +168,16 @@ class KVReads:
         chunk: Chunk,
         end: float,
         arrived: Callable[[], None] | None = None,
+        *,
+        probe: bool = False,
     ) -> None:
-        """Fill a chunk with a piece's verified blocks. `arrived` is read_part's. Raises KVStoreError."""
+        """Fill a chunk with a piece's verified blocks. `arrived` and `probe` are read_part's. Raises
+        KVStoreError."""
         run, number = piece.run, piece.group.group
         keys = [block_key(one, number) for one in piece.group.hashes[piece.cut()]]
         into = chunk.views(run.count, self._memory.caches[number].slot_bytes)
-        read_part(space, self._memory.groups[number], self._place, run, keys, into, end, arrived)
+        group = self._memory.groups[number]
+        read_part(space, group, self._place, run, keys, into, end, arrived, probe=probe)
 
     def abandon(self) -> None:
         """Make all loads that are under way fail: what they bring must not be used."""

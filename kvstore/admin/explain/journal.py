@@ -43,6 +43,12 @@ _RULES = {
     "repair": "taken out by a repair, which found it damaged",
 }
 
+_FATES: dict[str, str] = {
+    "ended": "its session had ended: what only that had used goes before all else",
+    "expired": "it was to be retained until a time that was over, and nobody had used it since",
+    "retained": "it was still retained, but all else had gone",
+}
+
 _CAUSES: frozenset[str] = frozenset(Cause.__args__)  # type: ignore[attr-defined]
 
 
@@ -126,7 +132,8 @@ class NamespaceJournal:
 
     def _evicted(self, event: Event) -> Finding:
         segment = event.segment or SegmentId(b"")
-        return _finding("evicted", _told(event), event.at_s, str(event.rule or ""), segment)
+        found = _finding("evicted", _told(event), event.at_s, str(event.rule or ""), segment)
+        return found.model_copy(update={"session": event.session.hex()})
 
     def _by_state(self, segment: SegmentId) -> Iterator[Finding]:
         """Yields what the index says of a segment whose eviction the journal doesn't know."""
@@ -249,4 +256,7 @@ def _told(event: Event) -> str:
     """Returns why something went, and who did it if the journal has a name."""
     rule = str(event.rule or "")
     text = _RULES.get(rule, f"evicted ({rule or 'no rule is given'})")
+    if event.fate:
+        text += f"; {_FATES.get(event.fate, event.fate)}"
+        text += f" (session {event.session.hex()})" if event.session else ""
     return f"{text}; {written(event.by)} did it" if event.by else text

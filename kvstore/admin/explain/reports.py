@@ -64,7 +64,7 @@ class Finding(StrictModel):
     segment: str = ""
     request: str = ""
     namespace: str = ""
-    #: (stored) The session that alone has used it; "" if there are several, or none.
+    #: (stored) The session that alone has used it; (evicted) the one the text tells of; "": none is known.
     session: str = ""
     #: (elsewhere) In what the namespaces differ: `a` is the value of the one asked, `b` that of the other.
     differences: tuple[Difference, ...] = ()

@@ -12,6 +12,7 @@ from kvstore.admin.described import described
 from kvstore.admin.serve.highlights import Highlights
 from kvstore.admin.serve.history import History
 from kvstore.admin.serve.reports import BlockTotals, Held, ServedNamespace, ServedQuota
+from kvstore.admin.serve.sessions import SessionRounds
 from kvstore.errors import DamagedIndex, DeadlineExceeded
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Account, FullIndex
@@ -54,13 +55,15 @@ class Look:
 
 
 class IndexCollector:
-    """Looks at the index, and fills `history` and `highlights`. For one thread; any may read those two."""
+    """Looks at the index, and fills `history`, `highlights` and `sessions`. For one thread; any may read
+    those."""
 
     def __init__(
         self,
         settings: Settings,
         history: History,
         highlights: Highlights,
+        sessions: SessionRounds,
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -68,6 +71,7 @@ class IndexCollector:
         self._settings = settings
         self._history = history
         self._highlights = highlights
+        self._sessions = sessions
         self._clock = clock
         self._monotonic = monotonic
         self._growth = Growth()
@@ -77,6 +81,7 @@ class IndexCollector:
         #: The namespaces that are told apart.
         self._places: set[NamespaceId] = set()
         self._named: Sequence[Account] = ()
+        self._capacity = settings.capacity_bytes
         #: Namespaces that existed before this process: what they had counted by then is not added here.
         self._at_start: set[NamespaceId] | None = None
         self._next_other = 0
@@ -120,7 +125,7 @@ class IndexCollector:
             memory=index.memory(),
         )
         self._history.sample(now, total.stored_bytes)
-        self._named = named
+        self._named, self._capacity = named, look.capacity_bytes
         return look
 
     def highlight(self, index: FullIndex) -> None:
@@ -134,6 +139,8 @@ class IndexCollector:
             self._highlights.read_uses(index, self._named, on_time, cost_aware=cost_aware)
             self._highlights.read_journal(index, names, on_time)
             self._highlighted_at = now
+        on_time()
+        self._sessions.read(index, names, int(self._settings.sessions.retain_share * self._capacity))
 
     def _deadline(self) -> Callable[[], None]:
         """Returns a function to call between calls of the index; it raises if the look takes too long."""

@@ -3,7 +3,8 @@
 Two threads look at it, one at the index, one at the payloads. Every request to the server is answered from
 what they saw last: it never waits for a backend, and ten scrapers cost no more than none.
 
-A look at the index is a few round trips, and two or three for each of its largest namespaces. A look that
+A look at the index is a few round trips, and two or three for each of its largest namespaces; half a second
+of it goes to the sessions, if there are many. A look that
 takes too long is broken off, so that the loop turns whatever the index does.
 """
 
@@ -23,6 +24,7 @@ from kvstore.admin.serve.collector import IndexCollector, Look
 from kvstore.admin.serve.highlights import Highlights
 from kvstore.admin.serve.history import History
 from kvstore.admin.serve.reports import Answering, FaultLine, Held, ServingReport
+from kvstore.admin.serve.sessions import SessionRounds
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import FullIndex
 from kvstore.janitor.reports import JanitorState
@@ -67,8 +69,9 @@ class Monitor:
         self._started_s = now
         self._history = History(now)
         self._highlights = Highlights(now)
+        self._sessions = SessionRounds(clock, monotonic)
         self._collector = IndexCollector(
-            cache.settings, self._history, self._highlights, clock=clock, monotonic=monotonic
+            cache.settings, self._history, self._highlights, self._sessions, clock=clock, monotonic=monotonic
         )
         self._opening = threading.Lock()
         self._lock = threading.Lock()
@@ -228,6 +231,7 @@ class Monitor:
             coldest=highlights.coldest,
             evictions=highlights.evictions,
             evictions_by_rule=highlights.by_rule,
+            sessions=self._sessions.seen,
             faults=tuple(faults),
             gains=highlights.gains,
             asked_blocks=sum(line.blocks.asked for line in lines),

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from kvstore.admin.curate.reports import SessionLine
 from kvstore.admin.reports import FastBackend
 from kvstore.janitor.reports import JanitorState
 from schemas.base import StrictModel
@@ -152,6 +153,25 @@ class GainLine(StrictModel):
     blocks: int
 
 
+class ServedSessions(StrictModel):
+    """The sessions that the index remembers of the namespaces that are told apart.
+
+    Reading all of them may take several looks, so states and the largest are of `read_s`: None, they are of
+    those that were met so far. One that is used meanwhile may count twice.
+    """
+
+    live: int = 0
+    retained: int = 0
+    ended: int = 0
+    #: Bytes that are retained, and that may be: `sessions.retain_share` of the store's quota. Smaller quotas
+    #: bound a namespace, a tenant and a salt besides.
+    retained_bytes: int = 0
+    allowed_bytes: int = 0
+    #: Those that own most, the largest first.
+    largest: tuple[SessionLine, ...] = ()
+    read_s: float | None = None
+
+
 class ServingReport(StrictModel):
     """All that the server knows. What comes from the index is as of `looked_s`."""
 
@@ -179,6 +199,7 @@ class ServingReport(StrictModel):
     #: The last evictions, the newest first; and the number by rule since this server began.
     evictions: tuple[EvictionLine, ...]
     evictions_by_rule: dict[str, int]
+    sessions: ServedSessions
     #: The last faults, the newest first.
     faults: tuple[FaultLine, ...]
     #: Gains, ascending; each includes those before it. `asked_blocks` are all ever asked for, to compare them

@@ -32,6 +32,7 @@ from kvstore.conformance.index.maintained import (
 )
 from kvstore.errors import NamespaceUnknown
 from kvstore.index.contract import BadArgument
+from kvstore.index.port import CommitState
 from kvstore.index.sessions import (
     ENDED_MINUTE,
     HIGH_S,
@@ -149,6 +150,30 @@ class SessionConformance(Maintained):
         assert set(index.owned(name, ALICE)) == set(segments[3:])
         assert index.session(name, ALICE, [], CREATED_S, END).demoted == MOST_SEGMENTS
 
+    def test_what_is_committed_again_is_listed_once(
+        self, index: Any, catalogue: Any, name: NamespaceId
+    ) -> None:
+        digests = chain(6)
+        own = save(index, name, digests, ALICE)
+        for _ in range(2):
+            assert catalogue.unlist(name, own[:1]) == 1
+            again = record(2)
+            state = index.commit(
+                name, own[0], part_of(digests, 0, 2), again, rank=0, ranks=1, session=ALICE, allowance=ALL
+            )
+            assert state is CommitState.VISIBLE
+        found = self.find(catalogue, name, ALICE)
+        assert found is not None
+        assert (found.segments, found.nbytes) == (3, 3 * ONE)
+        told = index.session(name, ALICE, [], CREATED_S, END)
+        assert (told.segments, told.demoted) == (3, 3)
+        # It counts once against the most that a record lists, as what was saved last.
+        most = MOST_SEGMENTS - len(own)
+        more = save(index, name, chain(2 * most, seed="more"), ALICE)
+        assert set(catalogue.owners(name, [*own, *more])) == {ALICE}
+        save(index, name, chain(4, seed="over"), ALICE)
+        assert catalogue.owners(name, own) == [ALICE, NO_SESSION, NO_SESSION]
+
     def test_nothing_is_remembered_of_a_session_that_owns_nothing(
         self, index: Any, catalogue: Any, name: NamespaceId
     ) -> None:
@@ -257,6 +282,50 @@ class SessionConformance(Maintained):
         assert (found.state, found.segments) == ("ended", 2)
 
     # retain
+
+    def test_an_eviction_remembers_what_was_told(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
+        carol, dave = session_id(NO_SALT, "carol"), session_id(NO_SALT, "dave")
+        ended, shared = save(index, name, chain(4), ALICE)
+        waits = save(index, name, chain(2, seed="waits"), BOB)
+        waited = save(index, name, chain(2, seed="waited"), carol)
+        live = save(index, name, chain(2, seed="live"), dave)
+        nobodys = put(index, name, chain(2, seed="n"))
+        index.touch(name, [shared], CREATED_S)
+        index.session(name, ALICE, [], CREATED_S, END)
+        index.session(name, BOB, [nobodys], CREATED_S, later(600), allowance=ALL)
+        while index.session(name, carol, [], CREATED_S, later(1.6), allowance=ALL).state != "retained":
+            pass
+        while catalogue.find_sessions(name, [carol])[0].state == "retained":
+            time.sleep(0.1)
+        gone = [ended, shared, *waits, nobodys, *waited, *live]
+        assert evict(catalogue, name, gone, rule="capacity") == 6
+        told = {one.segment: (one.fate, one.session) for one in catalogue.events(name) if one.op == "evict"}
+        assert told == {
+            ended: ("ended", ALICE),
+            shared: (None, NO_SESSION),
+            waits[0]: ("retained", BOB),
+            nobodys: ("retained", NO_SESSION),
+            waited[0]: ("expired", carol),
+            live[0]: (None, NO_SESSION),
+        }
+
+    @pytest.mark.parametrize("by", ["cull", "evict"])
+    def test_only_evictions_of_quotas_remember_what_was_told(
+        self, index: Any, catalogue: Any, name: NamespaceId, by: str
+    ) -> None:
+        own = save(index, name, chain(6), ALICE)
+        index.session(name, ALICE, [], CREATED_S, END)
+        assert evict(catalogue, name, own[2:], rule="bad") == 1
+        if by == "cull":
+            assert cull(catalogue, name) == own[1::-1]
+        else:
+            assert evict(catalogue, name, own[1::-1], rule="tenant_quota") == 2
+        done = [(one.segment, one.fate, one.session) for one in catalogue.events(name) if one.op == "evict"]
+        assert done == [
+            (own[2], None, NO_SESSION),
+            (own[1], "ended", ALICE),
+            (own[0], "ended", ALICE),
+        ]
 
     def test_what_is_retained_survives_all_else(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         shared = put(index, name, chain(2))

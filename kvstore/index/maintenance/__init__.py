@@ -41,7 +41,7 @@ from kvstore.index.maintenance.catalogue import (
     SegmentState,
     Usage,
 )
-from kvstore.index.maintenance.journal import Event, Ghosts, Journal, Operation, Operations
+from kvstore.index.maintenance.journal import Event, Fate, Ghosts, Journal, Operation, Operations
 from kvstore.index.maintenance.removal import Candidate, Erased, Removal
 from kvstore.index.maintenance.repair import Reconciled, Repair
 from kvstore.index.port import EngineIndex
@@ -56,6 +56,7 @@ __all__ = [
     "Entry",
     "Erased",
     "Event",
+    "Fate",
     "FullIndex",
     "Ghosts",
     "Heat",

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvstore.index.port import Outcome, OutcomeSink
-from kvstore.keys import Digest, NamespaceId, SegmentId
+from kvstore.keys import NO_SESSION, Digest, NamespaceId, SegmentId, SessionId
 from schemas.records import EvictionRule
+
+#: What sessions had to do with a segment that a quota evicted (kvstore.index.sessions). `ended`: the session
+#: that alone had used it had ended. `retained`: it still was, and went because all else had gone. `expired`:
+#: it, or all that its session used, was to be retained until a time that was over, and nobody used it since.
+Fate = Literal["ended", "retained", "expired"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,10 @@ class Event:
     #: The operator or janitor that did it, as the index was opened with; "" for an engine, and for what an
     #: older release did.
     by: str = ""
+    #: (evict, by a quota) What had been told of it; None: nothing that the index still knew.
+    fate: Fate | None = None
+    #: (with a fate) The session that alone had used it; empty if none had.
+    session: SessionId = NO_SESSION
 
 
 @dataclass(frozen=True, slots=True)

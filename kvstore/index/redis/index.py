@@ -39,8 +39,8 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     kvs:{ns}:erased          hash     salt id, or "" for all of the namespace -> unix s; what was computed
                                       until then is not committed any more. Outlives the namespace
     kvs:{ns}:events          stream   ring of changes: op, segment, first and last digest, depth, slots,
-                                      bytes, rule, and of what was done by name also by; about
-                                      journal.events of them
+                                      bytes, rule; of what was done by name also by; of what was told
+                                      of (fate.lua) also fate and session; about journal.events
     kvs:{ns}:outcomes        stream   ring of outcomes: at (unix s), request, op, asked, served, reason,
                                       position, first missing digest; about journal.outcomes of them
     kvs:{ns}:faults          stream   those of them whose reason means that something doesn't work, under the
@@ -139,7 +139,7 @@ _FIND = Script.load("find")
 _CLAIM = Script.load("claim", "holder", "walk")
 _COMMIT = Script.load("commit", "changes", "score", "generations", "forbidden", "retention", "sessions")
 _TOUCH = Script.load("touch", "score", "retention")
-_EVICT = Script.load("evict", "changes", "grace", "drop")
+_EVICT = Script.load("evict", "changes", "score", "retention", "grace", "fate", "drop")
 _NOTE = Script.load("note")
 
 #: The answer of register.lua for a namespace of a newer schema, which it must not touch.

@@ -20,11 +20,20 @@ from kvstore.index.contract import (
     totals,
 )
 from kvstore.index.eviction import ghost_bytes
-from kvstore.index.maintenance import Event, Ghosts, Journal, Operation, Operations
+from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations
 from kvstore.index.port import Outcome
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.values import OPERATIONS, RedisPart, key, number, understood
-from kvstore.keys import DIGEST_BYTES, SEGMENT_ID_BYTES, Digest, NamespaceId, SegmentId
+from kvstore.keys import (
+    DIGEST_BYTES,
+    NO_SESSION,
+    SEGMENT_ID_BYTES,
+    SESSION_ID_BYTES,
+    Digest,
+    NamespaceId,
+    SegmentId,
+    SessionId,
+)
 from schemas.records import EvictionRule
 
 _PAGE = 500
@@ -203,6 +212,10 @@ def _event(position: bytes, fields: dict[bytes, bytes]) -> Event:
         nbytes=number(fields[b"bytes"]),
         rule=cast(EvictionRule, fields[b"rule"].decode("ascii")) if fields[b"rule"] else None,
         by=fields.get(b"by", b"").decode("utf-8", "replace"),
+        fate=cast(Fate, fields[b"fate"].decode("ascii")) if fields.get(b"fate") else None,
+        session=SessionId(_sized(fields[b"session"], SESSION_ID_BYTES))
+        if fields.get(b"session")
+        else NO_SESSION,
     )
 
 

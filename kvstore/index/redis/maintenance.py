@@ -50,7 +50,7 @@ _REAPABLE_SLICE = 2000
 #: How often `reconcile` counts a namespace that changes meanwhile.
 _COUNT_TRIES = 4
 
-_CULL = Script.load("cull", "changes", "score", "grace", "drop", "retention")
+_CULL = Script.load("cull", "changes", "score", "retention", "grace", "fate", "drop")
 _SWEEP = Script.load("sweep", "buckets")
 _PIN = Script.load("pin", "changes", "pinnable")
 _UNPIN = Script.load("unpin", "changes", "pinnable")

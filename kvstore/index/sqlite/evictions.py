@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
+from kvstore.index.contract import QUOTA_RULES
 from kvstore.index.eviction import MINUTE_S
-from kvstore.index.maintenance import Usage
+from kvstore.index.maintenance import Fate, Usage
+from kvstore.index.sessions import ENDED_MINUTE
 from kvstore.index.sqlite.catalogue import USAGE, in_order
 from kvstore.index.sqlite.journal import Evicted, Writing
 from kvstore.index.sqlite.rows import NamespaceNumbers, account, add_to_trash, invalidated_generations
-from kvstore.keys import NamespaceId, SegmentId
+from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
 from schemas.records import EvictionRule
 
 #: Entries that one transaction looks at or drops, and rows that it erases.
@@ -117,17 +120,53 @@ def evict(
     rule: EvictionRule,
 ) -> list[SegmentId]:
     """Moves visible segments into the trash. Returns those that were visible."""
+    now = writing.clock()
+    fates = {one: _fate_of(db, place, one, now) for one in segments if rule in QUOTA_RULES}
     removed = remove(db, place, segments)
     for one in removed:
         add_to_trash(db, place.key, one.segment, one.ranks, delete_after_s)
     if removed:
-        writing.evicted(db, place.key, as_evicted(removed), rule)
+        writing.evicted(db, place.key, as_evicted(removed, fates), rule)
     return [one.segment for one in removed]
 
 
-def as_evicted(removed: Sequence[Removed]) -> list[Evicted]:
+def as_evicted(
+    removed: Sequence[Removed],
+    fates: Mapping[SegmentId, tuple[Fate | None, SessionId]] = MappingProxyType({}),
+) -> list[Evicted]:
     """Returns what the journal needs to know of removed segments."""
-    return [Evicted(one.segment, one.first, one.depth, one.slots, one.nbytes) for one in removed]
+    return [
+        Evicted(
+            one.segment,
+            one.first,
+            one.depth,
+            one.slots,
+            one.nbytes,
+            *fates.get(one.segment, (None, NO_SESSION)),
+        )
+        for one in removed
+    ]
+
+
+def _fate_of(
+    db: sqlite3.Connection, place: NamespaceNumbers, segment: SegmentId, now: float
+) -> tuple[Fate | None, SessionId]:
+    """Returns what was told of a visible segment, and the session that alone has used it, for the journal."""
+    row = db.execute(
+        "SELECT s.used, s.owner, r.until, o.until FROM segments AS s "
+        "LEFT JOIN retained AS r ON r.segment = s.key "
+        "LEFT JOIN sessions AS o ON o.namespace = ? AND o.id = s.owner "
+        "WHERE s.namespace = ? AND s.id = ?",
+        (place.key, place.generation, segment),
+    ).fetchone()
+    if row is None:
+        return None, NO_SESSION
+    used, session, until, told = row
+    if until is not None:
+        return ("retained" if until > now else "expired"), session
+    if session and used == ENDED_MINUTE:
+        return "ended", session
+    return ("expired", session) if session and told and told <= now else (None, NO_SESSION)
 
 
 def evict_incomplete(

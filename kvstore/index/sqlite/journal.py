@@ -27,10 +27,18 @@ from kvstore.index.contract import (
     totals,
 )
 from kvstore.index.eviction import ghost_bytes, ghost_step
-from kvstore.index.maintenance import Event, Ghosts, Journal, Operation, Operations, Usage
+from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations, Usage
 from kvstore.index.port import Outcome
 from kvstore.index.sqlite.rows import NamespaceNumbers, SqlitePart, place_of
-from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, split_digests
+from kvstore.keys import (
+    DIGEST_BYTES,
+    NO_SESSION,
+    Digest,
+    NamespaceId,
+    SegmentId,
+    SessionId,
+    split_digests,
+)
 from kvstore.rules.reasons import FAULTS
 from schemas.records import EvictionRule, OutcomeOp, SegmentRecord
 from schemas.settings import JournalSettings
@@ -47,7 +55,8 @@ class SqliteJournal(SqlitePart, Journal, Operations):
     def events(self, namespace: NamespaceId, *, after: str = "", limit: int = 1000) -> list[Event]:
         with self._database.reading("events") as db:
             rows = db.execute(
-                "SELECT number, at, op, segment, first, last, depth, slots, nbytes, rule, by FROM events "
+                "SELECT number, at, op, segment, first, last, depth, slots, nbytes, rule, by, fate, session "
+                "FROM events "
                 "WHERE number > ? AND namespace = (SELECT key FROM namespaces WHERE id = ?) "
                 "ORDER BY number LIMIT ?",
                 (_number(after), namespace, max(0, limit)),
@@ -111,6 +120,8 @@ class Evicted(NamedTuple):
     depth: int
     slots: int
     nbytes: int
+    fate: Fate | None = None
+    session: SessionId = NO_SESSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +145,7 @@ class Writing:
         """Records that a segment became visible; `record` has all of its parts."""
         first, last = digests[:DIGEST_BYTES], digests[-DIGEST_BYTES:]
         place = (record.depth, record.slots, record.nbytes)
-        self._events(db, key, [("commit", segment, first, last, *place, None)])
+        self._events(db, key, [("commit", segment, first, last, *place, None, None, NO_SESSION)])
         db.execute("DELETE FROM ghosts WHERE namespace = ? AND digest = ?", (key, first))
 
     def evicted(self, db: sqlite3.Connection, key: int, gone: Sequence[Evicted], rule: EvictionRule) -> None:
@@ -143,7 +154,10 @@ class Writing:
             db,
             key,
             [
-                ("evict", one.segment, one.first or None, None, one.depth, one.slots, one.nbytes, rule)
+                (
+                    *("evict", one.segment, one.first or None, None, one.depth, one.slots, one.nbytes, rule),
+                    *(one.fate, one.session),
+                )
                 for one in gone
             ],
         )
@@ -162,7 +176,7 @@ class Writing:
     def invalidated(self, db: sqlite3.Connection, key: int, usage: Usage) -> None:
         """Records that everything became invisible at once."""
         whole = (0, usage.blocks, usage.nbytes)
-        self._events(db, key, [("invalidate", None, None, None, *whole, "invalidated")])
+        self._events(db, key, [("invalidate", None, None, None, *whole, "invalidated", None, NO_SESSION)])
 
     def told(self, db: sqlite3.Connection, place: NamespaceNumbers, outcomes: Sequence[Outcome]) -> None:
         """Records what became of requests: in totals, in the ring of outcomes, and for ghosts as credits."""
@@ -194,7 +208,8 @@ class Writing:
 
     def _events(self, db: sqlite3.Connection, key: int, rows: Sequence[tuple[Any, ...]]) -> None:
         now = self.clock()
-        self._append(db, "events", key, [(now, *row, self.by) for row in rows], self.settings.events)
+        rows = [(now, *row[:-2], self.by, *row[-2:]) for row in rows]
+        self._append(db, "events", key, rows, self.settings.events)
 
     def _append(
         self,

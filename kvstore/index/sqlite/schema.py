@@ -20,7 +20,8 @@
     hot          segments that began loads lately
     forbidden    what was computed until then, under a salt or (x'') in all of a namespace, isn't committed
     quotas, leases              belong to the whole store
-    events, outcomes, ghosts    rings, bounded; `number` rises by one per row, and begins with a time
+    events, outcomes, ghosts    rings, bounded; `number` rises by one per row, and begins with a time;
+                 `fate` and `session` of events: see Event
     operations   ring of what operators did in the whole store
     totals, credits             counters of outcomes; blocks by ghost step
 
@@ -166,9 +167,14 @@ CREATE INDEX retained_by_end ON retained (namespace, until);
 CREATE INDEX retained_by_salt ON retained (namespace, salt, nbytes);
 """
 
+_SCHEMA_7 = """
+ALTER TABLE events ADD COLUMN fate TEXT;
+ALTER TABLE events ADD COLUMN session BLOB NOT NULL DEFAULT x'';
+"""
+
 #: What each version added to the one before. The first process of this release that opens an older file
 #: brings it up to date; releases older than a file refuse it.
-SCHEMAS = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6)
+SCHEMAS = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7)
 #: Raised with every change of the schema (golden test: tests/index/sqlite/test_index.py).
 SCHEMA_VERSION = len(SCHEMAS)
 

@@ -52,6 +52,34 @@ def test_a_prompts_blocks_are_somebodys_own(world: World) -> None:
     assert OTHERS.hex() not in str(world.tokens())
 
 
+def test_an_evicted_blocks_session_had_ended(world: World) -> None:
+    wanted = digest(block_key(names()[2])).hex()
+    world.space.session(MINE, [], Hint(end=True))
+    index = world.store.maintenance
+    [first, *_] = index.order(world.space.id, 1)
+    assert index.owners(world.space.id, [first.segment]) == [MINE]
+    index.cull(world.space.id, keep_bytes=0, delete_after_s=0, limit=1, rule="capacity")
+    [block] = world.explain("--digest", wanted, "--json").json["blocks"]
+    found = block["findings"][0]
+    assert (found["cause"], found["rule"], found["session"]) == ("evicted", "capacity", MINE.hex())
+    assert "its session had ended" in found["text"] and MINE.hex() in found["text"]
+    assert "its session had ended" in world.explain("--digest", wanted).out
+
+
+def test_an_evicted_block_was_retained_until_a_time_that_was_over(world: World) -> None:
+    while world.space.session(MINE, [], Hint(retain_until_s=time.time() + 1.6)).state != "retained":
+        pass
+    index = world.store.maintenance
+    while index.find_sessions(world.space.id, [MINE])[0].state == "retained":
+        time.sleep(0.1)
+    index.cull(world.space.id, keep_bytes=0, delete_after_s=0, limit=9, rule="capacity")
+    for block, told in ((0, False), (3, True), (6, False)):
+        wanted = digest(block_key(names()[block])).hex()
+        [found] = world.explain("--digest", wanted, "--json").json["blocks"]
+        [evicted] = [one for one in found["findings"] if one["cause"] == "evicted"]
+        assert ("until a time that was over" in evicted["text"]) == (evicted["session"] == MINE.hex()) == told
+
+
 def test_a_block_is_somebodys_own_or_nobodys(world: World) -> None:
     world.space.session(MINE, [], Hint(end=True))
     for block, whose in ((0, ""), (3, MINE.hex()), (6, "")):

@@ -295,6 +295,13 @@ def test_the_page_says_what_the_api_says(world: World, page: Browser) -> None:
     evictions = page.run(_ROWS, "evictions")
     assert [row["Rule"][0] for row in evictions] == [line.rule for line in report.evictions] == ["admin"]
     assert evictions[0]["Segment"][0] == report.evictions[0].segment
+    [session] = report.sessions.largest
+    [row] = page.run(_ROWS, "sessions")
+    assert row["Session"][0] == session.session[:12] == session_id(NO_SALT, "chat").hex()[:12]
+    assert (row["State"][0], row["Alone uses"][1]) == ("ended", str(session.stored_bytes))
+    said = page.run("return document.getElementById('sessions-says').textContent")
+    assert said.startswith("1 session: 0 live, 0 retained, 1 ended. 0 B retained of ")
+    assert size(report.sessions.allowed_bytes) in said
     coldest = page.run(_ROWS, "coldest")
     assert [row["Segment"][0] for row in coldest] == [line.segment for line in report.coldest]
     assert [row["Used"][0] == "ended" for row in coldest] == [True] + [False] * (len(coldest) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +22,7 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.counting import Growth
 from kvstore.admin.reports import FastBackend
 from kvstore.admin.serve import collector as surveying
+from kvstore.admin.serve import sessions
 from kvstore.admin.serve.collector import HIGHLIGHTS_S, LOOK_MOST_S
 from kvstore.admin.serve.exporter import KEPT_S as WRITTEN_S
 from kvstore.admin.serve.exporter import Exporter
@@ -32,10 +34,11 @@ from kvstore.build import load_settings
 from kvstore.errors import TransientError
 from kvstore.index.eviction import Scope
 from kvstore.index.port import Outcome
+from kvstore.index.sessions import Allowance, Hint
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.janitor.janitor import Janitor
 from kvstore.janitor.reports import STEPS, JanitorFault, JanitorState, ScrubState, StepState
-from kvstore.keys import NamespaceId, SegmentId, new_segment_id
+from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, session_id
 from kvstore.rules.reasons import MISS_REASONS, UNSAVED
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, PartRecord, SegmentRecord
@@ -70,7 +73,15 @@ class World:
     def register(self, namespace: Namespace) -> NamespaceId:
         return self.index.register(namespace, expected_blocks=100)
 
-    def commit(self, name: NamespaceId, *, slots: int = 4, depth: int = 0, cost_us: int = 0) -> SegmentId:
+    def commit(
+        self,
+        name: NamespaceId,
+        *,
+        slots: int = 4,
+        depth: int = 0,
+        cost_us: int = 0,
+        session: SessionId = NO_SESSION,
+    ) -> SegmentId:
         segment = new_segment_id()
         record = SegmentRecord(
             parts=(PartRecord(100, (225,) * slots),),
@@ -81,8 +92,9 @@ class World:
             cost_us=cost_us,
         )
         digests = b"".join(segment + bytes([i]) * 8 for i in range(slots))
-        self.index.commit(name, segment, digests, record, rank=0, ranks=1)
-        self.index.touch(name, [segment], self.now)
+        self.index.commit(name, segment, digests, record, rank=0, ranks=1, session=session)
+        if not session:
+            self.index.touch(name, [segment], self.now)
         return segment
 
     def tell(self, name: NamespaceId, asked: int, served: int, reason: str = "", op: Any = "match") -> None:
@@ -363,6 +375,36 @@ def test_hottest_and_coldest(world: World) -> None:
     world.index.evict(kv, [cold], delete_after_s=world.now, rule="admin")
     assert world.look(SAMPLE_S).coldest == report.coldest
     assert world.look(HIGHLIGHTS_S).coldest[0].segment == warm.hex()
+
+
+def test_sessions_are_counted_and_the_largest_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = world.register(kv_space()), world.register(ec_space())
+    ended, waits, lives = (session_id(NO_SALT, one) for one in ("ended", "waits", "lives"))
+    for name, session, slots in ((names[0], ended, 4), (names[0], waits, 8), (names[1], lives, 1)):
+        world.commit(name, slots=slots, session=session)
+    world.index.session(names[0], ended, [], world.now, Hint(end=True))
+    until_s = float(int(time.time()) + 600)
+    hint, allowance = Hint(retain_until_s=until_s), Allowance(10_000, 10_000)
+    told = world.index.session(names[0], waits, [], world.now, hint, allowance=allowance)
+    seen = world.look().sessions
+    assert (seen.live, seen.retained, seen.ended, seen.read_s) == (1, 1, 1, world.now)
+    assert (seen.retained_bytes, seen.allowed_bytes) == (told.retained_bytes, 1000)
+    assert [(one.session, one.state, one.until_s) for one in seen.largest] == [
+        (waits.hex(), "retained", until_s),
+        (ended.hex(), "ended", None),
+        (lives.hex(), "live", None),
+    ]
+    # Many are read in several looks, and what is told is of the last time that all were.
+    monkeypatch.setattr(sessions, "AT_ONCE", 2)
+    world.index.session(names[1], lives, [], world.now, Hint(end=True))
+    assert world.look(sessions.PAUSE_S).sessions.ended == 1
+    assert world.look(SAMPLE_S).sessions.ended == 2
+    # A server that has just begun has met some.
+    began = sessions.SessionRounds(lambda: world.now)
+    began.read(world.index, names, 1000)
+    assert (began.seen.live + began.seen.retained + began.seen.ended, began.seen.read_s) == (2, None)
+    began.read(world.index, names, 1000)
+    assert (began.seen.retained, began.seen.ended, began.seen.read_s) == (1, 2, world.now)
 
 
 def test_faults_are_what_should_not_have_been(world: World) -> None:

@@ -354,9 +354,11 @@ def test_saves_name_the_salt_of_their_own_request(opened: Any, engine: Any) -> N
             salts[key(name, salt or "")] = salt_id(salt or "")
     meta = one.half.build_connector_meta(FakeStep())
     assert set(meta.saves.values()) == set(salts)
-    assert meta.salts == {item: salt for item, salt in salts.items() if salt}
+    assert {item: user.salt for item, user in meta.users.items()} == {
+        item: salt for item, salt in salts.items() if salt
+    }
     # The next step's know nothing of these.
-    assert one.half.build_connector_meta(FakeStep()).salts == {}
+    assert one.half.build_connector_meta(FakeStep()).users == {}
 
 
 def test_each_request_is_promised_its_own_item(opened: Any, engine: Any) -> None:

@@ -47,7 +47,7 @@ SCRIPTS = {
     "commit": ("changes", "score", "generations", "forbidden", "retention", "sessions"),
     "touch": ("score", "retention"),
     "session": ("score", "retention", "sessions"),
-    "evict": ("changes", "grace", "drop"),
+    "evict": ("changes", "score", "retention", "grace", "fate", "drop"),
     "note": (),
     "forbid": ("forbidden",),
     "salted": (),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from kvstore.build import load_settings, open_store
 from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, record
 from kvstore.conformance.index.sessions import ALL, END, later, save
 from kvstore.errors import CapacityExceeded
@@ -16,7 +18,7 @@ from kvstore.index.redis import sessions as redis_sessions
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import MOST_SEGMENTS, MOST_SESSIONS, WINDOW_S, Hint
-from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, new_segment_id, session_id
+from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, session_id
 from tests.servers.redis import PATIENT, RedisServer
 
 pytestmark = pytest.mark.servers
@@ -173,3 +175,50 @@ def test_what_nobody_can_have_written_is_passed_over(
     segment = SegmentId(put(index, name, chain(1, seed="x")))
     index.session(name, ALICE, [segment], CREATED_S, later(600), allowance=ALL)
     assert index.retained(name) == {NO_SALT: record(1).nbytes}
+
+
+def trips(raw: redis.Redis, step: Callable[[], object]) -> int:
+    """How often the server has something to read for the second of two such steps: it knows scripts then."""
+    step()
+    before = raw.info("stats")["total_reads_processed"]
+    step()
+    return int(raw.info("stats")["total_reads_processed"]) - int(before) - 1
+
+
+def test_telling_costs_no_round_trip_of_its_own(
+    index: RedisIndex, raw: redis.Redis, name: NamespaceId
+) -> None:
+    """What is told of a session goes in place of a touch, and with a commit."""
+    own = save(index, name, chain(8), ALICE)
+    end, minute = time.time() + 600.0, CREATED_S + 60
+
+    def commit(session: SessionId, seed: str) -> None:
+        made = record(2)
+        index.commit(
+            name, new_segment_id(), chain(2, seed=seed), made, rank=0, ranks=1, session=session, allowance=ALL
+        )
+
+    touch = trips(raw, lambda: index.touch(name, own[:2], minute))
+    assert touch == 1
+    assert trips(raw, lambda: index.session(name, ALICE, own, minute)) == touch
+    hint = Hint(retain_until_s=end, priority="high")
+    assert trips(raw, lambda: index.session(name, ALICE, own, minute, hint, allowance=ALL)) == touch
+    assert trips(raw, lambda: index.session(name, ALICE, own, minute, END)) == touch
+    assert (
+        trips(raw, lambda: commit(ALICE, "hers")) == trips(raw, lambda: commit(NO_SESSION, "nobody's")) == 1
+    )
+
+
+def test_a_store_tells_of_a_session_in_one_round_trip(
+    redis_url: str, raw: redis.Redis, tmp_path: Path
+) -> None:
+    """What may be retained is asked for once a minute, and not by each request."""
+    with open_store(load_settings({"payloads": f"file://{tmp_path}", "index": redis_url}, {})) as store:
+        space = store.open(namespace())
+        space.register()
+        segment = put(store.index, space.id, chain(2))
+        hint = Hint(retain_until_s=time.time() + 600)
+
+        touched = trips(raw, lambda: space.touch([segment]))
+        assert trips(raw, lambda: space.session(ALICE, [segment])) == touched == 1
+        assert trips(raw, lambda: space.session(ALICE, [segment], hint)) == 1

@@ -292,6 +292,29 @@ def test_what_was_stored_before_salts_has_none_and_stays(fast_path: Path) -> Non
     assert schema(path) == schema(fresh)
 
 
+def test_events_of_a_release_that_told_nothing_of_sessions_are_read(fast_path: Path) -> None:
+    path = fast_path / "index.sqlite"
+    make(path, 6)
+    name = namespace_id(namespace())
+    gone, ended, waits, nobodys = (SegmentId(bytes([i]) * 8) for i in range(1, 5))
+    with SqliteIndex(str(path), clock=lambda: float(CREATED_S)) as index:
+        assert index.owners(name, [ended, waits]) == [
+            session_id(NO_SALT, "ended"),
+            session_id(NO_SALT, "waits"),
+        ]
+        assert index.evict(name, [ended, waits, nobodys], delete_after_s=CREATED_S, rule="capacity") == 3
+        done = [(one.segment, one.fate, one.session) for one in index.events(name) if one.op == "evict"]
+    assert done == [
+        (gone, None, NO_SESSION),
+        (ended, "ended", session_id(NO_SALT, "ended")),
+        (waits, "retained", session_id(NO_SALT, "waits")),
+        (nobodys, None, NO_SESSION),
+    ]
+    fresh = fast_path / "fresh.sqlite"
+    SqliteIndex(str(fresh)).close()
+    assert schema(path) == schema(fresh)
+
+
 def test_what_was_stored_before_sessions_is_nobodys_and_stays(fast_path: Path) -> None:
     path = fast_path / "index.sqlite"
     make(path, 5)

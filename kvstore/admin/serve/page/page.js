@@ -291,6 +291,7 @@ function lists(report) {
     ["Full", (one) => bar(one.used, one.most)],
     ["", (one) => one.more || ""],
   ].filter(([title]) => title || tiers.some((one) => one.more)), tiers, "The index has not answered yet.");
+  sessions(report, named);
   const prefix = [
     ["Segment", (one) => one.segment, "id whole minor"],
     ["Namespace", (one) => named(one.namespace), "text"],
@@ -318,6 +319,24 @@ function lists(report) {
     ["Namespace", (one) => (one.namespace ? named(one.namespace) : "–"), "text minor"],
     ["Segment or request", (one) => one.subject || "–", "id minor"],
   ], report.faults.slice(0, 20), "None.");
+}
+
+function sessions(report, named) {
+  const { live, retained, ended, retained_bytes: held, allowed_bytes: most, largest, read_s: read } = report.sessions;
+  const all = live + retained + ended;
+  const states = [[live, "live"], [retained, "retained"], [ended, "ended"]].map(([number, name]) => `${whole.format(number)} ${name}`);
+  const so = read === null && all ? " met so far" : "";
+  figure("sessions-says", `${count(all, "session")}${so}: ${states.join(", ")}. ${size(held)} retained of ${size(most)} that may be.`);
+  table("sessions", [
+    ["Session", (one) => one.session.slice(0, 12), "id"],
+    ["Namespace", (one) => named(one.namespace), "text"],
+    ["State", (one) => one.state],
+    ["Until", (one) => (one.until_s ? clock(one.until_s) : "–"), "right"],
+    ["Priority", (one) => one.priority, "minor"],
+    ["Used", (one) => `${age(report.at_s - one.last_use_s)} ago`, "right minor"],
+    ["Segments", (one) => whole.format(one.segments), "right", (one) => one.segments],
+    ["Alone uses", (one) => size(one.stored_bytes), "right", (one) => one.stored_bytes],
+  ], largest, "No request has named its session lately.");
 }
 
 function janitor(report) {

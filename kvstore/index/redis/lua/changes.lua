@@ -16,19 +16,24 @@ local function usage_changed(nbytes, segments, blocks, cost, pinned)
   add('changes', 1)
 end
 
--- event(most, op, segment, first, last, depth, slots, nbytes, rule): the ring keeps about `most`. Every
+-- event(most, op, segment, first, last, depth, slots, nbytes, rule, fate, session): the ring keeps about `most`. Every
 -- entry has the same fields in the same order: Redis then stores their names once per node. Only what somebody
--- did by name, as the last argument of the script says, has `by` besides.
+-- did by name, as the last argument of the script says, has `by` besides, and only what has a fate (fate.lua) has
+-- that, and whose own it was.
 local by = ARGV[#ARGV]
-local function event(most, op, segment, first, last, depth, slots, nbytes, rule)
+local function event(most, op, segment, first, last, depth, slots, nbytes, rule, fate, session)
   if most == 0 then return end
   -- A stream that can't be written (a key of another type, a right that is missing) must not cut a change off
   -- in its middle: nothing depends on the journal being complete.
   local fields = {'op', op, 'segment', segment, 'first', first, 'last', last, 'depth', depth, 'slots', slots,
     'bytes', string.format('%.0f', nbytes), 'rule', rule}
-  if by ~= '' then
-    fields[#fields + 1] = 'by'
-    fields[#fields + 1] = by
+  local function also(name, value)
+    fields[#fields + 1], fields[#fields + 2] = name, value
+  end
+  if by ~= '' then also('by', by) end
+  if fate and fate ~= '' then
+    also('fate', fate)
+    also('session', session)
   end
   redis.pcall('XADD', prefix .. 'events', 'MAXLEN', '~', most, '*', unpack(fields))
 end

@@ -1,4 +1,4 @@
--- Shared by evict.lua and cull.lua: take segments out of sight and into the trash. Of both, ARGV[2] is
+-- Shared by evict.lua and cull.lua: take segments out of sight and into the trash. (Needs fate.lua.) Of both, ARGV[2] is
 -- what grace.lua says of the payloads' deletion, ARGV[3] the rule, ARGV[4] how many events are kept, ARGV[5]
 -- how many ghosts, or -1 if the rule is no quota's.
 --
@@ -32,6 +32,8 @@ local function drop(segment)
   local value = redis.call('HGET', segs, segment)
   if not value then return false end
   local nbytes, slots, rest = account(value)
+  local fate, session = '', ''
+  if of_quota then fate, session = fate_of(segment) end
   redis.call('HDEL', segs, segment)
   if redis.call('ZREM', lru, segment) == 0 and redis.call('ZREM', pins, segment) == 1 then
     unpinned = unpinned + nbytes
@@ -43,7 +45,8 @@ local function drop(segment)
   redis.call('ZADD', trash, trash_score(ranks_of(value, rest)), segment)
   local first = first_of(value, rest)
   if of_quota and most_ghosts > 0 then remember(first, slots) end
-  event(most_events, 'evict', segment, first, '', depth_of(value, rest), slots, nbytes, rule)
+  event(most_events, 'evict', segment, first, '', depth_of(value, rest), slots, nbytes, rule,
+    fate, session)
   freed, dropped, blocks = freed + nbytes, dropped + 1, blocks + slots
   cost = cost + cost_of(value, rest)
   return true

@@ -2,8 +2,9 @@
 -- stands in kvstore/index/sessions.py, and the schema in kvstore/index/redis/index.py.
 --
 -- A record is a word with the unix minute of the last use * 8 + 4 if it has ended + its priority, a word with the
--- unix second until which it retains, or 0, and the segments that are its own, as they were saved. It is in the hash of the window in which the session was used last; `meta` has that window's number in
--- `window`. When it changes, the hash of the one before last goes as a whole.
+-- unix second until which it retains, or 0, and the segments that are its own, each once, as they were saved. It is in
+-- the hash of the window in which the session was used last; `meta` has that window's number in `window`. When it
+-- changes, the hash of the one before last goes as a whole.
 local ENDED_MINUTE, LOW_MINUTES, HIGH_S, LONGEST_RETAINED_S = 1, 60, 3600, 86400
 local WINDOW_S, MOST_SESSIONS, MOST_SEGMENTS = 86400, 2 ^ 20, 1024
 local LOW, NORMAL, HIGH = 0, 1, 2
@@ -155,7 +156,13 @@ local function adopt(session, segment, minute, most, most_of_salt)
   local record = recall(session, now)
   local ends = retained_until(record, now)
   redis.call('HSET', owner, segment, session)
-  record.own[#record.own + 1] = segment
+  -- One that went and is committed again is listed still.
+  local own = {}
+  for _, one in ipairs(record.own) do
+    if one ~= segment then own[#own + 1] = one end
+  end
+  own[#own + 1] = segment
+  record.own = own
   if record.ended then
     demote({segment})
   elseif record.priority == LOW then

@@ -210,6 +210,10 @@ def test_reads_for_the_sake_of_measuring_touch_no_block_and_report_what_they_too
     report = reported(worker)
     assert report.speeds[0]["disk"].done_bytes == 6 * SLOT_BYTES and not report.failed_loads
     assert report.speeds[0]["disk"].count == 1, "what brought nothing says nothing"
+    # They are no loads and no misses: those of whom no request asked are counted apart.
+    counted = {name: count for name, count in store.counters.snapshot().items() if count}
+    assert (counted["probe_blocks"], counted["probe_bytes"]) == (2, 2 * SLOT_BYTES)
+    assert not [name for name in counted if name.startswith(("load_", "miss_"))]
 
 
 def test_a_slow_read_is_told_before_it_ends(worker: KVWorker, space: Space, store: Store, plan: Plan) -> None:

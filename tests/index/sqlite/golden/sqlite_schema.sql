@@ -1,4 +1,4 @@
--- application_id 0x6b767369, user_version 6, journal_mode wal
+-- application_id 0x6b767369, user_version 7, journal_mode wal
 CREATE TABLE blocks (
     namespace INTEGER NOT NULL, digest BLOB NOT NULL, segment BLOB NOT NULL, slot INTEGER NOT NULL,
     PRIMARY KEY (namespace, digest)) WITHOUT ROWID;
@@ -12,7 +12,7 @@ CREATE TABLE credits (
 CREATE TABLE events (
     namespace INTEGER NOT NULL, number INTEGER NOT NULL, at REAL NOT NULL, op TEXT NOT NULL, segment BLOB,
     first BLOB, last BLOB, depth INTEGER NOT NULL, slots INTEGER NOT NULL, nbytes INTEGER NOT NULL,
-    rule TEXT, by TEXT NOT NULL DEFAULT '', PRIMARY KEY (namespace, number)) WITHOUT ROWID;
+    rule TEXT, by TEXT NOT NULL DEFAULT '', fate TEXT, session BLOB NOT NULL DEFAULT x'', PRIMARY KEY (namespace, number)) WITHOUT ROWID;
 CREATE TABLE forbidden (
     namespace TEXT NOT NULL, salt BLOB NOT NULL, until INTEGER NOT NULL,
     PRIMARY KEY (namespace, salt)) WITHOUT ROWID;
