@@ -177,6 +177,7 @@ TAKEN: Final[dict[str, Taken]] = {
         "what a step does",
         {
             "num_scheduled_tokens": "tokens of each request in this step",
+            "total_num_scheduled_tokens": "their sum, at no cost in a step of many requests",
             "kv_connector_block_state": "block tables, for saving",
             "preempted_req_ids": "requests whose blocks are gone",
             "scheduled_new_reqs": "with the blocks that they were given",
