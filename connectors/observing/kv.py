@@ -163,7 +163,7 @@ class ObservingKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._asked is not None:
-            self._asked.ends(request.request_id)
+            self._asked.ends(RequestView(request).request_id)
         return False, None
 
     @guarded(True)
