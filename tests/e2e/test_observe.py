@@ -1,4 +1,4 @@
-"""Engines that only observe: the same tokens as without a store, nothing stored, and a recording of it all."""
+"""Engines that only observe: the same tokens as without a store, nothing stored, and a recording of it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_one_that_only_observes_needs_no_store_but_a_folder(section: str) -> Non
     ).nowhere
     given = {"payloads": "file:///cache", "kv": {"observe": True}, "trace": {"folder": "/traces"}}
     assert Settings.model_validate(given).origin == "file:///cache"
-    with pytest.raises(ValidationError, match="trace.folder"):
+    with pytest.raises(ValidationError, match=r"trace\.folder"):
         Settings.model_validate({section: {"observe": True}})
     for no in (False, "false", 0):
         with pytest.raises(ValidationError, match="payloads"):

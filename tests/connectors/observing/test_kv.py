@@ -1,4 +1,4 @@
-"""A connector that only observes, under vLLM's own scheduler: what it records, and that it does nothing else."""
+"""A connector that only observes, under vLLM's own scheduler: what it records, and that it does no more."""
 
 from __future__ import annotations
 
@@ -127,25 +127,25 @@ def test_without_the_setting_it_is_the_connector_that_stores(tmp_path: Path) -> 
 
 
 def test_what_computing_costs_is_told_now_and_then() -> None:
-    class Told:
-        calls: list[tuple[str, float, float, float]] = []
+    calls: list[Any] = []
 
+    class Told:
         def record_cost(self, *call: Any) -> None:
-            self.calls.append(call)
+            calls.append(call)
 
     now = [0.0]
     cost = TokenCost(lambda: now[0])
     teller = CostTeller(Told(), cost)  # type: ignore[arg-type]
     name = NamespaceId("0" * 16)
     teller.tell(name, 100.0)
-    assert not Told.calls  # nothing is known yet
+    assert not calls  # nothing is known yet
     cost.sent(1000, 1)
     now[0] += 0.1
     cost.ended()
     for at_s in (101.0, 110.0, 130.9, 131.0):
         teller.tell(name, at_s)
-    assert [call[1] for call in Told.calls] == [101.0, 131.0]
-    assert Told.calls[0][2] == pytest.approx(100.0)
+    assert [call[1] for call in calls] == [101.0, 131.0]
+    assert calls[0][2] == pytest.approx(100.0)
     CostTeller(None, cost).tell(name, 200.0)  # nothing is recorded
 
 
