@@ -1,12 +1,11 @@
-"""Writes a recording as a fleet makes it that only observes: a working day of chats and of agents, in moments.
+"""Writes a recording as a fleet makes it that only observes: a working day of chats and agents, in moments.
 
-    python -m tools.recording FOLDER [--requests 6000]
+    python -m tools.recording FOLDER [--requests 4000]
 
 Four engines of an 8B model answer chats that share system prompts, two of a 70B model on four GPUs serve
-agents whose prompts grow turn by turn behind long tool definitions. Each engine has a prefix cache of its own,
-and a router sends every request to the next one: what one engine has computed, another computes again. It is
-invented, but written by the recorder that engines have (kvstore.store.trace), of which nothing here knows more
-than a connector does.
+agents whose prompts grow turn by turn behind long tool definitions. Each engine has a prefix cache of its
+own, and a router sends every request to the next one: what one engine has computed, another computes again.
+It is invented, but written by the recorder that engines have (kvstore.store.trace).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from schemas.settings import TraceSettings
 TOKENS = 16
 BEGAN_S, DAY_S = 1_790_000_000.0, 8 * 3600.0
 #: A turn of a chat follows the one before it after so many seconds, in the mean.
-_PAUSE_S = 90.0
+_PAUSE_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Fleet:
 
 
 FLEETS = (
-    Fleet("chat", "Llama-3.1-8B", 32, 1, 4, 16_000, 100.0, 0.0015, 0.7, 30, 80, 24, 12),
-    Fleet("agents", "Llama-3.1-70B", 80, 4, 2, 40_000, 200.0, 0.003, 0.3, 12, 700, 60, 20),
+    Fleet("chat", "Llama-3.1-8B", 32, 1, 4, 6_000, 100.0, 0.0015, 0.7, 30, 80, 24, 12),
+    Fleet("agents", "Llama-3.1-70B", 80, 4, 2, 20_000, 200.0, 0.003, 0.3, 12, 700, 60, 20),
 )
 
 
@@ -135,7 +134,7 @@ def write(folder: Path, requests: int, seed: int = 1) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--requests", type=int, default=4000)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for former in options.folder.glob("*.jsonl"):

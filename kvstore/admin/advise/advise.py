@@ -36,6 +36,8 @@ LENGTHS = (1024, 4096, 16384, 65536)
 _PATIENCE = 4.0
 #: Hits that no engine has itself, of all blocks, below which there is nothing to be had.
 _NOTHING = 0.01
+#: The share of what the best capacity brings that a smaller one may lack.
+_NEARLY = 0.02
 _HOUR_S = 3600.0
 
 
@@ -74,7 +76,7 @@ def advise(paths: Sequence[Path], assumed: Assumed, plan: Plan, progress: Progre
         max(((worth.advice(one), one) for one in both), key=lambda pair: _value(pair[0]))
         for both in zip(*replays.values(), strict=True)
     ]
-    best, replayed = max(pairs, key=lambda pair: _value(pair[0]))
+    best, replayed = _best(pairs)
     verdict, because, objective = _verdict(worth, best, plan.reads)
     return AdviceReport(
         version=__version__,
@@ -82,7 +84,6 @@ def advise(paths: Sequence[Path], assumed: Assumed, plan: Plan, progress: Progre
         because=tuple(because),
         trace=totals(trace, paths, Setup(plan.settings)),
         prices=plan.given.prices,
-        gpus=worth.gpus,
         ceiling_ratio=most.hit_blocks / trace.references,
         local_ratio=_local(trace, range(len(trace.requests))),
         curves=tuple(
@@ -104,12 +105,15 @@ def advise(paths: Sequence[Path], assumed: Assumed, plan: Plan, progress: Progre
     )
 
 
+def _best(pairs: Sequence[tuple[CapacityAdvice, Replayed]]) -> tuple[CapacityAdvice, Replayed]:
+    """Returns the smallest capacity that is as good as the best one, nearly."""
+    most = max(_value(advice) for advice, _ in pairs)
+    return next(pair for pair in pairs if _value(pair[0]) >= most - _NEARLY * abs(most))
+
+
 def _value(advice: CapacityAdvice) -> float:
-    """Returns by what capacities are compared: money or, while that isn't known, hits for as little room as
-    will do."""
-    if advice.net_month is not None:
-        return advice.net_month
-    return round(advice.gained_ratio, 2) - advice.capacity_bytes / 1e18
+    """Returns by what capacities are compared: money or, while that isn't known, what is gained."""
+    return advice.gained_ratio if advice.net_month is None else advice.net_month
 
 
 def _verdict(
@@ -200,6 +204,7 @@ def _by_model(worth: Worth, replayed: Replayed | None) -> Iterator[NamespaceAdvi
                 tenant=tenant,
                 kind=kind,
                 namespaces=len(spaces),
+                gpus=worth.gpus(spaces[0]),
                 requests=len(own),
                 asked_blocks=blocks,
                 hit_ratio=sum(hits[number] for number in own) / blocks,
@@ -283,11 +288,11 @@ def _settings(plan: Plan, best: CapacityAdvice, objective: str | None) -> str:
 def rounded(nbytes: int) -> str:
     """Returns a size as settings have it, rounded up to two digits: 437 GiB -> 440GiB."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
-        if nbytes >= 1 << power:
+        if nbytes >= 10 << power or power == 20:
             value = nbytes / (1 << power)
-            step = 10 ** max(0, math.floor(math.log10(value)) - 1)
+            step = 10 ** max(0, math.floor(math.log10(max(1.0, value))) - 1)
             return f"{math.ceil(value / step) * step}{unit}"
-    return "1MiB"
+    raise AssertionError("the last unit is for all that is smaller")
 
 
 def _caveats(worth: Worth, plan: Plan) -> Iterator[str]:
@@ -307,8 +312,8 @@ def _caveats(worth: Worth, plan: Plan) -> Iterator[str]:
         yield f"prices that nobody gave are assumed: {', '.join(plan.given.prices.assumed)}"
     if any(space.kind == "ec" for space in trace.spaces) and plan.given.encode_s is None:
         yield "what encoding an item takes is unknown (--encode-ms): encoder outputs count as saving nothing"
-    if plan.given.gpus is None and worth.gpus == 1:
-        yield "an engine is taken to have one GPU (--gpus)"
+    if plan.given.gpus is None:
+        yield "an engine is taken to have as many GPUs as hold parts of a block; --gpus says how many it has"
     if not plan.reads:
         yield (
             "whether reads here are fast enough is not known: compare the break-even bandwidth with what "

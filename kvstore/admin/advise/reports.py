@@ -59,6 +59,8 @@ class NamespaceAdvice(StrictModel):
     tenant: str
     kind: str
     namespaces: int
+    #: GPUs of an engine.
+    gpus: int
     requests: int
     asked_blocks: int
     hit_ratio: float
@@ -110,8 +112,6 @@ class AdviceReport(StrictModel):
     because: tuple[str, ...]
     trace: TraceTotals
     prices: PriceList
-    #: GPUs of an engine.
-    gpus: int
     #: The hit ratio of a store that forgets nothing, and of the engines' own caches; None: not recorded.
     ceiling_ratio: float
     local_ratio: float | None

@@ -105,10 +105,9 @@ class Worth:
         """Whether it is known what computing costs, of some namespace."""
         return any(cost is not None for cost in self.costs)
 
-    @cached_property
-    def gpus(self) -> int:
-        """How many GPUs compute a token."""
-        return self.given.gpus or max(space.parts for space in self.trace.spaces)
+    def gpus(self, space: int) -> int:
+        """Returns how many GPUs an engine of this space has."""
+        return self.given.gpus or self.trace.spaces[space].parts
 
     def replay(self, capacity: int, *, second_use: bool) -> Replayed:
         """Replays the recording under this store's own rules."""
@@ -132,19 +131,20 @@ class Worth:
         ]
 
     def seconds_of(self, hits: Sequence[int]) -> list[float]:
-        """Returns for each request how long computing what it gains would have taken, as far as that is
-        known."""
+        """Returns for each request the GPU seconds that computing what it gains would have taken, as far as
+        that is known."""
         found = []
         for blocks, gain, request in zip(hits, self.gained(hits), self.trace.requests, strict=True):
             cost, space = self.costs[request.space], self.trace.spaces[request.space]
             # Of items the unit is the item.
             each = space.block_tokens or 1
-            found.append(cost.seconds((blocks - gain) * each, blocks * each) if cost is not None else 0.0)
+            takes = cost.seconds((blocks - gain) * each, blocks * each) if cost is not None else 0.0
+            found.append(takes * self.gpus(request.space))
         return found
 
     def money(self, gpu_seconds: float) -> float:
-        """Returns what so many seconds of an engine cost."""
-        return gpu_seconds * self.gpus * self.given.prices.gpu_hour / 3600
+        """Returns what so many seconds of a GPU cost."""
+        return gpu_seconds * self.given.prices.gpu_hour / 3600
 
     def advice(self, one: Replayed) -> CapacityAdvice:
         """Returns what a capacity brings and costs in a month."""

@@ -80,9 +80,7 @@ def _advise(
     ] = None,
     encode_ms: Annotated[
         float | None,
-        typer.Option(
-            min=0, metavar="N", help="Milliseconds that encoding an item takes."
-        ),
+        typer.Option(min=0, metavar="N", help="Milliseconds that encoding an item takes."),
     ] = None,
     gb_month: Annotated[
         float | None,
@@ -106,9 +104,7 @@ def _advise(
     ] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="Bytes that a node reads in a second, such as 1GiB."
-        ),
+        typer.Option(metavar="SIZE", help="Bytes that a node reads in a second, such as 1GiB."),
     ] = None,
     block_bytes: Annotated[
         str | None,
@@ -121,9 +117,7 @@ def _advise(
     points: Annotated[int, typer.Option(min=2, max=100, metavar="N", help="Capacities that are tried.")] = 12,
     html: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="Write a page of HTML, whole by itself.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Write a page of HTML, whole by itself.", show_default=False),
     ] = None,
 ) -> None:
     """Say from a recording of requests whether a shared cache pays, how large it should be, and what to set.

@@ -64,7 +64,7 @@ def advise(report: AdviceReport, width: int) -> Renderables:
     prices = report.prices
     yield pair(
         "prices",
-        f"${prices.gpu_hour:g} a GPU hour ({report.gpus} an engine), ${prices.gb_month:g} a GB and month, "
+        f"${prices.gpu_hour:g} a GPU hour, ${prices.gb_month:g} a GB and month, "
         f"${prices.put_1000:g} and ${prices.get_1000:g} a thousand PUTs and GETs, ${prices.upload_gb:g} and "
         f"${prices.download_gb:g} a GB up and down",
         width=_WIDTH,
