@@ -426,8 +426,8 @@ def test_costs_are_read_and_nonsense_is_not(tmp_path: Path) -> None:
     trace.close()
     [file] = tmp_path.iterdir()
     with file.open("a") as out:
-        for bad in ('"token_us": -1', '"token_us": "x"', '"token_us": 1e300', '"token_us": 1, "depth_us": -1'):
-            out.write(f'{{"t": 1, "n": 0, {bad}}}\n')
+        for bad in ("-1", '"x"', "1e300", '1, "depth_us": -1'):
+            out.write(f'{{"t": 1, "n": 0, "token_us": {bad}}}\n')
         for local in (-1, 2, 1.5, '"x"'):
             out.write(f'{{"t": 1, "n": 0, "like": [2, 1], "local": {local}}}\n')
     found = read(tmp_path)

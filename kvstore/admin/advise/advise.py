@@ -42,7 +42,7 @@ _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Question:
     """What is asked."""
 
     settings: Settings
@@ -54,11 +54,13 @@ class Plan:
     points: int = 12
 
 
-def advise(paths: Sequence[Path], assumed: Assumed, plan: Plan, progress: ProgressListener) -> AdviceReport:
+def advise(
+    paths: Sequence[Path], assumed: Assumed, question: Question, progress: ProgressListener
+) -> AdviceReport:
     """Reads recordings and weighs what a store would bring. Raises ConfigError if a file is no recording."""
     trace = read_traces(paths, assumed, progress)
-    worth = Worth(trace, plan.settings, plan.given)
-    capacities = sweep(trace.distinct_bytes, plan.points)
+    worth = Worth(trace, question.settings, question.given)
+    capacities = sweep(trace.distinct_bytes, question.points)
     replays = {False: list[Replayed](), True: list[Replayed]()}
     for number, capacity in enumerate(capacities, start=1):
         progress.begin(f"a store of {size(capacity)} ({number} of {len(capacities)})")
@@ -77,13 +79,13 @@ def advise(paths: Sequence[Path], assumed: Assumed, plan: Plan, progress: Progre
         for both in zip(*replays.values(), strict=True)
     ]
     best, replayed = _best(pairs)
-    verdict, because, objective = _verdict(worth, best, plan.reads)
+    verdict, because, objective = _verdict(worth, best, question.reads)
     return AdviceReport(
         version=__version__,
         verdict=verdict,
         because=tuple(because),
-        trace=totals(trace, paths, Setup(plan.settings)),
-        prices=plan.given.prices,
+        trace=totals(trace, paths, Setup(question.settings)),
+        prices=question.given.prices,
         ceiling_ratio=most.hit_blocks / trace.references,
         local_ratio=_local(trace, range(len(trace.requests))),
         curves=tuple(
@@ -98,10 +100,10 @@ def advise(paths: Sequence[Path], assumed: Assumed, plan: Plan, progress: Progre
         best=best,
         by_model=tuple(_by_model(worth, replayed)),
         prompts=tuple(_prompts(worth)),
-        reads=tuple(plan.reads),
+        reads=tuple(question.reads),
         redis=_redis(worth, replayed),
-        settings="" if verdict == "no" else _settings(plan, best, objective),
-        caveats=tuple(_caveats(worth, plan)),
+        settings="" if verdict == "no" else _settings(question, best, objective),
+        caveats=tuple(_caveats(worth, question)),
     )
 
 
@@ -269,11 +271,11 @@ def _redis(worth: Worth, replayed: Replayed) -> RedisSize:
     )
 
 
-def _settings(plan: Plan, best: CapacityAdvice, objective: str | None) -> str:
+def _settings(question: Question, best: CapacityAdvice, objective: str | None) -> str:
     """Returns the settings to paste, which are valid."""
     tree: dict[str, object] = {
-        "index": plan.index,
-        "payloads": plan.payloads,
+        "index": question.index,
+        "payloads": question.payloads,
         "capacity_bytes": rounded(best.capacity_bytes),
     }
     if best.second_use:
@@ -295,7 +297,7 @@ def rounded(nbytes: int) -> str:
     raise AssertionError("the last unit is for all that is smaller")
 
 
-def _caveats(worth: Worth, plan: Plan) -> Iterator[str]:
+def _caveats(worth: Worth, question: Question) -> Iterator[str]:
     trace = worth.trace
     span = trace.requests[-1].at_s - trace.requests[0].at_s
     if span < _HOUR_S:
@@ -308,13 +310,13 @@ def _caveats(worth: Worth, plan: Plan) -> Iterator[str]:
             "the recording does not say what engines had in their own caches, so that is counted as the "
             "store's; with kv.observe it is recorded"
         )
-    if plan.given.prices.assumed:
-        yield f"prices that nobody gave are assumed: {', '.join(plan.given.prices.assumed)}"
-    if any(space.kind == "ec" for space in trace.spaces) and plan.given.encode_s is None:
+    if question.given.prices.assumed:
+        yield f"prices that nobody gave are assumed: {', '.join(question.given.prices.assumed)}"
+    if any(space.kind == "ec" for space in trace.spaces) and question.given.encode_s is None:
         yield "what encoding an item takes is unknown (--encode-ms): encoder outputs count as saving nothing"
-    if plan.given.gpus is None:
+    if question.given.gpus is None:
         yield "an engine is taken to have as many GPUs as hold parts of a block; --gpus says how many it has"
-    if not plan.reads:
+    if not question.reads:
         yield (
             "whether reads here are fast enough is not known: compare the break-even bandwidth with what "
             "`cache-admin bench --json` measures (--bench)"

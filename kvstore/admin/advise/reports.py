@@ -120,7 +120,7 @@ class AdviceReport(StrictModel):
     capacities: tuple[CapacityAdvice, ...]
     best: CapacityAdvice
     by_model: tuple[NamespaceAdvice, ...]
-    #: Of the model that asks for most.
+    #: What loads are worth to the model that asks for most.
     prompts: tuple[PromptLoad, ...]
     reads: tuple[ReadSpeed, ...]
     redis: RedisSize

@@ -58,7 +58,7 @@ class Replayed:
     capacity: int
     second_use: bool
     totals: ReplayTotals
-    #: By request: blocks found.
+    #: The number of blocks found, for each request.
     hits: Sequence[int]
     segments: int
 

@@ -137,7 +137,7 @@ def _advise(
     }
     known = {name: value for name, value in given.items() if value is not None}
     prices = PriceList(**(_ASSUMED | known), assumed=tuple(sorted(_ASSUMED.keys() - known)))
-    plan = advise.Plan(
+    question = advise.Question(
         settings=replace(call.sources, index="memory://advice", payloads="memory://advice").settings(),
         given=Given(prices, gpus, prefill_tokens_s, None if encode_ms is None else encode_ms / 1000),
         index=redact(call.sources.index or _INDEX),
@@ -147,7 +147,7 @@ def _advise(
     )
     assumed = Assumed(None if block_bytes is None else byte_count("--block-bytes", block_bytes), block_tokens)
     with progress.shown() as shows:
-        report = advise.advise([Path(one) for one in recordings], assumed, plan, shows)
+        report = advise.advise([Path(one) for one in recordings], assumed, question, shows)
     if html is not None:
         _write(html, advise_text.page(report))
     call.print(report, lambda report: advise_text.advise(report, _columns()))
