@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
@@ -56,28 +56,8 @@ def advise(report: AdviceReport, width: int) -> Renderables:
     for sentence in report.because:
         yield pair("-", plain(sentence[:1].upper() + sentence[1:]), width=3)
     yield ""
-    yield pair(
-        "recorded", f"{report.trace.requests:,} requests in {span(report.trace.seconds)}", width=_WIDTH
-    )
-    own = f", {report.local_ratio:.1%} in the engines' own caches" if report.local_ratio is not None else ""
-    yield pair("ceiling", f"{report.ceiling_ratio:.1%} with endless capacity{own}", width=_WIDTH)
-    prices = report.prices
-    yield pair(
-        "prices",
-        f"${prices.gpu_hour:g} a GPU hour, ${prices.gb_month:g} a GB and month, "
-        f"${prices.put_1000:g} and ${prices.get_1000:g} a thousand PUTs and GETs, ${prices.upload_gb:g} and "
-        f"${prices.download_gb:g} a GB up and down",
-        width=_WIDTH,
-    )
-    redis = report.redis
-    yield pair(
-        "Redis",
-        f"{redis.index_bytes / 1e6:,.0f} MB of index for {redis.blocks:,} blocks in {redis.segments:,} "
-        f"segments: maxmemory {redis.maxmemory_bytes / 1e6:,.0f}mb",
-        width=_WIDTH,
-    )
-    for read in report.reads:
-        yield pair("reads", f"{read.tier}: {_speed(read.bytes_s)}", width=_WIDTH)
+    for label, fact in facts(report):
+        yield pair(label, plain(fact), width=_WIDTH)
     yield ""
     for line in text(plot_of(report), width):
         yield Text(line, no_wrap=True, overflow="crop")
@@ -100,10 +80,33 @@ def advise(report: AdviceReport, width: int) -> Renderables:
         yield pair("-", plain(caveat[:1].upper() + caveat[1:]), width=3)
 
 
+def facts(report: AdviceReport) -> Iterator[tuple[str, str]]:
+    """Yields what was recorded, at which prices it is weighed, and how large Redis must be."""
+    yield "recorded", f"{report.trace.requests:,} requests in {span(report.trace.seconds)}"
+    own = f", {report.local_ratio:.1%} in the engines' own caches" if report.local_ratio is not None else ""
+    yield "ceiling", f"{report.ceiling_ratio:.1%} with endless capacity{own}"
+    prices = report.prices
+    yield (
+        "prices",
+        f"${prices.gpu_hour:g} a GPU hour, ${prices.gb_month:g} a GB and month, ${prices.put_1000:g} and "
+        f"${prices.get_1000:g} a thousand PUTs and GETs, ${prices.upload_gb:g} and ${prices.download_gb:g} a "
+        "GB up and down",
+    )
+    redis = report.redis
+    yield (
+        "Redis",
+        f"{redis.index_bytes / 1e6:,.0f} MB of index for {redis.blocks:,} blocks in {redis.segments:,} "
+        f"segments: maxmemory {redis.maxmemory_bytes / 1e6:,.0f}mb",
+    )
+    for read in report.reads:
+        yield "reads", f"{read.tier}: {_speed(read.bytes_s)}"
+
+
 def page(report: AdviceReport) -> str:
     """Returns the report as a page."""
-    title = f"{headline(report)}: would a shared cache pay?"
+    title = f"Would a shared cache pay? {headline(report)}"
     why = [sentence[:1].upper() + sentence[1:] for sentence in report.because]
+    why += [f"{label[:1].upper()}{label[1:]}: {fact}" for label, fact in facts(report)]
     notes = [caveat[:1].upper() + caveat[1:] for caveat in report.caveats]
     return html(title, report.verdict, why, plot_of(report), tables(report), report.settings, notes)
 
