@@ -5,7 +5,7 @@ ARGS ?=
 SECONDS ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick test test-quick check audit fuzz generated docs demo faults soak bench clean
+.PHONY: help setup setup-quick test test-quick check audit fuzz generated docs demo advise faults soak bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ docs: setup-quick ## the documentation site, in build/site (ARGS=serve: on this 
 
 demo: setup ## two real engines share one cache, on the CPU (ARGS="--index redis://...")
 	@$(PYTHON) -m tools.demo $(ARGS)
+
+advise: setup-quick ## would a shared cache pay? On an invented day, or ARGS="RECORDING --gpu-hour 2.5 ..."
+	@$(if $(ARGS),,$(PYTHON) -m tools.recording .cache/recording)
+	@.venv/bin/cache-admin advise $(or $(ARGS),.cache/recording --html .cache/advice.html)
 
 faults: setup ## the fault matrix: an hour, writes docs/faults.md (ARGS="--rows PATTERN --quick")
 	@$(PYTHON) -m tests.faults $(or $(ARGS),--write)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -48,7 +49,7 @@ from kvstore.store.store import Store
 from kvstore.store.trace import TraceRecorder
 from kvstore.threads.transfers import Crew, Transfers
 from schemas.base import explain, model_of, redact
-from schemas.settings import JournalSettings, Settings, Tiers
+from schemas.settings import JournalSettings, Settings, Tiers, TransferSettings
 from schemas.urls import local_path, s3_location
 
 PREFIX = "KVSTORE_"
@@ -150,6 +151,10 @@ def open_index(settings: Settings, *, by: str = "", clock: Callable[[], float] =
     `by` says in the journal who does what is done with it; "" is for engines.
     """
     url = settings.index_url
+    if settings.nowhere:
+        raise ConfigError(
+            "no payloads are named, so there is no store; only a connector that observes does without one"
+        )
     options: _Options = {
         "journal": settings.journal,
         "cost_aware": settings.eviction.cost_aware,
@@ -356,6 +361,28 @@ def _trace(settings: Settings, transfers: Transfers, counters: Counters) -> Trac
         lost=lambda count: counters.add("trace_lost", count),
         access=access_of(settings.local.share),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A trace without a store, for a connector that only observes."""
+
+    trace: TraceRecorder
+    transfers: Transfers
+    counters: Counters
+
+    def close(self) -> None:
+        """Writes what waits. Idempotent."""
+        self.transfers.close(drain_s=1.0)
+        self.trace.close()
+
+
+def open_recording(settings: Settings) -> Recording:
+    """Opens the trace alone: no index, no payloads. `trace.folder` must be given. No I/O."""
+    transfers, counters = Transfers(TransferSettings(read_threads=1, write_threads=1)), Counters()
+    trace = _trace(settings, transfers, counters)
+    assert trace is not None, "the settings demand a folder of those that observe"
+    return Recording(trace, transfers, counters)
 
 
 def describe(settings: Settings) -> str:

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvstore.build import describe, load_settings, open_payloads, open_store, open_tier, settings_keys
+from kvstore.build import (
+    describe,
+    load_settings,
+    open_index,
+    open_payloads,
+    open_store,
+    open_tier,
+    settings_keys,
+)
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import ConfigError, KVStoreError
 from tests.servers.redis import RedisServer
@@ -47,6 +55,15 @@ def test_the_environment_overrides_the_mapping_and_the_file(tmp_path: Path) -> N
         assert "hunter2" not in repr(made)
     made = load_settings(PAYLOADS | {"index": "sqlite:///a/b"}, environ=environ)
     assert (made.payloads, made.index) == ("file:///tmp/x", "redis://host:1/2")
+
+
+def test_settings_without_a_store_open_none(tmp_path: Path) -> None:
+    environ = {"KVSTORE_KV__OBSERVE": "true", "KVSTORE_TRACE__FOLDER": str(tmp_path)}
+    made = load_settings({}, environ=environ)
+    assert made.nowhere
+    for opens in (open_store, open_index):
+        with pytest.raises(ConfigError, match="there is no store"):
+            opens(made)
 
 
 def test_a_mapping_given_is_not_changed() -> None:

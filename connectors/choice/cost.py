@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -121,3 +121,14 @@ class TokenCost:
             return
         bounded = min(max(token_us, self.token_us / _STEEPEST), self.token_us * _STEEPEST)
         self.token_us += (bounded - self.token_us) * (1 - 0.5 ** (tokens / _HORIZON))
+
+
+def mean_depth(scheduled: Mapping[str, int], computed: Callable[[str], int | None]) -> float:
+    """Returns how many tokens precede one of a step's on average. `computed` returns how many of a request
+    are computed before the step; None: it isn't known, and doesn't count."""
+    total = tokens = 0
+    for request_id, count in scheduled.items():
+        if (before := computed(request_id)) is not None:
+            total += count * (before + count // 2)
+            tokens += count
+    return total / tokens if tokens else 0.0

@@ -42,6 +42,14 @@ if TYPE_CHECKING:
 class ECStoreConnector(ECConnectorBase):
     """vLLM makes one for its scheduler and one for each worker; `role` says which."""
 
+    def __new__(cls, vllm_config: VllmConfig, role: ECConnectorRole) -> Any:
+        """Return another connector, which does nothing but record, if the settings say so."""
+        if load_settings(vllm_config.ec_transfer_config.ec_connector_extra_config).ec.observe:
+            from connectors.observing.ec import ObservingECConnector
+
+            return ObservingECConnector(vllm_config, role)
+        return super().__new__(cls)
+
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         refuse_counter_identifiers(vllm_config)

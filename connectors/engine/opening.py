@@ -15,7 +15,7 @@ from schemas.settings import Settings
 log = logging.getLogger(__name__)
 
 
-def _adopt_logging() -> None:
+def adopt_logging() -> None:
     """Send the store's messages where vLLM's go: vLLM sets up its own loggers and no others."""
     engine = logging.getLogger("vllm")
     for name in ("kvstore", "connectors"):
@@ -28,7 +28,7 @@ def _adopt_logging() -> None:
 
 def open_for(settings: Settings, what: str, namespace: Namespace | None = None) -> Store:
     """Open the store and log that, without secrets."""
-    _adopt_logging()
+    adopt_logging()
     store = open_store(settings)
     name = f", namespace {namespace_id(namespace)} of {namespace.model}" if namespace is not None else ""
     log.info("kvstore %s: %s%s", what, describe(settings), name)

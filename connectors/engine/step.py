@@ -206,6 +206,11 @@ class StepView:
         self.num_scheduled_tokens: Mapping[str, int] = output.num_scheduled_tokens
 
     @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Returns how many tokens this step computes of all requests together."""
+        return self._output.total_num_scheduled_tokens
+
+    @property
     def begun(self) -> Iterable[str]:
         """Returns the requests that get their first turn to compute with this step: also a session with each
         of its inputs and, in some runners, a request after a preemption."""

@@ -32,14 +32,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from connectors.engine.identity import (
-    hash_tokens,
-    kv_namespace,
-    page_format,
-    refuse_unsupported_kv,
-    with_release,
-)
-from connectors.engine.layout import Group, fails_by_request, local_groups, merge
+from connectors.engine.agreement import agree
+from connectors.engine.identity import page_format, refuse_unsupported_kv
+from connectors.engine.layout import Group, fails_by_request, local_groups
 from connectors.engine.media import Media, media_of
 from connectors.engine.opening import hit_sources, is_remote, open_for
 from connectors.engine.shards import Place, fits
@@ -82,6 +77,14 @@ register()
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector that vLLM makes, once per scheduler and once per worker; `role` says for which."""
+
+    def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
+        """Return another connector, which does nothing but record, if the settings say so."""
+        if load_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).kv.observe:
+            from connectors.observing.kv import ObservingKVConnector
+
+            return ObservingKVConnector(vllm_config, role, kv_cache_config)
+        return super().__new__(cls)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -215,27 +218,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if ranks != self._ranks:
                 self._scheduler.give_up("workers have woken up with other pages than at the start")
             return
-        if not ranks:
-            raise ConfigError(
-                "kvstore: the workers' pages are not known: another connector's handshake came in their "
-                "place. Name KVStoreConnector first in MultiConnector's list"
-            )
-        formats = {one.page_format for one in ranks.values()}
-        if len(formats) != 1:
-            raise ConfigError(f"kvstore: ranks differ in their page format: {', '.join(sorted(formats))}")
-        stages = [ranks[stage, 0].groups for stage in sorted({stage for stage, _ in ranks})]
-        for (stage, rank), one in ranks.items():
-            if one.groups != stages[stage]:
-                raise ConfigError(f"kvstore: rank {rank} of stage {stage} has other pages than rank 0")
         config, settings = self._vllm_config, self._settings
-        groups = merge(stages, any_tp=settings.identity.any_tp)
-        tokens = hash_tokens(config, self._kv_cache_config, [group.rule for group in groups])
-        specs = [group.spec for group in groups]
-        filled = with_release(formats.pop(), settings)
-        namespace = kv_namespace(config, specs, settings, hash_tokens=tokens, page_format=filled)
-        store = open_for(settings, "KV connector", namespace)
+        agreed = agree(ranks, config, self._kv_cache_config, settings)
+        groups, stages, tokens = agreed.groups, agreed.stages, agreed.hash_tokens
+        store = open_for(settings, "KV connector", agreed.namespace)
         shards = [group.page.shards for group in stages[0]]
-        space = store.open(namespace)
+        space = store.open(agreed.namespace)
 
         engine = KVEngine(
             groups,

@@ -28,13 +28,13 @@ unreadable bytes for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from connectors.ahead.prefetch import NoPrefetch, open_prefetch
 from connectors.ahead.queued import QueuedItems
 from connectors.ahead.sessions import HintedSessions
-from connectors.choice.cost import TokenCost
+from connectors.choice.cost import TokenCost, mean_depth
 from connectors.choice.decision import WAIT
 from connectors.choice.regret import Regrets
 from connectors.engine.contents import Contents, listen
@@ -56,6 +56,7 @@ from connectors.kv.observer import Observer
 from connectors.kv.planner import Holds, SavePlanner
 from connectors.kv.requests import KVEngine, Requests
 from connectors.kv.save import Saving
+from connectors.observing.recording import CostTeller
 from connectors.telemetry.spans import OpenSpans, no_spans
 from connectors.weights import Naming
 from kvstore.keys import SegmentId, canonical_json
@@ -87,6 +88,7 @@ class KVScheduler:
         self.store = store
         self.handoffs = handoffs or NoHandoffs()
         self.cost = TokenCost()
+        self._costs = CostTeller(store.backends.trace, self.cost)
         self._engine = engine
         self._observer = Observer(store, engine.groups, engine.hash_tokens, events or NoEvents(), spans)
         self._namespace = CurrentNamespace(store, space, ranks=engine.ranks, holds_blocks=engine.holds_blocks)
@@ -180,6 +182,7 @@ class KVScheduler:
         """Ask the index right away, so that the answer is usually there when the scheduler needs it."""
         tracked = self.requests.track(request)
         self._observer.arrived(tracked.request)
+        self._costs.tell(self.space.id, self.store.clock())
         self._queued_items.arrived(tracked.request, tracked.promises)
         self._sessions.arrives(tracked.hints)
         if self.requests.retired or not self.requests.cacheable(tracked.request):
@@ -275,7 +278,7 @@ class KVScheduler:
         """Returns this step's work for the workers."""
         step = StepView(output)
         scheduled = step.num_scheduled_tokens
-        self.cost.sent(sum(scheduled.values()), len(scheduled), lambda: self._depth(scheduled))
+        self.cost.sent(sum(scheduled.values()), len(scheduled), lambda: mean_depth(scheduled, self._computed))
         self._observer.tick()
         if scheduled:
             self._namespace.ran()
@@ -314,14 +317,9 @@ class KVScheduler:
             released=released,
         )
 
-    def _depth(self, scheduled: Mapping[str, int]) -> float:
-        """Returns how many tokens precede one of this step's on average, as far as its request is tracked."""
-        total = tokens = 0
-        for request_id, count in scheduled.items():
-            if (tracked := self.requests.get(request_id)) is not None:
-                total += count * (tracked.request.num_computed_tokens + count // 2)
-                tokens += count
-        return total / tokens if tokens else 0.0
+    def _computed(self, request_id: str) -> int | None:
+        tracked = self.requests.get(request_id)
+        return None if tracked is None else tracked.request.num_computed_tokens
 
     @guarded((False, None))
     def request_finished(

@@ -10,6 +10,7 @@ from kvstore import __version__
 from kvstore.cli import exits
 from kvstore.cli.call import PRECEDENCE
 from kvstore.cli.commands import (
+    advise,
     archive,
     bench,
     curate,
@@ -24,7 +25,7 @@ from kvstore.cli.commands import (
 from kvstore.cli.verbs import add_to, verbs_of
 
 #: In the order of the reference and of --help.
-VERBS = verbs_of((inspect, archive, curate, remove, repair, serve, explain, simulate, doctor, bench))
+VERBS = verbs_of((inspect, archive, curate, remove, repair, serve, explain, advise, simulate, doctor, bench))
 
 _EPILOG = (
     f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in exits.table())}.\n\n"

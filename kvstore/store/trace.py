@@ -3,10 +3,13 @@
 One file per process at a time, JSON lines:
 
     {"kvstore_trace": 1, "began_s": 1790000000.123}
-    {"space": 0, "namespace": "8a7...", "kind": "kv", "block_tokens": 16, "block_bytes": 65536, "parts": 1}
+    {"space": 0, "namespace": "8a7...", "kind": "kv", "block_tokens": 16, "block_bytes": 65536, "parts": 1,
+     "model": "org/model", "tenant": "default"}                                             (on one line)
     {"t": 0.52, "n": 0, "d": "<base64>"}
     {"t": 1.07, "n": 0, "like": [2, 96], "d": "<base64>", "session": "<base64>"}
     {"t": 1.9, "n": 0, "session": "<base64>", "end": true, "retain": 300.0, "priority": "low"}
+    {"t": 2.4, "n": 0, "d": "<base64>", "local": 7}
+    {"t": 2.4, "n": 0, "token_us": 81.2, "depth_us": 0.0014}
 
 A `space` line describes a namespace's blocks; `block_bytes` is the size of one on all ranks together, which
 store it in `parts`. A request is a line with `t`, seconds since `began_s`, and `n`, the number of its space.
@@ -19,9 +22,14 @@ Prompts share long prefixes, so this makes a trace of chats a fraction as long.
 with a session and no blocks is what was said of it in that namespace at that moment, at least one of: `end`,
 `retain` (seconds from then on), `priority`.
 
+`local` is how many of the chain's leading blocks the engine had itself when it came to the request; where
+that wasn't known it is left out. A line with `token_us` says what computing a token of a prompt took the
+engine lately, in microseconds: `token_us` for the first one, and `depth_us` more for each token before it.
+Readers that don't know such a line skip it.
+
 A file is complete by itself: when it holds half of `trace.most_bytes` another is begun, and the one before it
-is deleted. A process that dies leaves at most its last line torn, which a reader skips. Nothing but digests
-is recorded: no tokens, no names of requests or sessions.
+is deleted. A process that dies leaves at most its last line torn, which a reader skips. Of requests nothing
+but digests is recorded: no tokens, no names of requests or sessions.
 
 Locking: `_lock` guards the queue, `_file_lock` everything about the file; the latter is never taken on the
 thread of a caller of `record`.
@@ -41,6 +49,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +57,7 @@ import numpy as np
 
 from kvstore.files import OWNER, Access, make_folder, open_file
 from kvstore.keys import DIGEST_BYTES, NamespaceId
+from kvstore.keys import digests as pack_digests
 from schemas.namespace import Namespace
 from schemas.settings import TraceSettings
 
@@ -61,6 +71,8 @@ WORD = "<u8"
 #: Bounds of what waits to be written: digests of thousands of long prompts.
 _QUEUE_BYTES = 16 << 20
 _QUEUE_REQUESTS = 8192
+#: Bytes that a block hash counts for while it waits: as an object, with its place in a list.
+_HASH_BYTES = 80
 #: A thread is asked to write when so many requests wait, or when it was last asked so many seconds ago.
 _BATCH = 64
 _EVERY_S = 1.0
@@ -78,10 +90,11 @@ Submit = Callable[[int, Callable[[], None]], bool]
 
 
 class _Entry(NamedTuple):
-    """A request, or what was said of a session: then it has no digests."""
+    """A request, or what was said of a session or of costs: then it has no digests."""
 
     namespace: NamespaceId
-    digests: bytes
+    #: Packed, or what packs them and returns None if it can't.
+    digests: bytes | Callable[[], bytes | None]
     now_s: float
     #: The rest of the line, as JSON: what begins with a comma, or nothing.
     more: str
@@ -127,6 +140,8 @@ class TraceRecorder:
             "block_tokens": namespace.groups[0].block_tokens if namespace.groups else 0,
             "block_bytes": block_bytes,
             "parts": namespace.parts(),
+            "model": namespace.model,
+            "tenant": namespace.tenant,
         }
         self._spaces[name] = json.dumps(about)[1:]
 
@@ -137,7 +152,33 @@ class TraceRecorder:
         If too much waits to be written, the request is lost, and `lost` is told.
         """
         if digests:
-            self._add(_Entry(namespace, digests, now_s, _named(session) if session else ""))
+            more = _named(session) if session else ""
+            self._add(_Entry(namespace, digests, now_s, more), len(digests))
+
+    def record_hashes(
+        self,
+        namespace: NamespaceId,
+        hashes: Sequence[bytes],
+        group: int,
+        now_s: float,
+        *,
+        session: bytes = b"",
+        local: int | None = None,
+    ) -> None:
+        """Records that a request asked for the chain of these block hashes, of which the engine had the first
+        `local` blocks itself; None: unknown. As `record` otherwise, but for the work: however long the chain,
+        it is packed where it is written. Until then the list itself is kept, to which its owner may append.
+        """
+        if count := len(hashes):
+            more = (_named(session) if session else "") + (f', "local": {local}' if local is not None else "")
+            packed = partial(_packed, hashes, count, group)
+            self._add(_Entry(namespace, packed, now_s, more), count * _HASH_BYTES)
+
+    def record_cost(
+        self, namespace: NamespaceId, now_s: float, token_us: float, depth_us: float = 0.0
+    ) -> None:
+        """Records what computing a token of a prompt takes the engine now. As `record` otherwise."""
+        self._add(_Entry(namespace, b"", now_s, f', "token_us": {token_us:.4g}, "depth_us": {depth_us:.4g}'))
 
     def record_hints(
         self,
@@ -155,15 +196,15 @@ class TraceRecorder:
         if given:
             self._add(_Entry(namespace, b"", now_s, f"{_named(session)}, {json.dumps(given)[1:-1]}"))
 
-    def _add(self, entry: _Entry) -> None:
-        digests, now_s = entry.digests, entry.now_s
+    def _add(self, entry: _Entry, nbytes: int = 0) -> None:
+        now_s = entry.now_s
         with self._lock:
-            full = self._queued_bytes + len(digests) > _QUEUE_BYTES or len(self._queue) >= _QUEUE_REQUESTS
+            full = self._queued_bytes + nbytes > _QUEUE_BYTES or len(self._queue) >= _QUEUE_REQUESTS
             if full or self._closed:
                 due, gone = False, 1
             else:
                 self._queue.append(entry)
-                self._queued_bytes += len(digests)
+                self._queued_bytes += nbytes
                 since = now_s - self._asked_s
                 due = not self._writing and (len(self._queue) >= _BATCH or not 0 <= since < _EVERY_S)
                 gone = 0
@@ -213,7 +254,8 @@ class TraceRecorder:
         try:
             for entry in batch:
                 about = self._spaces.get(entry.namespace)
-                if about is None or not self._file.add(about, entry):
+                digests = entry.digests if isinstance(entry.digests, bytes) else entry.digests()
+                if about is None or digests is None or not self._file.add(about, entry, digests):
                     lost += 1
                 written += 1
             self._file.flush()
@@ -239,19 +281,19 @@ class _Files:
         self._size = 0
         self._lines = _Lines(0.0)
 
-    def add(self, about: str, entry: _Entry) -> bool:
+    def add(self, about: str, entry: _Entry, digests: bytes) -> bool:
         """Writes one request, or what was said of a session; returns False if it is longer than a file may
         be."""
-        words = len(entry.digests) // DIGEST_BYTES
+        words = len(digests) // DIGEST_BYTES
         if _HEAD_BYTES + len(about) + words * WORD_BYTES * 4 // 3 > self._most:
             return False
         if self._out is None:
             self._begin(entry.now_s)
-        line = self._lines.of(about, entry)
+        line = self._lines.of(about, entry, digests)
         if self._size + len(line) > self._most:
             self.close()
             self._begin(entry.now_s)
-            line = self._lines.of(about, entry)
+            line = self._lines.of(about, entry, digests)
         assert self._out is not None
         self._out.write(line)
         self._size += len(line)
@@ -298,7 +340,7 @@ class _Lines:
         self._count += 1
         return f'{{"kvstore_trace": {VERSION}, "began_s": {self._began_s:.3f}}}\n'.encode()
 
-    def of(self, about: str, entry: _Entry) -> bytes:
+    def of(self, about: str, entry: _Entry, digests: bytes) -> bytes:
         """Returns the line of an entry, and before it the line of its namespace if there is none yet."""
         out = ""
         space = self._spaces.get(entry.namespace)
@@ -308,8 +350,8 @@ class _Lines:
             out = f'{{"space": {space}, {about}\n'
             self._count += 1
         chain = ""
-        if entry.digests:
-            words = np.frombuffer(entry.digests, dtype=WORD)[1 :: DIGEST_BYTES // WORD_BYTES]
+        if digests:
+            words = np.frombuffer(digests, dtype=WORD)[1 :: DIGEST_BYTES // WORD_BYTES]
             like, line = self._known(self._seen[space], words.tolist())
             rest = base64.b64encode(words[like:].tobytes()).decode("ascii")
             chain = (f', "like": [{line}, {like}]' if like else "") + f', "d": "{rest}"'
@@ -341,6 +383,13 @@ class _Lines:
         seen.update(dict.fromkeys(fresh, self._count))
         self._blocks += len(fresh)
         return known, line
+
+
+def _packed(hashes: Sequence[bytes], count: int, group: int) -> bytes | None:
+    try:
+        return pack_digests(hashes[:count], group) or None
+    except (ValueError, OverflowError):
+        return None
 
 
 def _named(session: bytes) -> str:

@@ -73,6 +73,9 @@ class SegmentSettings(StrictModel):
 class KVSettings(StrictModel):
     """The KV connector."""
 
+    #: Record what requests ask for (`trace.folder`), and store and load nothing: no index and no payloads are
+    #: needed. What a store would bring, `cache-admin advise` says of the recording.
+    observe: bool = False
     #: Save blocks that decoding fills, not only those of prompts.
     save_decode: bool = False
     #: Longest time from a request's arrival to the index's answer; past it the request is a miss.
@@ -115,6 +118,8 @@ class KVSettings(StrictModel):
 class ECSettings(StrictModel):
     """The EC connector."""
 
+    #: As `kv.observe`, of encoder outputs: what is encoded, by what clients call it.
+    observe: bool = False
     #: Longest time from the first look at an item to its verified bytes on this node; past it the item is
     #: encoded.
     fetch_deadline_s: Seconds = 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     AfterValidator,
@@ -42,6 +42,11 @@ from schemas.settings.upkeep import (
 )
 from schemas.urls import RedisLocation, check_index, check_payloads, local_path, redis_location
 
+#: The URLs of index and payloads where there is no store.
+NOWHERE: Final = "memory://nowhere"
+#: What pydantic takes for true, in lower case.
+_YES: Final = frozenset({"true", "1", "yes", "on", "t", "y"})
+
 
 def _shape(value: Any) -> str:
     return "<tiers>" if isinstance(value, dict | Tiers) else "<url>"
@@ -54,7 +59,8 @@ Payloads = Annotated[
 
 
 class Settings(StrictModel):
-    """The whole tree, and what a connector's extra config holds. Only `payloads` has no default."""
+    """The whole tree, and what a connector's extra config holds. Only `payloads` has no default; it may be
+    left out where a connector only observes (`kv.observe`, `ec.observe`)."""
 
     #: `file:///DIR`; `s3://BUCKET/PREFIX?endpoint=URL&region=NAME` (neither is needed for AWS);
     #: `{fast: file:///DIR, slow: s3://..., fast_capacity: 50GiB}`; `memory://NAME` for tests.
@@ -89,6 +95,17 @@ class Settings(StrictModel):
     #: How long an evicted segment's payload stays readable: longer than any load may take.
     grace_s: Seconds = 120.0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_no_store(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("payloads") is not None:
+            return given
+        sections = (given.get("kv"), given.get("ec"))
+        said = [one.get("observe") for one in sections if isinstance(one, dict)]
+        if not any(str(one).lower() in _YES for one in said):
+            return given
+        return {**given, "payloads": NOWHERE, "index": NOWHERE}
+
     @field_validator("index")
     @classmethod
     def _index_url(cls, value: str | None) -> str | None:
@@ -107,6 +124,8 @@ class Settings(StrictModel):
             )
         if (self.index or "").startswith("memory:") != self.origin.startswith("memory:"):
             raise ValueError("memory:// is for tests and must be used for both index and payloads")
+        if (self.kv.observe or self.ec.observe) and self.trace.folder is None:
+            raise ValueError("kv.observe and ec.observe record into trace.folder: name a folder there")
         if (self.index or "").startswith("redis"):
             self._check_redis(redis_location(self.index or ""))
         if (self.s3.access_key_id is None) != (self.s3.secret_access_key is None):
@@ -142,6 +161,11 @@ class Settings(StrictModel):
                 "redis.sentinel_password is for an index that is found by Sentinels: "
                 "redis+sentinel://HOST:26379/MASTER/0"
             )
+
+    @property
+    def nowhere(self) -> bool:
+        """Whether there is no store, because a connector only observes."""
+        return self.payloads == NOWHERE
 
     @property
     def origin(self) -> str:

@@ -40,6 +40,7 @@ MODULES = (
             "repair",
             "explain",
             "simulate",
+            "advise",
         )
     ),
     "schemas.archive",

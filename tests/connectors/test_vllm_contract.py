@@ -186,6 +186,9 @@ def test_vllm_can_be_called_so(found: Found) -> None:
 _KEPT = "vLLM's own bookkeeping, fine as it is"
 
 
+_NOTHING = "stores and loads nothing: what the base does, or answers, is right"
+
+
 class Interface(NamedTuple):
     """One of our classes that vLLM calls."""
 
@@ -239,6 +242,44 @@ INTERFACES = [
             "update_state_after_free": "the step's list of freed items says the same",
         },
         {},
+    ),
+    Interface(
+        "connectors.observing.kv:ObservingKVConnector",
+        dict.fromkeys(
+            (
+                *("role", "bind_connector_metadata", "clear_connector_metadata", "has_connector_metadata"),
+                *("bind_kv_cache_manager", "bind_gpu_block_pool", "finish_forward", "reset_capture_state"),
+                *("requires_piecewise_for_cudagraph", "get_mem_pool_context", "set_host_xfer_buffer_ops"),
+                *("get_required_kvcache_layout", "get_finished", "get_finished_count"),
+                *("get_loaded_kv_cache_group_ids", "has_pending_push_work", "has_pending_block_frees"),
+                *("register_finished_partial_tail", "supports_divergent_local_hybrid_hits"),
+                *("get_kv_connector_kv_cache_events", "supports_sleep_mode", "handle_preemptions"),
+                *("get_transfer_results", "get_block_ids_with_load_errors", "build_connector_worker_meta"),
+                *("get_external_cache_hit_sources", "update_connector_output", "get_kv_connector_stats"),
+                *("build_kv_connector_stats", "build_prom_metrics"),
+            ),
+            _NOTHING,
+        ),
+    ),
+    Interface(
+        "connectors.observing.ec:ObservingECConnector",
+        dict.fromkeys(
+            (
+                *(
+                    "role",
+                    "is_producer",
+                    "is_consumer",
+                    "bind_connector_metadata",
+                    "clear_connector_metadata",
+                ),
+                *("register_caches", "get_finished", "start_worker_services", "has_pending_push_work"),
+                *("update_state_after_free", "start_save_caches", "build_connector_worker_meta"),
+                *("ensure_cache_available", "update_connector_output", "take_unavailable_requests"),
+                *("request_finished", "get_ec_connector_stats", "build_ec_connector_stats"),
+                "build_prom_metrics",
+            ),
+            _NOTHING,
+        ),
     ),
     Interface(
         "connectors.tier.connector:KVStoreTier",

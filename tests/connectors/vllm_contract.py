@@ -27,6 +27,7 @@ TAKEN: Final[dict[str, Taken]] = {
     f"{_KV}:KVConnectorBase_V1": Taken(
         "the interface itself",
         {
+            "__new__": "makes one, unless the settings ask for one that only observes",
             "__init__": "keeps the configuration and the role",
             "_vllm_config": "kept by the base for later calls",
             "_kv_cache_config": "kept by the base; its own hooks read it too",
@@ -177,6 +178,7 @@ TAKEN: Final[dict[str, Taken]] = {
         "what a step does",
         {
             "num_scheduled_tokens": "tokens of each request in this step",
+            "total_num_scheduled_tokens": "their sum, at no cost in a step of many requests",
             "kv_connector_block_state": "block tables, for saving",
             "preempted_req_ids": "requests whose blocks are gone",
             "scheduled_new_reqs": "with the blocks that they were given",
@@ -303,6 +305,7 @@ TAKEN: Final[dict[str, Taken]] = {
     f"{_EC}.base:ECConnectorBase": Taken(
         "the interface itself",
         {
+            "__new__": "makes one, unless the settings ask for one that only observes",
             "__init__": "keeps the configuration and the role",
             "is_producer": "whether to save",
             "is_consumer": "whether to load",

@@ -35,6 +35,24 @@ def test_a_folder_is_enough() -> None:
     assert settings.index_url == "sqlite:///var/lib/kvstore/index.sqlite"
 
 
+@pytest.mark.parametrize("section", ["kv", "ec"])
+def test_one_that_only_observes_needs_no_store_but_a_folder(section: str) -> None:
+    for yes in (True, "true", "1"):
+        made = Settings.model_validate({section: {"observe": yes}, "trace": {"folder": "/traces"}})
+        assert made.nowhere
+    # An index alone is no store; both are one, which may stay in the settings meanwhile.
+    assert Settings.model_validate(
+        {"index": "redis://redis", "kv": {"observe": True}, "trace": {"folder": "/traces"}}
+    ).nowhere
+    given = {"payloads": "file:///cache", "kv": {"observe": True}, "trace": {"folder": "/traces"}}
+    assert Settings.model_validate(given).origin == "file:///cache"
+    with pytest.raises(ValidationError, match=r"trace\.folder"):
+        Settings.model_validate({section: {"observe": True}})
+    for no in (False, "false", 0):
+        with pytest.raises(ValidationError, match="payloads"):
+            Settings.model_validate({section: {"observe": no}, "trace": {"folder": "/traces"}})
+
+
 def test_settings_are_frozen_and_comparable() -> None:
     settings = Settings(payloads="file:///x")
     with pytest.raises(ValidationError, match="frozen"):

@@ -372,3 +372,66 @@ def test_items_of_encoders_are_traced_as_chains_of_one(tmp_path: Path) -> None:
     trace.close()
     (space,) = read(tmp_path).spaces
     assert (space.kind, space.block_tokens, space.block_bytes) == ("ec", 0, 1 << 20)
+
+
+def test_the_lines_are_pinned(tmp_path: Path) -> None:
+    """What is recorded now is read by later releases: a change of it is a decision."""
+    trace = recorder(tmp_path, Later())
+    trace.record_hashes(NAME, chain(1, 2), 0, NOW, local=1)
+    trace.record_hashes(NAME, chain(1, 2, 3), 0, NOW + 1.5, session=bytes(range(16)), local=0)
+    trace.record_hashes(NAME, chain(4), 1, NOW + 2)
+    trace.record_cost(NAME, NOW + 2.5, 81.234567, 0.00123456)
+    trace.close()
+    [file] = tmp_path.iterdir()
+    assert file.read_text().splitlines() == [
+        '{"kvstore_trace": 1, "began_s": 1790000000.000}',
+        f'{{"space": 0, "namespace": "{NAME}", "kind": "kv", "block_tokens": 8, "block_bytes": {SLOT_BYTES}, '
+        '"parts": 1, "model": "tiny", "tenant": "default"}',
+        '{"t": 0.000, "n": 0, "d": "3UYzqiUUTHYreRgC3JsS4A==", "local": 1}',
+        '{"t": 1.500, "n": 0, "like": [2, 2], "d": "KkRfmrgqeY4=", "session": "CAkKCwwNDg8=", "local": 0}',
+        '{"t": 2.000, "n": 0, "d": "L1mEJSrxbpE="}',
+        '{"t": 2.500, "n": 0, "token_us": 81.23, "depth_us": 0.001235}',
+    ]
+
+
+def test_chains_may_be_packed_where_they_are_written(tmp_path: Path) -> None:
+    later, lost = Later(), Lost()
+    trace = recorder(tmp_path, later, lost)
+    growing = chain(1, 2, 3)
+    trace.record_hashes(NAME, growing, 0, NOW, local=2)
+    growing += chain(9)  # what is generated after the prompt
+    trace.record(NAME, packed(1, 2, 3), NOW + 1)
+    trace.record_hashes(NAME, [b"short"], 0, NOW + 2)
+    trace.record_hashes(NAME, [], 0, NOW + 3)
+    trace.close()
+    found = read(tmp_path)
+    assert [(one.chain, one.local) for one in found.requests] == [([0, 1, 2], 2), ([0, 1, 2], None)]
+    assert (lost.count, found.skipped) == (1, 0)
+
+
+def test_what_waits_to_be_packed_is_bounded_too(tmp_path: Path) -> None:
+    later, lost = Later(), Lost()
+    trace = recorder(tmp_path, later, lost)
+    hashes = chain(*range(1000)) * 50
+    for number in range(10):
+        trace.record_hashes(NAME, hashes, 0, NOW + number)
+    assert lost.count == 6  # 80 bytes for each of 50,000, of 16 MiB
+    trace.close()
+
+
+def test_costs_are_read_and_nonsense_is_not(tmp_path: Path) -> None:
+    trace = recorder(tmp_path, Later())
+    trace.record_hashes(NAME, chain(1), 0, NOW)
+    trace.record_cost(NAME, NOW + 1, 80.0, 0.5)
+    trace.close()
+    [file] = tmp_path.iterdir()
+    with file.open("a") as out:
+        for bad in ("-1", '"x"', "1e300", '1, "depth_us": -1'):
+            out.write(f'{{"t": 1, "n": 0, "token_us": {bad}}}\n')
+        for local in (-1, 2, 1.5, '"x"'):
+            out.write(f'{{"t": 1, "n": 0, "like": [2, 1], "local": {local}}}\n')
+    found = read(tmp_path)
+    assert [(cost.at_s - NOW, cost.token_us, cost.depth_us) for cost in found.costs] == [(1.0, 80.0, 0.5)]
+    assert (found.skipped, len(found.requests)) == (8, 1)
+    [space] = found.spaces
+    assert (space.model, space.tenant) == ("tiny", "default")

@@ -43,19 +43,7 @@ class KVMemory:
     def register(self, tensors: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """Take the layers' paged tensors. Raises ConfigError, before anything could be stored, if they aren't
         laid out as the configuration says."""
-        made = []
-        for group in self.groups:
-            tables = {table: [tensors[name] for name in names] for table, names in group.tables}
-            try:
-                cache = PagedCache(tables, num_blocks)
-            except ValueError as exc:
-                raise ConfigError(f"kvstore: {exc}") from None
-            if (cache.shape, cache.dtype_name) != (group.shape, group.page.dtype):
-                raise ConfigError(
-                    f"kvstore: the engine's KV blocks are {cache.dtype_name}{list(cache.shape)}, its "
-                    f"configuration says {group.page.dtype}{list(group.shape)}; layout not understood"
-                )
-            made.append(cache)
+        made = views(self.groups, tensors, num_blocks)
         pin = made[0].device.type == "cuda"
         wanted = zip(made, self._segment_blocks, strict=True)
         piece = max(blocks * cache.slot_bytes for cache, blocks in wanted)
@@ -164,3 +152,24 @@ class KVMemory:
             cache.scatter(blocks, chunk, cache.mark()).wait()
         finally:
             self.loads.release(chunk)
+
+
+def views(
+    groups: Sequence[LocalGroup], tensors: Mapping[str, torch.Tensor], num_blocks: int
+) -> list[PagedCache]:
+    """Returns views of the groups' paged caches. Raises ConfigError if the layers' tensors aren't laid out as
+    the configuration says."""
+    made = []
+    for group in groups:
+        tables = {table: [tensors[name] for name in names] for table, names in group.tables}
+        try:
+            cache = PagedCache(tables, num_blocks)
+        except ValueError as exc:
+            raise ConfigError(f"kvstore: {exc}") from None
+        if (cache.shape, cache.dtype_name) != (group.shape, group.page.dtype):
+            raise ConfigError(
+                f"kvstore: the engine's KV blocks are {cache.dtype_name}{list(cache.shape)}, its "
+                f"configuration says {group.page.dtype}{list(group.shape)}; layout not understood"
+            )
+        made.append(cache)
+    return made

@@ -63,12 +63,12 @@ def simulate(
     curves = []
     for policy, cut, tallies in _replayed(trace, setup, capacities, progress):
         points = tuple(
-            _point(trace, capacity, tally) for capacity, tally in zip(capacities, tallies, strict=True)
+            point(trace, capacity, tally) for capacity, tally in zip(capacities, tallies, strict=True)
         )
         curves.append(Curve(policy=policy, segment_blocks=cut, points=points))
     return SimulationReport(
         version=__version__,
-        trace=_totals(trace, paths, setup),
+        trace=totals(trace, paths, setup),
         window_s=setup.settings.admission.window_s,
         curves=tuple(curves),
         findings=tuple(_findings(trace, curves)),
@@ -133,7 +133,8 @@ def _store(
     return lambda capacity: StoreReplay(trace, rules, capacity).run(notes, owners, said)
 
 
-def _point(trace: Trace, capacity: int, tally: ReplayTotals) -> SimulatedPoint:
+def point(trace: Trace, capacity: int, tally: ReplayTotals) -> SimulatedPoint:
+    """Returns what a replay at one capacity amounts to."""
     return SimulatedPoint(
         capacity_bytes=capacity,
         hit_ratio=tally.hit_blocks / trace.references,
@@ -145,7 +146,8 @@ def _point(trace: Trace, capacity: int, tally: ReplayTotals) -> SimulatedPoint:
     )
 
 
-def _totals(trace: Trace, paths: Sequence[Path], setup: Setup) -> TraceTotals:
+def totals(trace: Trace, paths: Sequence[Path], setup: Setup) -> TraceTotals:
+    """Returns what a trace asks for."""
     count = len(trace.spaces)
     requests, asked, distinct = [0] * count, [0] * count, [0] * count
     for request in trace.requests:

@@ -149,6 +149,11 @@ class StoreReplay:
         self.evictions = 0
         self.evicted_bytes = 0
 
+    @property
+    def segments(self) -> int:
+        """How many segments were saved."""
+        return len(self._segments)
+
     def run(
         self,
         notes: Sequence[int] | None = None,

@@ -33,6 +33,7 @@ from kvstore.admin.progress import ProgressListener
 from kvstore.errors import ConfigError
 from kvstore.index.contract import MAX_RANKS
 from kvstore.index.sessions import Priority
+from kvstore.rules.text import readable
 from kvstore.store.trace import VERSION, WORD, WORD_BYTES
 
 #: Bytes of the longest line that is read: a prompt of three million blocks.
@@ -44,6 +45,8 @@ PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
 _MAX_TOKENS = 1 << 20
 _MAX_BYTES = 1 << 40
+#: An hour for one token.
+_MAX_US = 3.6e9
 
 
 class BadTrace(ConfigError):
@@ -79,6 +82,9 @@ class TracedSpace:
     block_bytes: int
     #: The number of payloads of a segment.
     parts: int = 1
+    #: "" if the trace doesn't say.
+    model: str = field(default="", compare=False)
+    tenant: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,19 @@ class Request:
     chain: list[int]
     #: What the trace calls the session, if it names one.
     session: str | int | None = None
+    #: The number of leading blocks that the engine had itself; None: unknown.
+    local: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """What computing a token of a prompt took an engine, in microseconds: the first one, and how much more
+    for each token before it."""
+
+    at_s: float
+    space: int
+    token_us: float
+    depth_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +132,8 @@ class Trace:
     requests: list[Request] = field(default_factory=list)
     #: What was said of sessions, in the order of time.
     said: list[Said] = field(default_factory=list)
+    #: What computing cost, as far as engines have told.
+    costs: list[TokenCosts] = field(default_factory=list)
     #: The number of each block's space.
     space_of: list[int] = field(default_factory=list)
     references: int = 0
@@ -227,6 +248,7 @@ class _Forest:
         known: list[int],
         names: Sequence[int | str],
         session: str | int | None = None,
+        local: int | None = None,
     ) -> list[int]:
         """Adds a request for the blocks `known`, followed by those of these names; returns its chain."""
         named, parent = self._named[space], self._parent
@@ -242,7 +264,7 @@ class _Forest:
                 block = self._elsewhere[last, name] = self._new(last, space) if other is None else other
             chain.append(block)
             last = block
-        self.trace.requests.append(Request(at_s, space, chain, session))
+        self.trace.requests.append(Request(at_s, space, chain, session, local))
         self.trace.references += len(chain)
         return chain
 
@@ -300,13 +322,18 @@ class _File:
         if not _within(parts, 1, MAX_RANKS):
             return False
         nbytes = self._forest.assumed.block_bytes or nbytes
-        self._spaces[number] = self._forest.space(TracedSpace(name, kind, tokens, nbytes, parts))
+        model, tenant = (readable(item.get(key, "")) for key in ("model", "tenant"))
+        self._spaces[number] = self._forest.space(
+            TracedSpace(name, kind, tokens, nbytes, parts, model, tenant)
+        )
         return True
 
     def _request(self, number: int, item: dict[str, Any]) -> bool:
         at_s, space = _time(item["t"]), self._spaces.get(item.get("n", -1))
         if at_s is None or space is None or self._began_s is None:
             return False
+        if "token_us" in item:
+            return self._cost(item, self._began_s + at_s, space)
         data = base64.b64decode(item.get("d", ""), validate=True)
         session = item.get("session")
         if session is not None and len(base64.b64decode(session, validate=True)) != WORD_BYTES:
@@ -325,8 +352,18 @@ class _File:
         if len(data) % WORD_BYTES or not (data or known):
             return False
         names = np.frombuffer(data, dtype=WORD).tolist()
+        local = item.get("local")
+        if local is not None and not _within(local, 0, len(known) + len(names)):
+            return False
         at_s += self._began_s
-        self._lines[number] = (space, self._forest.add(at_s, space, known, names, session))
+        self._lines[number] = (space, self._forest.add(at_s, space, known, names, session, local))
+        return True
+
+    def _cost(self, item: dict[str, Any], at_s: float, space: int) -> bool:
+        token_us, depth_us = _time(item["token_us"]), _time(item.get("depth_us", 0.0))
+        if token_us is None or depth_us is None or not (0 < token_us <= _MAX_US and 0 <= depth_us <= _MAX_US):
+            return False
+        self._forest.trace.costs.append(TokenCosts(at_s, space, token_us, depth_us))
         return True
 
     def _foreign(self, item: dict[str, Any]) -> bool:

@@ -235,9 +235,9 @@ class Bed:
         for rank in self.ranks:
             rank.ran.append(ran := threading.Event())
             outputs.append(self._execute(rank, output, ran))
-        self.most_held = max(
-            [self.most_held, *(rank.worker.memory.used_bytes["save"] for rank in self.ranks)]
-        )
+        # One that only observes has no worker.
+        workers = [rank.half._worker for rank in self.ranks if hasattr(rank.half, "_worker")]
+        self.most_held = max([self.most_held, *(one.memory.used_bytes["save"] for one in workers)])
         sampled = {
             name: [] if self.scheduler.requests[name].is_prefill_chunk else [_SAMPLED]
             for name in output.num_scheduled_tokens

@@ -1,0 +1,1 @@
+"""What requests ask for, recorded by connectors that store and load nothing (`kv.observe`, `ec.observe`)."""

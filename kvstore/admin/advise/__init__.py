@@ -1,0 +1,1 @@
+"""The verb that says whether a cache pays, and which: advise."""

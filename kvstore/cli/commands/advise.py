@@ -1,0 +1,189 @@
+"""advise: whether a cache pays, which, and what to set."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from kvstore.admin.advise import advise
+from kvstore.admin.advise.reports import PriceList, ReadSpeed
+from kvstore.admin.advise.worth import Given
+from kvstore.admin.bench.reports import BenchReport
+from kvstore.admin.simulate.traces import Assumed
+from kvstore.cli import progress
+from kvstore.cli.call import Call, say
+from kvstore.cli.options import byte_count
+from kvstore.cli.text import advise as advise_text
+from kvstore.cli.verbs import verb
+from kvstore.rules.text import readable
+from schemas.base import redact
+
+#: Where there is no terminal.
+_COLUMNS = 100
+#: A report of bench is some KB.
+_MOST_REPORT = 16 << 20
+#: List prices of S3 Standard in us-east-1, and a GPU hour of nobody in particular (docs/production.md).
+_ASSUMED = {
+    "gpu_hour": 3.0,
+    "gb_month": 0.023,
+    "put_1000": 0.005,
+    "get_1000": 0.0004,
+    "upload_gb": 0.0,
+    "download_gb": 0.0,
+}
+_INDEX, _PAYLOADS = "redis://redis:6379/0", "s3://my-bucket/kvstore"
+
+
+@verb(
+    "advise",
+    section="Understand",
+    examples=(
+        "cache-admin advise /var/log/kvstore-trace --gpu-hour 2.50 --html advice.html",
+        "cache-admin advise trace.jsonl --prefill-tokens-s 10000 --gpus 4 --bench bench.json",
+        "cache-admin advise /var/log/kvstore-trace --json",
+    ),
+    see_also=("simulate", "bench", "vllm-config"),
+)
+def _advise(
+    call: Call,
+    recordings: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECORDING...",
+            help="Files that engines have recorded (settings: kv.observe, trace), or of Mooncake's form; or "
+            "folders of *.jsonl.",
+        ),
+    ],
+    gpu_hour: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Of one GPU for an hour. Default: 3.")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1 << 14, metavar="N", help="GPUs of an engine. Default: as many as hold a block."
+        ),
+    ] = None,
+    prefill_tokens_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="N",
+            help="Tokens of prompts that an engine computes in a second. Default: as it was recorded.",
+        ),
+    ] = None,
+    encode_ms: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="N", help="Milliseconds that encoding an item takes."),
+    ] = None,
+    gb_month: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="PRICE", help="Of storage, per GB and month. Default: 0.023."),
+    ] = None,
+    put_1000: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Of 1,000 PUTs. Default: 0.005.")
+    ] = None,
+    get_1000: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Of 1,000 GETs. Default: 0.0004.")
+    ] = None,
+    upload_gb: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Of a GB uploaded. Default: 0.")
+    ] = None,
+    download_gb: Annotated[
+        float | None, typer.Option(min=0, metavar="PRICE", help="Of a GB downloaded. Default: 0.")
+    ] = None,
+    bench: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What `cache-admin bench --json` has measured here."),
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes that a node reads in a second, such as 1GiB."),
+    ] = None,
+    block_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of a block, of all ranks together, as for `simulate`."),
+    ] = None,
+    block_tokens: Annotated[
+        int,
+        typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a block in traces of Mooncake's form."),
+    ] = 512,
+    points: Annotated[int, typer.Option(min=2, max=100, metavar="N", help="Capacities that are tried.")] = 12,
+    html: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a page of HTML, whole by itself.", show_default=False),
+    ] = None,
+) -> None:
+    """Say from a recording of requests whether a shared cache pays, how large it should be, and what to set.
+
+    Weighs the GPU time that hits save against storage, requests and transfer, at your prices, for capacities
+    up to all that was asked for; says from which bandwidth on loading is faster than computing, how large
+    Redis must be, and the settings to paste, or why not. Needs no cache; --index and --payloads go into those
+    settings.
+    """
+    given = {
+        "gpu_hour": gpu_hour,
+        "gb_month": gb_month,
+        "put_1000": put_1000,
+        "get_1000": get_1000,
+        "upload_gb": upload_gb,
+        "download_gb": download_gb,
+    }
+    known = {name: value for name, value in given.items() if value is not None}
+    prices = PriceList(**(_ASSUMED | known), assumed=tuple(sorted(_ASSUMED.keys() - known)))
+    question = advise.Question(
+        settings=replace(call.sources, index="memory://advice", payloads="memory://advice").settings(),
+        given=Given(prices, gpus, prefill_tokens_s, None if encode_ms is None else encode_ms / 1000),
+        index=redact(call.sources.index or _INDEX),
+        payloads=redact(call.sources.payloads or _PAYLOADS),
+        reads=[*_measured(bench), *_said(bandwidth)],
+        points=points,
+    )
+    assumed = Assumed(None if block_bytes is None else byte_count("--block-bytes", block_bytes), block_tokens)
+    with progress.shown() as shows:
+        report = advise.advise([Path(one) for one in recordings], assumed, question, shows)
+    if html is not None:
+        _write(html, advise_text.page(report))
+    call.print(report, lambda report: advise_text.advise(report, _columns()))
+
+
+def _said(bandwidth: str | None) -> list[ReadSpeed]:
+    if bandwidth is None:
+        return []
+    return [ReadSpeed(tier="as given", bytes_s=byte_count("--bandwidth", bandwidth))]
+
+
+def _measured(path: str | None) -> list[ReadSpeed]:
+    """Returns what bench has measured of each tier, with its longest prompt."""
+    if path is None:
+        return []
+    try:
+        with Path(path).open("rb") as file:
+            report = BenchReport.model_validate_json(file.read(_MOST_REPORT))
+    except OSError as exc:
+        raise typer.BadParameter(f"{readable(path)}: {exc.strerror}", param_hint="--bench") from exc
+    except ValidationError:
+        what = "is no report of `cache-admin bench --json` of this release"
+        raise typer.BadParameter(f"{readable(path)} {what}", param_hint="--bench") from None
+    longest = {load.tier: load for load in sorted(report.loads, key=lambda load: load.tokens)}
+    return [ReadSpeed(tier=tier, bytes_s=load.bytes_s) for tier, load in longest.items()]
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise typer.BadParameter(f"{readable(path)}: {exc.strerror}", param_hint="--html") from exc
+    say(f"page written to {path}")
+
+
+def _columns() -> int:
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return min(140, shutil.get_terminal_size().columns)
+    return _COLUMNS

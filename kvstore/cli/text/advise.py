@@ -1,0 +1,180 @@
+"""advise as text and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from kvstore.admin.advise.page import Table, html
+from kvstore.admin.advise.reports import AdviceReport, CapacityAdvice
+from kvstore.admin.simulate.plot import Plot, Series, text
+from kvstore.cli.tables import Column, Renderables, TableRows, pair, plain, span
+from kvstore.rules.units import size
+
+_WIDTH = 13
+_STYLES = {"yes": "bold green", "no": "bold red", "unclear": "bold yellow"}
+_NAMES = {"kvstore": "kvstore", "lru": "LRU of blocks", "optimum": "optimum", "endless": "ceiling"}
+
+
+def headline(report: AdviceReport) -> str:
+    """Returns the verdict in a sentence."""
+    best = report.best
+    if report.verdict == "no":
+        return "Don't"
+    if report.verdict == "unclear" or best.net_month is None:
+        return f"Perhaps, with {size(best.capacity_bytes)}"
+    return f"Yes: {size(best.capacity_bytes)} save {_money(best.net_month)} a month"
+
+
+def plot_of(report: AdviceReport) -> Plot:
+    """Returns the plot of the hit ratio by capacity."""
+    trace = report.trace
+    series = [
+        Series(
+            _NAMES.get(curve.policy, curve.policy),
+            [(one.capacity_bytes, one.hit_ratio) for one in curve.points],
+            bound=curve.policy == "endless",
+        )
+        for curve in report.curves
+    ]
+    local = report.local_ratio
+    own = f"; engines had {local:.1%} of them themselves" if local is not None else ""
+    return Plot(
+        title="Hit ratio by capacity",
+        subtitle=f"{trace.requests:,} requests, {trace.asked_blocks:,} blocks asked for{own}",
+        x_label="capacity (logarithmic)",
+        y_label="hit ratio (blocks found, of those asked for)",
+        series=series,
+    )
+
+
+def advise(report: AdviceReport, width: int) -> Renderables:
+    """Yields the verdict and why, the plot, what capacities and models amount to, and what to set."""
+    why = "" if report.verdict != "no" else ", because:"
+    yield Text(f"{headline(report)}{why}", style=_STYLES[report.verdict])
+    for sentence in report.because:
+        yield pair("-", plain(sentence[:1].upper() + sentence[1:]), width=3)
+    yield ""
+    for label, fact in facts(report):
+        yield pair(label, plain(fact), width=_WIDTH)
+    yield ""
+    for line in text(plot_of(report), width):
+        yield Text(line, no_wrap=True, overflow="crop")
+    for heading, (heads, rows) in tables(report):
+        yield ""
+        yield Text(heading, style="bold")
+        columns = list(zip(*rows, strict=True))
+        yield TableRows(
+            *(
+                Column(head, values, right=number > 0, wraps=number == 0)
+                for number, (head, values) in enumerate(zip(heads, columns, strict=True))
+            )
+        )
+    if report.settings:
+        yield ""
+        yield Text("Settings to paste", style="bold")
+        yield Text(report.settings.rstrip())
+    yield ""
+    for caveat in report.caveats:
+        yield pair("-", plain(caveat[:1].upper() + caveat[1:]), width=3)
+
+
+def facts(report: AdviceReport) -> Iterator[tuple[str, str]]:
+    """Yields what was recorded, at which prices it is weighed, and how large Redis must be."""
+    yield "recorded", f"{report.trace.requests:,} requests in {span(report.trace.seconds)}"
+    own = f", {report.local_ratio:.1%} in the engines' own caches" if report.local_ratio is not None else ""
+    yield "ceiling", f"{report.ceiling_ratio:.1%} with endless capacity{own}"
+    prices = report.prices
+    yield (
+        "prices",
+        f"${prices.gpu_hour:g} a GPU hour, ${prices.gb_month:g} a GB and month, ${prices.put_1000:g} and "
+        f"${prices.get_1000:g} a thousand PUTs and GETs, ${prices.upload_gb:g} and ${prices.download_gb:g} a "
+        "GB up and down",
+    )
+    redis = report.redis
+    yield (
+        "Redis",
+        f"{redis.index_bytes / 1e6:,.0f} MB of index for {redis.blocks:,} blocks in {redis.segments:,} "
+        f"segments: maxmemory {redis.maxmemory_bytes / 1e6:,.0f}mb",
+    )
+    for read in report.reads:
+        yield "reads", f"{read.tier}: {_speed(read.bytes_s)}"
+
+
+def page(report: AdviceReport) -> str:
+    """Returns the report as a page."""
+    title = f"Would a shared cache pay? {headline(report)}"
+    why = [sentence[:1].upper() + sentence[1:] for sentence in report.because]
+    why += [f"{label[:1].upper()}{label[1:]}: {fact}" for label, fact in facts(report)]
+    notes = [caveat[:1].upper() + caveat[1:] for caveat in report.caveats]
+    return html(title, report.verdict, why, plot_of(report), tables(report), report.settings, notes)
+
+
+def tables(report: AdviceReport) -> Sequence[tuple[str, Table]]:
+    """Returns the tables of a report that have rows, with their titles."""
+    best = report.best
+    capacities = [
+        (
+            f"{size(one.capacity_bytes)}{' *' if one == best else ''}",
+            "second use" if one.second_use else "all",
+            f"{one.hit_ratio:.1%}",
+            f"{one.gained_ratio:.1%}",
+            _hours(one.gpu_seconds_month),
+            _money(one.saved_month),
+            _money(_bill(one)),
+            _money(one.net_month),
+        )
+        for one in report.capacities
+    ]
+    models = [
+        (
+            f"{one.model or 'all'} ({one.kind}, {one.tenant})" if one.tenant else f"{one.model or 'all'}",
+            f"{one.requests:,}",
+            "-" if one.local_ratio is None else f"{one.local_ratio:.1%}",
+            f"{one.hit_ratio:.1%}",
+            f"{one.ceiling_ratio:.1%}",
+            _hours(one.gpu_seconds_month),
+            _money(one.saved_month),
+            _money(one.cost_month),
+            _money(one.net_month),
+            "-" if one.break_even_bytes_s is None else _speed(one.break_even_bytes_s),
+        )
+        for one in report.by_model
+    ]
+    prompts = [
+        (f"{one.tokens:,} tokens", size(one.nbytes), span(one.compute_s), _speed(one.break_even_bytes_s))
+        for one in report.prompts
+    ]
+    months = ("GPU hours", "saved", "costs", "net")
+    found: list[tuple[str, Table]] = [
+        ("By capacity, a month", (("capacity", "saves", "hits", "gained", *months), capacities)),
+        (
+            f"By model with {size(best.capacity_bytes)}, a month",
+            (("model", "requests", "own", "hits", "ceiling", *months, "break-even"), models),
+        ),
+        (
+            "Where loading is as fast as computing",
+            (("prompt", "bytes", "computed in", "break-even bandwidth"), prompts),
+        ),
+    ]
+    return [(heading, table) for heading, table in found if table[1]]
+
+
+def _bill(one: CapacityAdvice) -> float:
+    return one.storage_month + one.requests_month + one.transfer_month
+
+
+def _money(amount: float | None) -> str:
+    if amount is None:
+        return "-"
+    sign = "-" if amount < 0 else ""
+    return f"{sign}${abs(amount):,.2f}" if abs(amount) < 100 else f"{sign}${abs(amount):,.0f}"
+
+
+def _hours(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds / 3600:,.1f}"
+
+
+def _speed(bytes_s: float) -> str:
+    return f"{bytes_s / 1e6:,.0f} MB/s"
