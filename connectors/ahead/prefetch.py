@@ -221,7 +221,7 @@ class Prefetch(NoPrefetch):
                 if known is None and near:
                     continue
                 one = known or Segment.of(space, segment, record)
-                if not self._hinted.add(one, self._clock()):
+                if not self._hinted.add(one, self._clock(), self._wasted):
                     break
                 if known is None:
                     self._segments[segment] = self._later[segment] = one
@@ -252,6 +252,8 @@ class Prefetch(NoPrefetch):
         if not one.wanted:
             one.rest.clear()
             self._settle(one)
+        elif not one.waiting and self._queue.pop(one.segment, None) is not None:
+            self._later[one.segment] = one
 
     def _settle(self, one: Segment) -> None:
         """Takes a segment off the table, and counts it, once it is loaded or nobody wants it."""

@@ -92,10 +92,11 @@ class Hinted:
     def __iter__(self) -> Iterator[Segment]:
         return iter(list(self._segments.values()))
 
-    def add(self, one: Segment, now: float) -> bool:
-        """Names a segment from now on for HINT_S, or anew; returns whether there is room for it."""
+    def add(self, one: Segment, now: float, wasted: int) -> bool:
+        """Names a segment from now on for HINT_S, or anew; returns whether there is room for it. `wasted` are
+        bytes that were fetched of late and not used: hints come after whom that leaves little room."""
         self.discard(one)
-        if self._nbytes + one.nbytes > self._most or len(self._segments) >= _MOST:
+        if self._nbytes + wasted + one.nbytes > self._most or len(self._segments) >= _MOST:
             return False
         self._segments[one.segment] = one
         self._nbytes += one.nbytes

@@ -62,7 +62,7 @@ class HintedSessions:
             return
         session, matched = one
         bring = partial(self._bring, self._space, session, list(matched() or ()))
-        if not self._store.transfers.call(bring):
+        if not self._store.transfers.errand(0, bring):
             self._store.counters.add("session_failures")
 
     def restart(self) -> None:
@@ -71,4 +71,6 @@ class HintedSessions:
 
     def _bring(self, space: Space, session: SessionId, matched: list[Run]) -> None:
         runs = [*matched, *space.owned(session)]
+        if space is not self._space:
+            return  # void since the caches were reset
         self._prefetch.hinted(space, runs, space.tiers(runs))

@@ -254,13 +254,16 @@ class Meter:
             return
         begun = [(read, began) for read, (_, began) in self._reads.items() if began is not None]
         hung = [read for read, began in begun if now - began > _HUNG_S]
-        if hung:
-            self._settled, self._learned_at, self.tells_apart = self.speed(now), now, False
-            self._points.clear()
-            self.count += 1
+        if not hung:
+            return
+        self._settled, self._learned_at, self.tells_apart = self.speed(now), now, False
+        self._points.clear()
+        self.count += 1
         for read in hung:
             self._remove(read)
-        self._begin_window(now, first=True)
+        # What goes on has taken its time already.
+        rest = [began for read, began in begun if read in self._reads]
+        self._begin_window(min(rest, default=now), first=True)
 
     def _begin_window(self, now: float, *, first: bool) -> None:
         self._window_at, self._arrived, self._ended, self._first = now, 0, 0, first

@@ -354,9 +354,9 @@ class ECScheduler:
         """Forget the request, however it ended; a producer announces which of its items are stored."""
         view = RequestView(request)
         looked_up = self._waits.pop(view.request_id, {})
-        self._uses.ends(view, map(self._items.get, looked_up))
         self._ahead.gone(view.request_id)
         self._unavailable.discard(view.request_id)
+        self._uses.ends(view, map(self._items.get, looked_up))
         self._observer.tick(idle=True)
         if self._engine.consumer or not view.mm_features:
             return None

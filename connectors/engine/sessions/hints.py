@@ -56,7 +56,7 @@ class Hints:
         params = request.kv_transfer_params
         try:
             actions = request.kv_hints
-        except (AttributeError, TypeError):
+        except (AttributeError, LookupError, TypeError, ValueError):
             # Of an engine in the client's process: nothing has held that to vLLM's types.
             actions = [(None, None, None)]
         return read(request.session_id, request.cache_salt, params, actions)

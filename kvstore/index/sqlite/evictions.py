@@ -268,7 +268,7 @@ def erase_some(db: sqlite3.Connection, place: NamespaceNumbers, limit: int) -> i
             f"(SELECT {columns} FROM {table} WHERE namespace = ? LIMIT ?)",
             (place.key, place.key, left),
         ).rowcount
-    for table in ("events", "outcomes"):
+    for table in ("events", "fates", "outcomes"):
         left -= db.execute(
             f"DELETE FROM {table} WHERE namespace = ? AND number IN "
             f"(SELECT number FROM {table} WHERE namespace = ? ORDER BY number LIMIT ?)",

@@ -55,8 +55,8 @@ class SqliteJournal(SqlitePart, Journal, Operations):
     def events(self, namespace: NamespaceId, *, after: str = "", limit: int = 1000) -> list[Event]:
         with self._database.reading("events") as db:
             rows = db.execute(
-                "SELECT number, at, op, segment, first, last, depth, slots, nbytes, rule, by, fate, session "
-                "FROM events "
+                "SELECT number, at, op, segment, first, last, depth, slots, nbytes, rule, by, "
+                "fate, ifnull(session, x'') FROM events LEFT JOIN fates USING (namespace, number) "
                 "WHERE number > ? AND namespace = (SELECT key FROM namespaces WHERE id = ?) "
                 "ORDER BY number LIMIT ?",
                 (_number(after), namespace, max(0, limit)),
@@ -145,22 +145,22 @@ class Writing:
         """Records that a segment became visible; `record` has all of its parts."""
         first, last = digests[:DIGEST_BYTES], digests[-DIGEST_BYTES:]
         place = (record.depth, record.slots, record.nbytes)
-        self._events(db, key, [("commit", segment, first, last, *place, None, None, NO_SESSION)])
+        self._events(db, key, [("commit", segment, first, last, *place, None)])
         db.execute("DELETE FROM ghosts WHERE namespace = ? AND digest = ?", (key, first))
 
     def evicted(self, db: sqlite3.Connection, key: int, gone: Sequence[Evicted], rule: EvictionRule) -> None:
         """Records that visible segments were evicted, in this order."""
-        self._events(
+        number = self._events(
             db,
             key,
             [
-                (
-                    *("evict", one.segment, one.first or None, None, one.depth, one.slots, one.nbytes, rule),
-                    *(one.fate, one.session),
-                )
+                ("evict", one.segment, one.first or None, None, one.depth, one.slots, one.nbytes, rule)
                 for one in gone
             ],
         )
+        fates = [(key, number + i, one.fate, one.session) for i, one in enumerate(gone) if one.fate]
+        if number and fates:
+            db.executemany("INSERT OR REPLACE INTO fates VALUES (?, ?, ?, ?)", fates)
         if rule not in QUOTA_RULES:
             return
         stamp, ghosts = _evicted(db, key), []
@@ -176,7 +176,7 @@ class Writing:
     def invalidated(self, db: sqlite3.Connection, key: int, usage: Usage) -> None:
         """Records that everything became invisible at once."""
         whole = (0, usage.blocks, usage.nbytes)
-        self._events(db, key, [("invalidate", None, None, None, *whole, "invalidated", None, NO_SESSION)])
+        self._events(db, key, [("invalidate", None, None, None, *whole, "invalidated")])
 
     def told(self, db: sqlite3.Connection, place: NamespaceNumbers, outcomes: Sequence[Outcome]) -> None:
         """Records what became of requests: in totals, in the ring of outcomes, and for ghosts as credits."""
@@ -206,10 +206,15 @@ class Writing:
             over = f"AND (reason NOT IN {_FAULTS} OR number < (SELECT min(number) FROM ({newest})))"
         self._append(db, "outcomes", place.key, rows, self.settings.outcomes, over)
 
-    def _events(self, db: sqlite3.Connection, key: int, rows: Sequence[tuple[Any, ...]]) -> None:
-        now = self.clock()
-        rows = [(now, *row[:-2], self.by, *row[-2:]) for row in rows]
-        self._append(db, "events", key, rows, self.settings.events)
+    def _events(self, db: sqlite3.Connection, key: int, rows: Sequence[tuple[Any, ...]]) -> int:
+        """Appends events; returns the first one's number, 0 if none are kept."""
+        now, bound = self.clock(), self.settings.events
+        first = self._append(db, "events", key, [(now, *row, self.by) for row in rows], bound)
+        if first:
+            db.execute(
+                "DELETE FROM fates WHERE namespace = ? AND number < ?", (key, first + len(rows) - bound)
+            )
+        return first
 
     def _append(
         self,
@@ -219,11 +224,11 @@ class Writing:
         rows: Sequence[tuple[Any, ...]],
         bound: int,
         forgets: str = "",
-    ) -> None:
+    ) -> int:
         """Appends rows to a ring, which then forgets the oldest ones over its bound, or those of them that
-        `forgets` selects."""
+        `forgets` selects. Returns the first one's number, 0 if nothing was appended."""
         if not rows or not bound:
-            return
+            return 0
         newest = _newest(db, ring, key)
         number = int(self.clock() * 1000) if newest is None else newest + 1
         marks = ", ".join("?" * (2 + len(rows[0])))
@@ -233,6 +238,7 @@ class Writing:
         )
         oldest = number + len(rows) - bound
         db.execute(f"DELETE FROM {ring} WHERE namespace = ? AND number < ? {forgets}", (key, oldest))
+        return number
 
     def _forget_oldest_ghosts(self, db: sqlite3.Connection, key: int) -> None:
         """Forgets the segments that were evicted first, if there are too many ghosts."""

@@ -20,8 +20,8 @@
     hot          segments that began loads lately
     forbidden    what was computed until then, under a salt or (x'') in all of a namespace, isn't committed
     quotas, leases              belong to the whole store
-    events, outcomes, ghosts    rings, bounded; `number` rises by one per row, and begins with a time;
-                 `fate` and `session` of events: see Event
+    events, outcomes, ghosts    rings, bounded; `number` rises by one per row, and begins with a time
+    fates        of some events, by their number: see Event
     operations   ring of what operators did in the whole store
     totals, credits             counters of outcomes; blocks by ghost step
 
@@ -167,9 +167,11 @@ CREATE INDEX retained_by_end ON retained (namespace, until);
 CREATE INDEX retained_by_salt ON retained (namespace, salt, nbytes);
 """
 
+# Not columns of `events`: a release before it that has the file open writes rows of as many as it knows.
 _SCHEMA_7 = """
-ALTER TABLE events ADD COLUMN fate TEXT;
-ALTER TABLE events ADD COLUMN session BLOB NOT NULL DEFAULT x'';
+CREATE TABLE fates (
+    namespace INTEGER NOT NULL, number INTEGER NOT NULL, fate TEXT NOT NULL, session BLOB NOT NULL,
+    PRIMARY KEY (namespace, number)) WITHOUT ROWID;
 """
 
 #: What each version added to the one before. The first process of this release that opens an older file

@@ -186,13 +186,19 @@ def test_what_waits_goes_first(make: Any) -> None:
         scheduler.on_new_request(FakeRequest(name, steps))
         step(scheduler)
     until(lambda: len(scheduler.prefetch._queue) == 3)  # type: ignore[attr-defined]
-    order: list[str] = []
-    node.slow.before = lambda verb, name: order.append(name) if verb == "read" else None
+    order: list[Any] = []
+    following = scheduler.prefetch._next  # type: ignore[attr-defined]
+
+    def noted() -> Any:
+        if (one := following()) is not None:
+            order.append(one.segment)
+        return one
+
+    scheduler.prefetch._next = noted  # type: ignore[attr-defined]
     scheduler.prefetch._paused_until = 0.0  # type: ignore[attr-defined]
     step(scheduler)
     until(lambda: node.counted()[0] == 5)
-    first = {run.segment.hex() for run in node.space.owned(MINE)[1:]}
-    assert {name.split("/")[2].split(".")[0] for name in order[3:]} == first
+    assert set(order[3:]) == {run.segment for run in node.space.owned(MINE)[1:]}
 
 
 def test_hints_fill_no_more_than_half_of_the_budget_until_they_are_over(make: Any) -> None:
@@ -212,10 +218,14 @@ def test_hints_fill_no_more_than_half_of_the_budget_until_they_are_over(make: An
     assert node.store.transfers.drain(PATIENCE_S)
     node.clock.now += segments.HINT_S / 2
     send(scheduler, tiny("d", "yours"))
-    until(lambda: node.counted() == (5, 0, 1, 0))
+    until(lambda: node.counted() == (4, 0, 1, 0))
+    assert node.store.transfers.drain(PATIENCE_S) and node.fetched() == 4, "what was wasted leaves no room"
+    node.clock.now += prefetch._WASTE_S
+    send(scheduler, tiny("e", "yours"))
+    until(lambda: node.counted() == (5, 0, 4, 0))
     assert node.store.transfers.drain(PATIENCE_S) and node.fetched() == 5
     node.clock.now += segments.HINT_S
-    send(scheduler, tiny("e", "none"))
+    send(scheduler, tiny("f", "none"))
     until(lambda: node.counted() == (5, 0, 5, 0))
     assert not scheduler.prefetch._segments  # type: ignore[attr-defined]
 
@@ -277,7 +287,7 @@ def test_an_index_that_fails_is_counted(make: Any) -> None:
     scheduler = engine(node)
     send(scheduler, tiny())
     until(lambda: node.store.counters.snapshot()["session_failures"] == 1)
-    node.store.transfers.call = lambda job: False
+    node.store.transfers.errand = lambda nbytes, job: False
     send(scheduler, tiny("again"))
     assert node.store.counters.snapshot()["session_failures"] == 2
 

@@ -28,6 +28,7 @@ from kvstore.keys import (
     salt_id,
     session_id,
 )
+from schemas.settings import JournalSettings
 
 #: Written by the release that knew no newer schema.
 GOLDEN = Path(__file__).parent / "golden"
@@ -313,6 +314,38 @@ def test_events_of_a_release_that_told_nothing_of_sessions_are_read(fast_path: P
     fresh = fast_path / "fresh.sqlite"
     SqliteIndex(str(fresh)).close()
     assert schema(path) == schema(fresh)
+
+
+def test_a_release_that_told_nothing_of_sessions_goes_on_beside_one_that_does(fast_path: Path) -> None:
+    """One that has the file open when it is brought to schema 7: it writes rows as it knows them."""
+    path = fast_path / "index.sqlite"
+    make(path, 6)
+    name = namespace_id(namespace())
+    gone, ended, _, nobodys = (SegmentId(bytes([i]) * 8) for i in range(1, 5))
+    older = sqlite3.connect(path)
+    columns = len(older.execute("SELECT * FROM events").fetchall()[0])
+    with SqliteIndex(str(path), clock=lambda: float(CREATED_S)) as index:
+        assert index.evict(name, [ended], delete_after_s=CREATED_S, rule="capacity") == 1
+        values = older.execute("SELECT * FROM events ORDER BY number DESC LIMIT 1").fetchone()
+        again = (values[0], values[1] + 1, values[2], "evict", nobodys, *values[5:])
+        older.execute(f"INSERT INTO events VALUES ({', '.join('?' * columns)})", again)
+        older.commit()
+        done = [(one.segment, one.fate) for one in index.events(name) if one.op == "evict"]
+        assert done == [(gone, None), (ended, "ended"), (nobodys, None)]
+    older.close()
+
+
+def test_fates_go_with_their_events(fast_path: Path) -> None:
+    path = fast_path / "index.sqlite"
+    make(path, 6)
+    name, ended = namespace_id(namespace()), SegmentId(b"\x02" * 8)
+    with SqliteIndex(str(path), journal=JournalSettings(events=3), clock=lambda: float(CREATED_S)) as index:
+        assert index.evict(name, [ended], delete_after_s=CREATED_S, rule="capacity") == 1
+        assert [one.fate for one in index.events(name)][-1] == "ended"
+        for seed in "xyz":
+            put(index, name, chain(1, seed=seed))
+        assert [one.fate for one in index.events(name)] == [None] * 3
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM fates").fetchone() == (0,)
 
 
 def test_what_was_stored_before_sessions_is_nobodys_and_stays(fast_path: Path) -> None:

@@ -12,7 +12,10 @@ CREATE TABLE credits (
 CREATE TABLE events (
     namespace INTEGER NOT NULL, number INTEGER NOT NULL, at REAL NOT NULL, op TEXT NOT NULL, segment BLOB,
     first BLOB, last BLOB, depth INTEGER NOT NULL, slots INTEGER NOT NULL, nbytes INTEGER NOT NULL,
-    rule TEXT, by TEXT NOT NULL DEFAULT '', fate TEXT, session BLOB NOT NULL DEFAULT x'', PRIMARY KEY (namespace, number)) WITHOUT ROWID;
+    rule TEXT, by TEXT NOT NULL DEFAULT '', PRIMARY KEY (namespace, number)) WITHOUT ROWID;
+CREATE TABLE fates (
+    namespace INTEGER NOT NULL, number INTEGER NOT NULL, fate TEXT NOT NULL, session BLOB NOT NULL,
+    PRIMARY KEY (namespace, number)) WITHOUT ROWID;
 CREATE TABLE forbidden (
     namespace TEXT NOT NULL, salt BLOB NOT NULL, until INTEGER NOT NULL,
     PRIMARY KEY (namespace, salt)) WITHOUT ROWID;
