@@ -257,6 +257,7 @@ INTERFACES = [
                 *("get_transfer_results", "get_block_ids_with_load_errors", "build_connector_worker_meta"),
                 *("get_external_cache_hit_sources", "update_connector_output", "get_kv_connector_stats"),
                 *("build_kv_connector_stats", "build_prom_metrics"),
+                *("unregister_kv_caches", "restore_kv_caches"),
             ),
             _NOTHING,
         ),
