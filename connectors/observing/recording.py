@@ -17,7 +17,6 @@ from connectors.engine.step import RequestView, StepView
 from connectors.weights import unnamed
 from kvstore.build import Recording
 from kvstore.keys import NamespaceId, namespace_id
-from kvstore.rules.segments import typical_block_bytes
 from kvstore.store.trace import TraceRecorder
 from schemas.namespace import Namespace
 
@@ -64,11 +63,13 @@ class Asked:
         self._clock = clock
         self._adapters = adapters
         self._hash_tokens = hash_tokens
-        #: Number and tokens of a block of each group that is looked up from the first block on; those of a
-        #: window or a state are asked for together with it.
-        rules = [(number, group.rule) for number, group in enumerate(groups)]
-        whole = [(number, rule.block_tokens) for number, rule in rules if rule.reach == "prefix"]
-        self._whole = whole or [(number, rule.block_tokens) for number, rule in rules[:1]]
+        # All groups that are looked up from the first block on are asked for the same tokens, so the first of
+        # them stands for all: a line for each would be a request for each, with the computing of each to save.
+        whole = [number for number, group in enumerate(groups) if group.rule.reach == "prefix"] or [0]
+        self._group = whole[0]
+        self._tokens = groups[self._group].rule.block_tokens
+        specs = [groups[number].spec for number in whole]
+        self._block_bytes = sum(spec.slot_bytes * self._tokens // spec.block_tokens for spec in specs)
         self.cost = TokenCost()
         self._teller = CostTeller(self._trace, self.cost)
         #: Requests that are under way, and those of them that the scheduler has not come to.
@@ -79,7 +80,7 @@ class Asked:
 
     def _enter(self, namespace: Namespace) -> None:
         self._name = namespace_id(namespace)
-        self._trace.describe(self._name, namespace, typical_block_bytes(namespace))
+        self._trace.describe(self._name, namespace, self._block_bytes, group=self._group)
 
     @property
     def lost(self) -> int:
@@ -101,16 +102,15 @@ class Asked:
         if hints is None:
             return
         now_s, hashes = self._clock(), view.block_hashes
-        for group, tokens in self._whole:
-            ratio = tokens // self._hash_tokens
-            self._trace.record_hashes(
-                self._name,
-                hashes if ratio == 1 else hashes[ratio - 1 :: ratio],
-                group,
-                now_s,
-                session=hints.session,
-                local=min(computed // tokens, len(hashes) // ratio),
-            )
+        ratio = self._tokens // self._hash_tokens
+        self._trace.record_hashes(
+            self._name,
+            hashes if ratio == 1 else hashes[ratio - 1 :: ratio],
+            self._group,
+            now_s,
+            session=hints.session,
+            local=min(computed // self._tokens, len(hashes) // ratio),
+        )
         if hints.says:
             self._trace.record_hints(
                 self._name,

@@ -130,16 +130,16 @@ class TraceRecorder:
     def __repr__(self) -> str:
         return f"TraceRecorder({str(self._file.folder)!r})"
 
-    def describe(self, name: NamespaceId, namespace: Namespace, block_bytes: int) -> None:
+    def describe(self, name: NamespaceId, namespace: Namespace, block_bytes: int, *, group: int = 0) -> None:
         """Describes a namespace's blocks, before the first of its requests. `block_bytes` is the size of a
-        typical block on all ranks together.
+        typical block on all ranks together; `group` is the one whose tokens and parts such a block has.
         """
         about = {
             "namespace": name,
             "kind": namespace.kind,
-            "block_tokens": namespace.groups[0].block_tokens if namespace.groups else 0,
+            "block_tokens": namespace.groups[group].block_tokens if namespace.groups else 0,
             "block_bytes": block_bytes,
-            "parts": namespace.parts(),
+            "parts": namespace.parts(group),
             "model": namespace.model,
             "tenant": namespace.tenant,
         }
