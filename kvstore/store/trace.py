@@ -28,7 +28,8 @@ engine lately, in microseconds: `token_us` for the first one, and `depth_us` mor
 Readers that don't know such a line skip it.
 
 A file is complete by itself: when it holds half of `trace.most_bytes` another is begun, and the one before it
-is deleted. A process that dies leaves at most its last line torn, which a reader skips. Of requests nothing
+is deleted. A disk that fails ends a file early, and nothing is deleted until the bytes are needed. A process
+that dies leaves at most its last line torn, which a reader skips. Of requests nothing
 but digests is recorded: no tokens, no names of requests or sessions.
 
 Locking: `_lock` guards the queue, `_file_lock` everything about the file; the latter is never taken on the
@@ -262,13 +263,14 @@ class TraceRecorder:
         except OSError as exc:
             log.warning("trace %s: %s; nothing is recorded for a minute", self._file.folder, exc.strerror)
             self._failed_s = self._clock()
-            self._file.close()
+            self._file.give_up()
             return lost + len(batch) - written
         return lost
 
 
 class _Files:
-    """The files of one process, of which at most two exist. Raises OSError."""
+    """The files of one process, which hold `most_bytes` each: two, or more and shorter ones if the disk has
+    failed, of the same bytes. Raises OSError."""
 
     def __init__(self, folder: Path, most_bytes: int, access: Access) -> None:
         self.folder = folder
@@ -279,6 +281,10 @@ class _Files:
         self._number = 0
         self._out: io.BufferedWriter | None = None
         self._size = 0
+        #: Whether something of the file is surely on the disk.
+        self._flushed = False
+        #: The files before it, the oldest first, and the bytes that each counts for.
+        self._former: deque[tuple[Path, int]] = deque()
         self._lines = _Lines(0.0)
 
     def add(self, about: str, entry: _Entry, digests: bytes) -> bool:
@@ -291,10 +297,17 @@ class _Files:
             self._begin(entry.now_s)
         line = self._lines.of(about, entry, digests)
         if self._size + len(line) > self._most:
+            self.flush()
             self.close()
+            self._former.append((self._path, self._most))
             self._begin(entry.now_s)
             line = self._lines.of(about, entry, digests)
         assert self._out is not None
+        # Only what is about to be written makes the oldest go, and not an attempt that may fail.
+        needed = self._size + len(line) - 2 * self._most
+        while self._former and needed + sum(size for _, size in self._former) > 0:
+            self._former[0][0].unlink(missing_ok=True)
+            self._former.popleft()
         self._out.write(line)
         self._size += len(line)
         return True
@@ -302,6 +315,7 @@ class _Files:
     def flush(self) -> None:
         if self._out is not None:
             self._out.flush()
+            self._flushed = True
 
     def close(self) -> None:
         """Ends the file, if there is one. What could not be written is lost. Never raises."""
@@ -312,12 +326,29 @@ class _Files:
             except OSError as exc:
                 log.debug("trace: %s", exc)
 
+    def give_up(self) -> None:
+        """Ends a file that can't be written, and deletes it if nothing of it ever was. Never raises."""
+        if self._out is None:
+            return
+        self.close()
+        if self._flushed:
+            self._former.append((self._path, self._size))
+            return
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.debug("trace: %s", exc)
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / f"{self._name}.{self._number}.jsonl"
+
     def _begin(self, now_s: float) -> None:
         make_folder(self.folder, self._access)
-        self._number += 1
-        (self.folder / f"{self._name}.{self._number - 2}.jsonl").unlink(missing_ok=True)
-        path = self.folder / f"{self._name}.{self._number}.jsonl"
+        path = self.folder / f"{self._name}.{self._number + 1}.jsonl"
         self._out = os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._access), "wb")
+        self._number += 1
+        self._flushed = False
         self._lines = _Lines(now_s)
         head = self._lines.head()
         self._out.write(head)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -306,6 +307,43 @@ def test_a_disk_that_fails_costs_requests_of_a_minute_and_nothing_else(tmp_path:
     assert lost.count == 2
     trace.close()
     assert len(read(folder).requests) == 1
+
+
+def test_a_full_disk_deletes_nothing_that_was_recorded(tmp_path: Path) -> None:
+    most, now = 1 << 16, [NOW]
+    settings = TraceSettings(folder=str(tmp_path), most_bytes=most)
+    trace = TraceRecorder(settings, at_once, clock=lambda: now[0])
+    trace.describe(NAME, namespace(), SLOT_BYTES)
+
+    def ask() -> int:
+        now[0] += 61
+        trace.record(NAME, packed(*range(int(now[0] - NOW), int(now[0] - NOW) + 12)), now[0])
+        return len(list(tmp_path.iterdir()))
+
+    while ask() < 2:
+        pass
+    ask()
+    before = {path.name for path in tmp_path.iterdir()}
+    known = len(read(tmp_path).requests)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        for _ in range(6):
+            ask()
+            assert {path.name for path in tmp_path.iterdir()} == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert len(read(tmp_path).requests) == known
+    assert ask() == 3
+    found = read(tmp_path)
+    assert (len(found.requests), found.skipped) == (known + 1, 0)
+    # Room is made when it is needed, and not before.
+    for _ in range(1000):
+        ask()
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= most
+    trace.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert read(tmp_path).requests[-1].at_s == now[0]
 
 
 def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
