@@ -64,7 +64,7 @@ class Asked:
         self._adapters = adapters
         self._hash_tokens = hash_tokens
         # All groups that are looked up from the first block on are asked for the same tokens, so the first of
-        # them stands for all: a line for each would be a request for each, with the computing of each to save.
+        # them stands for all: with a line for each, computing them would be saved as often.
         whole = [number for number, group in enumerate(groups) if group.rule.reach == "prefix"] or [0]
         self._group = whole[0]
         self._tokens = groups[self._group].rule.block_tokens

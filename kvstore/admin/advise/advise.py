@@ -34,7 +34,7 @@ from schemas.settings import Settings
 LENGTHS = (1024, 4096, 16384, 65536)
 #: With the objective `throughput`, a request waits for a load so much longer than computing takes at most.
 _PATIENCE = 4.0
-#: Hits that no engine has itself, of all blocks, below which there is nothing to be had.
+#: Hits of blocks that no engine has itself, below which there is nothing to be had if their worth is unknown.
 _NOTHING = 0.01
 #: The share of what the best capacity brings that a smaller one may lack.
 _NEARLY = 0.02
@@ -79,7 +79,11 @@ def advise(
         for both in zip(*replays.values(), strict=True)
     ]
     best, replayed = _best(pairs)
-    verdict, because, objective = _verdict(worth, best, question.reads)
+    local = _local(trace, range(len(trace.requests)))
+    gains = max(advice.gained_ratio for advice, _ in pairs)
+    if best.net_month is None and gains < _NOTHING * (1 - (local or 0.0)):
+        gains = 0.0
+    verdict, because, objective = _verdict(worth, best, question.reads, gains=gains > 0)
     return AdviceReport(
         version=__version__,
         verdict=verdict,
@@ -87,7 +91,7 @@ def advise(
         trace=totals(trace, paths, Setup(question.settings)),
         prices=question.given.prices,
         ceiling_ratio=most.hit_blocks / trace.references,
-        local_ratio=_local(trace, range(len(trace.requests))),
+        local_ratio=local,
         curves=tuple(
             Curve(
                 policy=policy,
@@ -119,11 +123,12 @@ def _value(advice: CapacityAdvice) -> float:
 
 
 def _verdict(
-    worth: Worth, best: CapacityAdvice, reads: Sequence[ReadSpeed]
+    worth: Worth, best: CapacityAdvice, reads: Sequence[ReadSpeed], *, gains: bool
 ) -> tuple[Verdict, list[str], str | None]:
-    """Returns whether it pays, why, and the `kv.objective` that it takes if that isn't the default."""
+    """Returns whether it pays, why, and the `kv.objective` that it takes if that isn't the default. `gains`
+    says whether any capacity brings hits worth a word."""
     gained = f"{best.gained_ratio:.1%} of the blocks asked for would come from the store"
-    if best.gained_ratio < _NOTHING:
+    if not gains:
         why = f"only {gained}: the rest is asked for once, or engines have it themselves"
         return "no", [why], None
     if best.net_month is None or best.saved_month is None:

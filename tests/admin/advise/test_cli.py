@@ -123,6 +123,15 @@ def test_what_engines_had_themselves_is_not_gained(admin: Admin, tmp_path: Path)
     assert everything.verdict == "no" and everything.settings == ""
 
 
+def test_a_little_that_is_gained_is_judged_by_its_money(admin: Admin, tmp_path: Path) -> None:
+    """Engines have nearly all of each prompt, and the rest, which is little of it, is all to be had."""
+    asked = [(1e9 + 60 * number, list(range(1000))) for number in range(100)]
+    asked += [(1e9 + 1, list(range(1000, 2000)))]  # room in the largest capacity
+    report = advice(admin, record(tmp_path / "told", asked, own=0.995), "--gpu-hour", "100")
+    assert 0 < report.best.gained_ratio < 0.01 and report.verdict == "yes"
+    assert advice(admin, record(tmp_path / "untold", asked, own=0.995, costs=False)).verdict == "unclear"
+
+
 def test_what_computing_costs_must_be_known(admin: Admin, tmp_path: Path) -> None:
     path = record(tmp_path, workloads.requests(3, 100), costs=False)
     report = advice(admin, path)
