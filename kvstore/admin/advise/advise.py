@@ -141,13 +141,15 @@ def _verdict(
     saved = f"{_money(best.saved_month)} of GPU time a month are saved, and the store costs {_money(bill)}"
     if best.net_month <= 0:
         return "no", [f"no capacity pays: with {size(best.capacity_bytes)}, {saved}", gained], None
-    need, fastest = _break_even(worth), max((read.bytes_s for read in reads), default=None)
-    if fastest is None or need is None:
+    need = _break_even(worth)
+    # The settings to paste have the shared tier alone.
+    speed = min(reads, key=lambda read: read.tier != "shared", default=None)
+    if speed is None or need is None:
         return "yes", [saved, gained], None
-    speeds = f"reads bring {size(fastest)}/s here, and computing is as fast as {size(need)}/s"
-    if fastest >= need:
+    speeds = f"reads bring {size(speed.bytes_s)}/s here, and computing is as fast as {size(need)}/s"
+    if speed.bytes_s >= need:
         return "yes", [saved, gained, speeds], None
-    if fastest * _PATIENCE >= need:
+    if speed.bytes_s * _PATIENCE >= need:
         slower = (
             "requests wait longer for a load than for computing, and the GPU is free for others meanwhile"
         )

@@ -191,6 +191,14 @@ def test_what_bench_has_measured_counts(admin: Admin, tmp_path: Path, recording:
     report = advice(admin, recording, "--bench", str(file))
     assert {read.tier: read.bytes_s for read in report.reads} == {"shared": 1e12, "fast": 2e12}
     assert report.verdict == "yes" and not any("--bench" in caveat for caveat in report.caveats)
+    # A fast tier that nobody is told to set doesn't help.
+    file.write_text(
+        made.model_copy(
+            update={"loads": (load("fast", 4096, 1e12), load("shared", 4096, 1e3))}
+        ).model_dump_json()
+    )
+    report = advice(admin, recording, "--bench", str(file))
+    assert report.verdict == "no" and "slower than computing" in report.because[0]
     file.write_text("{}")
     ran = admin("advise", str(recording), "--bench", str(file))
     assert ran.code == 2 and "no report of" in ran.err
