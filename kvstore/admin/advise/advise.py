@@ -132,15 +132,14 @@ def _verdict(
         why = f"only {gained}: the rest is asked for once, or engines have it themselves"
         return "no", [why], None
     if best.net_month is None or best.saved_month is None:
-        why = (
-            "the recording does not say what computing a token costs; say how many tokens of prompts an "
-            "engine computes in a second (--prefill-tokens-s), or record with kv.observe"
-        )
-        return "unclear", [f"{gained} with {size(best.capacity_bytes)}", why], None
+        return "unclear", [f"{gained} with {size(best.capacity_bytes)}", *_doubts(worth)], None
     bill = best.saved_month - best.net_month
     saved = f"{_money(best.saved_month)} of GPU time a month are saved, and the store costs {_money(bill)}"
     if best.net_month <= 0:
-        return "no", [f"no capacity pays: with {size(best.capacity_bytes)}, {saved}", gained], None
+        loses = f"no capacity pays: with {size(best.capacity_bytes)}, {saved}"
+        if doubts := list(_doubts(worth)):
+            return "unclear", [*doubts, loses, gained], None
+        return "no", [loses, gained], None
     need = _break_even(worth)
     # The settings to paste have the shared tier alone.
     speed = min(reads, key=lambda read: read.tier != "shared", default=None)
@@ -155,6 +154,21 @@ def _verdict(
         )
         return "yes", [saved, gained, f"{speeds}: {slower}"], "throughput"
     return "no", [f"loading is slower than computing: {speeds}", saved], None
+
+
+def _doubts(worth: Worth) -> Iterator[str]:
+    """Yields what keeps the money from being known, and what to do about it."""
+    if "kv" in worth.unpriced:
+        yield (
+            f"the recording does not say what computing a token costs{_of_which(worth)}; say how many tokens "
+            "of prompts an engine computes in a second (--prefill-tokens-s), or record with kv.observe"
+        )
+
+
+def _of_which(worth: Worth) -> str:
+    """Returns the models whose costs aren't known, if others' are."""
+    models = {worth.trace.spaces[number].model for number in worth.unpriced.get("kv", ())} - {""}
+    return f" with {', '.join(sorted(models))}" if models and worth.known else ""
 
 
 def _break_even(worth: Worth) -> float | None:
@@ -319,6 +333,8 @@ def _caveats(worth: Worth, question: Question) -> Iterator[str]:
         )
     if question.given.prices.assumed:
         yield f"prices that nobody gave are assumed: {', '.join(question.given.prices.assumed)}"
+    if worth.known and "kv" in worth.unpriced:
+        yield f"what computing a token costs{_of_which(worth)} is unknown: that counts as saving nothing"
     if any(space.kind == "ec" for space in trace.spaces) and question.given.encode_s is None:
         yield "what encoding an item takes is unknown (--encode-ms): encoder outputs count as saving nothing"
     if question.given.gpus is None:

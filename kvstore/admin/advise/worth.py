@@ -105,6 +105,15 @@ class Worth:
         """Whether it is known what computing costs, of some namespace."""
         return any(cost is not None for cost in self.costs)
 
+    @cached_property
+    def unpriced(self) -> dict[str, list[int]]:
+        """The numbers of the spaces that are asked for and have no known cost, by kind."""
+        found: dict[str, list[int]] = {}
+        for number in sorted({request.space for request in self.trace.requests}):
+            if self.costs[number] is None:
+                found.setdefault(self.trace.spaces[number].kind, []).append(number)
+        return found
+
     def gpus(self, space: int) -> int:
         """Returns how many GPUs an engine of this space has."""
         return self.given.gpus or self.trace.spaces[space].parts

@@ -147,6 +147,18 @@ def test_what_computing_costs_must_be_known(admin: Admin, tmp_path: Path) -> Non
     assert told.prompts[0].compute_s == pytest.approx(0.1024)
 
 
+def test_a_model_of_unknown_costs_keeps_it_from_saying_no(admin: Admin, tmp_path: Path) -> None:
+    record(tmp_path, workloads.requests(3, 100))
+    dear = ("--gb-month", "100000")
+    assert advice(admin, tmp_path, *dear).verdict == "no"
+    record(tmp_path, workloads.requests(4, 100), model="other", costs=False)
+    report = advice(admin, tmp_path, *dear)
+    assert report.verdict == "unclear" and report.best.net_month is not None
+    assert "--prefill-tokens-s" in report.because[0] and "with other;" in report.because[0]
+    assert any("with other is unknown" in caveat for caveat in report.caveats)
+    assert advice(admin, tmp_path, *dear, "--prefill-tokens-s", "10000").verdict == "no"
+
+
 def test_dont_because(admin: Admin, tmp_path: Path, recording: Path) -> None:
     once = [(1e9 + number, [2 * number, 2 * number + 1]) for number in range(50)]
     report = advice(admin, record(tmp_path, once))
