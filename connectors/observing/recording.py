@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from connectors.choice.cost import TokenCost, mean_depth
 from connectors.engine.layout import Group
@@ -22,6 +22,12 @@ from schemas.namespace import Namespace
 
 #: Time from one note of what computing costs to the next, in seconds.
 _EVERY_S: Final = 30.0
+
+
+def gpus_of(parallel: Any) -> int:
+    """Returns how many GPUs an engine of this parallel configuration of vLLM's has, which all compute what
+    one of its schedulers sends."""
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 class CostTeller:
@@ -55,13 +61,16 @@ class Asked:
         hash_tokens: int,
         *,
         adapters: bool,
+        gpus: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`adapters` says whether prompts with a LoRA adapter are recorded, as they would be stored."""
+        """`adapters` says whether prompts with a LoRA adapter are recorded, as they would be stored; `gpus`
+        are the engine's."""
         self._recording = recording
         self._trace = recording.trace
         self._clock = clock
         self._adapters = adapters
+        self._gpus = gpus
         self._hash_tokens = hash_tokens
         # All groups that are looked up from the first block on are asked for the same tokens, so the first of
         # them stands for all: with a line for each, computing them would be saved as often.
@@ -80,7 +89,7 @@ class Asked:
 
     def _enter(self, namespace: Namespace) -> None:
         self._name = namespace_id(namespace)
-        self._trace.describe(self._name, namespace, self._block_bytes, group=self._group)
+        self._trace.describe(self._name, namespace, self._block_bytes, group=self._group, gpus=self._gpus)
 
     @property
     def lost(self) -> int:

@@ -4,7 +4,7 @@ One file per process at a time, JSON lines:
 
     {"kvstore_trace": 1, "began_s": 1790000000.123}
     {"space": 0, "namespace": "8a7...", "kind": "kv", "block_tokens": 16, "block_bytes": 65536, "parts": 1,
-     "model": "org/model", "tenant": "default"}                                             (on one line)
+     "model": "org/model", "tenant": "default", "gpus": 8}                                  (on one line)
     {"t": 0.52, "n": 0, "d": "<base64>"}
     {"t": 1.07, "n": 0, "like": [2, 96], "d": "<base64>", "session": "<base64>"}
     {"t": 1.9, "n": 0, "session": "<base64>", "end": true, "retain": 300.0, "priority": "low"}
@@ -12,11 +12,12 @@ One file per process at a time, JSON lines:
     {"t": 2.4, "n": 0, "token_us": 81.2, "depth_us": 0.0014}
 
 A `space` line describes a namespace's blocks; `block_bytes` is the size of one on all ranks together, which
-store it in `parts`. A request is a line with `t`, seconds since `began_s`, and `n`, the number of its space.
-Its chain of blocks, from the first one on, is `d`, 8 bytes of each digest: the last eight, because the first
-ones don't tell the groups of a hybrid model apart. With `like` [line, blocks] the chain begins with the first
-`blocks` blocks of the request on that line of this file, counted from 0, and `d` is what follows them.
-Prompts share long prefixes, so this makes a trace of chats a fraction as long.
+store it in `parts`; `gpus` is how many an engine has, where it is known. A request is a line with `t`,
+seconds since `began_s`, and `n`, the number of its space. Its chain of blocks, from the first one on, is `d`,
+8 bytes of each digest: the last eight, because the first ones don't tell the groups of a hybrid model apart.
+With `like` [line, blocks] the chain begins with the first `blocks` blocks of the request on that line of this
+file, counted from 0, and `d` is what follows them. Prompts share long prefixes, so this makes a trace of
+chats a fraction as long.
 
 `session` is 8 bytes of a session's id, the last ones, because sessions of one salt share the first. A line
 with a session and no blocks is what was said of it in that namespace at that moment, at least one of: `end`,
@@ -131,9 +132,18 @@ class TraceRecorder:
     def __repr__(self) -> str:
         return f"TraceRecorder({str(self._file.folder)!r})"
 
-    def describe(self, name: NamespaceId, namespace: Namespace, block_bytes: int, *, group: int = 0) -> None:
+    def describe(
+        self,
+        name: NamespaceId,
+        namespace: Namespace,
+        block_bytes: int,
+        *,
+        group: int = 0,
+        gpus: int | None = None,
+    ) -> None:
         """Describes a namespace's blocks, before the first of its requests. `block_bytes` is the size of a
-        typical block on all ranks together; `group` is the one whose tokens and parts such a block has.
+        typical block on all ranks together; `group` is the one whose tokens and parts such a block has, and
+        `gpus` are those of the engine; None: unknown.
         """
         about = {
             "namespace": name,
@@ -143,6 +153,7 @@ class TraceRecorder:
             "parts": namespace.parts(group),
             "model": namespace.model,
             "tenant": namespace.tenant,
+            **({"gpus": gpus} if gpus is not None else {}),
         }
         self._spaces[name] = json.dumps(about)[1:]
 

@@ -419,6 +419,9 @@ def test_the_lines_are_pinned(tmp_path: Path) -> None:
     trace.record_hashes(NAME, chain(1, 2, 3), 0, NOW + 1.5, session=bytes(range(16)), local=0)
     trace.record_hashes(NAME, chain(4), 1, NOW + 2)
     trace.record_cost(NAME, NOW + 2.5, 81.234567, 0.00123456)
+    observed = namespace(model="observed")
+    trace.describe(namespace_id(observed), observed, SLOT_BYTES, gpus=8)
+    trace.record_cost(namespace_id(observed), NOW + 3, 1.0)
     trace.close()
     [file] = tmp_path.iterdir()
     assert file.read_text().splitlines() == [
@@ -429,6 +432,9 @@ def test_the_lines_are_pinned(tmp_path: Path) -> None:
         '{"t": 1.500, "n": 0, "like": [2, 2], "d": "KkRfmrgqeY4=", "session": "CAkKCwwNDg8=", "local": 0}',
         '{"t": 2.000, "n": 0, "d": "L1mEJSrxbpE="}',
         '{"t": 2.500, "n": 0, "token_us": 81.23, "depth_us": 0.001235}',
+        f'{{"space": 1, "namespace": "{namespace_id(observed)}", "kind": "kv", "block_tokens": 8, '
+        f'"block_bytes": {SLOT_BYTES}, "parts": 1, "model": "observed", "tenant": "default", "gpus": 8}}',
+        '{"t": 3.000, "n": 1, "token_us": 1, "depth_us": 0}',
     ]
 
 

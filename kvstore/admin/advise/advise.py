@@ -337,7 +337,7 @@ def _caveats(worth: Worth, question: Question) -> Iterator[str]:
         yield f"what computing a token costs{_of_which(worth)} is unknown: that counts as saving nothing"
     if any(space.kind == "ec" for space in trace.spaces) and question.given.encode_s is None:
         yield "what encoding an item takes is unknown (--encode-ms): encoder outputs count as saving nothing"
-    if question.given.gpus is None:
+    if question.given.gpus is None and any(space.gpus is None for space in trace.spaces):
         yield "an engine is taken to have as many GPUs as hold parts of a block; --gpus says how many it has"
     if not question.reads:
         yield (

@@ -43,7 +43,7 @@ class Given:
     """What the person knows that asks for advice."""
 
     prices: PriceList
-    #: GPUs of an engine; None: as many as its blocks have parts.
+    #: GPUs of an engine; None: as it was recorded or, of older recordings, as many as its blocks have parts.
     gpus: int | None = None
     #: Tokens that an engine computes of prompts in a second; None: as it was recorded.
     prefill_tokens_s: float | None = None
@@ -116,7 +116,8 @@ class Worth:
 
     def gpus(self, space: int) -> int:
         """Returns how many GPUs an engine of this space has."""
-        return self.given.gpus or self.trace.spaces[space].parts
+        about = self.trace.spaces[space]
+        return self.given.gpus or about.gpus or about.parts
 
     def replay(self, capacity: int, *, second_use: bool) -> Replayed:
         """Replays the recording under this store's own rules."""

@@ -85,6 +85,8 @@ class TracedSpace:
     #: "" if the trace doesn't say.
     model: str = field(default="", compare=False)
     tenant: str = field(default="", compare=False)
+    #: GPUs of an engine; None if the trace doesn't say.
+    gpus: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +321,13 @@ class _File:
             return False
         if not (_within(tokens, 0, _MAX_TOKENS) and _within(nbytes, 1, _MAX_BYTES) and kind in ("kv", "ec")):
             return False
-        if not _within(parts, 1, MAX_RANKS):
+        gpus = item.get("gpus")
+        if not (_within(parts, 1, MAX_RANKS) and (gpus is None or _within(gpus, 1, MAX_RANKS))):
             return False
         nbytes = self._forest.assumed.block_bytes or nbytes
         model, tenant = (readable(item.get(key, "")) for key in ("model", "tenant"))
         self._spaces[number] = self._forest.space(
-            TracedSpace(name, kind, tokens, nbytes, parts, model, tenant)
+            TracedSpace(name, kind, tokens, nbytes, parts, model, tenant, gpus)
         )
         return True
 

@@ -67,7 +67,10 @@ def _advise(
     gpus: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1 << 14, metavar="N", help="GPUs of an engine. Default: as many as hold a block."
+            min=1,
+            max=1 << 14,
+            metavar="N",
+            help="GPUs of an engine. Default: as it was recorded, or else as many as hold a block.",
         ),
     ] = None,
     prefill_tokens_s: Annotated[

@@ -33,6 +33,7 @@ def record(
     *,
     costs: bool = True,
     own: float | None = 0.0,
+    gpus: int | None = None,
     **names: str,
 ) -> Path:
     """A recording of these requests by an engine that had this share of each prompt itself."""
@@ -41,7 +42,7 @@ def record(
     )
     trace = TraceRecorder(TraceSettings(folder=str(folder)), lambda _, job: (job(), True)[1])
     name = namespace_id(space)
-    trace.describe(name, space, BLOCK_BYTES)
+    trace.describe(name, space, BLOCK_BYTES, gpus=gpus)
     for at_s, chain in asked:
         local = None if own is None else int(own * len(chain))
         trace.record_hashes(name, hashes(chain), 0, at_s, local=local)
@@ -235,6 +236,19 @@ def test_models_and_tenants_have_bills_of_their_own(admin: Admin, tmp_path: Path
     free = ("--gb-month", "0", "--put-1000", "0", "--get-1000", "0")
     one, four = (advice(admin, tmp_path, "--gpus", gpus, *free).best.saved_month for gpus in ("1", "4"))
     assert four == pytest.approx(4 * (one or 0))
+
+
+def test_all_gpus_of_an_engine_count_though_they_hold_copies(admin: Admin, tmp_path: Path) -> None:
+    asked = workloads.requests(3, 100)
+    free = ("--gb-month", "0", "--put-1000", "0", "--get-1000", "0")
+    parts = advice(admin, record(tmp_path / "parts", asked), *free)
+    gpus = advice(admin, record(tmp_path / "gpus", asked, gpus=8), *free)
+    assert [line.gpus for line in (*parts.by_model, *gpus.by_model)] == [1, 8]
+    most = [report.capacities[-1].gpu_seconds_month or 0 for report in (parts, gpus)]
+    assert most[1] == pytest.approx(8 * most[0])
+    assert any("--gpus" in caveat for caveat in parts.caveats)
+    assert not any("--gpus" in caveat for caveat in gpus.caveats)
+    assert advice(admin, tmp_path / "gpus", "--gpus", "4").by_model[0].gpus == 4
 
 
 def test_a_trace_of_mooncakes_form_will_do(admin: Admin, tmp_path: Path) -> None:

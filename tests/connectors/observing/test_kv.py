@@ -56,7 +56,7 @@ def test_it_records_what_is_asked_and_how_much_the_engine_has_itself(tmp_path: P
     assert computed == sum((3, 1, 1)) * TOKENS + 9
     assert trace.skipped == 0 and len({request.session for request in trace.requests}) == 1
     [space] = trace.spaces
-    assert (space.kind, space.block_tokens, space.parts) == ("kv", TOKENS, 1)
+    assert (space.kind, space.block_tokens, space.parts, space.gpus) == ("kv", TOKENS, 1, 1)
     assert (space.model, space.tenant) == ("model", "default")
     # Nothing else is written, and no word of a request.
     assert {path.name for path in tmp_path.iterdir()} == {"model", "trace"}
