@@ -157,15 +157,22 @@ class TraceRecorder:
         }
         self._spaces[name] = json.dumps(about)[1:]
 
-    def record(self, namespace: NamespaceId, digests: bytes, now_s: float, session: bytes = b"") -> None:
-        """Records that a request, of this session if any, asked for a chain of packed digests. Takes
-        microseconds, no I/O; never raises.
+    def record(
+        self,
+        namespace: NamespaceId,
+        digests: bytes,
+        now_s: float,
+        session: bytes = b"",
+        *,
+        local: int | None = None,
+    ) -> None:
+        """Records that a request, of this session if any, asked for a chain of packed digests, of which the
+        engine had the first `local` blocks itself; None: unknown. Takes microseconds, no I/O; never raises.
 
         If too much waits to be written, the request is lost, and `lost` is told.
         """
         if digests:
-            more = _named(session) if session else ""
-            self._add(_Entry(namespace, digests, now_s, more), len(digests))
+            self._add(_Entry(namespace, digests, now_s, _more(session, local)), len(digests))
 
     def record_hashes(
         self,
@@ -182,9 +189,8 @@ class TraceRecorder:
         it is packed where it is written. Until then the list itself is kept, to which its owner may append.
         """
         if count := len(hashes):
-            more = (_named(session) if session else "") + (f', "local": {local}' if local is not None else "")
             packed = partial(_packed, hashes, count, group)
-            self._add(_Entry(namespace, packed, now_s, more), count * _HASH_BYTES)
+            self._add(_Entry(namespace, packed, now_s, _more(session, local)), count * _HASH_BYTES)
 
     def record_cost(
         self, namespace: NamespaceId, now_s: float, token_us: float, depth_us: float = 0.0
@@ -432,6 +438,11 @@ def _packed(hashes: Sequence[bytes], count: int, group: int) -> bytes | None:
         return pack_digests(hashes[:count], group) or None
     except (ValueError, OverflowError):
         return None
+
+
+def _more(session: bytes, local: int | None) -> str:
+    """Returns what the line of a request says beside its chain."""
+    return (_named(session) if session else "") + (f', "local": {local}' if local is not None else "")
 
 
 def _named(session: bytes) -> str:

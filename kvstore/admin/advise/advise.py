@@ -163,6 +163,8 @@ def _doubts(worth: Worth) -> Iterator[str]:
             f"the recording does not say what computing a token costs{_of_which(worth)}; say how many tokens "
             "of prompts an engine computes in a second (--prefill-tokens-s), or record with kv.observe"
         )
+    if "ec" in worth.unpriced:
+        yield "no recording says what encoding an item takes; say it (--encode-ms)"
 
 
 def _of_which(worth: Worth) -> str:
@@ -187,8 +189,11 @@ def _groups(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
 
 
 def _local(trace: Trace, numbers: Sequence[int]) -> float | None:
-    """Returns the share of blocks that engines had themselves, of these requests; None if some don't say."""
-    requests = [trace.requests[number] for number in numbers]
+    """Returns the share of KV blocks that engines had themselves, of these requests; None if some don't say,
+    or none is for KV. Items that an engine has itself are not recorded."""
+    requests = [
+        one for one in map(trace.requests.__getitem__, numbers) if trace.spaces[one.space].kind == "kv"
+    ]
     if any(request.local is None for request in requests):
         return None
     asked = sum(len(request.chain) for request in requests)
@@ -326,7 +331,8 @@ def _caveats(worth: Worth, question: Question) -> Iterator[str]:
             f"recorded in {span / 60:,.0f} minutes, and counted as if a month were like that; what comes "
             "back later than that is not seen. A day says more"
         )
-    if any(request.local is None for request in trace.requests):
+    kv = [number for number, space in enumerate(trace.spaces) if space.kind == "kv"]
+    if any(request.local is None for request in trace.requests if request.space in kv):
         yield (
             "the recording does not say what engines had in their own caches, so that is counted as the "
             "store's; with kv.observe it is recorded"

@@ -15,9 +15,10 @@ from kvstore.admin.advise.advise import rounded
 from kvstore.admin.advise.reports import AdviceReport
 from kvstore.admin.advise.worth import MONTH_S, Cost
 from kvstore.admin.bench.reports import BenchReport, LoadTime
-from kvstore.keys import namespace_id
+from kvstore.keys import digests, namespace_id
 from kvstore.rules.segments import index_bytes, redis_memory
 from kvstore.store.trace import TraceRecorder
+from schemas.namespace import Namespace
 from schemas.settings import Settings, TraceSettings, parse_bytes
 from tests.admin.conftest import Admin
 from tests.admin.simulate import workloads
@@ -158,6 +159,26 @@ def test_a_model_of_unknown_costs_keeps_it_from_saying_no(admin: Admin, tmp_path
     assert "--prefill-tokens-s" in report.because[0] and "with other;" in report.because[0]
     assert any("with other is unknown" in caveat for caveat in report.caveats)
     assert advice(admin, tmp_path, *dear, "--prefill-tokens-s", "10000").verdict == "no"
+
+
+def test_items_are_priced_by_what_encoding_takes(admin: Admin, tmp_path: Path) -> None:
+    eyes = Namespace(kind="ec", model="org/model", weights="w", dtype="bfloat16")
+    trace = TraceRecorder(TraceSettings(folder=str(tmp_path)), lambda _, job: (job(), True)[1])
+    trace.describe(namespace_id(eyes), eyes, 1 << 20)
+    for number in range(200):
+        name = number if number % 4 == 0 else 1000 + number % 3
+        trace.record(namespace_id(eyes), digests(hashes([name])), 1e9 + number * 60, local=0)
+    trace.close()
+    report = advice(admin, tmp_path)
+    assert report.verdict == "unclear" and "--encode-ms" in report.because[1]
+    assert not any("prefill" in why for why in report.because)
+    assert not any("own caches" in caveat for caveat in report.caveats)
+    assert advice(admin, tmp_path, "--encode-ms", "500").verdict == "yes"
+    # What engines have themselves is told of KV.
+    record(tmp_path, workloads.requests(3, 200), own=0.5)
+    both = advice(admin, tmp_path)
+    assert both.local_ratio == pytest.approx(0.5, abs=0.05)
+    assert [line.local_ratio is None for line in both.by_model if line.kind == "ec"] == [True]
 
 
 def test_dont_because(admin: Admin, tmp_path: Path, recording: Path) -> None:
