@@ -39,6 +39,11 @@ _NOTHING = 0.01
 #: The share of what the best capacity brings that a smaller one may lack.
 _NEARLY = 0.02
 _HOUR_S = 3600.0
+_UNEVEN = (
+    "engines were recorded at different times, or some for more than twice as long as others, as where a "
+    "busy one's files were full earlier: all are counted as if recorded for the whole time. Give files of "
+    "one time (a larger trace.most_bytes keeps more of it)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,8 @@ def _doubts(worth: Worth) -> Iterator[str]:
         )
     if "ec" in worth.unpriced:
         yield "no recording says what encoding an item takes; say it (--encode-ms)"
+    if worth.uneven:
+        yield _UNEVEN
 
 
 def _of_which(worth: Worth) -> str:
@@ -332,6 +339,8 @@ def _caveats(worth: Worth, question: Question) -> Iterator[str]:
             "back later than that is not seen. A day says more"
         )
     kv = [number for number, space in enumerate(trace.spaces) if space.kind == "kv"]
+    if worth.uneven:
+        yield _UNEVEN
     if any(request.local is None for request in trace.requests if request.space in kv):
         yield (
             "the recording does not say what engines had in their own caches, so that is counted as the "

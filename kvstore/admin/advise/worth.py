@@ -114,6 +114,15 @@ class Worth:
                 found.setdefault(self.trace.spaces[number].kind, []).append(number)
         return found
 
+    @property
+    def uneven(self) -> bool:
+        """Returns whether some engines were recorded for more than twice as long as others, or at other
+        times, so that all of them together tell of no time that was."""
+        spans = self.trace.spans.values()
+        lengths = [last - first for first, last in spans]
+        apart = max(first for first, _ in spans) > min(last for _, last in spans)
+        return apart or max(lengths) > 2 * min(lengths)
+
     def gpus(self, space: int) -> int:
         """Returns how many GPUs an engine of this space has."""
         about = self.trace.spaces[space]

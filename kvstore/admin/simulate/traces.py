@@ -43,6 +43,8 @@ MAX_LINE = 32 << 20
 MAX_REFERENCES = 100_000_000
 PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
+#: What tells the files of one process apart.
+_NUMBER = re.compile(r"\.\d+\.jsonl$")
 _MAX_TOKENS = 1 << 20
 _MAX_BYTES = 1 << 40
 #: An hour for one token.
@@ -139,6 +141,8 @@ class Trace:
     #: The number of each block's space.
     space_of: list[int] = field(default_factory=list)
     references: int = 0
+    #: The times of the first request and of the last, by process that has recorded, or by file.
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: The number of lines that made no sense, a torn last one included.
     skipped: int = 0
 
@@ -179,6 +183,11 @@ def read_traces(paths: Sequence[Path], assumed: Assumed, progress: ProgressListe
                 'of Mooncake\'s form, {"timestamp": ..., "input_length": ..., "hash_ids": [...]}'
             )
         forest.trace.skipped += skipped
+        if times := [request.at_s for request in forest.trace.requests[before:]]:
+            # A process goes on in another file when one is full.
+            process = str(path.with_name(_NUMBER.sub("", path.name)))
+            first, last = forest.trace.spans.get(process, (times[0], times[0]))
+            forest.trace.spans[process] = min(first, *times), max(last, *times)
     if not forest.trace.requests:
         raise BadTrace(f"no request in {', '.join(map(str, paths))}")
     forest.trace.requests.sort(key=lambda request: request.at_s)

@@ -161,6 +161,31 @@ def test_a_model_of_unknown_costs_keeps_it_from_saying_no(admin: Admin, tmp_path
     assert advice(admin, tmp_path, *dear, "--prefill-tokens-s", "10000").verdict == "no"
 
 
+def test_recordings_of_different_times_keep_it_from_saying_no(admin: Admin, tmp_path: Path) -> None:
+    dear = ("--gb-month", "100000")
+
+    def at(folder: str, *begins_and_pauses: tuple[float, float]) -> AdviceReport:
+        for begins, pause in begins_and_pauses:
+            asked = [(begins + pause * number, [number * (number % 2)]) for number in range(60)]
+            record(tmp_path / folder, asked)
+        return advice(admin, tmp_path / folder, *dear)
+
+    even = at("even", (1e9, 60), (1e9 + 100, 40))
+    assert even.verdict == "no" and not any("different times" in caveat for caveat in even.caveats)
+    for uneven in (at("apart", (1e9, 60), (1e9 + 4000, 60)), at("short", (1e9, 60), (1e9, 20))):
+        assert uneven.verdict == "unclear" and "different times" in uneven.because[0]
+        assert any("different times" in caveat for caveat in uneven.caveats)
+
+
+def test_files_of_one_process_are_one_recording(admin: Admin, tmp_path: Path) -> None:
+    record(tmp_path, [(1e9 + 60 * number, [number * (number % 2)]) for number in range(60)])
+    [first] = tmp_path.iterdir()
+    record(tmp_path / "next", [(1e9 + 4000 + 60 * number, [number * (number % 2)]) for number in range(10)])
+    [second] = (tmp_path / "next").iterdir()
+    second.rename(first.with_name(first.name.replace(".1.jsonl", ".2.jsonl")))
+    assert advice(admin, tmp_path, "--gb-month", "100000").verdict == "no"
+
+
 def test_items_are_priced_by_what_encoding_takes(admin: Admin, tmp_path: Path) -> None:
     eyes = Namespace(kind="ec", model="org/model", weights="w", dtype="bfloat16")
     trace = TraceRecorder(TraceSettings(folder=str(tmp_path)), lambda _, job: (job(), True)[1])
