@@ -355,6 +355,36 @@ def test_bad_options_are_refused_in_words(admin: Admin, recording: Path, words: 
     assert (ran.code, ran.out) == (2, "") and says in ran.err and "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--index", "redis://me:hush@host:port/0"], "the port of a redis URL"),
+        (["--payloads", "s3:/bucket"], "not a URL"),
+        (["--payloads", "memory://x"], "must be used for both"),
+    ],
+)
+def test_urls_that_settings_refuse_are_refused_before_anything_is_read(
+    admin: Admin, tmp_path: Path, words: list[str], says: str
+) -> None:
+    ran = admin("advise", str(tmp_path / "none"), *words)
+    assert (ran.code, ran.out) == (2, "") and "--index, --payloads" in ran.err
+    assert says in " ".join(ran.err.split()) and "hush" not in ran.err and "Traceback" not in ran.err
+
+
+def test_valid_urls_are_pasted_without_who_logs_in(admin: Admin, recording: Path) -> None:
+    for index, payloads, shown in (
+        ("unix:///run/redis.sock?db=3", "file:///srv/kv", "unix:///run/redis.sock?db=3"),
+        (
+            "redis://me:hush@host:6379/1",
+            "s3://bucket/p?endpoint=http://minio:9000",
+            "redis://***@host:6379/1",
+        ),
+    ):
+        report = advice(admin, recording, "--index", index, "--payloads", payloads)
+        pasted = yaml.safe_load(report.settings)
+        assert (pasted["index"], pasted["payloads"]) == (shown, payloads)
+
+
 def test_what_is_no_recording_is_refused(admin: Admin, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"what": "ever"}))
     assert admin("advise", str(tmp_path)).code == 2
