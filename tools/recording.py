@@ -123,7 +123,7 @@ def write(folder: Path, requests: int, seed: int = 1) -> None:
         for _ in range(fleet.engines):
             # Nothing is queued: each batch is written when it is due.
             trace = TraceRecorder(TraceSettings(folder=str(folder)), lambda _, job: (job(), True)[1])
-            trace.describe(namespace_id(namespace), namespace, namespace.groups[0].slot_bytes)
+            trace.describe(namespace_id(namespace), namespace, namespace.groups[0].slot_bytes, gpus=fleet.tp)
             engines.append(Engine(trace))
         for number, (at_s, hashes) in enumerate(prompts(fleet, round(requests * fleet.share), draw)):
             engines[number % len(engines)].serve(fleet, at_s, hashes)

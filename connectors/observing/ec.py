@@ -25,6 +25,7 @@ from connectors.engine.identity import ec_namespace, refuse_counter_identifiers
 from connectors.engine.new_weights import follow
 from connectors.engine.opening import adopt_logging
 from connectors.engine.step import RequestView
+from connectors.observing.recording import gpus_of
 from connectors.weights import unnamed
 from kvstore.build import Recording, load_settings, open_recording
 from kvstore.errors import ConfigError
@@ -58,7 +59,9 @@ class ObservingECConnector(ECConnectorBase):
         if role is ECConnectorRole.SCHEDULER:
             namespace = ec_namespace(vllm_config, settings)
             engine = engine_of(vllm_config, consumer=True, producer=True)
-            self._encoded = EncodedItems(open_recording(settings), namespace, engine)
+            self._encoded = EncodedItems(
+                open_recording(settings), namespace, engine, gpus_of(vllm_config.parallel_config)
+            )
             log.info(
                 "kvstore EC connector: observes only, stores and loads nothing; items are recorded in %s, "
                 "namespace %s of %s",
@@ -96,8 +99,9 @@ class ObservingECConnector(ECConnectorBase):
 class EncodedItems:
     """Records the items that one engine encodes. Belongs to the scheduler's thread."""
 
-    def __init__(self, recording: Recording, namespace: Namespace, engine: ECEngine) -> None:
+    def __init__(self, recording: Recording, namespace: Namespace, engine: ECEngine, gpus: int) -> None:
         self._recording = recording
+        self._gpus = gpus
         self._engine = engine
         self._namespace = namespace
         #: Bytes of an item; 0 while none has been seen.
@@ -110,7 +114,7 @@ class EncodedItems:
         self._namespace = self._namespace.model_copy(update={"weights": weights or unnamed()})
         self._name = namespace_id(self._namespace)
         if self._nbytes:
-            self._recording.trace.describe(self._name, self._namespace, self._nbytes)
+            self._recording.trace.describe(self._name, self._namespace, self._nbytes, gpus=self._gpus)
 
     def add(self, view: RequestView, index: int) -> None:
         """Record that the engine encodes the item `index` of a request."""
@@ -124,9 +128,10 @@ class EncodedItems:
             self._nbytes = max(
                 1, view.get_num_encoder_embeds(index) * width * DTYPE_BYTES[self._engine.dtype]
             )
-            trace.describe(self._name, self._namespace, self._nbytes)
+            trace.describe(self._name, self._namespace, self._nbytes, gpus=self._gpus)
         content = blake3(feature.identifier.encode("utf-8", "surrogatepass")).digest()
-        trace.record(self._name, digest(item_key(content, view.cache_salt)), time.time())
+        # What is encoded, the engine's own cache lacks.
+        trace.record(self._name, digest(item_key(content, view.cache_salt)), time.time(), local=0)
 
     def close(self) -> None:
         """Write what waits."""

@@ -31,7 +31,7 @@ from connectors.engine.opening import adopt_logging
 from connectors.engine.step import RequestView, StepView
 from connectors.kv.messages import KVStoreHandshake, KVStoreMetadata
 from connectors.kv.worker.memory import views
-from connectors.observing.recording import Asked
+from connectors.observing.recording import Asked, gpus_of
 from kvstore.build import load_settings, open_recording
 from kvstore.keys import namespace_id
 
@@ -109,6 +109,7 @@ class ObservingKVConnector(KVConnectorBase_V1, SupportsHMA):
             agreed.groups,
             agreed.hash_tokens,
             adapters=self._settings.identity.lora == "trust",
+            gpus=gpus_of(self._vllm_config.parallel_config),
         )
         log.info(
             "kvstore KV connector: observes only, stores and loads nothing; requests are recorded in %s, "

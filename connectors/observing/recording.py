@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from connectors.choice.cost import TokenCost, mean_depth
 from connectors.engine.layout import Group
@@ -17,12 +17,17 @@ from connectors.engine.step import RequestView, StepView
 from connectors.weights import unnamed
 from kvstore.build import Recording
 from kvstore.keys import NamespaceId, namespace_id
-from kvstore.rules.segments import typical_block_bytes
 from kvstore.store.trace import TraceRecorder
 from schemas.namespace import Namespace
 
 #: Time from one note of what computing costs to the next, in seconds.
 _EVERY_S: Final = 30.0
+
+
+def gpus_of(parallel: Any) -> int:
+    """Returns how many GPUs an engine of this parallel configuration of vLLM's has, which all compute what
+    one of its schedulers sends."""
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 class CostTeller:
@@ -56,19 +61,24 @@ class Asked:
         hash_tokens: int,
         *,
         adapters: bool,
+        gpus: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`adapters` says whether prompts with a LoRA adapter are recorded, as they would be stored."""
+        """`adapters` says whether prompts with a LoRA adapter are recorded, as they would be stored; `gpus`
+        are the engine's."""
         self._recording = recording
         self._trace = recording.trace
         self._clock = clock
         self._adapters = adapters
+        self._gpus = gpus
         self._hash_tokens = hash_tokens
-        #: Number and tokens of a block of each group that is looked up from the first block on; those of a
-        #: window or a state are asked for together with it.
-        rules = [(number, group.rule) for number, group in enumerate(groups)]
-        whole = [(number, rule.block_tokens) for number, rule in rules if rule.reach == "prefix"]
-        self._whole = whole or [(number, rule.block_tokens) for number, rule in rules[:1]]
+        # All groups that are looked up from the first block on are asked for the same tokens, so the first of
+        # them stands for all: with a line for each, computing them would be saved as often.
+        whole = [number for number, group in enumerate(groups) if group.rule.reach == "prefix"] or [0]
+        self._group = whole[0]
+        self._tokens = groups[self._group].rule.block_tokens
+        specs = [groups[number].spec for number in whole]
+        self._block_bytes = sum(spec.slot_bytes * self._tokens // spec.block_tokens for spec in specs)
         self.cost = TokenCost()
         self._teller = CostTeller(self._trace, self.cost)
         #: Requests that are under way, and those of them that the scheduler has not come to.
@@ -79,7 +89,7 @@ class Asked:
 
     def _enter(self, namespace: Namespace) -> None:
         self._name = namespace_id(namespace)
-        self._trace.describe(self._name, namespace, typical_block_bytes(namespace))
+        self._trace.describe(self._name, namespace, self._block_bytes, group=self._group, gpus=self._gpus)
 
     @property
     def lost(self) -> int:
@@ -101,16 +111,15 @@ class Asked:
         if hints is None:
             return
         now_s, hashes = self._clock(), view.block_hashes
-        for group, tokens in self._whole:
-            ratio = tokens // self._hash_tokens
-            self._trace.record_hashes(
-                self._name,
-                hashes if ratio == 1 else hashes[ratio - 1 :: ratio],
-                group,
-                now_s,
-                session=hints.session,
-                local=min(computed // tokens, len(hashes) // ratio),
-            )
+        ratio = self._tokens // self._hash_tokens
+        self._trace.record_hashes(
+            self._name,
+            hashes if ratio == 1 else hashes[ratio - 1 :: ratio],
+            self._group,
+            now_s,
+            session=hints.session,
+            local=min(computed // self._tokens, len(hashes) // ratio),
+        )
         if hints.says:
             self._trace.record_hints(
                 self._name,

@@ -87,6 +87,11 @@ def engine_of(offloading_spec: Any) -> EngineConfig:
 
 def refuse_settings(settings: Settings) -> None:
     """Raises ConfigError for settings that a tier can't honour."""
+    if settings.kv.observe:
+        raise ConfigError(
+            "kvstore: kv.observe doesn't work in the offloading tier, which would store and load; observe "
+            "with KVStoreConnector"
+        )
     if settings.admission != AdmissionSettings():
         raise ConfigError(
             "kvstore: admission doesn't work in the offloading tier, which isn't told of prompts; "

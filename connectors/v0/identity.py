@@ -71,6 +71,10 @@ def engine_of(rank: int, config: Any) -> Engine:
 
 def refuse_unsupported(config: Any, settings: Settings) -> None:
     """Raises ConfigError for an engine or settings that this connector can't serve."""
+    if settings.kv.observe:
+        raise ConfigError(
+            "kvstore: kv.observe doesn't work in v0 connectors, which would store and load; leave it off"
+        )
     if getattr(config, "speculative_config", None) is not None:
         raise ConfigError(
             "kvstore: speculative decoding in a v0 engine reads hidden states of every prompt token, and "

@@ -4,7 +4,7 @@ One file per process at a time, JSON lines:
 
     {"kvstore_trace": 1, "began_s": 1790000000.123}
     {"space": 0, "namespace": "8a7...", "kind": "kv", "block_tokens": 16, "block_bytes": 65536, "parts": 1,
-     "model": "org/model", "tenant": "default"}                                             (on one line)
+     "model": "org/model", "tenant": "default", "gpus": 8}                                  (on one line)
     {"t": 0.52, "n": 0, "d": "<base64>"}
     {"t": 1.07, "n": 0, "like": [2, 96], "d": "<base64>", "session": "<base64>"}
     {"t": 1.9, "n": 0, "session": "<base64>", "end": true, "retain": 300.0, "priority": "low"}
@@ -12,11 +12,12 @@ One file per process at a time, JSON lines:
     {"t": 2.4, "n": 0, "token_us": 81.2, "depth_us": 0.0014}
 
 A `space` line describes a namespace's blocks; `block_bytes` is the size of one on all ranks together, which
-store it in `parts`. A request is a line with `t`, seconds since `began_s`, and `n`, the number of its space.
-Its chain of blocks, from the first one on, is `d`, 8 bytes of each digest: the last eight, because the first
-ones don't tell the groups of a hybrid model apart. With `like` [line, blocks] the chain begins with the first
-`blocks` blocks of the request on that line of this file, counted from 0, and `d` is what follows them.
-Prompts share long prefixes, so this makes a trace of chats a fraction as long.
+store it in `parts`; `gpus` is how many an engine has, where it is known. A request is a line with `t`,
+seconds since `began_s`, and `n`, the number of its space. Its chain of blocks, from the first one on, is `d`,
+8 bytes of each digest: the last eight, because the first ones don't tell the groups of a hybrid model apart.
+With `like` [line, blocks] the chain begins with the first `blocks` blocks of the request on that line of this
+file, counted from 0, and `d` is what follows them. Prompts share long prefixes, so this makes a trace of
+chats a fraction as long.
 
 `session` is 8 bytes of a session's id, the last ones, because sessions of one salt share the first. A line
 with a session and no blocks is what was said of it in that namespace at that moment, at least one of: `end`,
@@ -28,7 +29,8 @@ engine lately, in microseconds: `token_us` for the first one, and `depth_us` mor
 Readers that don't know such a line skip it.
 
 A file is complete by itself: when it holds half of `trace.most_bytes` another is begun, and the one before it
-is deleted. A process that dies leaves at most its last line torn, which a reader skips. Of requests nothing
+is deleted. A disk that fails ends a file early, and nothing is deleted until the bytes are needed. A process
+that dies leaves at most its last line torn, which a reader skips. Of requests nothing
 but digests is recorded: no tokens, no names of requests or sessions.
 
 Locking: `_lock` guards the queue, `_file_lock` everything about the file; the latter is never taken on the
@@ -51,22 +53,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from kvstore.files import OWNER, Access, make_folder, open_file
 from kvstore.keys import DIGEST_BYTES, NamespaceId
 from kvstore.keys import digests as pack_digests
+from kvstore.store.trace_lines import WORD_BYTES, Entry, Lines
 from schemas.namespace import Namespace
 from schemas.settings import TraceSettings
 
 log = logging.getLogger(__name__)
-
-VERSION = 1
-#: Bytes of a digest that a trace keeps, and the dtype by which they are read.
-WORD_BYTES = 8
-WORD = "<u8"
 
 #: Bounds of what waits to be written: digests of thousands of long prompts.
 _QUEUE_BYTES = 16 << 20
@@ -76,8 +71,6 @@ _HASH_BYTES = 80
 #: A thread is asked to write when so many requests wait, or when it was last asked so many seconds ago.
 _BATCH = 64
 _EVERY_S = 1.0
-#: Blocks whose line is remembered. When there are more, all are forgotten and prefixes written once more.
-_REMEMBERED = 1 << 17
 #: Pause after a failure of the disk, in seconds, during which nothing is recorded.
 _PAUSE_S = 60.0
 #: Bytes that a file's head and the rest of a line take, at most.
@@ -87,17 +80,6 @@ _CLOSE_S = 5.0
 
 #: `submit(nbytes, job)` runs `job` on a thread that nobody waits for; False: it will not run.
 Submit = Callable[[int, Callable[[], None]], bool]
-
-
-class _Entry(NamedTuple):
-    """A request, or what was said of a session or of costs: then it has no digests."""
-
-    namespace: NamespaceId
-    #: Packed, or what packs them and returns None if it can't.
-    digests: bytes | Callable[[], bytes | None]
-    now_s: float
-    #: The rest of the line, as JSON: what begins with a comma, or nothing.
-    more: str
 
 
 class TraceRecorder:
@@ -117,7 +99,7 @@ class TraceRecorder:
         self._lost = lost
         self._clock = clock
         self._lock = threading.Lock()
-        self._queue: deque[_Entry] = deque()
+        self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
         self._writing = False
         self._closed = False
@@ -130,30 +112,47 @@ class TraceRecorder:
     def __repr__(self) -> str:
         return f"TraceRecorder({str(self._file.folder)!r})"
 
-    def describe(self, name: NamespaceId, namespace: Namespace, block_bytes: int) -> None:
+    def describe(
+        self,
+        name: NamespaceId,
+        namespace: Namespace,
+        block_bytes: int,
+        *,
+        group: int = 0,
+        gpus: int | None = None,
+    ) -> None:
         """Describes a namespace's blocks, before the first of its requests. `block_bytes` is the size of a
-        typical block on all ranks together.
+        typical block on all ranks together; `group` is the one whose tokens and parts such a block has, and
+        `gpus` are those of the engine; None: unknown.
         """
         about = {
             "namespace": name,
             "kind": namespace.kind,
-            "block_tokens": namespace.groups[0].block_tokens if namespace.groups else 0,
+            "block_tokens": namespace.groups[group].block_tokens if namespace.groups else 0,
             "block_bytes": block_bytes,
-            "parts": namespace.parts(),
+            "parts": namespace.parts(group),
             "model": namespace.model,
             "tenant": namespace.tenant,
+            **({"gpus": gpus} if gpus is not None else {}),
         }
         self._spaces[name] = json.dumps(about)[1:]
 
-    def record(self, namespace: NamespaceId, digests: bytes, now_s: float, session: bytes = b"") -> None:
-        """Records that a request, of this session if any, asked for a chain of packed digests. Takes
-        microseconds, no I/O; never raises.
+    def record(
+        self,
+        namespace: NamespaceId,
+        digests: bytes,
+        now_s: float,
+        session: bytes = b"",
+        *,
+        local: int | None = None,
+    ) -> None:
+        """Records that a request, of this session if any, asked for a chain of packed digests, of which the
+        engine had the first `local` blocks itself; None: unknown. Takes microseconds, no I/O; never raises.
 
         If too much waits to be written, the request is lost, and `lost` is told.
         """
         if digests:
-            more = _named(session) if session else ""
-            self._add(_Entry(namespace, digests, now_s, more), len(digests))
+            self._add(Entry(namespace, digests, now_s, _more(session, local)), len(digests))
 
     def record_hashes(
         self,
@@ -170,15 +169,14 @@ class TraceRecorder:
         it is packed where it is written. Until then the list itself is kept, to which its owner may append.
         """
         if count := len(hashes):
-            more = (_named(session) if session else "") + (f', "local": {local}' if local is not None else "")
             packed = partial(_packed, hashes, count, group)
-            self._add(_Entry(namespace, packed, now_s, more), count * _HASH_BYTES)
+            self._add(Entry(namespace, packed, now_s, _more(session, local)), count * _HASH_BYTES)
 
     def record_cost(
         self, namespace: NamespaceId, now_s: float, token_us: float, depth_us: float = 0.0
     ) -> None:
         """Records what computing a token of a prompt takes the engine now. As `record` otherwise."""
-        self._add(_Entry(namespace, b"", now_s, f', "token_us": {token_us:.4g}, "depth_us": {depth_us:.4g}'))
+        self._add(Entry(namespace, b"", now_s, f', "token_us": {token_us:.4g}, "depth_us": {depth_us:.4g}'))
 
     def record_hints(
         self,
@@ -194,9 +192,9 @@ class TraceRecorder:
         said = {"end": end or None, "retain": retain_s, "priority": priority}
         given = {name: value for name, value in said.items() if value is not None}
         if given:
-            self._add(_Entry(namespace, b"", now_s, f"{_named(session)}, {json.dumps(given)[1:-1]}"))
+            self._add(Entry(namespace, b"", now_s, f"{_named(session)}, {json.dumps(given)[1:-1]}"))
 
-    def _add(self, entry: _Entry, nbytes: int = 0) -> None:
+    def _add(self, entry: Entry, nbytes: int = 0) -> None:
         now_s = entry.now_s
         with self._lock:
             full = self._queued_bytes + nbytes > _QUEUE_BYTES or len(self._queue) >= _QUEUE_REQUESTS
@@ -246,7 +244,7 @@ class TraceRecorder:
             if lost:
                 self._lost(lost)
 
-    def _write(self, batch: Sequence[_Entry]) -> int:
+    def _write(self, batch: Sequence[Entry]) -> int:
         """Writes requests; returns how many could not be written."""
         if 0 <= self._clock() - self._failed_s < _PAUSE_S:
             return len(batch)
@@ -262,13 +260,14 @@ class TraceRecorder:
         except OSError as exc:
             log.warning("trace %s: %s; nothing is recorded for a minute", self._file.folder, exc.strerror)
             self._failed_s = self._clock()
-            self._file.close()
+            self._file.give_up()
             return lost + len(batch) - written
         return lost
 
 
 class _Files:
-    """The files of one process, of which at most two exist. Raises OSError."""
+    """The files of one process, which hold `most_bytes` each: two, or more and shorter ones if the disk has
+    failed, of the same bytes. Raises OSError."""
 
     def __init__(self, folder: Path, most_bytes: int, access: Access) -> None:
         self.folder = folder
@@ -279,9 +278,13 @@ class _Files:
         self._number = 0
         self._out: io.BufferedWriter | None = None
         self._size = 0
-        self._lines = _Lines(0.0)
+        #: Whether something of the file is surely on the disk.
+        self._flushed = False
+        #: The files before it, the oldest first, and the bytes that each counts for.
+        self._former: deque[tuple[Path, int]] = deque()
+        self._lines = Lines(0.0)
 
-    def add(self, about: str, entry: _Entry, digests: bytes) -> bool:
+    def add(self, about: str, entry: Entry, digests: bytes) -> bool:
         """Writes one request, or what was said of a session; returns False if it is longer than a file may
         be."""
         words = len(digests) // DIGEST_BYTES
@@ -291,10 +294,17 @@ class _Files:
             self._begin(entry.now_s)
         line = self._lines.of(about, entry, digests)
         if self._size + len(line) > self._most:
+            self.flush()
             self.close()
+            self._former.append((self._path, self._most))
             self._begin(entry.now_s)
             line = self._lines.of(about, entry, digests)
         assert self._out is not None
+        # Only what is about to be written makes the oldest go, and not an attempt that may fail.
+        needed = self._size + len(line) - 2 * self._most
+        while self._former and needed + sum(size for _, size in self._former) > 0:
+            self._former[0][0].unlink(missing_ok=True)
+            self._former.popleft()
         self._out.write(line)
         self._size += len(line)
         return True
@@ -302,6 +312,7 @@ class _Files:
     def flush(self) -> None:
         if self._out is not None:
             self._out.flush()
+            self._flushed = True
 
     def close(self) -> None:
         """Ends the file, if there is one. What could not be written is lost. Never raises."""
@@ -312,77 +323,33 @@ class _Files:
             except OSError as exc:
                 log.debug("trace: %s", exc)
 
+    def give_up(self) -> None:
+        """Ends a file that can't be written, and deletes it if nothing of it ever was. Never raises."""
+        if self._out is None:
+            return
+        self.close()
+        if self._flushed:
+            self._former.append((self._path, self._size))
+            return
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.debug("trace: %s", exc)
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / f"{self._name}.{self._number}.jsonl"
+
     def _begin(self, now_s: float) -> None:
         make_folder(self.folder, self._access)
-        self._number += 1
-        (self.folder / f"{self._name}.{self._number - 2}.jsonl").unlink(missing_ok=True)
-        path = self.folder / f"{self._name}.{self._number}.jsonl"
+        path = self.folder / f"{self._name}.{self._number + 1}.jsonl"
         self._out = os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._access), "wb")
-        self._lines = _Lines(now_s)
+        self._number += 1
+        self._flushed = False
+        self._lines = Lines(now_s)
         head = self._lines.head()
         self._out.write(head)
         self._size = len(head)
-
-
-class _Lines:
-    """The lines of one file, which refer to each other."""
-
-    def __init__(self, began_s: float) -> None:
-        self._began_s = began_s
-        self._count = 0
-        self._spaces: dict[NamespaceId, int] = {}
-        #: Per space, a block's word -> the line on which it came first. Blocks are chained, so what precedes
-        #: one there precedes it everywhere.
-        self._seen: list[dict[int, int]] = []
-        self._blocks = 0
-
-    def head(self) -> bytes:
-        self._count += 1
-        return f'{{"kvstore_trace": {VERSION}, "began_s": {self._began_s:.3f}}}\n'.encode()
-
-    def of(self, about: str, entry: _Entry, digests: bytes) -> bytes:
-        """Returns the line of an entry, and before it the line of its namespace if there is none yet."""
-        out = ""
-        space = self._spaces.get(entry.namespace)
-        if space is None:
-            space = self._spaces[entry.namespace] = len(self._spaces)
-            self._seen.append({})
-            out = f'{{"space": {space}, {about}\n'
-            self._count += 1
-        chain = ""
-        if digests:
-            words = np.frombuffer(digests, dtype=WORD)[1 :: DIGEST_BYTES // WORD_BYTES]
-            like, line = self._known(self._seen[space], words.tolist())
-            rest = base64.b64encode(words[like:].tobytes()).decode("ascii")
-            chain = (f', "like": [{line}, {like}]' if like else "") + f', "d": "{rest}"'
-        out += f'{{"t": {entry.now_s - self._began_s:.3f}, "n": {space}{chain}{entry.more}}}\n'
-        self._count += 1
-        return out.encode("ascii")
-
-    def _known(self, seen: dict[int, int], words: list[int]) -> tuple[int, int]:
-        """Returns how many leading blocks another line has, and which; remembers the rest as this one's."""
-        known = 0
-        if words[-1] in seen:
-            known = len(words)
-        else:
-            # What is remembered of a chain begins with its first block, so the search finds its end. Even if
-            # it did not, it would find blocks that the line has.
-            beyond = len(words) - 1
-            while known < beyond:
-                middle = (known + beyond + 1) // 2
-                if words[middle - 1] in seen:
-                    known = middle
-                else:
-                    beyond = middle - 1
-        line = seen[words[known - 1]] if known else 0
-        fresh = words[known:]
-        if self._blocks + len(fresh) > _REMEMBERED:
-            for each in self._seen:
-                each.clear()
-            self._blocks, fresh = 0, words
-        seen.update(dict.fromkeys(fresh, self._count))
-        self._blocks += len(fresh)
-        return known, line
 
 
 def _packed(hashes: Sequence[bytes], count: int, group: int) -> bytes | None:
@@ -390,6 +357,11 @@ def _packed(hashes: Sequence[bytes], count: int, group: int) -> bytes | None:
         return pack_digests(hashes[:count], group) or None
     except (ValueError, OverflowError):
         return None
+
+
+def _more(session: bytes, local: int | None) -> str:
+    """Returns what the line of a request says beside its chain."""
+    return (_named(session) if session else "") + (f', "local": {local}' if local is not None else "")
 
 
 def _named(session: bytes) -> str:

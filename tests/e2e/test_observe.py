@@ -59,5 +59,6 @@ def test_items_are_recorded_as_they_are_encoded(image_model: Path, tmp_path: Pat
         engine.generate([PICTURE], max_tokens=2)
     trace = read(traces)
     assert [one.chain for one in trace.requests] == [[0], [1], [0]]
+    assert [one.local for one in trace.requests] == [0, 0, 0]
     [space] = trace.spaces
     assert (space.kind, space.parts) == ("ec", 1) and space.block_bytes > 1000

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_any_requests_come_back(tmp_path: Path) -> None:
 
 
 def test_what_is_remembered_of_chains_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.store.trace._REMEMBERED", 10)
+    monkeypatch.setattr("kvstore.store.trace_lines._REMEMBERED", 10)
     trace = recorder(tmp_path, Later())
     for number in range(5):
         trace.record(NAME, packed(1, 2, 3, 4, 10 + number), NOW + number)
@@ -308,6 +309,43 @@ def test_a_disk_that_fails_costs_requests_of_a_minute_and_nothing_else(tmp_path:
     assert len(read(folder).requests) == 1
 
 
+def test_a_full_disk_deletes_nothing_that_was_recorded(tmp_path: Path) -> None:
+    most, now = 1 << 16, [NOW]
+    settings = TraceSettings(folder=str(tmp_path), most_bytes=most)
+    trace = TraceRecorder(settings, at_once, clock=lambda: now[0])
+    trace.describe(NAME, namespace(), SLOT_BYTES)
+
+    def ask() -> int:
+        now[0] += 61
+        trace.record(NAME, packed(*range(int(now[0] - NOW), int(now[0] - NOW) + 12)), now[0])
+        return len(list(tmp_path.iterdir()))
+
+    while ask() < 2:
+        pass
+    ask()
+    before = {path.name for path in tmp_path.iterdir()}
+    known = len(read(tmp_path).requests)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        for _ in range(6):
+            ask()
+            assert {path.name for path in tmp_path.iterdir()} == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert len(read(tmp_path).requests) == known
+    assert ask() == 3
+    found = read(tmp_path)
+    assert (len(found.requests), found.skipped) == (known + 1, 0)
+    # Room is made when it is needed, and not before.
+    for _ in range(1000):
+        ask()
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= most
+    trace.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert read(tmp_path).requests[-1].at_s == now[0]
+
+
 def test_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
     trace = recorder(tmp_path, Later())
     trace.record(NAME, packed(1, 2), NOW)
@@ -381,6 +419,9 @@ def test_the_lines_are_pinned(tmp_path: Path) -> None:
     trace.record_hashes(NAME, chain(1, 2, 3), 0, NOW + 1.5, session=bytes(range(16)), local=0)
     trace.record_hashes(NAME, chain(4), 1, NOW + 2)
     trace.record_cost(NAME, NOW + 2.5, 81.234567, 0.00123456)
+    observed = namespace(model="observed")
+    trace.describe(namespace_id(observed), observed, SLOT_BYTES, gpus=8)
+    trace.record_cost(namespace_id(observed), NOW + 3, 1.0)
     trace.close()
     [file] = tmp_path.iterdir()
     assert file.read_text().splitlines() == [
@@ -391,6 +432,9 @@ def test_the_lines_are_pinned(tmp_path: Path) -> None:
         '{"t": 1.500, "n": 0, "like": [2, 2], "d": "KkRfmrgqeY4=", "session": "CAkKCwwNDg8=", "local": 0}',
         '{"t": 2.000, "n": 0, "d": "L1mEJSrxbpE="}',
         '{"t": 2.500, "n": 0, "token_us": 81.23, "depth_us": 0.001235}',
+        f'{{"space": 1, "namespace": "{namespace_id(observed)}", "kind": "kv", "block_tokens": 8, '
+        f'"block_bytes": {SLOT_BYTES}, "parts": 1, "model": "observed", "tenant": "default", "gpus": 8}}',
+        '{"t": 3.000, "n": 1, "token_us": 1, "depth_us": 0}',
     ]
 
 

@@ -34,11 +34,16 @@ from schemas.settings import Settings
 LENGTHS = (1024, 4096, 16384, 65536)
 #: With the objective `throughput`, a request waits for a load so much longer than computing takes at most.
 _PATIENCE = 4.0
-#: Hits that no engine has itself, of all blocks, below which there is nothing to be had.
+#: Hits of blocks that no engine has itself, below which there is nothing to be had if their worth is unknown.
 _NOTHING = 0.01
 #: The share of what the best capacity brings that a smaller one may lack.
 _NEARLY = 0.02
 _HOUR_S = 3600.0
+_UNEVEN = (
+    "engines were recorded at different times, or some for more than twice as long as others, as where a "
+    "busy one's files were full earlier: all are counted as if recorded for the whole time. Give files of "
+    "one time (a larger trace.most_bytes keeps more of it)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,11 @@ def advise(
         for both in zip(*replays.values(), strict=True)
     ]
     best, replayed = _best(pairs)
-    verdict, because, objective = _verdict(worth, best, question.reads)
+    local = _local(trace, range(len(trace.requests)))
+    gains = max(advice.gained_ratio for advice, _ in pairs)
+    if best.net_month is None and gains < _NOTHING * (1 - (local or 0.0)):
+        gains = 0.0
+    verdict, because, objective = _verdict(worth, best, question.reads, gains=gains > 0)
     return AdviceReport(
         version=__version__,
         verdict=verdict,
@@ -87,7 +96,7 @@ def advise(
         trace=totals(trace, paths, Setup(question.settings)),
         prices=question.given.prices,
         ceiling_ratio=most.hit_blocks / trace.references,
-        local_ratio=_local(trace, range(len(trace.requests))),
+        local_ratio=local,
         curves=tuple(
             Curve(
                 policy=policy,
@@ -119,35 +128,56 @@ def _value(advice: CapacityAdvice) -> float:
 
 
 def _verdict(
-    worth: Worth, best: CapacityAdvice, reads: Sequence[ReadSpeed]
+    worth: Worth, best: CapacityAdvice, reads: Sequence[ReadSpeed], *, gains: bool
 ) -> tuple[Verdict, list[str], str | None]:
-    """Returns whether it pays, why, and the `kv.objective` that it takes if that isn't the default."""
+    """Returns whether it pays, why, and the `kv.objective` that it takes if that isn't the default. `gains`
+    says whether any capacity brings hits worth a word."""
     gained = f"{best.gained_ratio:.1%} of the blocks asked for would come from the store"
-    if best.gained_ratio < _NOTHING:
+    if not gains:
         why = f"only {gained}: the rest is asked for once, or engines have it themselves"
         return "no", [why], None
     if best.net_month is None or best.saved_month is None:
-        why = (
-            "the recording does not say what computing a token costs; say how many tokens of prompts an "
-            "engine computes in a second (--prefill-tokens-s), or record with kv.observe"
-        )
-        return "unclear", [f"{gained} with {size(best.capacity_bytes)}", why], None
+        return "unclear", [f"{gained} with {size(best.capacity_bytes)}", *_doubts(worth)], None
     bill = best.saved_month - best.net_month
     saved = f"{_money(best.saved_month)} of GPU time a month are saved, and the store costs {_money(bill)}"
     if best.net_month <= 0:
-        return "no", [f"no capacity pays: with {size(best.capacity_bytes)}, {saved}", gained], None
-    need, fastest = _break_even(worth), max((read.bytes_s for read in reads), default=None)
-    if fastest is None or need is None:
+        loses = f"no capacity pays: with {size(best.capacity_bytes)}, {saved}"
+        if doubts := list(_doubts(worth)):
+            return "unclear", [*doubts, loses, gained], None
+        return "no", [loses, gained], None
+    need = _break_even(worth)
+    # The settings to paste have the shared tier alone.
+    speed = min(reads, key=lambda read: read.tier != "shared", default=None)
+    if speed is None or need is None:
         return "yes", [saved, gained], None
-    speeds = f"reads bring {size(fastest)}/s here, and computing is as fast as {size(need)}/s"
-    if fastest >= need:
+    speeds = f"reads bring {size(speed.bytes_s)}/s here, and computing is as fast as {size(need)}/s"
+    if speed.bytes_s >= need:
         return "yes", [saved, gained, speeds], None
-    if fastest * _PATIENCE >= need:
+    if speed.bytes_s * _PATIENCE >= need:
         slower = (
             "requests wait longer for a load than for computing, and the GPU is free for others meanwhile"
         )
         return "yes", [saved, gained, f"{speeds}: {slower}"], "throughput"
     return "no", [f"loading is slower than computing: {speeds}", saved], None
+
+
+def _doubts(worth: Worth) -> Iterator[str]:
+    """Yields what keeps the money from being known, and what to do about it."""
+    if "kv" in worth.unpriced:
+        yield (
+            f"the recording does not say what computing a token costs{_of_which(worth)}; say how many tokens "
+            "of prompts an engine computes in a second (--prefill-tokens-s), or record with kv.observe"
+        )
+    if "ec" in worth.unpriced:
+        yield "no recording says what encoding an item takes; say it (--encode-ms)"
+    if worth.uneven:
+        yield _UNEVEN
+
+
+def _of_which(worth: Worth) -> str:
+    """Returns the models whose costs aren't known, if others' are."""
+    models = {worth.trace.spaces[number].model for number in worth.unpriced.get("kv", ())} - {""}
+    return f" with {', '.join(sorted(models))}" if models and worth.known else ""
 
 
 def _break_even(worth: Worth) -> float | None:
@@ -166,8 +196,11 @@ def _groups(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
 
 
 def _local(trace: Trace, numbers: Sequence[int]) -> float | None:
-    """Returns the share of blocks that engines had themselves, of these requests; None if some don't say."""
-    requests = [trace.requests[number] for number in numbers]
+    """Returns the share of KV blocks that engines had themselves, of these requests; None if some don't say,
+    or none is for KV. Items that an engine has itself are not recorded."""
+    requests = [
+        one for one in map(trace.requests.__getitem__, numbers) if trace.spaces[one.space].kind == "kv"
+    ]
     if any(request.local is None for request in requests):
         return None
     asked = sum(len(request.chain) for request in requests)
@@ -305,16 +338,21 @@ def _caveats(worth: Worth, question: Question) -> Iterator[str]:
             f"recorded in {span / 60:,.0f} minutes, and counted as if a month were like that; what comes "
             "back later than that is not seen. A day says more"
         )
-    if any(request.local is None for request in trace.requests):
+    kv = [number for number, space in enumerate(trace.spaces) if space.kind == "kv"]
+    if worth.uneven:
+        yield _UNEVEN
+    if any(request.local is None for request in trace.requests if request.space in kv):
         yield (
             "the recording does not say what engines had in their own caches, so that is counted as the "
             "store's; with kv.observe it is recorded"
         )
     if question.given.prices.assumed:
         yield f"prices that nobody gave are assumed: {', '.join(question.given.prices.assumed)}"
+    if worth.known and "kv" in worth.unpriced:
+        yield f"what computing a token costs{_of_which(worth)} is unknown: that counts as saving nothing"
     if any(space.kind == "ec" for space in trace.spaces) and question.given.encode_s is None:
         yield "what encoding an item takes is unknown (--encode-ms): encoder outputs count as saving nothing"
-    if question.given.gpus is None:
+    if question.given.gpus is None and any(space.gpus is None for space in trace.spaces):
         yield "an engine is taken to have as many GPUs as hold parts of a block; --gpus says how many it has"
     if not question.reads:
         yield (

@@ -43,7 +43,7 @@ class Given:
     """What the person knows that asks for advice."""
 
     prices: PriceList
-    #: GPUs of an engine; None: as many as its blocks have parts.
+    #: GPUs of an engine; None: as it was recorded or, of older recordings, as many as its blocks have parts.
     gpus: int | None = None
     #: Tokens that an engine computes of prompts in a second; None: as it was recorded.
     prefill_tokens_s: float | None = None
@@ -105,9 +105,28 @@ class Worth:
         """Whether it is known what computing costs, of some namespace."""
         return any(cost is not None for cost in self.costs)
 
+    @cached_property
+    def unpriced(self) -> dict[str, list[int]]:
+        """The numbers of the spaces that are asked for and have no known cost, by kind."""
+        found: dict[str, list[int]] = {}
+        for number in sorted({request.space for request in self.trace.requests}):
+            if self.costs[number] is None:
+                found.setdefault(self.trace.spaces[number].kind, []).append(number)
+        return found
+
+    @property
+    def uneven(self) -> bool:
+        """Returns whether some engines were recorded for more than twice as long as others, or at other
+        times, so that all of them together tell of no time that was."""
+        spans = self.trace.spans.values()
+        lengths = [last - first for first, last in spans]
+        apart = max(first for first, _ in spans) > min(last for _, last in spans)
+        return apart or max(lengths) > 2 * min(lengths)
+
     def gpus(self, space: int) -> int:
         """Returns how many GPUs an engine of this space has."""
-        return self.given.gpus or self.trace.spaces[space].parts
+        about = self.trace.spaces[space]
+        return self.given.gpus or about.gpus or about.parts
 
     def replay(self, capacity: int, *, second_use: bool) -> Replayed:
         """Replays the recording under this store's own rules."""

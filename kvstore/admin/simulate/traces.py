@@ -34,7 +34,7 @@ from kvstore.errors import ConfigError
 from kvstore.index.contract import MAX_RANKS
 from kvstore.index.sessions import Priority
 from kvstore.rules.text import readable
-from kvstore.store.trace import VERSION, WORD, WORD_BYTES
+from kvstore.store.trace_lines import VERSION, WORD, WORD_BYTES
 
 #: Bytes of the longest line that is read: a prompt of three million blocks.
 MAX_LINE = 32 << 20
@@ -43,6 +43,8 @@ MAX_LINE = 32 << 20
 MAX_REFERENCES = 100_000_000
 PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
 _NAMESPACE = re.compile(r"[0-9a-f]{16}")
+#: What tells the files of one process apart.
+_NUMBER = re.compile(r"\.\d+\.jsonl$")
 _MAX_TOKENS = 1 << 20
 _MAX_BYTES = 1 << 40
 #: An hour for one token.
@@ -85,6 +87,8 @@ class TracedSpace:
     #: "" if the trace doesn't say.
     model: str = field(default="", compare=False)
     tenant: str = field(default="", compare=False)
+    #: GPUs of an engine; None if the trace doesn't say.
+    gpus: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,8 @@ class Trace:
     #: The number of each block's space.
     space_of: list[int] = field(default_factory=list)
     references: int = 0
+    #: The times of the first request and of the last, by process that has recorded, or by file.
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: The number of lines that made no sense, a torn last one included.
     skipped: int = 0
 
@@ -177,6 +183,11 @@ def read_traces(paths: Sequence[Path], assumed: Assumed, progress: ProgressListe
                 'of Mooncake\'s form, {"timestamp": ..., "input_length": ..., "hash_ids": [...]}'
             )
         forest.trace.skipped += skipped
+        if times := [request.at_s for request in forest.trace.requests[before:]]:
+            # A process goes on in another file when one is full.
+            process = str(path.with_name(_NUMBER.sub("", path.name)))
+            first, last = forest.trace.spans.get(process, (times[0], times[0]))
+            forest.trace.spans[process] = min(first, *times), max(last, *times)
     if not forest.trace.requests:
         raise BadTrace(f"no request in {', '.join(map(str, paths))}")
     forest.trace.requests.sort(key=lambda request: request.at_s)
@@ -319,12 +330,13 @@ class _File:
             return False
         if not (_within(tokens, 0, _MAX_TOKENS) and _within(nbytes, 1, _MAX_BYTES) and kind in ("kv", "ec")):
             return False
-        if not _within(parts, 1, MAX_RANKS):
+        gpus = item.get("gpus")
+        if not (_within(parts, 1, MAX_RANKS) and (gpus is None or _within(gpus, 1, MAX_RANKS))):
             return False
         nbytes = self._forest.assumed.block_bytes or nbytes
         model, tenant = (readable(item.get(key, "")) for key in ("model", "tenant"))
         self._spaces[number] = self._forest.space(
-            TracedSpace(name, kind, tokens, nbytes, parts, model, tenant)
+            TracedSpace(name, kind, tokens, nbytes, parts, model, tenant, gpus)
         )
         return True
 

@@ -23,7 +23,8 @@ from kvstore.cli.options import byte_count
 from kvstore.cli.text import advise as advise_text
 from kvstore.cli.verbs import verb
 from kvstore.rules.text import readable
-from schemas.base import redact
+from schemas.base import explain
+from schemas.settings import Settings
 
 #: Where there is no terminal.
 _COLUMNS = 100
@@ -67,7 +68,10 @@ def _advise(
     gpus: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1 << 14, metavar="N", help="GPUs of an engine. Default: as many as hold a block."
+            min=1,
+            max=1 << 14,
+            metavar="N",
+            help="GPUs of an engine. Default: as it was recorded, or else as many as hold a block.",
         ),
     ] = None,
     prefill_tokens_s: Annotated[
@@ -137,11 +141,12 @@ def _advise(
     }
     known = {name: value for name, value in given.items() if value is not None}
     prices = PriceList(**(_ASSUMED | known), assumed=tuple(sorted(_ASSUMED.keys() - known)))
+    index, payloads = _pasted(call.sources.index or _INDEX, call.sources.payloads or _PAYLOADS)
     question = advise.Question(
         settings=replace(call.sources, index="memory://advice", payloads="memory://advice").settings(),
         given=Given(prices, gpus, prefill_tokens_s, None if encode_ms is None else encode_ms / 1000),
-        index=redact(call.sources.index or _INDEX),
-        payloads=redact(call.sources.payloads or _PAYLOADS),
+        index=index,
+        payloads=payloads,
         reads=[*_measured(bench), *_said(bandwidth)],
         points=points,
     )
@@ -151,6 +156,25 @@ def _advise(
     if html is not None:
         _write(html, advise_text.page(report))
     call.print(report, lambda report: advise_text.advise(report, _columns()))
+
+
+def _pasted(index: str, payloads: str) -> tuple[str, str]:
+    """Returns the URLs as the settings to paste have them, which are shown and mailed: without who logs in.
+    Refuses what settings would refuse, before a recording is read."""
+    try:
+        Settings.model_validate({"index": index, "payloads": payloads})
+    except ValidationError as exc:
+        hint = "--index, --payloads"
+        raise typer.BadParameter("; ".join(explain(exc, Settings)), param_hint=hint) from None
+    return _anonymous(index), _anonymous(payloads)
+
+
+def _anonymous(url: str) -> str:
+    """Returns a valid URL, of which nothing but the user information is secret, without that."""
+    scheme, mark, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    _, at, host = authority.rpartition("@")
+    return f"{scheme}{mark}{'***@' if at else ''}{host}{slash}{path}"
 
 
 def _said(bandwidth: str | None) -> list[ReadSpeed]:

@@ -15,9 +15,10 @@ from kvstore.admin.advise.advise import rounded
 from kvstore.admin.advise.reports import AdviceReport
 from kvstore.admin.advise.worth import MONTH_S, Cost
 from kvstore.admin.bench.reports import BenchReport, LoadTime
-from kvstore.keys import namespace_id
+from kvstore.keys import digests, namespace_id
 from kvstore.rules.segments import index_bytes, redis_memory
 from kvstore.store.trace import TraceRecorder
+from schemas.namespace import Namespace
 from schemas.settings import Settings, TraceSettings, parse_bytes
 from tests.admin.conftest import Admin
 from tests.admin.simulate import workloads
@@ -33,6 +34,7 @@ def record(
     *,
     costs: bool = True,
     own: float | None = 0.0,
+    gpus: int | None = None,
     **names: str,
 ) -> Path:
     """A recording of these requests by an engine that had this share of each prompt itself."""
@@ -41,7 +43,7 @@ def record(
     )
     trace = TraceRecorder(TraceSettings(folder=str(folder)), lambda _, job: (job(), True)[1])
     name = namespace_id(space)
-    trace.describe(name, space, BLOCK_BYTES)
+    trace.describe(name, space, BLOCK_BYTES, gpus=gpus)
     for at_s, chain in asked:
         local = None if own is None else int(own * len(chain))
         trace.record_hashes(name, hashes(chain), 0, at_s, local=local)
@@ -123,6 +125,15 @@ def test_what_engines_had_themselves_is_not_gained(admin: Admin, tmp_path: Path)
     assert everything.verdict == "no" and everything.settings == ""
 
 
+def test_a_little_that_is_gained_is_judged_by_its_money(admin: Admin, tmp_path: Path) -> None:
+    """Engines have nearly all of each prompt, and the rest, which is little of it, is all to be had."""
+    asked = [(1e9 + 60 * number, list(range(1000))) for number in range(100)]
+    asked += [(1e9 + 1, list(range(1000, 2000)))]  # room in the largest capacity
+    report = advice(admin, record(tmp_path / "told", asked, own=0.995), "--gpu-hour", "100")
+    assert 0 < report.best.gained_ratio < 0.01 and report.verdict == "yes"
+    assert advice(admin, record(tmp_path / "untold", asked, own=0.995, costs=False)).verdict == "unclear"
+
+
 def test_what_computing_costs_must_be_known(admin: Admin, tmp_path: Path) -> None:
     path = record(tmp_path, workloads.requests(3, 100), costs=False)
     report = advice(admin, path)
@@ -136,6 +147,63 @@ def test_what_computing_costs_must_be_known(admin: Admin, tmp_path: Path) -> Non
     assert line.break_even_bytes_s == pytest.approx(BLOCK_BYTES / 16 * 10_000)
     assert [one.tokens for one in told.prompts] == [1024, 4096, 16384, 65536]
     assert told.prompts[0].compute_s == pytest.approx(0.1024)
+
+
+def test_a_model_of_unknown_costs_keeps_it_from_saying_no(admin: Admin, tmp_path: Path) -> None:
+    record(tmp_path, workloads.requests(3, 100))
+    dear = ("--gb-month", "100000")
+    assert advice(admin, tmp_path, *dear).verdict == "no"
+    record(tmp_path, workloads.requests(4, 100), model="other", costs=False)
+    report = advice(admin, tmp_path, *dear)
+    assert report.verdict == "unclear" and report.best.net_month is not None
+    assert "--prefill-tokens-s" in report.because[0] and "with other;" in report.because[0]
+    assert any("with other is unknown" in caveat for caveat in report.caveats)
+    assert advice(admin, tmp_path, *dear, "--prefill-tokens-s", "10000").verdict == "no"
+
+
+def test_recordings_of_different_times_keep_it_from_saying_no(admin: Admin, tmp_path: Path) -> None:
+    dear = ("--gb-month", "100000")
+
+    def at(folder: str, *begins_and_pauses: tuple[float, float]) -> AdviceReport:
+        for begins, pause in begins_and_pauses:
+            asked = [(begins + pause * number, [number * (number % 2)]) for number in range(60)]
+            record(tmp_path / folder, asked)
+        return advice(admin, tmp_path / folder, *dear)
+
+    even = at("even", (1e9, 60), (1e9 + 100, 40))
+    assert even.verdict == "no" and not any("different times" in caveat for caveat in even.caveats)
+    for uneven in (at("apart", (1e9, 60), (1e9 + 4000, 60)), at("short", (1e9, 60), (1e9, 20))):
+        assert uneven.verdict == "unclear" and "different times" in uneven.because[0]
+        assert any("different times" in caveat for caveat in uneven.caveats)
+
+
+def test_files_of_one_process_are_one_recording(admin: Admin, tmp_path: Path) -> None:
+    record(tmp_path, [(1e9 + 60 * number, [number * (number % 2)]) for number in range(60)])
+    [first] = tmp_path.iterdir()
+    record(tmp_path / "next", [(1e9 + 4000 + 60 * number, [number * (number % 2)]) for number in range(10)])
+    [second] = (tmp_path / "next").iterdir()
+    second.rename(first.with_name(first.name.replace(".1.jsonl", ".2.jsonl")))
+    assert advice(admin, tmp_path, "--gb-month", "100000").verdict == "no"
+
+
+def test_items_are_priced_by_what_encoding_takes(admin: Admin, tmp_path: Path) -> None:
+    eyes = Namespace(kind="ec", model="org/model", weights="w", dtype="bfloat16")
+    trace = TraceRecorder(TraceSettings(folder=str(tmp_path)), lambda _, job: (job(), True)[1])
+    trace.describe(namespace_id(eyes), eyes, 1 << 20)
+    for number in range(200):
+        name = number if number % 4 == 0 else 1000 + number % 3
+        trace.record(namespace_id(eyes), digests(hashes([name])), 1e9 + number * 60, local=0)
+    trace.close()
+    report = advice(admin, tmp_path)
+    assert report.verdict == "unclear" and "--encode-ms" in report.because[1]
+    assert not any("prefill" in why for why in report.because)
+    assert not any("own caches" in caveat for caveat in report.caveats)
+    assert advice(admin, tmp_path, "--encode-ms", "500").verdict == "yes"
+    # What engines have themselves is told of KV.
+    record(tmp_path, workloads.requests(3, 200), own=0.5)
+    both = advice(admin, tmp_path)
+    assert both.local_ratio == pytest.approx(0.5, abs=0.05)
+    assert [line.local_ratio is None for line in both.by_model if line.kind == "ec"] == [True]
 
 
 def test_dont_because(admin: Admin, tmp_path: Path, recording: Path) -> None:
@@ -182,6 +250,14 @@ def test_what_bench_has_measured_counts(admin: Admin, tmp_path: Path, recording:
     report = advice(admin, recording, "--bench", str(file))
     assert {read.tier: read.bytes_s for read in report.reads} == {"shared": 1e12, "fast": 2e12}
     assert report.verdict == "yes" and not any("--bench" in caveat for caveat in report.caveats)
+    # A fast tier that nobody is told to set doesn't help.
+    file.write_text(
+        made.model_copy(
+            update={"loads": (load("fast", 4096, 1e12), load("shared", 4096, 1e3))}
+        ).model_dump_json()
+    )
+    report = advice(admin, recording, "--bench", str(file))
+    assert report.verdict == "no" and "slower than computing" in report.because[0]
     file.write_text("{}")
     ran = admin("advise", str(recording), "--bench", str(file))
     assert ran.code == 2 and "no report of" in ran.err
@@ -206,6 +282,19 @@ def test_models_and_tenants_have_bills_of_their_own(admin: Admin, tmp_path: Path
     free = ("--gb-month", "0", "--put-1000", "0", "--get-1000", "0")
     one, four = (advice(admin, tmp_path, "--gpus", gpus, *free).best.saved_month for gpus in ("1", "4"))
     assert four == pytest.approx(4 * (one or 0))
+
+
+def test_all_gpus_of_an_engine_count_though_they_hold_copies(admin: Admin, tmp_path: Path) -> None:
+    asked = workloads.requests(3, 100)
+    free = ("--gb-month", "0", "--put-1000", "0", "--get-1000", "0")
+    parts = advice(admin, record(tmp_path / "parts", asked), *free)
+    gpus = advice(admin, record(tmp_path / "gpus", asked, gpus=8), *free)
+    assert [line.gpus for line in (*parts.by_model, *gpus.by_model)] == [1, 8]
+    most = [report.capacities[-1].gpu_seconds_month or 0 for report in (parts, gpus)]
+    assert most[1] == pytest.approx(8 * most[0])
+    assert any("--gpus" in caveat for caveat in parts.caveats)
+    assert not any("--gpus" in caveat for caveat in gpus.caveats)
+    assert advice(admin, tmp_path / "gpus", "--gpus", "4").by_model[0].gpus == 4
 
 
 def test_a_trace_of_mooncakes_form_will_do(admin: Admin, tmp_path: Path) -> None:
@@ -264,6 +353,36 @@ def test_the_page_is_whole_and_loads_nothing(admin: Admin, tmp_path: Path) -> No
 def test_bad_options_are_refused_in_words(admin: Admin, recording: Path, words: list[str], says: str) -> None:
     ran = admin("advise", str(recording), *words)
     assert (ran.code, ran.out) == (2, "") and says in ran.err and "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--index", "redis://me:hush@host:port/0"], "the port of a redis URL"),
+        (["--payloads", "s3:/bucket"], "not a URL"),
+        (["--payloads", "memory://x"], "must be used for both"),
+    ],
+)
+def test_urls_that_settings_refuse_are_refused_before_anything_is_read(
+    admin: Admin, tmp_path: Path, words: list[str], says: str
+) -> None:
+    ran = admin("advise", str(tmp_path / "none"), *words)
+    assert (ran.code, ran.out) == (2, "") and "--index, --payloads" in ran.err
+    assert says in " ".join(ran.err.split()) and "hush" not in ran.err and "Traceback" not in ran.err
+
+
+def test_valid_urls_are_pasted_without_who_logs_in(admin: Admin, recording: Path) -> None:
+    for index, payloads, shown in (
+        ("unix:///run/redis.sock?db=3", "file:///srv/kv", "unix:///run/redis.sock?db=3"),
+        (
+            "redis://me:hush@host:6379/1",
+            "s3://bucket/p?endpoint=http://minio:9000",
+            "redis://***@host:6379/1",
+        ),
+    ):
+        report = advice(admin, recording, "--index", index, "--payloads", payloads)
+        pasted = yaml.safe_load(report.settings)
+        assert (pasted["index"], pasted["payloads"]) == (shown, payloads)
 
 
 def test_what_is_no_recording_is_refused(admin: Admin, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
 from connectors.choice.cost import TokenCost
+from connectors.engine.layout import Group
 from connectors.kv.connector import KVStoreConnector
 from connectors.observing.kv import ObservingKVConnector
 from connectors.observing.recording import Asked, CostTeller
@@ -17,8 +19,11 @@ from kvstore.admin.progress import Silent
 from kvstore.admin.simulate.traces import Assumed, Trace, read_traces
 from kvstore.build import load_settings, open_recording
 from kvstore.keys import NamespaceId
+from kvstore.rules.prefix import PrefixRule
+from schemas.namespace import GroupSpec
 from schemas.settings import Settings
 from tests.connectors.kv.bed import TOKENS, Bed
+from tests.store.world import chain, namespace
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +56,7 @@ def test_it_records_what_is_asked_and_how_much_the_engine_has_itself(tmp_path: P
     assert computed == sum((3, 1, 1)) * TOKENS + 9
     assert trace.skipped == 0 and len({request.session for request in trace.requests}) == 1
     [space] = trace.spaces
-    assert (space.kind, space.block_tokens, space.parts) == ("kv", TOKENS, 1)
+    assert (space.kind, space.block_tokens, space.parts, space.gpus) == ("kv", TOKENS, 1, 1)
     assert (space.model, space.tenant) == ("model", "default")
     # Nothing else is written, and no word of a request.
     assert {path.name for path in tmp_path.iterdir()} == {"model", "trace"}
@@ -76,6 +81,37 @@ def test_a_store_would_have_been_asked_for_the_same(tmp_path: Path) -> None:
     one, other = read(observed), read(stored)
     assert [request.chain for request in one.requests] == [request.chain for request in other.requests]
     assert one.spaces == other.spaces
+
+
+def test_a_request_is_one_line_however_many_groups_it_needs(tmp_path: Path) -> None:
+    """Latents, an indexer of larger blocks, and a window: what is computed, is computed once."""
+    specs = (
+        GroupSpec(
+            kind="sliding_window", block_tokens=8, dtype="BF16", shape=(1, 2, 8, 4), shards=2, window=20
+        ),
+        GroupSpec(kind="mla", block_tokens=8, dtype="BF16", shape=(3, 1, 8, 64)),
+        GroupSpec(kind="mla", block_tokens=16, dtype="U8", shape=(3, 1, 16, 10)),
+    )
+    rules = (PrefixRule("window", 8, 20), PrefixRule("prefix", 8), PrefixRule("prefix", 16))
+    groups = [
+        Group(spec, rule, (0,), offered=False, writers=1, part_bytes=spec.slot_bytes)
+        for spec, rule in zip(specs, rules, strict=True)
+    ]
+    settings = load_settings({"kv": {"observe": True}, "trace": {"folder": str(tmp_path / "trace")}}, {})
+    asked = Asked(open_recording(settings), namespace(groups=specs), groups, 8, adapters=False)
+    view: Any = SimpleNamespace(
+        request_id="r", skip_reading_prefix_cache=False, lora_request=None, block_hashes=chain(1, 2, 3, 4, 5),
+        session_id=None, cache_salt="", kv_transfer_params={}, kv_hints=[],
+    )  # fmt: skip
+    asked.arrives(view)
+    asked.comes_to(view, 17)
+    asked.close()
+    found = read(tmp_path)
+    [request], [space] = found.requests, found.spaces
+    assert (request.chain, request.local) == ([0, 1, 2, 3, 4], 2)
+    assert (space.block_tokens, space.parts) == (8, 1)
+    # A block of the latents, and half a block of the indexer.
+    assert space.block_bytes == 3 * 8 * 64 * 2 + 3 * 16 * 10 // 2
 
 
 def test_a_request_counts_once_and_only_if_its_turn_comes(tmp_path: Path) -> None:

@@ -534,6 +534,7 @@ def test_requests_at_random(tmp_path: Path) -> None:
         ({"locality": "NEAR"}, "allowed: LOCAL or REMOTE"),
         ({"kv": {"save_decode": True}}, "offload_prompt_only"),
         ({"kv": {"min_load_blocks": 4}}, "min_load_blocks"),
+        ({"kv": {"observe": True}, "trace": {"folder": "/nowhere"}}, "kv.observe"),
         ({"kv": {"load": "never"}}, "kv.load"),
         ({"kv": {"objective": "throughput"}}, "kv.objective"),
         ({"admission": {"second_use": True}}, "admission"),

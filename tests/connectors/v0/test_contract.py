@@ -128,6 +128,12 @@ def test_weights_on_disk_are_told_apart(world: World, tmp_path: Path) -> None:
             ),
             "second_use",
         ),
+        (
+            lambda made: made.kv_transfer_config.kv_connector_extra_config.update(
+                kv={"observe": True}, trace={"folder": "/nowhere"}
+            ),
+            "kv.observe",
+        ),
         (lambda made: setattr(made.parallel_config, "tensor_parallel_size", 2), "tensor"),
     ],
 )
