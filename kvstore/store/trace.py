@@ -53,22 +53,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from kvstore.files import OWNER, Access, make_folder, open_file
 from kvstore.keys import DIGEST_BYTES, NamespaceId
 from kvstore.keys import digests as pack_digests
+from kvstore.store.recorded import WORD_BYTES, RecordedEntry, RecordedLines
 from schemas.namespace import Namespace
 from schemas.settings import TraceSettings
 
 log = logging.getLogger(__name__)
-
-VERSION = 1
-#: Bytes of a digest that a trace keeps, and the dtype by which they are read.
-WORD_BYTES = 8
-WORD = "<u8"
 
 #: Bounds of what waits to be written: digests of thousands of long prompts.
 _QUEUE_BYTES = 16 << 20
@@ -78,8 +71,6 @@ _HASH_BYTES = 80
 #: A thread is asked to write when so many requests wait, or when it was last asked so many seconds ago.
 _BATCH = 64
 _EVERY_S = 1.0
-#: Blocks whose line is remembered. When there are more, all are forgotten and prefixes written once more.
-_REMEMBERED = 1 << 17
 #: Pause after a failure of the disk, in seconds, during which nothing is recorded.
 _PAUSE_S = 60.0
 #: Bytes that a file's head and the rest of a line take, at most.
@@ -89,17 +80,6 @@ _CLOSE_S = 5.0
 
 #: `submit(nbytes, job)` runs `job` on a thread that nobody waits for; False: it will not run.
 Submit = Callable[[int, Callable[[], None]], bool]
-
-
-class _Entry(NamedTuple):
-    """A request, or what was said of a session or of costs: then it has no digests."""
-
-    namespace: NamespaceId
-    #: Packed, or what packs them and returns None if it can't.
-    digests: bytes | Callable[[], bytes | None]
-    now_s: float
-    #: The rest of the line, as JSON: what begins with a comma, or nothing.
-    more: str
 
 
 class TraceRecorder:
@@ -119,7 +99,7 @@ class TraceRecorder:
         self._lost = lost
         self._clock = clock
         self._lock = threading.Lock()
-        self._queue: deque[_Entry] = deque()
+        self._queue: deque[RecordedEntry] = deque()
         self._queued_bytes = 0
         self._writing = False
         self._closed = False
@@ -172,7 +152,7 @@ class TraceRecorder:
         If too much waits to be written, the request is lost, and `lost` is told.
         """
         if digests:
-            self._add(_Entry(namespace, digests, now_s, _more(session, local)), len(digests))
+            self._add(RecordedEntry(namespace, digests, now_s, _more(session, local)), len(digests))
 
     def record_hashes(
         self,
@@ -190,13 +170,15 @@ class TraceRecorder:
         """
         if count := len(hashes):
             packed = partial(_packed, hashes, count, group)
-            self._add(_Entry(namespace, packed, now_s, _more(session, local)), count * _HASH_BYTES)
+            self._add(RecordedEntry(namespace, packed, now_s, _more(session, local)), count * _HASH_BYTES)
 
     def record_cost(
         self, namespace: NamespaceId, now_s: float, token_us: float, depth_us: float = 0.0
     ) -> None:
         """Records what computing a token of a prompt takes the engine now. As `record` otherwise."""
-        self._add(_Entry(namespace, b"", now_s, f', "token_us": {token_us:.4g}, "depth_us": {depth_us:.4g}'))
+        self._add(
+            RecordedEntry(namespace, b"", now_s, f', "token_us": {token_us:.4g}, "depth_us": {depth_us:.4g}')
+        )
 
     def record_hints(
         self,
@@ -212,9 +194,9 @@ class TraceRecorder:
         said = {"end": end or None, "retain": retain_s, "priority": priority}
         given = {name: value for name, value in said.items() if value is not None}
         if given:
-            self._add(_Entry(namespace, b"", now_s, f"{_named(session)}, {json.dumps(given)[1:-1]}"))
+            self._add(RecordedEntry(namespace, b"", now_s, f"{_named(session)}, {json.dumps(given)[1:-1]}"))
 
-    def _add(self, entry: _Entry, nbytes: int = 0) -> None:
+    def _add(self, entry: RecordedEntry, nbytes: int = 0) -> None:
         now_s = entry.now_s
         with self._lock:
             full = self._queued_bytes + nbytes > _QUEUE_BYTES or len(self._queue) >= _QUEUE_REQUESTS
@@ -264,7 +246,7 @@ class TraceRecorder:
             if lost:
                 self._lost(lost)
 
-    def _write(self, batch: Sequence[_Entry]) -> int:
+    def _write(self, batch: Sequence[RecordedEntry]) -> int:
         """Writes requests; returns how many could not be written."""
         if 0 <= self._clock() - self._failed_s < _PAUSE_S:
             return len(batch)
@@ -302,9 +284,9 @@ class _Files:
         self._flushed = False
         #: The files before it, the oldest first, and the bytes that each counts for.
         self._former: deque[tuple[Path, int]] = deque()
-        self._lines = _Lines(0.0)
+        self._lines = RecordedLines(0.0)
 
-    def add(self, about: str, entry: _Entry, digests: bytes) -> bool:
+    def add(self, about: str, entry: RecordedEntry, digests: bytes) -> bool:
         """Writes one request, or what was said of a session; returns False if it is longer than a file may
         be."""
         words = len(digests) // DIGEST_BYTES
@@ -366,71 +348,10 @@ class _Files:
         self._out = os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._access), "wb")
         self._number += 1
         self._flushed = False
-        self._lines = _Lines(now_s)
+        self._lines = RecordedLines(now_s)
         head = self._lines.head()
         self._out.write(head)
         self._size = len(head)
-
-
-class _Lines:
-    """The lines of one file, which refer to each other."""
-
-    def __init__(self, began_s: float) -> None:
-        self._began_s = began_s
-        self._count = 0
-        self._spaces: dict[NamespaceId, int] = {}
-        #: Per space, a block's word -> the line on which it came first. Blocks are chained, so what precedes
-        #: one there precedes it everywhere.
-        self._seen: list[dict[int, int]] = []
-        self._blocks = 0
-
-    def head(self) -> bytes:
-        self._count += 1
-        return f'{{"kvstore_trace": {VERSION}, "began_s": {self._began_s:.3f}}}\n'.encode()
-
-    def of(self, about: str, entry: _Entry, digests: bytes) -> bytes:
-        """Returns the line of an entry, and before it the line of its namespace if there is none yet."""
-        out = ""
-        space = self._spaces.get(entry.namespace)
-        if space is None:
-            space = self._spaces[entry.namespace] = len(self._spaces)
-            self._seen.append({})
-            out = f'{{"space": {space}, {about}\n'
-            self._count += 1
-        chain = ""
-        if digests:
-            words = np.frombuffer(digests, dtype=WORD)[1 :: DIGEST_BYTES // WORD_BYTES]
-            like, line = self._known(self._seen[space], words.tolist())
-            rest = base64.b64encode(words[like:].tobytes()).decode("ascii")
-            chain = (f', "like": [{line}, {like}]' if like else "") + f', "d": "{rest}"'
-        out += f'{{"t": {entry.now_s - self._began_s:.3f}, "n": {space}{chain}{entry.more}}}\n'
-        self._count += 1
-        return out.encode("ascii")
-
-    def _known(self, seen: dict[int, int], words: list[int]) -> tuple[int, int]:
-        """Returns how many leading blocks another line has, and which; remembers the rest as this one's."""
-        known = 0
-        if words[-1] in seen:
-            known = len(words)
-        else:
-            # What is remembered of a chain begins with its first block, so the search finds its end. Even if
-            # it did not, it would find blocks that the line has.
-            beyond = len(words) - 1
-            while known < beyond:
-                middle = (known + beyond + 1) // 2
-                if words[middle - 1] in seen:
-                    known = middle
-                else:
-                    beyond = middle - 1
-        line = seen[words[known - 1]] if known else 0
-        fresh = words[known:]
-        if self._blocks + len(fresh) > _REMEMBERED:
-            for each in self._seen:
-                each.clear()
-            self._blocks, fresh = 0, words
-        seen.update(dict.fromkeys(fresh, self._count))
-        self._blocks += len(fresh)
-        return known, line
 
 
 def _packed(hashes: Sequence[bytes], count: int, group: int) -> bytes | None:
