@@ -57,7 +57,7 @@ from pathlib import Path
 from kvstore.files import OWNER, Access, make_folder, open_file
 from kvstore.keys import DIGEST_BYTES, NamespaceId
 from kvstore.keys import digests as pack_digests
-from kvstore.store.trace_lines import WORD_BYTES, Entry, Lines
+from kvstore.store.recorded import WORD_BYTES, RecordedEntry, RecordedLines
 from schemas.namespace import Namespace
 from schemas.settings import TraceSettings
 
@@ -99,7 +99,7 @@ class TraceRecorder:
         self._lost = lost
         self._clock = clock
         self._lock = threading.Lock()
-        self._queue: deque[Entry] = deque()
+        self._queue: deque[RecordedEntry] = deque()
         self._queued_bytes = 0
         self._writing = False
         self._closed = False
@@ -152,7 +152,7 @@ class TraceRecorder:
         If too much waits to be written, the request is lost, and `lost` is told.
         """
         if digests:
-            self._add(Entry(namespace, digests, now_s, _more(session, local)), len(digests))
+            self._add(RecordedEntry(namespace, digests, now_s, _more(session, local)), len(digests))
 
     def record_hashes(
         self,
@@ -170,13 +170,15 @@ class TraceRecorder:
         """
         if count := len(hashes):
             packed = partial(_packed, hashes, count, group)
-            self._add(Entry(namespace, packed, now_s, _more(session, local)), count * _HASH_BYTES)
+            self._add(RecordedEntry(namespace, packed, now_s, _more(session, local)), count * _HASH_BYTES)
 
     def record_cost(
         self, namespace: NamespaceId, now_s: float, token_us: float, depth_us: float = 0.0
     ) -> None:
         """Records what computing a token of a prompt takes the engine now. As `record` otherwise."""
-        self._add(Entry(namespace, b"", now_s, f', "token_us": {token_us:.4g}, "depth_us": {depth_us:.4g}'))
+        self._add(
+            RecordedEntry(namespace, b"", now_s, f', "token_us": {token_us:.4g}, "depth_us": {depth_us:.4g}')
+        )
 
     def record_hints(
         self,
@@ -192,9 +194,9 @@ class TraceRecorder:
         said = {"end": end or None, "retain": retain_s, "priority": priority}
         given = {name: value for name, value in said.items() if value is not None}
         if given:
-            self._add(Entry(namespace, b"", now_s, f"{_named(session)}, {json.dumps(given)[1:-1]}"))
+            self._add(RecordedEntry(namespace, b"", now_s, f"{_named(session)}, {json.dumps(given)[1:-1]}"))
 
-    def _add(self, entry: Entry, nbytes: int = 0) -> None:
+    def _add(self, entry: RecordedEntry, nbytes: int = 0) -> None:
         now_s = entry.now_s
         with self._lock:
             full = self._queued_bytes + nbytes > _QUEUE_BYTES or len(self._queue) >= _QUEUE_REQUESTS
@@ -244,7 +246,7 @@ class TraceRecorder:
             if lost:
                 self._lost(lost)
 
-    def _write(self, batch: Sequence[Entry]) -> int:
+    def _write(self, batch: Sequence[RecordedEntry]) -> int:
         """Writes requests; returns how many could not be written."""
         if 0 <= self._clock() - self._failed_s < _PAUSE_S:
             return len(batch)
@@ -282,9 +284,9 @@ class _Files:
         self._flushed = False
         #: The files before it, the oldest first, and the bytes that each counts for.
         self._former: deque[tuple[Path, int]] = deque()
-        self._lines = Lines(0.0)
+        self._lines = RecordedLines(0.0)
 
-    def add(self, about: str, entry: Entry, digests: bytes) -> bool:
+    def add(self, about: str, entry: RecordedEntry, digests: bytes) -> bool:
         """Writes one request, or what was said of a session; returns False if it is longer than a file may
         be."""
         words = len(digests) // DIGEST_BYTES
@@ -346,7 +348,7 @@ class _Files:
         self._out = os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._access), "wb")
         self._number += 1
         self._flushed = False
-        self._lines = Lines(now_s)
+        self._lines = RecordedLines(now_s)
         head = self._lines.head()
         self._out.write(head)
         self._size = len(head)

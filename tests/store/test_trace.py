@@ -179,7 +179,7 @@ def test_any_requests_come_back(tmp_path: Path) -> None:
 
 
 def test_what_is_remembered_of_chains_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.store.trace_lines._REMEMBERED", 10)
+    monkeypatch.setattr("kvstore.store.recorded._REMEMBERED", 10)
     trace = recorder(tmp_path, Later())
     for number in range(5):
         trace.record(NAME, packed(1, 2, 3, 4, 10 + number), NOW + number)

@@ -34,7 +34,7 @@ from kvstore.errors import ConfigError
 from kvstore.index.contract import MAX_RANKS
 from kvstore.index.sessions import Priority
 from kvstore.rules.text import readable
-from kvstore.store.trace_lines import VERSION, WORD, WORD_BYTES
+from kvstore.store.recorded import VERSION, WORD, WORD_BYTES
 
 #: Bytes of the longest line that is read: a prompt of three million blocks.
 MAX_LINE = 32 << 20

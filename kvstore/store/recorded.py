@@ -19,7 +19,7 @@ WORD = "<u8"
 _REMEMBERED = 1 << 17
 
 
-class Entry(NamedTuple):
+class RecordedEntry(NamedTuple):
     """A request, or what was said of a session or of costs: then it has no digests."""
 
     namespace: NamespaceId
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     more: str
 
 
-class Lines:
+class RecordedLines:
     """The lines of one file, which refer to each other."""
 
     def __init__(self, began_s: float) -> None:
@@ -46,7 +46,7 @@ class Lines:
         self._count += 1
         return f'{{"kvstore_trace": {VERSION}, "began_s": {self._began_s:.3f}}}\n'.encode()
 
-    def of(self, about: str, entry: Entry, digests: bytes) -> bytes:
+    def of(self, about: str, entry: RecordedEntry, digests: bytes) -> bytes:
         """Returns the line of an entry, and before it the line of its namespace if there is none yet."""
         out = ""
         space = self._spaces.get(entry.namespace)
