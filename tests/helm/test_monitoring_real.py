@@ -317,6 +317,8 @@ UNSEEN = {
     "vllm:kvstore_ec_prefetched_segments_total",
     "vllm:kvstore_kv_loaded_blocks_total",
     "vllm:kvstore_kv_prefetched_segments_total",
+    "vllm:kvstore_kv_probed_blocks_total",
+    "vllm:kvstore_kv_probed_bytes_total",
     "vllm:kvstore_kv_regret_seconds_bucket",
     "vllm:kvstore_kv_saved_segments_total",
 }
