@@ -24,12 +24,12 @@ from connectors.choice.speeds import Speed
 from kvstore.index.port import Run
 from kvstore.keys import SegmentId
 from kvstore.rules.tiers import Tier
-from kvstore.rules.weighed import Weighed
+from kvstore.rules.weighed import PATIENCE, Weighed
 
 Objective = Literal["ttft", "throughput"]
 #: What a second of waiting for a load counts, in seconds of the accelerator. With `throughput` a request
-#: waits at most four times as long as it would take to compute what is loaded.
-WAIT: Final[Mapping[Objective, float]] = {"ttft": 1.0, "throughput": 0.25}
+#: waits at most PATIENCE times as long as it would take to compute what is loaded.
+WAIT: Final[Mapping[Objective, float]] = {"ttft": 1.0, "throughput": 1 / PATIENCE}
 
 #: Why as much is loaded as is: it is faster than computing; it isn't (nothing is loaded, or all the same, to
 #: know what it takes); part of it is; nothing is known yet of what computing takes; kv.load says so; another

@@ -6,6 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
+#: How many times as long as computing takes a request waits for a load at most, with the objective
+#: `throughput`.
+PATIENCE = 4.0
+
 #: Milliseconds to load, milliseconds to compute, and the number of tokens.
 _TOLD = re.compile(r"(\d{1,12}) (\d{1,12}) (\d{1,12})", re.ASCII)
 

@@ -222,7 +222,7 @@ class Steady:
 
     network: Network
     seconds: dict[str, list[float]]
-    #: Of `adaptive`.
+    #: Answers to the requests of `adaptive`.
     answers: list[Answer]
 
     @property
@@ -244,8 +244,8 @@ class Steady:
 
     @property
     def ratios(self) -> dict[str, list[float]]:
-        """By mode, to the better of `never` and `always` in the rounds around; and "noise", of never to
-        never."""
+        """Returns by mode the ratios to the better of `never` and `always` in the rounds around; and those of
+        never to never as "noise"."""
         found: dict[str, list[float]] = {
             mode: [
                 sample / min(near(self.seconds[other], at) for other in ("never", "always"))

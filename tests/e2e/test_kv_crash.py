@@ -19,7 +19,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.servers, pytest.mark.timeout(1800)]
 
-#: Of each kind of store. More by hand: docs/contributing.md.
+#: How many engines are killed for each kind of store; docs/contributing.md says how to kill more by hand.
 KILLS = int(os.environ.get("CRASH_KILLS", "4"))
 
 

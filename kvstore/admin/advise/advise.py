@@ -28,12 +28,11 @@ from kvstore.admin.simulate.simulate import Setup, point, sweep, totals
 from kvstore.admin.simulate.traces import Assumed, Trace, read_traces
 from kvstore.rules.segments import index_bytes, redis_memory
 from kvstore.rules.units import size
+from kvstore.rules.weighed import PATIENCE
 from schemas.settings import Settings
 
 #: Lengths of prompts for which loading is compared with computing, in tokens.
 LENGTHS = (1024, 4096, 16384, 65536)
-#: With the objective `throughput`, a request waits for a load so much longer than computing takes at most.
-_PATIENCE = 4.0
 #: Hits of blocks that no engine has itself, below which there is nothing to be had if their worth is unknown.
 _NOTHING = 0.01
 #: The share of what the best capacity brings that a smaller one may lack.
@@ -153,7 +152,7 @@ def _verdict(
     speeds = f"reads bring {size(speed.bytes_s)}/s here, and computing is as fast as {size(need)}/s"
     if speed.bytes_s >= need:
         return "yes", [saved, gained, speeds], None
-    if speed.bytes_s * _PATIENCE >= need:
+    if speed.bytes_s * PATIENCE >= need:
         slower = (
             "requests wait longer for a load than for computing, and the GPU is free for others meanwhile"
         )
