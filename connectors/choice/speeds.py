@@ -68,10 +68,14 @@ class Speed:
     #: How many reads are under way at a time, and how many bytes they have at most together.
     threads: float = math.inf
     round_bytes: float = math.inf
+    #: How many requests follow each other to read a part of a segment that isn't its beginning.
+    part_requests: int = 1
 
-    def seconds(self, nbytes: float, reads: float = 0) -> float:
-        """Returns what `nbytes` take, in so many reads or more."""
-        rounds = max(1.0, reads / self.threads, nbytes / self.round_bytes)
+    def seconds(self, nbytes: float, segments: float = 0) -> float:
+        """Returns what `nbytes` take, of so many segments, which are read in parts if they are large."""
+        begun = segments / self.threads
+        parts = nbytes / self.round_bytes - begun
+        rounds = max(1.0, begun, begun + self.part_requests * parts)
         return rounds * self.latency_s + nbytes / self.bytes_per_s
 
 
@@ -84,6 +88,10 @@ FIRST: Final[Mapping[Tier, Speed]] = {
     "disk": Speed(0.002, 200e6),
     "bucket": Speed(0.05, 50e6),
 }
+
+#: Of a bucket a segment's header is asked for before a part of it (kvstore.store.reading); elsewhere that
+#: costs nothing to speak of.
+PART_REQUESTS: Final[Mapping[Tier, int]] = {"memory": 1, "folder": 1, "disk": 1, "bucket": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +183,15 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(map(mul, left, right))
 
 
+@dataclass(slots=True)
+class _Read:
+    """A read: its bytes, how many requests follow each other in it, and when it began; None: it waits."""
+
+    nbytes: int
+    requests: int
+    began: float | None = None
+
+
 class Meter:
     """Measures one tier, of which so many reads are under way at a time. Not safe for threads."""
 
@@ -185,46 +202,49 @@ class Meter:
         self._points = _Points()
         #: Whether the last few measurements tell latency from bandwidth.
         self.tells_apart = False
-        #: Reads that were asked for and have not ended -> (bytes, when they began; None: they wait).
-        self._reads: dict[Hashable, tuple[int, float | None]] = {}
-        #: The burst's present window: when it began, bytes and reads that have arrived in it, and whether it
-        #: is the first one, which begins with a latency.
+        #: Reads that were asked for and have not ended.
+        self._reads: dict[Hashable, _Read] = {}
+        #: The burst's present window: when it began, bytes that have arrived in it, the latencies of their
+        #: reads, and whether it is the first one, which begins with those of a read.
         self._window_at = self._moved_at = 0.0
         self._arrived = self._ended = 0
         self._first = True
+        #: Most latencies of one read that has begun in this window.
+        self._deepest = 1
         #: Bytes of reads that have begun, and of all that have not ended.
         self._flying = 0
-        #: Reads that have begun.
+        #: Latencies of reads that have begun.
         self._under_way = 0
         self.left_bytes = 0
         self.done_bytes = 0
         self.count = 0
 
-    def ask(self, read: Hashable, nbytes: int, now: float) -> None:
-        """Records that a read of `nbytes` was queued."""
+    def ask(self, read: Hashable, nbytes: int, now: float, requests: int = 1) -> None:
+        """Records that a read of `nbytes` was queued, which is so many requests, one after the other."""
         if not self._reads:
             self._begin_window(now, first=True)
-        self._reads[read] = nbytes, None
+        self._reads[read] = _Read(nbytes, requests)
         self.left_bytes += nbytes
 
     def begin(self, read: Hashable, now: float) -> None:
         """Records that a read has a thread. Does nothing if it was given up."""
-        if read in self._reads:
-            nbytes, _ = self._reads[read]
-            self._reads[read] = nbytes, now
+        if one := self._reads.get(read):
+            one.began = now
             if not self._flying:
                 self._moved_at = now
-            self._flying += nbytes
-            self._under_way += 1
+            self._flying += one.nbytes
+            self._under_way += one.requests
+            self._deepest = max(self._deepest, one.requests)
 
     def end(self, read: Hashable, now: float, *, arrived: bool) -> None:
         """Records that a read has ended; `arrived`: with its bytes. Does nothing if it was given up."""
         if read not in self._reads:
             return
-        nbytes = self._remove(read)
+        ended = self._remove(read)
         self._moved_at = now
-        self._arrived += nbytes * arrived
-        self._ended += arrived
+        if arrived:
+            self._arrived += ended.nbytes
+            self._ended += ended.requests
         seconds = now - self._window_at
         if not self._reads:
             # The rest of a burst is too short to tell anything.
@@ -252,7 +272,7 @@ class Meter:
         """Forgets reads that hang: they have told what they can, and must not hide that the tier is back."""
         if self.behind(now) <= _HUNG_S:
             return
-        begun = [(read, began) for read, (_, began) in self._reads.items() if began is not None]
+        begun = [(read, one.began) for read, one in self._reads.items() if one.began is not None]
         hung = [read for read, began in begun if now - began > _HUNG_S]
         if not hung:
             return
@@ -266,11 +286,11 @@ class Meter:
         self._begin_window(min(rest, default=now), first=True)
 
     def _begin_window(self, now: float, *, first: bool) -> None:
-        self._window_at, self._arrived, self._ended, self._first = now, 0, 0, first
+        self._window_at, self._arrived, self._ended, self._first, self._deepest = now, 0, 0, first, 1
 
-    def _rounds(self, reads: int) -> float:
-        """Returns how many latencies follow each other in the present window, if so many reads end in it."""
-        return max(1.0 if self._first else 0.0, reads / self._threads)
+    def _rounds(self, requests: int) -> float:
+        """Returns how many latencies follow each other in the present window, if so many end in it."""
+        return max(self._deepest if self._first else 0.0, requests / self._threads)
 
     def _tells(self, seconds: float) -> bool:
         """Returns whether this window should end, and the burst go on in another: its end is not near, it
@@ -283,14 +303,14 @@ class Meter:
         settled = self._settled
         return self._rounds(self._ended) * settled.latency_s + self._arrived / settled.bytes_per_s
 
-    def _remove(self, read: Hashable) -> int:
-        nbytes, began = self._reads.pop(read)
-        self.left_bytes -= nbytes
-        self.done_bytes += nbytes
-        if began is not None:
-            self._flying -= nbytes
-            self._under_way -= 1
-        return nbytes
+    def _remove(self, read: Hashable) -> _Read:
+        one = self._reads.pop(read)
+        self.left_bytes -= one.nbytes
+        self.done_bytes += one.nbytes
+        if one.began is not None:
+            self._flying -= one.nbytes
+            self._under_way -= one.requests
+        return one
 
     def _learn(self, seconds: float, now: float) -> None:
         predicted, seconds = self._predicted(), max(seconds, 1e-9)
@@ -340,6 +360,7 @@ class Expected:
                     min(speed.bytes_per_s for speed in speeds),
                     min(speed.threads for speed in speeds),
                     min(speed.round_bytes for speed in speeds),
+                    max(speed.part_requests for speed in speeds),
                 )
 
     def plan(self, tier: Tier, nbytes: int) -> None:

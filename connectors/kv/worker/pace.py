@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from connectors.choice.speeds import FIRST, Measured, Meter
+from connectors.choice.speeds import FIRST, PART_REQUESTS, Measured, Meter
 from connectors.kv.messages import KVStoreWorkerMetadata
 from kvstore.rules.tiers import Tier
 
@@ -46,10 +46,10 @@ class Pace:
         #: Most bytes of one read.
         self.most_bytes = 1 << 30
 
-    def ask(self, read: Hashable, tier: Tier, nbytes: int) -> None:
-        """Record that a read was queued."""
+    def ask(self, read: Hashable, tier: Tier, nbytes: int, *, whole: bool) -> None:
+        """Record that a read was queued; `whole`: from the start of its segment on."""
         with self._lock:
-            self._meters[tier].ask(read, nbytes, self._clock())
+            self._meters[tier].ask(read, nbytes, self._clock(), 1 if whole else PART_REQUESTS[tier])
 
     def begin(self, read: Hashable, tier: Tier) -> None:
         """Record that a read has a thread and memory."""
@@ -76,11 +76,13 @@ class Pace:
         return self._wait * max(rest, _HANGS * behind) > _SURE * compute_s
 
     def pieces(self, tier: Tier, nbytes: int) -> int:
-        """Returns in how many reads at most `nbytes` of a load that may be cut should come.
+        """Returns in how many reads at most `nbytes` of a load that may be cut should come, if not in one for
+        each segment.
 
         One round of them while nobody knows what latency costs: more rounds would take the longer for it, and
         that would be taken for a lack of bandwidth, which asks for more rounds.
         """
+        requests = PART_REQUESTS[tier]
         with self._lock:
             meter = self._meters[tier]
             speed, known = meter.speed(self._clock()), meter.count > 0
@@ -88,7 +90,9 @@ class Pace:
         if known:
             seconds = speed.seconds(nbytes)
             many = seconds > _WORTH_S and meter.tells_apart
-            rounds = int(1 + _PRICE * seconds / speed.latency_s) if many else 1
+            rounds = int(1 + _PRICE * seconds / (requests * speed.latency_s)) if many else 1
+            if rounds == 1 and requests > 1:
+                return 1
             least = max(least, nbytes / rounds)
         return max(1, int(self._threads * nbytes / least))
 
@@ -116,7 +120,12 @@ class Pace:
             now, changed, self._changed = self._clock(), self._changed, set()
             found = {
                 tier: Measured(
-                    replace(meter.speed(now), threads=self._threads, round_bytes=self._round_bytes),
+                    replace(
+                        meter.speed(now),
+                        threads=self._threads,
+                        round_bytes=self._round_bytes,
+                        part_requests=PART_REQUESTS[tier],
+                    ),
                     meter.done_bytes,
                     meter.count,
                 )

@@ -100,7 +100,7 @@ class KVReads:
             for piece in pieces:
                 if piece.tier is not None:
                     left[piece.tier] = left.get(piece.tier, 0) + piece.nbytes
-                    self._pace.ask(piece, piece.tier, piece.nbytes)
+                    self._pace.ask(piece, piece.tier, piece.nbytes, whole=not piece.run.slot)
             reason = "error" if missing else ""
             ticket = Ticket(load, end, space, after, list(pieces), left, missing, reason=reason)
             with self._lock:
@@ -137,7 +137,7 @@ class KVReads:
             for piece in self._pieces(group):
                 if piece.tier is None:
                     continue
-                self._pace.ask(piece, piece.tier, piece.nbytes)
+                self._pace.ask(piece, piece.tier, piece.nbytes, whole=not piece.run.slot)
                 if not self._store.transfers.read(lambda p=piece: self._probe(space, p, end)):  # type: ignore[misc]
                     self._pace.end(piece, piece.tier, arrived=False)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from connectors.choice.cost import Prefill
 from connectors.choice.decision import WAIT, Objective, stretches_of
+from connectors.choice.speeds import PART_REQUESTS
 from connectors.engine.layout import Group
 from connectors.kv.choosing import Choosing
 from connectors.kv.match import Found
@@ -38,10 +39,11 @@ _THREADS = 4
 
 @dataclass(eq=False)
 class Read:
-    """A read: bytes, and what else of a request's latency and of its bytes is to come."""
+    """A read: bytes, whether it begins with its segment, and what of its latency and bytes is to come."""
 
     blocks: range
     nbytes: int
+    whole: bool
     latency_s: float = 0.0
     left: float = 0.0
     ended: bool = False
@@ -63,7 +65,7 @@ class Network:
 
     def ask(self, read: Read) -> None:
         assert self.pace is not None
-        self.pace.ask(read, self.tier, read.nbytes)
+        self.pace.ask(read, self.tier, read.nbytes, whole=read.whole)
         self.waiting.append(read)
 
     def tick(self) -> None:
@@ -73,7 +75,9 @@ class Network:
             if read.skipped:
                 self.pace.end(read, self.tier, arrived=False)
                 continue
-            read.latency_s, read.left = self.latency_s, float(read.nbytes)
+            # The header of its segment is asked for first.
+            requests = 1 if read.whole else PART_REQUESTS[self.tier]
+            read.latency_s, read.left = requests * self.latency_s, float(read.nbytes)
             self.pace.begin(read, self.tier)
             self.flying.append(read)
         self.now += _TICK_S
@@ -172,7 +176,9 @@ class Simulated:
         decision = self.choosing.decide(tracked, found, 0)
         for probe in self.choosing.take_probes():
             for run in probe.runs:
-                network.ask(Read(range(run.start, run.start + run.count), run.count * BLOCK_BYTES))
+                network.ask(
+                    Read(range(run.start, run.start + run.count), run.count * BLOCK_BYTES, not run.slot)
+                )
         computed = 0
         if decision.tokens:
             stop = decision.tokens
@@ -183,7 +189,7 @@ class Simulated:
             pieces = self.pace.pieces(network.tier, nbytes)
             most = min(self._most_blocks, piece_blocks([run.count for run in runs], pieces))
             reads = [
-                Read(range(part.start, part.start + part.count), part.count * BLOCK_BYTES)
+                Read(range(part.start, part.start + part.count), part.count * BLOCK_BYTES, not part.slot)
                 for run in runs
                 for part in split_run(run, most)
             ]
