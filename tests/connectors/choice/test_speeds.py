@@ -24,22 +24,23 @@ class Network:
         self.meter = Meter(first, 4)
         self.now = 100.0
         self._flying: dict[object, list[float]] = {}
-        self._waiting: list[tuple[object, int]] = []
+        self._waiting: list[tuple[object, int, int]] = []
 
-    def ask(self, nbytes: int, reads: int = 4) -> None:
-        """A load of so many bytes, as so many reads, of which four are under way at a time."""
+    def ask(self, nbytes: int, reads: int = 4, requests: int = 1) -> None:
+        """A load of so many bytes, as so many reads, of which four are under way at a time, and of so many
+        requests each."""
         for _ in range(reads):
             read = object()
-            self.meter.ask(read, nbytes // reads, self.now)
-            self._waiting.append((read, nbytes // reads))
+            self.meter.ask(read, nbytes // reads, self.now, requests)
+            self._waiting.append((read, nbytes // reads, requests))
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
         while self.now < end:
             while self._waiting and len(self._flying) < 4:
-                read, nbytes = self._waiting.pop(0)
+                read, nbytes, requests = self._waiting.pop(0)
                 self.meter.begin(read, self.now)
-                self._flying[read] = [self.latency_s, float(nbytes)]
+                self._flying[read] = [requests * self.latency_s, float(nbytes)]
             self.now += self.STEP_S
             share = self.bytes_per_s * self.STEP_S / max(1, len(self._flying))
             for read, left in list(self._flying.items()):
@@ -51,10 +52,10 @@ class Network:
                     del self._flying[read]
                     self.meter.end(read, self.now, arrived=True)
 
-    def load(self, nbytes: int, reads: int = 4) -> float:
+    def load(self, nbytes: int, reads: int = 4, requests: int = 1) -> float:
         """Returns how long a load takes, which has the tier for itself."""
         began = self.now
-        self.ask(nbytes, reads)
+        self.ask(nbytes, reads, requests)
         while self._flying or self._waiting:
             self.pass_time(self.STEP_S)
         return self.now - began
@@ -85,6 +86,21 @@ def test_loads_of_two_sizes_tell_latency_from_bandwidth(network: Network) -> Non
         network.pass_time(0.1)
     speed = network.meter.speed(network.now)
     assert near(speed.latency_s, 0.02, 1.5) and near(speed.bytes_per_s, 100 * MB, 1.5)
+
+
+def test_a_read_of_two_requests_has_two_latencies(network: Network) -> None:
+    for _ in range(8):
+        network.load(int(40 * MB), requests=2)
+        network.load(100_000)
+        network.pass_time(0.1)
+    speed = network.meter.speed(network.now)
+    assert near(speed.latency_s, 0.02) and near(speed.bytes_per_s, 100 * MB)
+
+
+def test_parts_of_segments_count_their_headers_requests() -> None:
+    speed = Speed(1.0, 1e9, threads=4, round_bytes=400, part_requests=2)
+    # Four segments that fit; eight of which each has a second part; one in four parts.
+    assert [round(speed.seconds(*load)) for load in ((400, 4), (1600, 8), (400, 1))] == [1, 6, 2]
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.2, 5, 100])
