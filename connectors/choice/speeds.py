@@ -94,8 +94,8 @@ FIRST: Final[Mapping[Tier, Speed]] = {
     "bucket": Speed(0.05, 50e6),
 }
 
-#: Of a bucket a segment's header is asked for before a part of it (kvstore.store.reading); elsewhere that
-#: costs nothing to speak of.
+#: Requests that follow each other to read a part of a segment that isn't its beginning: a bucket is asked for
+#: the segment's header first (kvstore.store.reading); elsewhere that costs nothing to speak of.
 PART_REQUESTS: Final[Mapping[Tier, int]] = {"memory": 1, "folder": 1, "disk": 1, "bucket": 2}
 
 
