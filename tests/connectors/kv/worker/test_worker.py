@@ -159,11 +159,13 @@ def test_reads_that_hang_are_not_waited_for_by_everybody(store: Store, plan: Pla
     go = threading.Event()
     store.payloads._inner._sleep = lambda seconds: go.wait(PATIENCE_S)  # type: ignore[attr-defined]
     plan.replace(Rule("delay", ("read", "put", "ping"), delay_s=1.0))
-    # One that was too late before it began has not found out anything.
-    while plan.injected["read", "delay"] < 3:
-        assert match(space, A).blocks == 8
+    found_out = 0
+    while match(space, A).blocks == 8:
         worker.reads.start([load(space)])
         assert finished(worker) == {"r"}
+        found_out += 1
+    # Whichever ends by itself, too late before it began, has found out nothing.
+    assert found_out >= 3
     assert worker.reads.take_failed_blocks() == set(range(5, 13))
     assert match(space, A).blocks == 0
     plan.replace()
