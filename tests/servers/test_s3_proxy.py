@@ -29,7 +29,7 @@ from obstore.store import S3Store
 from tests.servers.s3.bucket import S3Bucket, boto3_client
 from tests.servers.s3.faults import ANSWERS, FAULTS
 from tests.servers.s3.proxy import S3Proxy
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 CONTENT = bytes(range(256)) * 4096
 HALF = len(CONTENT) // 2
@@ -193,13 +193,14 @@ def test_a_hang_ends_when_the_client_gives_up_or_all_is_healed(through: Through,
         hasty.get()
     assert 0.6 < time.monotonic() - began < 60
     # Well before the client would give up by itself.
-    healer = threading.Timer(0.1, hasty.proxy.heal)
+    hangs = hasty.proxy
+    healer = threading.Thread(target=lambda: (until(lambda: hangs.injected["hang"] == 2), hangs.heal()))
     healer.start()
     with pytest.raises(ConnectionClosedError):
         through.put(b"other")
     healer.join()
     assert through.get() == CONTENT
-    assert [each.status for each in hasty.proxy.log] == [None, None, 200]
+    assert [each.status for each in hangs.log] == [None, None, 200]
 
 
 @pytest.mark.slow
@@ -275,7 +276,8 @@ def test_slowness(through: Through) -> None:
     assert took(through.get) > 0.25
     assert took(lambda: through.put(CONTENT)) > 0.25
     through.proxy.inject("slow", bytes_per_s=1)
-    healer = threading.Timer(0.1, through.proxy.heal)
+    slow = through.proxy
+    healer = threading.Thread(target=lambda: (until(lambda: slow.injected["slow"] == 3), slow.heal()))
     healer.start()
     assert took(through.get) < PATIENCE_S
     healer.join()

@@ -181,6 +181,9 @@ def test_a_described_item_that_can_not_be_had_fails_its_request_alone(
     waits = trouble in ("absent", "index")
     if waits:
         hasten(store)
+    else:
+        # What was found out counts, however late it is heard: asked again, the index knows nothing any more.
+        configure(store, absent_ttl_s=LATE_S)
     one = engine(**CONSUMER)
     space = open_space(store)
     if trouble != "absent":

@@ -112,10 +112,12 @@ class Bed:
             "payloads": f"file://{folder / 'payloads'}",
             "index": f"sqlite://{folder / 'index.db'}",
             "identity": {"weights": "w"},
+            # A busy machine is no reason to miss, nor for a save to fail, behind which there is a hole.
+            "sqlite": {"busy_timeout_s": PATIENCE_S},
             **settings,
         }
         # There is no model, so that computing takes no time.
-        extra["kv"] = {"load": "always", **settings.get("kv", {})}
+        extra["kv"] = {"load": "always", "match_deadline_s": 60.0, **settings.get("kv", {})}
         config = VllmConfig(
             model_config=ModelConfig(
                 model=str(model), skip_tokenizer_init=True, max_model_len=1 << 16, seed=0

@@ -159,18 +159,15 @@ def test_reads_that_hang_are_not_waited_for_by_everybody(store: Store, plan: Pla
     go = threading.Event()
     store.payloads._inner._sleep = lambda seconds: go.wait(PATIENCE_S)  # type: ignore[attr-defined]
     plan.replace(Rule("delay", ("read", "put", "ping"), delay_s=1.0))
-
-    def nothing_is_promised() -> bool:
-        if not match(space, A).blocks:
-            return True
+    found_out = 0
+    while match(space, A).blocks == 8:
         worker.reads.start([load(space)])
         assert finished(worker) == {"r"}
-        return False
-
-    # On a busy machine a load may have been too late before it began, which tells nothing of the disk.
-    until(nothing_is_promised)
+        found_out += 1
+    # Whichever ends by itself, too late before it began, has found out nothing.
+    assert found_out >= 3
     assert worker.reads.take_failed_blocks() == set(range(5, 13))
-    assert plan.injected["read", "delay"] >= 3
+    assert match(space, A).blocks == 0
     plan.replace()
     go.set()
     until(lambda: match(space, A).blocks == 8)
