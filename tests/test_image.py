@@ -174,7 +174,7 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
         ".venv/bin/python",
         ".cache/x",
         "settings.yaml",
-        "kvstore.egg-info/PKG-INFO",
+        "kvstore_vllm.egg-info/PKG-INFO",
         "tests/conftest.py",
         "helm/values.yaml",
         "shared/design.md",
