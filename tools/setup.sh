@@ -308,7 +308,7 @@ fi
 
 # The distribution was called kvstore once. Beside its new name it would register the plug-in a second time, and so
 # would the folder that its build has left here, which Python finds where it is started.
-uv pip uninstall kvstore 2>/dev/null
+uv pip uninstall kvstore
 rm -rf kvstore.egg-info
 
 if [ "$tier" = quick ]; then
