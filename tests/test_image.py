@@ -124,7 +124,7 @@ def test_labels_say_what_it_is() -> None:
     assert labels["version"] == "${VERSION}"
     assert labels["revision"] == "${REVISION}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (labels["title"], labels["description"]) == (project["name"], project["description"])
+    assert (labels["title"], labels["description"]) == ("kvstore", project["description"])
     assert labels["licenses"] == project["license"]
 
 

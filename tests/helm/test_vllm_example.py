@@ -394,7 +394,7 @@ def test_scaling() -> None:
         ({"autoscaling": {"minReplicas": 9}}, "minReplicas is larger"),
         ({"weights": {"readOnly": True}}, "weights.readOnly is for a claim"),
         *(
-            ({"kvstore": {"install": {"requirement": one}}}, f"requirement is {one}: write kvstore-vllm[cli]==")
+            ({"kvstore": {"install": {"requirement": one}}}, f"requirement is {one}: write kvstore-vllm[")
             for one in ("kvstore-vllm", "kvstore-vllm[cli]", "kvstore[cli]==0.1.0", "kvstore-vllm == 0.1.0")
         ),
         ({"kvstore": {"volumes": [{"name": "x", "emptyDir": {}}]}}, "go together"),

@@ -319,7 +319,7 @@ def check_versions() -> Iterator[Check]:
             name="versions",
             state="warning",
             found=f"the distribution {other} is installed, and has its files where those of kvstore-vllm are",
-            advice="pip uninstall kvstore kvstore-vllm, then install this one again from its checkout or wheel",
+            advice="pip uninstall kvstore kvstore-vllm, then install it again from a checkout or a wheel",
         )
 
 
