@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvstore.index.redis.client import RedisClient
+from schemas.settings import RedisSettings
 from tests.helm import running
 from tests.servers.browser import Browser, BrowserError, find_browser
-from tests.servers.redis import RedisServer, ServerError
+from tests.servers.redis import RedisServer, ServerError, patient
 from tests.servers.s3.bucket import S3Bucket
 from tests.servers.s3.ceph import CephServer, can_install
 from tests.servers.s3.proxy import S3Proxy
@@ -145,9 +147,18 @@ def _session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSe
 
 
 @pytest.fixture
-def redis_server(_session_redis: RedisServer) -> RedisServer:
-    """A real redis-server, empty, shared with the tests before and after: leave it running."""
+def redis_server(_session_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> RedisServer:
+    """A real redis-server, empty, shared with the tests before and after: leave it running.
+
+    What this process asks of it may take as long as on a busy machine, where settings don't say otherwise.
+    """
     _session_redis.flush()
+    opened = RedisClient.from_settings
+
+    def patiently(url: str, settings: RedisSettings) -> RedisClient:
+        return opened(url, patient(**settings.model_dump(include=settings.model_fields_set)))
+
+    monkeypatch.setattr(RedisClient, "from_settings", patiently)
     return _session_redis
 
 

@@ -14,10 +14,11 @@ than is under way.
 Each measurement corrects the estimate so that it would have predicted it. The correction goes to latency and
 to bandwidth by their shares in the prediction, as small as possible in logarithms (a normalised least mean
 squares step): a load of a few blocks mostly tells the latency, a long one the bandwidth. Where the last few
-measurements are of different sizes they tell both: the correction then starts from what fits them best, by
-least squares, since two of them alone would say nothing sensible on a network that is not quite even. A
-measurement much slower than predicted counts in full at once;
-so does the first one, and one after a while without any. Others count by half.
+measurements are of different sizes they tell both, and the estimate is what fits them best, by least squares,
+since two of them alone would say nothing sensible on a network that is not quite even. A measurement much
+slower than predicted counts in full at once; so does the first one, and one after a while without any. Others
+count by half. Milliseconds don't count, which may be anybody's: of a read of a few blocks they are a large
+share, and would be taken for one of a long load.
 
 Reads that are still under way are evidence too: at best all of them end now, and if even that is slower
 than predicted, so is the tier.
@@ -39,6 +40,10 @@ from kvstore.rules.tiers import TIERS, Tier
 _WINDOW_S: Final = 0.25
 _LONG_S: Final = 4.0
 _MUCH: Final = 2
+#: A measurement is off by about this share of it, and by so many seconds that are not the tier's: whose turn
+#: it is on the processor, what a network lets through at once. For a small read that is much.
+_NOISE: Final = 0.1
+_BLUR_S: Final = 0.005
 #: A measurement that is slower than predicted by this factor counts in full.
 _SLOWER: Final = 1.5
 #: So does one after so many seconds without any.
@@ -89,8 +94,8 @@ FIRST: Final[Mapping[Tier, Speed]] = {
     "bucket": Speed(0.05, 50e6),
 }
 
-#: Of a bucket a segment's header is asked for before a part of it (kvstore.store.reading); elsewhere that
-#: costs nothing to speak of.
+#: Requests that follow each other to read a part of a segment that isn't its beginning: a bucket is asked for
+#: the segment's header first (kvstore.store.reading); elsewhere that costs nothing to speak of.
 PART_REQUESTS: Final[Mapping[Tier, int]] = {"memory": 1, "folder": 1, "disk": 1, "bucket": 2}
 
 
@@ -108,11 +113,11 @@ class Measured:
 def corrected(
     speed: Speed, nbytes: float, seconds: float, *, rounds: float = 1.0, gain: float = 1.0
 ) -> Speed:
-    """Returns the speed nearest to `speed` by which `nbytes` take `seconds`, with so many latencies, one
-    after the other; with `gain` below 1 it goes part of the way."""
+    """Returns the speed nearest to `speed` by which `nbytes` take `seconds`, give or take _BLUR_S, with so
+    many latencies, one after the other; with `gain` below 1 it goes part of the way."""
     lat, spb = speed.latency_s, 1 / speed.bytes_per_s
     predicted = rounds * lat + nbytes * spb
-    ratio = min(max(seconds / predicted, 1 / _MOST), _MOST)
+    ratio = min(max(_likely(seconds, predicted) / predicted, 1 / _MOST), _MOST)
     target = predicted * ratio**gain
     # The step is exact if one of both has all of the prediction; otherwise it converges quickly.
     for _ in range(6):
@@ -122,6 +127,13 @@ def corrected(
         spb *= math.exp((1 - share) * step)
         predicted = rounds * lat + nbytes * spb
     return Speed(min(max(lat, 1e-6), 1e4), 1 / min(max(spb, 1e-13), 1e3))
+
+
+def _likely(seconds: float, predicted: float) -> float:
+    """Returns what of a measurement is believed: the less it differs from what was predicted by more than
+    measurements are off, the less of the difference."""
+    off = seconds - predicted
+    return predicted + off * off**2 / (off**2 + _BLUR_S**2)
 
 
 @dataclass(slots=True)
@@ -166,7 +178,7 @@ class _Points:
         if large.round_bytes < _APART * small.round_bytes:
             return None
         # 1 = rounds / seconds x latency + bytes / seconds x seconds per byte, each by the root of its weight.
-        ones = [one.weight**0.5 for one in points]
+        ones = [one.weight**0.5 * one.seconds / (one.seconds + _BLUR_S / _NOISE) for one in points]
         rounds = [one.rounds / one.seconds * root for one, root in zip(points, ones, strict=True)]
         nbytes = [one.nbytes / one.seconds * root for one, root in zip(points, ones, strict=True)]
         rr, rb, bb = _dot(rounds, rounds), _dot(rounds, nbytes), _dot(nbytes, nbytes)
@@ -314,21 +326,18 @@ class Meter:
 
     def _learn(self, seconds: float, now: float) -> None:
         predicted, seconds = self._predicted(), max(seconds, 1e-9)
-        slower = seconds > _SLOWER * predicted
+        likely = _likely(seconds, predicted)
+        slower = likely > _SLOWER * predicted
         at_once = slower or now - self._learned_at > _OLD_S
         point = _Point(self._arrived, self._rounds(self._ended), seconds, now)
         if slower:
             # What was measured before is of another network.
             self._points.clear()
-        self._points.add(point, _FADES if seconds < predicted / _SLOWER else _KEEPS)
+        self._points.add(point, _FADES if likely < predicted / _SLOWER else _KEEPS)
         fits = self._points.speed()
         self.tells_apart = fits is not None
-        self._settled = corrected(
-            fits or self._settled,
-            point.nbytes,
-            seconds,
-            rounds=point.rounds,
-            gain=1.0 if at_once else 0.5,
+        self._settled = fits or corrected(
+            self._settled, point.nbytes, seconds, rounds=point.rounds, gain=1.0 if at_once else 0.5
         )
         self._learned_at = now
         self.count += 1

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from connectors.engine.guard import guarded
 from connectors.engine.names import ALL_TOKENS, BlockNames, PromptItem
+from connectors.engine.step import StepView
 
 #: Most encoder outputs and most blocks that are remembered: more than an engine can hold of either.
 MOST: Final = 65536
@@ -80,6 +82,21 @@ class Provenance:
     def comes(self, identifier: str, content: bytes | None) -> None:
         """Record that with this step the encoder caches get the output of this item under this identifier."""
         self._coming[_key(identifier)] = content
+
+    def encodes(self, step: StepView, items: Callable[[str], Sequence[PromptItem]]) -> None:
+        """Record what a step makes of the encoder caches, of requests with these items. If that fails,
+        nothing is believed any more."""
+        if not self._encodes(step, items):
+            self.clear()
+
+    @guarded(False)
+    def _encodes(self, step: StepView, items: Callable[[str], Sequence[PromptItem]]) -> bool:
+        for request_id, indices in step.scheduled_encoder_inputs.items():
+            known = items(request_id)
+            for index in indices if known else ():
+                self.comes(known[index].identifier, known[index].content)
+        self.step(step.free_encoder_mm_hashes)
+        return True
 
     def step(self, freed: Iterable[str]) -> None:
         """Begin a step, with which these outputs leave the encoder caches before others come."""

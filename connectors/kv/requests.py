@@ -11,7 +11,7 @@ from connectors.choice.decision import Decision
 from connectors.engine.contents import Contents
 from connectors.engine.layout import Group
 from connectors.engine.media import Media
-from connectors.engine.names import BlockNames
+from connectors.engine.names import BlockNames, PromptItem
 from connectors.engine.provenance import Origin
 from connectors.engine.sessions.hints import NOTHING, Hints
 from connectors.engine.step import RequestView
@@ -161,6 +161,16 @@ class Requests:
     def get(self, request_id: str) -> Tracked | None:
         """Returns what is known of a request; None if it isn't tracked."""
         return self._by_id.get(request_id)
+
+    def computed(self, request_id: str) -> int | None:
+        """Returns how many tokens of a request vLLM has computed; None if it isn't tracked."""
+        tracked = self._by_id.get(request_id)
+        return None if tracked is None else tracked.request.num_computed_tokens
+
+    def items(self, request_id: str) -> Sequence[PromptItem]:
+        """Returns the items of a request's prompt; none if it isn't tracked."""
+        tracked = self._by_id.get(request_id)
+        return () if tracked is None else tracked.names.items
 
     def track(self, request: Request) -> Tracked:
         """Returns what is known of a request, which is tracked from now on if it is new."""

@@ -148,16 +148,6 @@ class KVScheduler:
         """Record that the EC connector loads the output of an item with this step."""
         self._provenance.comes(identifier, content)
 
-    @guarded(False)
-    def _encodes(self, step: StepView) -> bool:
-        """Record what this step makes of the encoder caches. Returns True; False if it failed."""
-        for request_id, indices in step.scheduled_encoder_inputs.items():
-            items = tracked.names.items if (tracked := self.requests.get(request_id)) is not None else ()
-            for index in indices if items else ():
-                self._provenance.comes(items[index].identifier, items[index].content)
-        self._provenance.step(step.free_encoder_mm_hashes)
-        return True
-
     def _enter(self, space: Space | None) -> None:
         """Make all blocks belong to this namespace from now on, or with None to no namespace.
 
@@ -278,15 +268,16 @@ class KVScheduler:
         """Returns this step's work for the workers."""
         step = StepView(output)
         scheduled = step.num_scheduled_tokens
-        self.cost.sent(sum(scheduled.values()), len(scheduled), lambda: mean_depth(scheduled, self._computed))
+        self.cost.sent(
+            sum(scheduled.values()), len(scheduled), lambda: mean_depth(scheduled, self.requests.computed)
+        )
         self._observer.tick()
         if scheduled:
             self._namespace.ran()
         if self._regrets.computing:
             self._regrets.step(scheduled, self.cost.under_way)
         self.saving.token_us = self.cost.token_us
-        if not self._encodes(step):
-            self._provenance.clear()
+        self._provenance.encodes(step, self.requests.items)
         for request_id in step.begun:
             if (tracked := self.requests.get(request_id)) is not None:
                 self._observer.begun(tracked.request, tracked.way)
@@ -316,10 +307,6 @@ class KVScheduler:
             kept=kept,
             released=released,
         )
-
-    def _computed(self, request_id: str) -> int | None:
-        tracked = self.requests.get(request_id)
-        return None if tracked is None else tracked.request.num_computed_tokens
 
     @guarded((False, None))
     def request_finished(

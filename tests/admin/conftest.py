@@ -22,6 +22,7 @@ from kvstore.index.maintenance import FullIndex, Listing
 from kvstore.keys import NO_SESSION, SessionId, block_key, namespace_id, new_segment_id
 from schemas.namespace import GroupSpec, Namespace, Parallel
 from tests.admin.repair.damage import World
+from tests.servers.redis import PATIENT
 from tests.store.world import item
 
 BLOCK_SHAPE = (2, 2, 16, 8)
@@ -119,6 +120,7 @@ def fill(folder: Path, index: str | None = None) -> Filled:
     options = ["--payloads", f"file://{folder}"]
     if index is not None:
         settings["index"] = index
+        settings["redis"] = PATIENT.model_dump(include={"timeout_s", "connect_timeout_s"})
         options += ["--index", index]
     filled = Filled(folder, options, settings)
     for i in range(3):

@@ -17,7 +17,8 @@ import pytest
 from kvstore.conformance.faulty import Rule
 from tests.e2e.engine import Engine, Result
 from tests.e2e.sharing import check_store, full_blocks, prompt, segment_files
-from tests.e2e.worker_faults import EXTENSION, counters, set_faults, settle
+from tests.e2e.worker_faults import EXTENSION, counters, set_deadline, set_faults, settle
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -25,7 +26,7 @@ PROMPTS = [prompt(300 + 70 * i, 40 + i) for i in range(8)]
 ONE = {"worker_extension_cls": EXTENSION}
 TP = ONE | {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
 PP = ONE | {"distributed_executor_backend": "mp", "pipeline_parallel_size": 2}
-LOAD_DEADLINE_S = 4.0
+LOAD_DEADLINE_S, SHORT_S = 30.0, 2.0
 
 
 def config(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -126,17 +127,19 @@ def test_one_slow_rank_is_waited_for_within_the_deadline(pair: Engine, expected:
         assert (slow.token_ids, slow.external_tokens) == (tokens, full_blocks(one))
         assert counters(pair)[1]["load_blocks"] - before[1]["load_blocks"] == full_blocks(one) // 32
 
-        set_faults(pair, 1, Rule("delay", ("read",), delay_s=2.5 * LOAD_DEADLINE_S))
+        set_faults(pair, 1, Rule("delay", ("read",), delay_s=PATIENCE_S))
+        set_deadline(pair, 1, SHORT_S)
         pair.reset_prefix_cache()
         began = time.monotonic()
         [late] = pair.generate([one])
-        assert LOAD_DEADLINE_S * 0.9 < time.monotonic() - began < 2.5 * LOAD_DEADLINE_S
+        assert SHORT_S * 0.9 < time.monotonic() - began < PATIENCE_S / 2
         assert late.token_ids == tokens
         after = counters(pair)
         assert after[1]["miss_blocks{deadline}"] == full_blocks(one) // 32
         assert "miss_blocks{deadline}" not in after[0]
     finally:
         set_faults(pair, 1)
+        set_deadline(pair, 1, LOAD_DEADLINE_S)
         settle(pair)
 
 

@@ -210,10 +210,15 @@ def test_aborts_on_either_side(pair: tuple[Engine, Engine, Path]) -> None:
         aborted, sent = send(prefill, one, other, abort_after={0: steps})
         assert (aborted.finish_reason, aborted.kv_params) == ("abort", None)
         assert sent.kv_params is not None
+
     # Nobody has promised it: what there is of it is no reason to wait.
-    began = time.monotonic()
-    assert receive(decode, one, None).token_ids == expected[0]
-    assert time.monotonic() - began < WAIT_S
+    def at_once() -> bool:
+        decode.reset_prefix_cache()
+        began = time.monotonic()
+        assert receive(decode, one, None).token_ids == expected[0]
+        return time.monotonic() - began < WAIT_S
+
+    until(at_once)  # a machine that stands still for a moment costs a try
     decode.reset_prefix_cache()
     handle = {**sent.kv_params, "remote_num_tokens": None}
     for steps in (0, 1, 5, 40):

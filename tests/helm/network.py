@@ -112,7 +112,7 @@ class Network:
                 port,
             )
 
-        self._servers.append(asyncio.run_coroutine_threadsafe(listen(), self._loop).result(10))
+        self._servers.append(asyncio.run_coroutine_threadsafe(listen(), self._loop).result(PATIENCE_S))
 
     def expose(self, port: int) -> None:
         """Let pods reach what listens on this machine's loopback, under the same port of the gateway."""
@@ -120,7 +120,7 @@ class Network:
 
     def close(self) -> None:
         """Ends every connection through a Service, and takes the bridge away."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(PATIENCE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE_S)
         self._loop.close()

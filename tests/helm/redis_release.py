@@ -141,7 +141,12 @@ class RedisRelease:
     @contextmanager
     def raw(self, user: RedisSettings | None = None) -> Iterator[redis.Redis]:
         """A client around the store: the tests' own user, or that one."""
-        options: dict[str, Any] = {"host": self.host, "port": 6379, "protocol": 2, "socket_timeout": 5}
+        options: dict[str, Any] = {
+            "host": self.host,
+            "port": 6379,
+            "protocol": 2,
+            "socket_timeout": PATIENCE_S,
+        }
         options |= {"username": _TESTER, "password": "any"}
         if user is not None and user.password is not None:
             options |= {"username": user.username, "password": user.password.get_secret_value()}

@@ -28,7 +28,7 @@ from tests.admin.conftest import admin as admin
 from tests.helm.chart import Manifest, pick, render
 from tests.helm.redis_release import NAME, RedisRelease
 from tests.helm.running import missing
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.servers, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
@@ -243,7 +243,7 @@ def test_nothing_else_may_be_done(plain: RedisRelease, user: str) -> None:
 
 
 def test_strangers_are_not_answered(plain: RedisRelease) -> None:
-    stranger = redis.Redis(host=plain.host, socket_timeout=5, retry=Retry(NoBackoff(), 0))
+    stranger = redis.Redis(host=plain.host, socket_timeout=PATIENCE_S, retry=Retry(NoBackoff(), 0))
     with stranger, pytest.raises(redis.AuthenticationError):
         stranger.ping()
     for user in (plain.user("kvstore", "wrong"), plain.user("default", ""), plain.user("keeper", "")):

@@ -51,11 +51,12 @@ def main(path: str, seed: str, mode: str = "") -> None:
                 index.evict(name, [mine.pop(0)], delete_after_s=CREATED_S, rule="admin")
                 index.sweep(name, 10)
             if step == 3:
-                print("under way", flush=True)
                 if mode == "hang":
                     with index._database.writing("hang") as db:
                         db.execute("DELETE FROM segments")
+                        print("under way", flush=True)
                         time.sleep(600)
+                print("under way", flush=True)
             if step == STEPS and mode != "forever":
                 return
 

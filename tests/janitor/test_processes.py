@@ -31,7 +31,7 @@ from kvstore.store.space import Match, Space
 from tests.janitor.child import Plan, plan_json
 from tests.servers.redis import RedisServer, spawn_tied
 from tests.store.world import SLOT_BYTES, buffers, chain, content, keys, namespace, slots
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, done, until
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,7 @@ class Engine:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
         for space in (self.main, self.doomed, self.rotten):
-            self._save(space, 10**9)
+            done(lambda space=space: self._save(space, 10**9))  # type: ignore[misc]
 
     def close(self) -> None:
         self._stop.set()
@@ -265,7 +265,8 @@ def scene(tmp_path: Path, private_redis: RedisServer) -> Iterator[Scene]:
         },
     }
     engine, house = Engine(settings, payloads), House(notes, settings)
-    index = open_index(load_settings(settings, environ={}))
+    patient = {"timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S}
+    index = open_index(load_settings(settings | {"redis": patient}, environ={}))
     try:
         yield Scene(engine, house, index, private_redis)
     finally:
@@ -310,13 +311,19 @@ def check_deletions(scene: Scene, twice_at: Sequence[str]) -> Counter[str]:
         by_namespace[known[0]] += 1
     buried = Counter(segment for _, (_, segment) in house.lines("buried"))
     died, under_way = house.died(), Counter[str]()
+    # On a busy machine others, too, may stand still for longer than a lease.
+    stalled = {
+        holder
+        for holder in house.processes.keys() - died.keys()
+        if (state := house.state(holder)) and state.losses
+    }
     for name, holders in who.items():
         segment = name.split("/")[-1].split(".")[0]
         assert buried[segment] >= 1, f"{name} was deleted and is on record for ever"
         if len(holders) > 1:
             # All but one had been cut off between deleting and burying it, and none did it twice.
-            assert len(set(holders)) == len(holders), (name, holders)
-            cut_off = [one for one in holders if died.get(one) in twice_at]
+            assert len(set(holders) - stalled) == len([*filter(lambda one: one not in stalled, holders)])
+            cut_off = [one for one in holders if died.get(one) in twice_at or one in stalled]
             assert len(cut_off) >= len(holders) - 1, (name, holders, died)
             under_way.update(cut_off)
     # What one process had under way is one batch.
@@ -398,8 +405,10 @@ def test_one_is_killed_in_every_step_and_another_takes_over(scene: Scene) -> Non
     until(at_work)
     engine.stop()
     check_peace(scene)
-    leader = house.state(next_leader(scene))
-    assert leader is not None and not [one.problem for one in leader.steps if one.problem]
+    until(
+        lambda: (leader := house.state(next_leader(scene))) and not any(one.problem for one in leader.steps),
+        say=lambda: house.state(next_leader(scene)),
+    )
     house.end()
     deleted = check_deletions(scene, KILLED_AT)
     assert engine.problems == []
@@ -425,8 +434,9 @@ def test_those_that_were_stopped_for_longer_than_a_lease_do_no_harm(scene: Scene
     for holder in house.died():
         house.processes[holder].send_signal(signal.SIGCONT)
     for holder in house.died():
-        until(lambda: (state := house.state(holder)) and state.losses == 1, say=house.log)
-    assert next_leader(scene) == leader
+        until(lambda: (state := house.state(holder)) and state.losses, say=house.log)
+    stayed = next_leader(scene) == leader
+    assert stayed or ((state := house.state(leader)) and state.losses), "none but by standing still itself"
     until(lambda: engine.late_loads > 100)
     engine.stop()
     check_peace(scene)
@@ -441,15 +451,24 @@ def test_a_leader_comes_back_when_redis_does(scene: Scene) -> None:
     house.start()
     until(lambda: (state := house.state("j0")) and state.rounds >= 3, say=house.log)
     scene.server.pause()
-    away = until(lambda: (state := house.state("j0")) and state.losses and state, say=house.log)
-    assert (away.leader, away.losses) == (False, 1) and away.lease_problem
+    away = until(
+        lambda: (state := house.state("j0")) and state.lease_problem and not state.leader and state,
+        say=house.log,
+    )
+    assert away.losses == away.elections
     scene.server.resume()
     back = until(lambda: (state := house.state("j0")) and state.leader and state, say=house.log)
-    assert back.elections == 2
+    assert back.elections == back.losses + 1 > away.elections
     until(lambda: (state := house.state("j0")) and state.rounds >= back.rounds + 10, say=house.log)
     engine.stop()
     check_peace(scene)
-    back = house.state("j0")
-    assert back is not None and back.lease_problem == "" and not any(one.failing for one in back.steps)
+    until(
+        lambda: (
+            (state := house.state("j0"))
+            and state.lease_problem == ""
+            and not any(one.failing for one in state.steps)
+        ),
+        say=lambda: house.state("j0"),
+    )
     house.end()
     assert list(house.lines("visible")) == [] and engine.problems == []

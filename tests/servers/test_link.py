@@ -78,5 +78,5 @@ def test_another_speed_counts_for_what_is_under_way(server: int) -> None:
         helper.start()
         until(lambda: link.passed)
         link.bytes_per_s = None
-        helper.join(20)
+        helper.join(PATIENCE_S)
         assert not helper.is_alive()

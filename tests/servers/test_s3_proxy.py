@@ -29,6 +29,7 @@ from obstore.store import S3Store
 from tests.servers.s3.bucket import S3Bucket, boto3_client
 from tests.servers.s3.faults import ANSWERS, FAULTS
 from tests.servers.s3.proxy import S3Proxy
+from tests.waiting import PATIENCE_S
 
 CONTENT = bytes(range(256)) * 4096
 HALF = len(CONTENT) // 2
@@ -150,7 +151,7 @@ def test_what_obstore_sends_arrives_and_comes_back(
 
 
 def test_chunked_bodies_pass(through: Through) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", through.proxy.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", through.proxy.port, timeout=PATIENCE_S)
     pieces = [os.urandom(300_000), b"x", os.urandom(300_000)]
     path = f"/{through.bucket.bucket}/{through.bucket.name('chunked')}"
     with closing(connection):
@@ -276,7 +277,7 @@ def test_slowness(through: Through) -> None:
     through.proxy.inject("slow", bytes_per_s=1)
     healer = threading.Timer(0.1, through.proxy.heal)
     healer.start()
-    assert took(through.get) < 10
+    assert took(through.get) < PATIENCE_S
     healer.join()
     assert through.bucket.get("k") == CONTENT
 
@@ -353,6 +354,6 @@ def test_nothing_is_left_of_it(through: Through) -> None:
         while not proxy.injected:
             time.sleep(0.01)
         proxy.close()
-        caller.join(10)
+        caller.join(PATIENCE_S)
     assert not caller.is_alive()
     assert threading.active_count() < before

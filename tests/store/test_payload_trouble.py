@@ -222,11 +222,12 @@ def test_what_cannot_be_read_is_not_promised_and_comes_back_by_itself(tmp_path: 
         fetch(down.space, A, found)
     # However long it lasts, no read is the probe: a request waits for it. Pings are.
     until(lambda: match(down.space, A) and down.plan.injected[("ping", "transient")] >= 3)
+    missed = down.store.counters.snapshot
+    until(lambda: match(down.space, A) and missed()["miss_blocks{breaker_open}"] >= 80)
     assert down.plan.injected[("read", "transient")] == reads
     down.plan.replace()
     until(lambda: match(down.space, A).blocks)
     assert fetch(down.space, A, match(down.space, A)) == [content(one) for one in A]
-    assert down.store.counters.snapshot()["miss_blocks{breaker_open}"] >= 80
     down.store.close()
 
 

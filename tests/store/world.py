@@ -95,8 +95,8 @@ def make_store(
     **settings: Any,
 ) -> Store:
     """A store on a folder, with faults planned, or another index, in place of the usual ones. What it has is
-    loaded, whether that pays or not, unless `settings` say otherwise."""
-    kv = {"load": "always", **settings.pop("kv", {})}
+    loaded, whether that pays or not and however busy the machine is, unless `settings` say otherwise."""
+    kv = {"load": "always", "match_deadline_s": 60.0, **settings.pop("kv", {})}
     made = load_settings({"payloads": f"file://{root}", "kv": kv, **settings}, environ={})
     leaf = open_index(made, **({"clock": clock} if clock else {}))
     payloads: PayloadStore = LocalPayloads(str(root))

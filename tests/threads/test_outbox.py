@@ -44,7 +44,7 @@ def test_one_that_hangs_costs_what_does_not_fit_and_no_time() -> None:
     assert begun.wait(PATIENCE_S)
     before = time.monotonic()
     assert [box.put(number) for number in range(12)] == [True] * 10 + [False] * 2
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < PATIENCE_S / 2
     assert box.close(0.01) == list(range(10))
     hangs.set()
 

@@ -55,11 +55,11 @@ def test_a_quick_run(admin: Admin, either: Filled) -> None:
     assert ran.code == 0, ran.err
     report = BenchReport.model_validate_json(ran.out)
     assert (report.ended, report.left_behind) == ("complete", "")
-    assert report.seconds < 20
+    assert report.seconds < PATIENCE_S
     assert report.kv_bytes_per_token == 1024
     assert (report.segment_blocks, report.segment_bytes) == (4, 64 << 10)
     assert report.machine is not None
-    assert report.machine.checksum_bytes_s > 1e8
+    assert report.machine.checksum_bytes_s > 1e6
     assert [codec.codec for codec in report.codecs] == ["none", "lz4", "planes-lz4"]
     assert all(0.9 < codec.ratio < 3 for codec in report.codecs), "noise that looks like KV"
     assert report.index_speed is not None

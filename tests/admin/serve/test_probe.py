@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.admin.serve import probe as probing
 from kvstore.admin.serve.probe import probe
+from tests.waiting import PATIENCE_S
 
 Answer = Callable[[socket.socket], None]
 
@@ -70,16 +71,19 @@ def test_a_redirection_is_no_answer() -> None:
 @pytest.mark.slow
 def test_a_byte_now_and_then_is_no_answer_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "_TIMEOUT_S", 0.3)
+    over = threading.Event()
 
     def drip(connection: socket.socket) -> None:
         connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
         with suppress(OSError):
-            for _ in range(100):
+            for _ in range(10 * int(PATIENCE_S)):
                 connection.sendall(b"x")
-                time.sleep(0.1)
+                if over.wait(0.1):
+                    break
 
     with listener(drip) as port:
         began = time.monotonic()
         report = probe("127.0.0.1", port)
-        assert time.monotonic() - began < 8.0
+        assert time.monotonic() - began < PATIENCE_S / 2
+        over.set()
     assert (report.ready, report.found) == (False, "no answer: timed out")

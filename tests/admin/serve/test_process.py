@@ -189,9 +189,9 @@ def test_without_its_index_it_goes_on_answering_and_ends_when_told(
         private_redis.kill() if how == "gone" else private_redis.pause()
         serve.until(lambda: serve.report().index.state == "unreachable")
         began = time.monotonic()
-        for path in ("/", "/metrics", "/api/status", "/healthz"):
+        for path in ("/", "/metrics", "/api/status", "/healthz") * 10:
             assert serve.get(path)[0] == 200, path
-        assert time.monotonic() - began < 9.0  # each on its own would wait for three seconds
+        assert time.monotonic() - began < PATIENCE_S / 2  # each on its own would wait for three seconds
         report = serve.report()
         assert report.total.segments == 5
         assert report.faults

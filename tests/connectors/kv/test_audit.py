@@ -20,6 +20,7 @@ from tests.connectors.groups import TOKENS
 from tests.connectors.kv.world import answer, half, tell
 from tests.fake_vllm import FakeRequest, step
 from tests.store.world import chain, make_store, match, open_space, slots
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -125,7 +126,7 @@ def test_a_wrong_segment_is_told_of_and_the_second_ends_the_namespaces_use(
     told = step(scheduler, (fresh, 4 * TOKENS))
     assert (told.saves, told.loads, told.audits) == ([], [], [])
     scheduler._observer.tick(idle=True)
-    assert store.transfers.drain(60)
+    assert store.transfers.drain(PATIENCE_S)
     outcomes = [one for one in store.maintenance.outcomes(space.id, 10) if one.reason == "wrong"]
     assert [(one.request, one.op, one.position, one.served) for one in outcomes] == [
         ("audited", "save", 5, 0),

@@ -67,12 +67,16 @@ def test_an_answer_that_is_late_is_a_counted_miss(make: Any, store: Store, space
         return Match([], 0, "absent")
 
     space.match = slow  # type: ignore[method-assign]
-    object.__setattr__(store.settings.kv, "match_deadline_s", 1.0)
+    object.__setattr__(store.settings.kv, "match_deadline_s", PATIENCE_S)
     scheduler, request = make(), FakeRequest("r", [1, 2, 3])
-    scheduler.on_new_request(request)
     began = time.monotonic()
+    scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
-    assert time.monotonic() - began < 0.9, "the engine's thread waited"
+    assert time.monotonic() - began < PATIENCE_S / 2, "the engine's thread waited"
+    tracked = scheduler.requests.get("r")
+    assert tracked is not None and tracked.match is not None
+    assert tracked.match.end >= began + PATIENCE_S
+    tracked.match.end -= PATIENCE_S
     assert answer(scheduler, request) == (0, False)
     assert store.counters.snapshot()["miss_blocks{deadline}"] == 3
     late.set()

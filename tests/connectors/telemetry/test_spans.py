@@ -236,7 +236,7 @@ def test_a_collector_that_hangs_costs_spans_and_no_time(monkeypatch: pytest.Monk
         request(spans, f"r{number}", saves=0)
         slowest = max(slowest, time.perf_counter() - before)
     assert lost.count == 100 * 8
-    assert slowest < 1.0
+    assert slowest < PATIENCE_S / 2, "a request waited for the collector"
     spans.close()
     assert lost.count == (100 + MOST) * 8
     hangs.goes_on.set()

@@ -26,7 +26,7 @@ class RedisClusterServers:
         # By default a bus listens on its master's port + 10000, which need not be a port.
         self._buses = [_free_port() for _ in range(masters)]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._clients = [redis.Redis(port=port, protocol=2, socket_timeout=5) for port in self.ports]
+        self._clients = [redis.Redis(port=port, protocol=2, socket_timeout=PATIENCE_S) for port in self.ports]
 
     @property
     def urls(self) -> list[str]:

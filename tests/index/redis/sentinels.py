@@ -21,6 +21,7 @@ from tests.servers.redis import (
     find_redis_server,
     spawn_tied,
 )
+from tests.waiting import PATIENCE_S
 
 MASTER = "kv-master"
 
@@ -58,7 +59,8 @@ class SentinelServer:
         self._process.send_signal(signal.SIGCONT)
 
     def ask(self, *words: str) -> Any:
-        with redis.Redis(port=self.port, protocol=2, socket_timeout=5, decode_responses=True) as client:
+        options: dict[str, Any] = {"protocol": 2, "socket_timeout": PATIENCE_S, "decode_responses": True}
+        with redis.Redis(port=self.port, **options) as client:
             return client.execute_command(*words)
 
 

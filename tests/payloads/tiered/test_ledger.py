@@ -33,6 +33,7 @@ from kvstore.payloads.tiered.markers import Markers
 from schemas.settings import BreakerSettings
 from tests.payloads.test_local import _in_child
 from tests.payloads.tiered.world import Clock, check_ledger
+from tests.waiting import PATIENCE_S
 
 #: Opens after three failures, as always, and closes sooner.
 BREAKER = BreakerSettings(backoff_s=1.0, max_backoff_s=1.0)
@@ -347,19 +348,20 @@ def test_a_locked_ledger_costs_a_short_wait_and_then_nothing(tmp_path: Path, led
     add(ledger, "a", 10)
     blocker = sqlite3.connect(tmp_path / ".tier" / "ledger.sqlite", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
+    ledger.file._breaker._clock = clock = Clock()
     began = time.monotonic()
     for _ in range(3):
         with pytest.raises(DeadlineExceeded):
             ledger.reserve("b", 10, Unlinked())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < PATIENCE_S / 2
     began = time.monotonic()
-    for _ in range(20):
+    for _ in range(1000):
         with pytest.raises(BreakerOpen):
             ledger.reserve("b", 10, Unlinked())
-    assert time.monotonic() - began < 1  # twenty short waits would be two seconds
+    assert time.monotonic() - began < PATIENCE_S / 2  # of a thousand short waits, a hundred seconds
     blocker.execute("ROLLBACK")
     blocker.close()
-    time.sleep(1.1)
+    clock.now += BREAKER.backoff_s
     assert add(ledger, "b", 10) == []
 
 

@@ -34,7 +34,7 @@ def boto3_client(endpoint: str, region: str, credentials: Credentials, read_time
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         retries={"total_max_attempts": 1, "mode": "standard"},
-        connect_timeout=5,
+        connect_timeout=read_timeout_s,
         read_timeout=read_timeout_s,
         max_pool_connections=32,
         # A proxy of the environment would stand between a test and its server.

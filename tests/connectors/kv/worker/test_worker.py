@@ -155,17 +155,22 @@ def test_reads_that_hang_are_not_waited_for_by_everybody(store: Store, plan: Pla
     worker.register(caches(), BLOCKS)
     worker.use(space.namespace)
     space.save(slots(A))
-    loads = [load(space) for _ in range(3)]
     object.__setattr__(store.settings.kv, "load_deadline_s", 0.1)
     go = threading.Event()
     store.payloads._inner._sleep = lambda seconds: go.wait(PATIENCE_S)  # type: ignore[attr-defined]
     plan.replace(Rule("delay", ("read", "put", "ping"), delay_s=1.0))
-    for one in loads:
-        assert match(space, A).blocks == 8
-        worker.reads.start([one])
+
+    def nothing_is_promised() -> bool:
+        if not match(space, A).blocks:
+            return True
+        worker.reads.start([load(space)])
         assert finished(worker) == {"r"}
+        return False
+
+    # On a busy machine a load may have been too late before it began, which tells nothing of the disk.
+    until(nothing_is_promised)
     assert worker.reads.take_failed_blocks() == set(range(5, 13))
-    assert match(space, A).blocks == 0
+    assert plan.injected["read", "delay"] >= 3
     plan.replace()
     go.set()
     until(lambda: match(space, A).blocks == 8)
