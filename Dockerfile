@@ -31,7 +31,7 @@ COPY kvstore kvstore
 COPY connectors connectors
 COPY schemas schemas
 RUN pip wheel --no-index --no-deps --no-build-isolation --wheel-dir /wheels . && \
-    pip --python /opt/kvstore/bin/python install --no-index --no-deps /wheels/kvstore-*.whl
+    pip --python /opt/kvstore/bin/python install --no-index --no-deps /wheels/kvstore_vllm-*.whl
 
 FROM python
 ARG VERSION=unknown

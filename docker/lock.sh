@@ -1,6 +1,6 @@
 #!/bin/sh
-# Pins what the image is made of: docker/requirements.lock, what kvstore[cli] needs; docker/wheels.lock, the same without
-# what vLLM itself depends on, for its image; and docker/build.lock, what builds the wheel of kvstore. Every file of a
+# Pins what the image is made of: docker/requirements.lock, what kvstore-vllm[cli] needs; docker/wheels.lock, the same without
+# what vLLM itself depends on, for its image; and docker/build.lock, what builds the project's wheel. Every file of a
 # version is listed by its hash, so that one lock does for amd64 and arm64 and for any minor of CPython.
 #   docker/lock.sh             what pyproject.toml changed, and nothing else
 #   docker/lock.sh --upgrade   the newest versions that it allows

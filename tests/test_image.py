@@ -124,7 +124,7 @@ def test_labels_say_what_it_is() -> None:
     assert labels["version"] == "${VERSION}"
     assert labels["revision"] == "${REVISION}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (labels["title"], labels["description"]) == (project["name"], project["description"])
+    assert (labels["title"], labels["description"]) == ("kvstore", project["description"])
     assert labels["licenses"] == project["license"]
 
 
@@ -174,7 +174,7 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
         ".venv/bin/python",
         ".cache/x",
         "settings.yaml",
-        "kvstore.egg-info/PKG-INFO",
+        "kvstore_vllm.egg-info/PKG-INFO",
         "tests/conftest.py",
         "helm/values.yaml",
         "shared/design.md",

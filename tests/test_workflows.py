@@ -109,6 +109,15 @@ def test_nothing_is_published_before_it_was_tried() -> None:
     assert "install" in needs["image"]
     assert "image" in needs["chart"]
     assert {"image", "chart"} <= set(needs["announce"])
+    assert {"install", "audit", "announce"} <= set(needs["index"])
+
+
+def test_nothing_goes_to_the_package_index_until_a_person_says_so() -> None:
+    """By trusted publishing, in a job without code of ours or a secret, in an environment to approve in."""
+    [job] = [job for _, _, job in jobs() if "gh-action-pypi-publish" in str(job)]
+    assert job["if"] == "vars.PUBLISH_TO_INDEX == 'true'"
+    assert job["environment"] == "pypi" and job["permissions"] == {"id-token": "write"}
+    assert "secrets." not in str(job) and not any("run" in step for step in job["steps"])
 
 
 class TestRelease:

@@ -24,5 +24,5 @@ def build_wheel(folder: Path) -> Path:
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(source)], check=True
     )
-    [wheel] = folder.glob("kvstore-*.whl")
+    [wheel] = folder.glob("kvstore_vllm-*.whl")
     return wheel

@@ -306,6 +306,11 @@ if [ ! -x "$venv/bin/uv" ]; then
   pip install -qq uv
 fi
 
+# The distribution was called kvstore once. Beside its new name it would register the plug-in a second time, and so
+# would the folder that its build has left here, which Python finds where it is started.
+uv pip uninstall kvstore
+rm -rf kvstore.egg-info
+
 if [ "$tier" = quick ]; then
   say "installing kvstore and its development tools"
   uv pip install --editable '.[dev]'

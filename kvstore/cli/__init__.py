@@ -25,7 +25,7 @@ def main() -> None:
         import rich  # noqa: F401 - only to see whether it is there
         import typer  # noqa: F401
     except ImportError as exc:
-        # Not by a name alone: what an index of packages has under ours is somebody else's.
+        # Not by a name alone: on PyPI `kvstore` is somebody else's, and `kvstore-vllm` isn't there.
         sys.exit(
             f"cache-admin needs {exc.name}, which is not installed. It comes with the extra `cli`: install "
             "'.[cli]' in a checkout, or a release's wheel with [cli] after its name. The image has it"

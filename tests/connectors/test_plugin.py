@@ -25,8 +25,9 @@ from connectors.plugin import register
 
 
 def test_the_package_says_that_it_is_a_plugin() -> None:
-    found = {one.name: one.value for one in entry_points(group="vllm.general_plugins")}
-    assert found.get("kvstore") == "connectors.plugin:register", "install the package: make setup"
+    found = [one for one in entry_points(group="vllm.general_plugins") if one.name == "kvstore"]
+    said = [(one.dist.name if one.dist else "", one.value) for one in found]
+    assert said == [("kvstore-vllm", "connectors.plugin:register")], "install the package, once: make setup"
 
 
 def test_both_connectors_are_found_by_name() -> None:

@@ -72,7 +72,7 @@ class Image:
 def kvstore_image() -> Image:
     """Ours: the commands of this virtual environment, and the packages they were installed from."""
     home, python = Path(sys.prefix), Path(sys.base_prefix)
-    packages = [ROOT / name for name in ("kvstore", "schemas", "connectors", "kvstore.egg-info")]
+    packages = [ROOT / name for name in ("kvstore", "schemas", "connectors", "kvstore_vllm.egg-info")]
     paths = tuple(path for path in (home, python, *packages) if path.exists())
     env = {"PATH": f"{home}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/nonexistent"}
     return Image(("cache-admin",), user=65532, env=env, paths=paths)

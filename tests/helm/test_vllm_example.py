@@ -93,7 +93,7 @@ def test_versions() -> None:
     values = yaml.safe_load((EXAMPLE / "values.yaml").read_text())
     # The newest whose engines the tests run, which may be older than the newest that is supported.
     assert compat.OLDEST <= tuple(map(int, about["appVersion"].split(".")))[:2] <= compat.NEWEST
-    assert values["kvstore"]["install"]["requirement"] == f"kvstore[cli]=={store['appVersion']}"
+    assert values["kvstore"]["install"]["requirement"] == f"kvstore-vllm[cli]=={store['appVersion']}"
     dockerfile = (EXAMPLE / "Dockerfile").read_text()
     assert f"ARG VLLM=v{about['appVersion']}\n" in dockerfile
     assert f"ARG KVSTORE={store['appVersion']}\n" in dockerfile
@@ -393,7 +393,10 @@ def test_scaling() -> None:
         ({"autoscaling": {"enabled": True}}, "autoscaling.metrics is empty"),
         ({"autoscaling": {"minReplicas": 9}}, "minReplicas is larger"),
         ({"weights": {"readOnly": True}}, "weights.readOnly is for a claim"),
-        ({"kvstore": {"install": {"requirement": "kvstore"}}}, "names no version"),
+        *(
+            ({"kvstore": {"install": {"requirement": one}}}, f"requirement is {one}: write kvstore-vllm[")
+            for one in ("kvstore-vllm", "kvstore-vllm[cli]", "kvstore[cli]==0.1.0", "kvstore-vllm == 0.1.0")
+        ),
         ({"kvstore": {"volumes": [{"name": "x", "emptyDir": {}}]}}, "go together"),
     ],
 )

@@ -81,8 +81,8 @@ def make_python(folder: Path) -> Path:
 def make_wheels(folder: Path) -> Path:
     """kvstore's wheel and those of everything that it asks for."""
     build_wheel(folder)
-    for name, package in closure("kvstore[cli]").items():
-        if name != "kvstore":
+    for name, package in closure("kvstore-vllm[cli]").items():
+        if name != "kvstore-vllm":
             repack(package, folder)
     return folder
 

