@@ -60,6 +60,7 @@ def worth(cost_us: int, nbytes: int) -> int:
 
 
 _SALT = re.compile("salt/([0-9a-f]{32})")
+_TTL = "ttl/"
 
 
 class Scope:
@@ -78,6 +79,16 @@ class Scope:
     @staticmethod
     def salt(salt: SaltId) -> str:
         return f"salt/{salt.hex()}"
+
+    @staticmethod
+    def ttl(scope: str) -> str:
+        """Returns the name under which a scope's time to live stands among the quotas, in seconds."""
+        return f"{_TTL}{scope}"
+
+    @staticmethod
+    def of_ttl(name: str) -> str | None:
+        """Returns the scope of a time to live; None for what is a quota."""
+        return name.removeprefix(_TTL) if name.startswith(_TTL) else None
 
     @staticmethod
     def salt_of(scope: str) -> SaltId | None:

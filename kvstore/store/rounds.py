@@ -94,6 +94,7 @@ class Rounds:
             return evicted
         until = time.monotonic() + _REAP_S
         try:
+            evicted += housekeeping.age_out()
             accounts, _ = maintenance.reachable()
             # Each time in another order: neither a namespace that takes all the time nor one that fails may
             # keep the same others from their turn for good.

@@ -215,6 +215,12 @@ class QuotaConformance(Maintained):
         other.close()
         assert catalogue.quotas() == {"store": 7, "tenant/caf\u00e9 {x}": 1}
 
+    def test_the_time_to_live_of_a_namespace_is_no_quota(
+        self, index: Index, catalogue: Any, name: NamespaceId
+    ) -> None:
+        catalogue.age_out(name, 60, delete_after_s=0)
+        assert catalogue.quotas() == {}
+
 
 class LeaseConformance(Maintained):
     """A part of FullIndexConformance."""
