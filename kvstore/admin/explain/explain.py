@@ -51,7 +51,7 @@ from schemas.namespace import Namespace
 #: The most sessions that are named as those that alone have used a prompt's blocks.
 _SESSIONS = 5
 #: Causes that explain why a block is not in the index.
-_GONE: frozenset[Cause] = frozenset({"evicted", "invalidated", *TOLD_UNSAVED})  # type: ignore[arg-type]
+_GONE: frozenset[Cause] = frozenset({"evicted", "invalidated", "expired", *TOLD_UNSAVED})  # type: ignore[arg-type]
 
 
 # ---- a prompt ---------------------------------------------------------------------------------------

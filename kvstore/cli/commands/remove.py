@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvstore.admin.remove import drop, erase, evict
+from kvstore.admin.remove import drop, erase, evict, ttl
 from kvstore.admin.remove.reports import DropReport, EraseReport, EvictReport
 from kvstore.cli import progress
 from kvstore.cli.call import Call, remind
@@ -17,6 +17,9 @@ from kvstore.cli.text import remove as remove_text
 from kvstore.cli.verbs import verb
 from kvstore.keys import salt_id
 
+TtlScope = Annotated[
+    str, typer.Argument(metavar="SCOPE", help="store, tenant/NAME, or namespace/ID by the start of the id.")
+]
 Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id.")]
 
 
@@ -27,8 +30,12 @@ Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start o
         "cache-admin evict --unused-for 7d",
         "cache-admin evict --keep 500GiB --apply",
         "cache-admin evict cdf5c6c46cc04768 --apply",
+        "cache-admin evict --prompt letter.txt --engine http://localhost:8000",
+        "cache-admin evict --tokens prompt.json --whole --apply",
+        "cache-admin evict --session user-81/trip-planner --apply",
+        "cache-admin evict --request chatcmpl-8f14e45f --apply",
     ),
-    see_also=("top", "pin", "quota", "invalidate"),
+    see_also=("top", "pin", "quota", "ttl", "erase", "invalidate"),
 )
 def _evict(
     call: Call,
@@ -42,10 +49,68 @@ def _evict(
         str | None,
         typer.Option(metavar="SIZE", help="What goes first, until at most so much is left, such as 50GiB."),
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What this prompt has stored: text, or a chat as JSON with `messages`, which --engine turns "
+            "into token ids; - reads stdin.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="URL", help="With --prompt: an engine that serves the model.")
+    ] = "http://localhost:8000",
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the prompt with these token ids has stored: a JSON list, separated by blanks, or the "
+            "answer of an engine's /tokenize; - reads stdin.",
+        ),
+    ] = None,
+    hashes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the prompt has stored whose blocks have these hashes, as vLLM makes them, in hex, from "
+            "the first block on; - reads stdin.",
+        ),
+    ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="What the store lacked when this request came, as it is stored now."),
+    ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What this session alone has used, by the name that its client gives it, or by its id or the "
+            "start of it; it is forgotten as well.",
+        ),
+    ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="Of a prompt: also what it shares with others' prompts."),
+    ] = False,
+    seed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="With --prompt or --tokens: the engines' PYTHONHASHSEED, if they have one."
+        ),
+    ] = None,
+    salt_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --prompt, --tokens or --session: the requests' cache_salt, if they have one, as "
+            "`erase --salt-file` takes it.",
+        ),
+    ] = None,
     pinned: Annotated[bool, typer.Option("--pinned", help="Pinned segments as well.")] = False,
     apply: Apply = False,
 ) -> None:
-    """Evict segments: these, or what was not used for a time, or down to a size.
+    """Evict segments: these, what was not used for a time, down to a size, or what somebody's prompt, request
+    or session has stored.
 
     What is evicted can't be matched from that moment on. Its payload is deleted after grace_s, by an engine
     that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
@@ -71,6 +136,70 @@ def _evict(
     call.print(report, remove_text.evict)
     remind(applied=apply, anything=report.planned.segments > 0)
     call.end(report)
+
+
+@verb(
+    "ttl",
+    section="Maintain",
+    examples=("cache-admin ttl", "cache-admin ttl --json | jq '.ttls[].scope'"),
+    see_also=("ttl set", "ttl clear", "erase", "status"),
+)
+def _ttl(call: Call) -> None:
+    """Show how old what is stored may become.
+
+    Of the times to live that a namespace is under the shortest holds: the settings' (eviction.ttl_s), the
+    store's, its tenant's, its own. `status` shows which that is.
+    """
+    with call.cache() as cache:
+        report = ttl.ttls(cache, time.time())
+    call.print(report, remove_text.ttls)
+
+
+@verb(
+    "ttl set",
+    section="Maintain",
+    examples=(
+        "cache-admin ttl set tenant/search 30d --apply",
+        "cache-admin ttl set namespace/8a74e0fa 12h",
+    ),
+    see_also=("ttl", "ttl clear", "erase", "quota"),
+)
+def _ttl_set(
+    call: Call,
+    scope: TtlScope,
+    seconds: Annotated[
+        str, typer.Argument(metavar="TIME", help="Such as 90m, 12h or 30d; a minute at least.")
+    ],
+    apply: Apply = False,
+) -> None:
+    """Set how old what a scope stores may become, for a retention rule.
+
+    Age counts from when it was computed and saved; a use makes nothing younger. From now on nothing older
+    is served, whether or not it is evicted yet, and engines that compute it again save it anew. `cache-admin
+    serve`, or an engine that saves, evicts it in its next rounds, pinned or not, and deletes the payload
+    after grace_s. Engines of a release before this one go on serving what is not evicted yet.
+    """
+    ttl_s = int(seconds_of("TIME", seconds))
+    if not ttl.SHORTEST_S <= ttl_s <= ttl.LONGEST_S:
+        raise typer.BadParameter(f"{seconds!r} is not between a minute and a century", param_hint="TIME")
+    with call.cache() as cache:
+        report = ttl.set_ttl(cache, scope, ttl_s, applied=apply, now_s=time.time())
+    call.print(report, remove_text.ttl)
+    remind(applied=report.applied, anything=True)
+
+
+@verb(
+    "ttl clear",
+    section="Maintain",
+    examples=("cache-admin ttl clear tenant/search --apply",),
+    see_also=("ttl", "ttl set"),
+)
+def _ttl_clear(call: Call, scope: TtlScope, apply: Apply = False) -> None:
+    """Forget the time to live that was set for a scope: those of others that hold there still do."""
+    with call.cache() as cache:
+        report = ttl.set_ttl(cache, scope, None, applied=apply, now_s=time.time())
+    call.print(report, remove_text.ttl)
+    remind(applied=report.applied, anything=True)
 
 
 @verb(

@@ -1,4 +1,4 @@
-"""AgeConformance: what a time to live does to an index (kvstore.index.maintenance.Removal.age_out), as tests."""
+"""AgeConformance: what a time to live does (kvstore.index.maintenance.Removal.age_out), as tests."""
 
 from __future__ import annotations
 

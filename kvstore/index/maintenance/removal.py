@@ -59,8 +59,8 @@ class Removal(ABC):
     def age_out(
         self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
     ) -> tuple[int, str]:
-        """Sets a namespace's time to live, in seconds; None: nothing there is too old. And evicts some of what
-        is older, pinned or not, with the rule `ttl`.
+        """Sets a namespace's time to live, in seconds; None: nothing there is too old. And evicts some of
+        what is older, pinned or not, with the rule `ttl`.
 
         From then on what was created longer ago, by its record and the index's own clock, is neither matched
         nor found, and a claim takes it for missing. A call looks at a page of the segments. Returns how many
