@@ -1,4 +1,4 @@
-"""A prompt's token ids, from an engine that serves its model: it knows the tokenizer and the chat template."""
+"""A prompt's token ids, from an engine that serves its model and so knows its tokenizer and template."""
 
 from __future__ import annotations
 

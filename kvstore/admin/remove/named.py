@@ -95,8 +95,8 @@ def plan_request(cache: Cache, request: str, prefix: str | None, *, pinned: bool
         raise UnknownName(
             f"what request {request!r} found missing is not stored: it was not saved, or is gone"
             if told
-            else f"nothing is remembered of a request {request!r}: it was served in full, or came before what "
-            "the journal reaches back to; name its prompt (--prompt, --tokens) or its session"
+            else f"nothing is remembered of a request {request!r}: it was served in full, or came before "
+            "what the journal reaches back to; name its prompt (--prompt, --tokens) or its session"
         )
     plan.remarks.append(
         "the journal names the first block that the store lacked when it came: the segment with that goes; "

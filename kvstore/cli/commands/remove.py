@@ -7,12 +7,25 @@ from typing import Annotated
 
 import typer
 
+from kvstore.admin.curate.prompts import StoredPrompt
 from kvstore.admin.remove import drop, erase, evict, ttl
+from kvstore.admin.remove import named as evict_named
 from kvstore.admin.remove.reports import DropReport, EraseReport, EvictReport
+from kvstore.admin.tokenizer import token_ids
 from kvstore.cli import progress
 from kvstore.cli.call import Call, remind
 from kvstore.cli.exits import ENDS, ExitCode, of_report
-from kvstore.cli.options import Apply, Segments, Within, byte_count, read_salt, seconds_of
+from kvstore.cli.options import (
+    Apply,
+    Segments,
+    Within,
+    byte_count,
+    read_hashes,
+    read_salt,
+    read_text,
+    read_tokens,
+    seconds_of,
+)
 from kvstore.cli.text import remove as remove_text
 from kvstore.cli.verbs import verb
 from kvstore.keys import salt_id
@@ -72,8 +85,8 @@ def _evict(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="What the prompt has stored whose blocks have these hashes, as vLLM makes them, in hex, from "
-            "the first block on; - reads stdin.",
+            help="What the prompt has stored whose blocks have these hashes, as vLLM makes them, in hex, "
+            "from the first block on; - reads stdin.",
         ),
     ] = None,
     request: Annotated[
@@ -84,8 +97,8 @@ def _evict(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="What this session alone has used, by the name that its client gives it, or by its id or the "
-            "start of it; it is forgotten as well.",
+            help="What this session alone has used, by the name that its client gives it, or by its id or "
+            "the start of it; it is forgotten as well.",
         ),
     ] = None,
     whole: Annotated[
@@ -116,9 +129,28 @@ def _evict(
     that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
     named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
     are named, seeing to that is left to you. To forget everything at once: `cache-admin invalidate`.
+
+    Of a prompt goes the end that no other is seen to use, from some segment on: where its last segment is a
+    session's own, all that is; else all behind the last segment that was used in a later minute than every
+    one behind it. The rest is reported as shared, and goes with --whole. Copies on the disks of nodes go by
+    their last use; nothing leads to them.
     """
-    if sum((bool(segments), unused_for is not None, keep is not None)) != 1:
-        raise typer.BadParameter("say what is to go: SEGMENT..., or --unused-for TIME, or --keep SIZE")
+    named = (prompt, tokens, hashes, request, session)
+    ways = (*named, unused_for, keep)
+    if sum((bool(segments), *(way is not None for way in ways))) != 1:
+        raise typer.BadParameter(
+            "say what is to go, in one way: SEGMENT..., --unused-for, --keep, --prompt, --tokens, --hashes, "
+            "--request or --session"
+        )
+    if whole and prompt is tokens is hashes is None:
+        raise typer.BadParameter("--whole goes with --prompt, --tokens or --hashes")
+    if seed is not None and prompt is tokens is None:
+        raise typer.BadParameter("--seed goes with --prompt or --tokens")
+    if salt_file is not None and prompt is tokens is session is None:
+        raise typer.BadParameter("--salt-file goes with --prompt, --tokens or --session")
+    if salt_file == "-" and "-" in (prompt, tokens):
+        raise typer.BadParameter("the prompt and --salt-file can't both be on stdin")
+    salt = "" if salt_file is None else read_salt(salt_file)
     if keep is not None and pinned:
         raise typer.BadParameter("--keep leaves pinned segments alone; unpin them", param_hint="--pinned")
     unused_for_s = None if unused_for is None else seconds_of("--unused-for", unused_for)
@@ -127,6 +159,17 @@ def _evict(
     with call.cache() as cache, progress.shown() as shows:
         if segments:
             planned = evict.plan_segments(cache, segments, namespace, pinned=pinned)
+        elif request is not None:
+            planned = evict_named.plan_request(cache, request, namespace, pinned=pinned)
+        elif session is not None:
+            planned = evict_named.plan_session(cache, session, salt, namespace, pinned=pinned)
+        elif any(way is not None for way in named):
+            hashed = [] if hashes is None else read_hashes(hashes)
+            ids = [] if tokens is None else read_tokens(tokens)
+            if prompt is not None:
+                ids = token_ids(engine, read_text("--prompt", prompt))
+            stored = StoredPrompt(ids, hashed, seed, salt)
+            planned = evict_named.plan_prompt(cache, stored, namespace, whole=whole, pinned=pinned)
         elif unused_for_s is not None:
             planned = evict.plan_unused(cache, namespace, unused_for_s=unused_for_s, pinned=pinned, now_s=now)
         else:

@@ -26,6 +26,8 @@ def evict(report: EvictReport) -> Renderables:
     yield pair("planned", amount(report.planned))
     if report.pinned.segments:
         yield pair("left alone", f"{amount(report.pinned)}: pinned")
+    if report.shared.segments:
+        yield pair("shared", f"{amount(report.shared)}: left alone")
     if report.applied:
         spared = (
             f"; {count(report.spared_segments, 'segment')} used or gone meanwhile"
@@ -35,6 +37,8 @@ def evict(report: EvictReport) -> Renderables:
         yield pair("evicted", f"{count(report.evicted_segments, 'segment')}{spared}")
     if report.delete_after_s is not None:
         yield pair("payloads", f"deleted in {max(0.0, report.delete_after_s - report.at_s):.0f} s or later")
+    for number, remark in enumerate(report.remarks):
+        yield pair("" if number else "remarks", remark)
     lines = report.lines
     if lines:
         yield ""
