@@ -104,7 +104,7 @@ class ErasedCopies:
                 self._done[namespace] = forbidden
 
     def _follow(self, namespace: NamespaceId) -> Iterator[None]:
-        """Deletes what the folder has of the segments that the journal says are deleted since the last walk."""
+        """Deletes what the folder has of segments that the journal tells of, since the last walk."""
         until_s = self._clock() - self._grace_s
         while events := self._index.events(namespace, after=self._followed.get(namespace, ""), limit=_STEP):
             for event in events:

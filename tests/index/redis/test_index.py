@@ -18,6 +18,7 @@ from kvstore.conformance.index.chains import CREATED_S, chain, namespace, part_o
 from kvstore.errors import (
     NamespaceUnknown,
 )
+from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState, Index, Outcome
 from kvstore.index.redis.index import RedisIndex, bucket_bits
@@ -118,6 +119,8 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
     index.tell(name, [Outcome(CREATED_S + 0.5, "s", "load", 2, 1, "corrupt", 1, chain(1, seed="d"))])
     index.sweep(name, 1)
     index.set_quota("store", 10**12)
+    index.set_quota(Scope.ttl(Scope.tenant("default")), 86_400)
+    index.age_out(name, 10**9, delete_after_s=LATER_S)
     index.lease("janitor", "me", 60.0)
     with RedisIndex.from_settings(redis_url, PATIENT, by="anna@desk") as anna:
         anna.record_operation("evict", "1 named")
