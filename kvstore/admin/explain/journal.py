@@ -78,6 +78,19 @@ class NamespaceJournal:
             one.segment: one for one in self.events if one.op == "evict" and one.segment is not None
         }
 
+    def was_gone(self, finding: Finding, at_s: float) -> bool:
+        """Whether what a finding tells of is why a block was missed at a time.
+
+        What goes for its age is missed before somebody evicts it; and what was stored only later can't have
+        been too old by then.
+        """
+        before = finding.at_s is not None and finding.at_s <= at_s
+        if finding.rule != "ttl":
+            return before
+        commits = (one for one in self.events if one.op == "commit" and one.segment is not None)
+        made = next((one.at_s for one in commits if one.segment.hex() == finding.segment), None)
+        return before if made is None else made <= at_s and (before or finding.cause == "evicted")
+
     def reach(self) -> Reach:
         """Returns how far back it goes."""
         # Faults are kept for longer than the rest.
