@@ -29,6 +29,7 @@ def token_ids(engine: str, text: str) -> list[int]:
         with urlopen(request, timeout=_WAIT_S) as answer:
             told = json.loads(answer.read(_MOST_BYTES))
     except HTTPError as exc:
+        exc.close()
         raise ConfigError(f"{engine} did not tokenize it: {exc}; --tokens takes token ids") from exc
     except (OSError, HTTPException) as exc:
         raise TransientError(f"{engine} can't be asked for the prompt's token ids: {exc}") from exc

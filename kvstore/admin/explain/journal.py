@@ -87,8 +87,9 @@ class NamespaceJournal:
         before = finding.at_s is not None and finding.at_s <= at_s
         if finding.rule != "ttl":
             return before
-        commits = (one for one in self.events if one.op == "commit" and one.segment is not None)
-        made = next((one.at_s for one in commits if one.segment.hex() == finding.segment), None)
+        segment = SegmentId(bytes.fromhex(finding.segment))
+        commits = (one.at_s for one in self.events if one.op == "commit" and one.segment == segment)
+        made = next(commits, None)
         return before if made is None else made <= at_s and (before or finding.cause == "evicted")
 
     def reach(self) -> Reach:

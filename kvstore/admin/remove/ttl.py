@@ -50,8 +50,9 @@ def set_ttl(cache: Cache, scope: str, ttl_s: int | None, *, applied: bool, now_s
     after = Lifetimes(before.every, changed if ttl_s is None else {**changed, scope: ttl_s})
     under, older = _under(scope, accounts), AmountSum()
     for account in under:
-        holds_s = after.of_account(account)
-        for listing in cache.segments(account.namespace) if holds_s is not None else ():
+        if (holds_s := after.of_account(account)) is None:
+            continue
+        for listing in cache.segments(account.namespace):
             if listing.record.created_s <= now_s - holds_s:
                 older.add(listing.record.slots, listing.record.nbytes)
     if applied:

@@ -29,7 +29,7 @@ def age_out(catalogue: Any, name: NamespaceId, ttl_s: int | None, *, delete_afte
         some, after = catalogue.age_out(name, ttl_s, delete_after_s=delete_after_s, after=after)
         gone += some
         if not after:
-            return gone
+            return int(gone)
     raise AssertionError("pages without an end")
 
 

@@ -327,8 +327,13 @@ def test_a_match_costs_a_call_per_segment(index: RedisIndex, raw: redis.Redis) -
     index.match(name, digests)
     stats = raw.info("commandstats")
     calls = {key: stats[key]["calls"] for key in stats if not key.startswith("cmdstat_config")}
-    # One for the bucket bits; INFO counts itself only afterwards.
-    assert calls == {"cmdstat_evalsha": 1, "cmdstat_hget": 128 + 1, "cmdstat_hmget": 1}
+    # One for the bucket bits and the time to live; INFO counts itself only afterwards.
+    assert calls == {"cmdstat_evalsha": 1, "cmdstat_hget": 128, "cmdstat_hmget": 1 + 1}
+    index.age_out(name, 10**9, delete_after_s=0)
+    raw.config_resetstat()
+    assert sum(run.count for run in index.match(name, digests)) == 8192
+    stats = raw.info("commandstats")
+    assert {stats["cmdstat_hget"]["calls"], stats["cmdstat_time"]["calls"]} == {128, 1}
 
 
 # The sketch of uses
