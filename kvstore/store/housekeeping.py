@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.errors import DamagedIndex, KVStoreError, TransientError
-from kvstore.index.eviction import Holder, Scope, plan, shift_s, watermarks
+from kvstore.index.eviction import Holder, Lifetimes, Scope, plan, shift_s, watermarks
 from kvstore.index.maintenance import Account, Candidate, FullIndex
 from kvstore.keys import NamespaceId, SegmentId, payload_name
 from kvstore.metrics import Counters
 from kvstore.payloads.port import PayloadStore
-from kvstore.store.lifetimes import Lifetimes
 from kvstore.store.salts import SaltQuotas, evict_down_to
 from schemas.records import EvictionRule
 from schemas.settings import Settings
@@ -330,7 +329,8 @@ class Housekeeping:
         Returns how many it evicted. Raises what the index raises.
         """
         accounts, self.unreachable = self._index.reachable()
-        lifetimes, evicted = Lifetimes.of(self._settings, self._index.quotas()), 0
+        given, evicted = self._index.quotas(), 0
+        lifetimes = Lifetimes.of(self._settings.eviction.ttl_s, given)
         for account in accounts:
             name, ttl_s = account.namespace, lifetimes.of_account(account)
             if account.problem or not (ttl_s or account.ttl_s):

@@ -12,9 +12,8 @@ from kvstore.admin.backends import Cache, UnknownName
 from kvstore.admin.counting import AmountSum
 from kvstore.admin.curate.quota import full_scope
 from kvstore.admin.remove.reports import TtlLine, TtlReport, TtlsReport
-from kvstore.index.eviction import Scope
+from kvstore.index.eviction import Lifetimes, Scope
 from kvstore.index.maintenance import Account
-from kvstore.store.lifetimes import Lifetimes
 
 #: The shortest and the longest that can be set: ages are told in seconds of clocks that differ by some, and
 #: far below 2**31.
@@ -24,7 +23,7 @@ LONGEST_S = 100 * 365 * 86_400
 
 def ttls(cache: Cache, now_s: float) -> TtlsReport:
     """Returns every time to live that is set. Raises what the index raises."""
-    accounts, lifetimes = cache.accounts(), Lifetimes.of(cache.settings, cache.quotas())
+    accounts, lifetimes = cache.accounts(), Lifetimes.of(cache.settings.eviction.ttl_s, cache.quotas())
     lines = [
         TtlLine(scope=scope, ttl_s=ttl_s, namespaces=len(_under(scope, accounts)), source="set")
         for scope, ttl_s in sorted(lifetimes.given.items())
@@ -42,7 +41,7 @@ def set_ttl(cache: Cache, scope: str, ttl_s: int | None, *, applied: bool, now_s
     absent and the time is set. Raises UnknownName for a scope that can't exist, and what the index raises.
     """
     accounts, given = cache.accounts(), cache.quotas()
-    before = Lifetimes.of(cache.settings, given)
+    before = Lifetimes.of(cache.settings.eviction.ttl_s, given)
     scope = _full_scope(scope, accounts, before.given)
     if ttl_s is None and scope not in before.given:
         raise UnknownName(f"no time to live was set for {scope}; `cache-admin ttl` lists what there is")

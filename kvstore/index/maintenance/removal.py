@@ -56,19 +56,6 @@ class Removal(ABC):
         """
 
     @abstractmethod
-    def age_out(
-        self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
-    ) -> tuple[int, str]:
-        """Sets a namespace's time to live, in seconds; None: nothing there is too old. And evicts some of
-        what is older, pinned or not, with the rule `ttl`.
-
-        From then on what was created longer ago, by its record and the index's own clock, is neither matched
-        nor found, and a claim takes it for missing. A call looks at a page of the segments. Returns how many
-        it evicted, and what the next call is to give as `after`: "" where all have been looked at.
-        `delete_after_s` as in Index.evict. Does nothing for an unknown namespace.
-        """
-
-    @abstractmethod
     def reapable(
         self, namespace: NamespaceId, now_s: float | None, limit: int
     ) -> list[tuple[SegmentId, int]]:
