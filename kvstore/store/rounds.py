@@ -83,8 +83,9 @@ class Rounds:
             log.warning("housekeeping failed: %s", exc)
 
     def housekeep(self) -> int:
-        """Does one round in all namespaces: evicts down to the quotas, deletes payloads whose grace time is
-        over, sweeps dangling entries. Returns how many segments it evicted. Raises what the index raises.
+        """Does one round in all namespaces: evicts down to the quotas and what is too old, deletes payloads
+        whose grace time is over, sweeps dangling entries. Returns how many segments it evicted. Raises what
+        the index raises.
 
         All but the eviction is left to a janitor if there is one, and otherwise done by one engine at a time.
         """
@@ -92,9 +93,9 @@ class Rounds:
         maintenance, housekeeping = self._backends.maintenance, self.housekeeping
         if not maintenance.lease(JANITOR, self._name, self._backends.settings.janitor.lease_s):
             return evicted
-        until = time.monotonic() + _REAP_S
         try:
             evicted += housekeeping.age_out()
+            until = time.monotonic() + _REAP_S
             accounts, _ = maintenance.reachable()
             # Each time in another order: neither a namespace that takes all the time nor one that fails may
             # keep the same others from their turn for good.
