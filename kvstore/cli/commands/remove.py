@@ -132,8 +132,8 @@ def _evict(
 
     Of a prompt goes the end that no other is seen to use, from some segment on: where its last segment is a
     session's own, all that is; else all behind the last segment that was used in a later minute than every
-    one behind it. The rest is reported as shared, and goes with --whole. Copies on the disks of nodes go by
-    their last use; nothing leads to them.
+    one behind it. The rest is reported as shared, and goes with --whole. Of what is deleted by such a name
+    nodes give up their copies after grace_s, too.
     """
     named = (prompt, tokens, hashes, request, session)
     ways = (*named, unused_for, keep)
