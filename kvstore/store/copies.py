@@ -1,4 +1,4 @@
-"""Copies of what was erased, named or too old: each node's fast tier gives them up by itself.
+"""Copies of what was erased: each node's fast tier gives them up by itself.
 
 An erasure (`cache-admin erase`) reaches the index and the shared payloads. A node's own folder may hold
 copies, and payloads that it has yet to upload. So every process with such a folder looks from time to time
@@ -7,10 +7,6 @@ visible and was computed, by its own header, until then and under that salt is d
 as well.
 
 It goes through them again until one walk began after all that is forbidden could have been computed.
-
-What operators delete by name, and what is too old, is evicted segment by segment. The index's journal names
-these, so each process follows it, and deletes what the folder has of them once their grace time is over.
-What the journal has forgotten by then stays until the folder needs the room; nothing leads to it.
 """
 
 from __future__ import annotations
@@ -26,10 +22,9 @@ from kvstore.errors import KVStoreError
 from kvstore.format.keyring import Keyring
 from kvstore.index.contract import is_forbidden
 from kvstore.index.maintenance import FullIndex
-from kvstore.keys import NO_SALT, NamespaceId, SaltId, SegmentId, parse_payload_name, payload_name
+from kvstore.keys import NO_SALT, NamespaceId, SaltId, parse_payload_name
 from kvstore.payloads.port import Listed
 from kvstore.verify.payloads import read_header
-from schemas.records import EvictionRule
 
 if TYPE_CHECKING:
     from kvstore.payloads.tiered.store import TieredPayloads
@@ -38,34 +33,23 @@ log = logging.getLogger(__name__)
 
 #: Payloads that one step looks at, and seconds that one call takes, but for its last step.
 _STEP, _BUDGET_S = 256, 0.5
-#: Rules of evictions after which copies are not to wait until their room is needed.
-_DELETED: frozenset[EvictionRule] = frozenset({"named", "ttl"})
 
 
 class ErasedCopies:
     """Goes through one node's fast tier. Safe for threads; one at a time goes on."""
 
     def __init__(
-        self,
-        tier: TieredPayloads,
-        index: FullIndex,
-        keyring: Keyring,
-        clock: Callable[[], float],
-        *,
-        grace_s: float = 0.0,
+        self, tier: TieredPayloads, index: FullIndex, keyring: Keyring, clock: Callable[[], float]
     ) -> None:
         self._tier = tier
         self._index = index
         self._keyring = keyring
         self._clock = clock
-        self._grace_s = grace_s
         self._turn = threading.Lock()
         # The lock guards the fields below it.
         #: What was forbidden in a namespace when it was gone through for the last time.
         self._done: dict[NamespaceId, Mapping[SaltId, float]] = {}
         self._steps: Iterator[None] | None = None
-        #: How far each namespace's journal was followed.
-        self._followed: dict[NamespaceId, str] = {}
 
     def go_on(self) -> bool:
         """Goes on for about half a second. Returns whether there is more to do. Never raises."""
@@ -90,7 +74,6 @@ class ErasedCopies:
 
     def _walk(self) -> Iterator[None]:
         for namespace in self._tier.namespaces():
-            yield from self._follow(namespace)
             forbidden = self._index.forbidden(namespace)
             yield
             if not forbidden or self._done.get(namespace) == forbidden:
@@ -102,25 +85,6 @@ class ErasedCopies:
                 yield
             if began > max(forbidden.values()):
                 self._done[namespace] = forbidden
-
-    def _follow(self, namespace: NamespaceId) -> Iterator[None]:
-        """Deletes what the folder has of segments that the journal tells of, since the last walk."""
-        until_s = self._clock() - self._grace_s
-        while events := self._index.events(namespace, after=self._followed.get(namespace, ""), limit=_STEP):
-            for event in events:
-                if event.at_s > until_s:
-                    return
-                if event.segment is not None and event.op == "evict" and event.rule in _DELETED:
-                    self._drop_segment(namespace, event.segment)
-                self._followed[namespace] = event.position
-            yield
-
-    def _drop_segment(self, namespace: NamespaceId, segment: SegmentId) -> None:
-        stem = payload_name(namespace, segment, 0).removesuffix("0")
-        names = [one.name for one in self._tier.copies.list(stem)]
-        # A repair may have committed it again.
-        if names and self._index.states(namespace, [segment]) != ["visible"]:
-            self._tier.delete(names)
 
     def _drop_erased(
         self, namespace: NamespaceId, files: Sequence[Listed], forbidden: Mapping[SaltId, float]

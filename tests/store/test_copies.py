@@ -1,5 +1,4 @@
-"""Copies of what was erased, named or too old, in the fast tiers of other nodes: clean ones, and some to be
-uploaded."""
+"""Copies of what was erased, in the fast tiers of other nodes: clean ones, and some to be uploaded."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from kvstore.keys import NO_SALT, SaltId, salt_id
 from kvstore.payloads.tiered.store import TieredPayloads
 from kvstore.store.space import Space
 from kvstore.store.store import Store
-from schemas.records import EvictionRule
 from tests.payloads.tiered.world import check_ledger
 from tests.store.test_tier import Node, files, loads, node
 from tests.store.world import chain, content, slots
@@ -140,51 +138,3 @@ def test_a_folder_is_gone_through_until_nothing_can_follow(tmp_path: Path, node:
     for _ in range(3):
         tier.chore()
     assert looked == [f"{space.id}/"] * 4
-
-
-def without_grace(store: Store) -> TieredPayloads:
-    """Its tier, that takes every grace time to be over."""
-    tier = store.backends.tier
-    assert isinstance(tier, TieredPayloads)
-    copies = tier.chore.__self__  # type: ignore[attr-defined]
-    assert copies._grace_s == store.settings.grace_s
-    copies._grace_s = 0.0
-    return tier
-
-
-@pytest.mark.parametrize("rule", ["named", "ttl", "capacity"])
-def test_copies_of_what_is_deleted_go_after_the_grace_time(
-    tmp_path: Path, node: Node, rule: EvictionRule
-) -> None:
-    (mine, space), (theirs, other) = node("mine"), node("theirs")
-    for hashes, salt in ((A, ALICE), (B, BOB)):
-        space.save(slots(hashes), salt=salt)
-        assert loads(other, hashes) == [content(one) for one in hashes]
-    assert theirs.transfers.drain(PATIENCE_S)
-    tend(theirs)
-    index = mine.maintenance
-    gone = [one.segment for one in index.of_salt(space.id, ALICE)]
-    index.evict(space.id, gone, delete_after_s=0, rule=rule)
-    tend(theirs)
-    assert len(files(tmp_path / "theirs")) == 2, "a load may be under way"
-    without_grace(theirs)
-    tend(theirs)
-    assert len(files(tmp_path / "theirs")) == (2 if rule == "capacity" else 1)
-    assert loads(other, B) == [content(one) for one in B]
-
-
-def test_what_is_deleted_before_its_upload_is_never_uploaded(tmp_path: Path, node: Node) -> None:
-    (mine, space), (theirs, other) = node("mine"), node("theirs", write="back")
-    tier = without_grace(theirs)
-    tier._back._slow = FaultyPayloads(tier._back._slow, Plan(Rule("transient", verbs=("put",))))
-    other.save(slots(A), salt=ALICE)
-    other.save(slots(B), salt=BOB)
-    assert theirs.transfers.drain(PATIENCE_S)
-    gone = [one.segment for one in mine.maintenance.of_salt(space.id, ALICE)]
-    mine.maintenance.evict(space.id, gone, delete_after_s=0, rule="named")
-    assert tier.chore() is False
-    tier._back._slow = tier._slow
-    tier._back._retry_at = 0.0
-    tend(theirs)
-    assert len(files(tmp_path / "shared")) == len(files(tmp_path / "theirs")) == 1
-    assert loads(space, B) == [content(one) for one in B]

@@ -132,8 +132,8 @@ def _evict(
 
     Of a prompt goes the end that no other is seen to use, from some segment on: where its last segment is a
     session's own, all that is; else all behind the last segment that was used in a later minute than every
-    one behind it. The rest is reported as shared, and goes with --whole. Of what is deleted by such a name
-    nodes give up their copies after grace_s, too.
+    one behind it. The rest is reported as shared, and goes with --whole. Copies in the folders of other nodes
+    stay until these need the room, as after any eviction; `erase` reaches them.
     """
     named = (prompt, tokens, hashes, request, session)
     ways = (*named, unused_for, keep)
