@@ -299,7 +299,7 @@ class Janitor:
     def _evict(self) -> None:
         evicted, _ = self._housekeeping.evict()
         self._book.did("evict", evicted)
-        self._book.did("evict", self._housekeeping.age_out())
+        self._book.did("evict", self._housekeeping.age_out(lambda: self._monotonic() < self._until))
         for name, problem in self._housekeeping.damaged.items():
             self._damage("evict", name, problem)
         if self._housekeeping.unreachable is not None:

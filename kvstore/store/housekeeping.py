@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.errors import DamagedIndex, KVStoreError, TransientError
-from kvstore.index.eviction import Holder, Lifetimes, Scope, plan, shift_s, watermarks
+from kvstore.index.eviction import Holder, Scope, plan, shift_s, watermarks
 from kvstore.index.maintenance import Account, Candidate, FullIndex
 from kvstore.keys import NamespaceId, SegmentId, payload_name
 from kvstore.metrics import Counters
 from kvstore.payloads.port import PayloadStore
+from kvstore.store.ages import Ageing
 from kvstore.store.salts import SaltQuotas, evict_down_to
 from schemas.records import EvictionRule
 from schemas.settings import Settings
@@ -35,8 +36,6 @@ _CULL_STEP = 256
 _LOOK = 512
 #: Segments deleted with one call, so that a bucket is asked once for hundreds.
 _DELETE_STEP = 256
-#: Pages of a namespace's segments that one go looks at for what is too old.
-_AGE_PAGES = 64
 #: Entries removed by one sweep.
 SWEEP_STEP = 512
 #: Most steps for one quota in one go: a bound on the work if another process writes faster than this one
@@ -141,8 +140,7 @@ class Housekeeping:
         #: Namespaces that the last eviction left alone because the index holds something there that makes no
         #: sense, and what. It is `reconcile` that puts it right.
         self.damaged: dict[NamespaceId, str] = {}
-        #: Where `age_out` goes on in each namespace.
-        self._aged: dict[NamespaceId, str] = {}
+        self._ageing = Ageing(index, settings, clock)
         #: Entries that this object's evictions have left dangling and that no sweep has made up for yet.
         self._unswept: dict[NamespaceId, int] = {}
 
@@ -323,27 +321,14 @@ class Housekeeping:
     def _delete_after_s(self) -> float:
         return self._clock() + self._settings.grace_s
 
-    def age_out(self) -> int:
-        """Sees to it that the time to live which is in force holds in every namespace, and evicts what is
-        older: up to about 32,000 segments of each namespace are looked at, the next ones by the next call.
-        Returns how many it evicted. Raises what the index raises.
+    def age_out(self, in_time: Callable[[], bool] = lambda: True) -> int:
+        """Evicts some of what is older than its time to live (kvstore.store.ages), as long as `in_time` says
+        so; returns how many segments. Raises what the index raises, but for single namespaces.
         """
-        accounts, self.unreachable = self._index.reachable()
-        given, evicted = self._index.quotas(), 0
-        lifetimes = Lifetimes.of(self._settings.eviction.ttl_s, given)
-        for account in accounts:
-            name, ttl_s = account.namespace, lifetimes.of_account(account)
-            if account.problem or not (ttl_s or account.ttl_s):
-                continue
-            with self._noting_damage(name):
-                for _ in range(_AGE_PAGES):
-                    self._proceed()
-                    after, until = self._aged.get(name, ""), self._delete_after_s()
-                    gone, after = self._index.age_out(name, ttl_s, delete_after_s=until, after=after)
-                    evicted += gone
-                    self._aged[name] = after
-                    if not after:
-                        break
+        accounts, unreachable = self._index.reachable()
+        evicted = self._ageing.round(accounts, in_time, self._proceed)
+        self.damaged |= self._ageing.damaged
+        self.unreachable = unreachable or self._ageing.failure
         self._counters.add("evicted_segments", evicted)
         return evicted
 

@@ -13,10 +13,11 @@ from kvstore.build import load_settings, open_index, open_store
 from kvstore.conformance.index.chains import chain as chained
 from kvstore.conformance.index.chains import namespace as spaced
 from kvstore.conformance.index.chains import put, served
+from kvstore.errors import TransientError
 from kvstore.format.segment import Slot
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import FullIndex
-from kvstore.keys import digest
+from kvstore.keys import NamespaceId, digest
 from kvstore.metrics import Counters
 from kvstore.store.housekeeping import Housekeeping
 from kvstore.store.rounds import JANITOR
@@ -145,3 +146,84 @@ def test_without_a_time_to_live_a_round_changes_nothing(index: FullIndex, tmp_pa
     assert housekeeping(index, tmp_path).age_out() == 0
     assert served(index.match(name, chained(2))) == 2
     assert index.quotas() == {}
+
+
+def pages(index: FullIndex, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of which namespace each page is from now on."""
+    inner, looked = index.age_out, []
+
+    def age_out(name: NamespaceId, ttl_s: int | None, **how: Any) -> tuple[int, str]:
+        looked.append(name)
+        return inner(name, ttl_s, **how)
+
+    monkeypatch.setattr(index, "age_out", age_out)
+    return looked
+
+
+def test_a_namespace_that_fails_keeps_no_other_from_its_turn(
+    index: FullIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [index.register(spaced(model), expected_blocks=1000) for model in "abc"]
+    for name in names:
+        put(index, name, chained(2), created_s=1)
+    house, inner = housekeeping(index, tmp_path, ttl_s=DAY_S), index.age_out
+
+    def age_out(name: NamespaceId, ttl_s: int | None, **how: Any) -> tuple[int, str]:
+        if name == names[1]:
+            raise TransientError("no answer")
+        return inner(name, ttl_s, **how)
+
+    monkeypatch.setattr(index, "age_out", age_out)
+    assert house.age_out() == 2
+    assert isinstance(house.unreachable, TransientError)
+    assert [index.usage(name).segments for name in names] == [0, 1, 0]
+
+
+def test_a_round_ends_in_time_and_the_next_goes_on(
+    index: FullIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [index.register(spaced(model), expected_blocks=1000) for model in "abc"]
+    house, looked = housekeeping(index, tmp_path, ttl_s=DAY_S), pages(index, monkeypatch)
+    house.age_out(lambda: not looked)
+    assert len(looked) == 1
+    house.age_out(lambda: len(looked) < 3)
+    assert sorted(looked) == sorted(names), "those that were told no time yet come first"
+
+
+def test_what_was_gone_through_rests_until_another_time_is_set(
+    index: FullIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = index.register(spaced(), expected_blocks=1000)
+    settings = load_settings({"payloads": f"file://{tmp_path}", "eviction": {"ttl_s": DAY_S}}, environ={})
+    now, looked = time.time(), pages(index, monkeypatch)
+    house = Housekeeping(index, None, settings, Counters(), lambda: now)  # type: ignore[arg-type]
+    for _ in range(3):
+        house.age_out()
+        now += DAY_S / 400
+    assert looked == [name]
+    now += DAY_S / 200
+    house.age_out()
+    assert looked == [name] * 2
+    index.set_quota(Scope.ttl(Scope.STORE), HOUR_S)
+    house.age_out()
+    assert looked == [name] * 3
+    assert [one.ttl_s for one in index.accounts()] == [HOUR_S]
+
+
+def test_what_is_set_during_a_round_holds(
+    index: FullIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that a round knew when it began is not told any more."""
+    index.register(spaced(), expected_blocks=1000)
+    index.set_quota(Scope.ttl(Scope.STORE), 9 * DAY_S)
+    given, asked = index.quotas, []
+
+    def quotas() -> Any:
+        asked.append(1)
+        if len(asked) == 2:
+            index.set_quota(Scope.ttl(Scope.STORE), DAY_S)
+        return given()
+
+    monkeypatch.setattr(index, "quotas", quotas)
+    housekeeping(index, tmp_path).age_out()
+    assert [one.ttl_s for one in index.accounts()] == [DAY_S]
