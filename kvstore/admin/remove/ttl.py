@@ -1,7 +1,9 @@
 """ttl: shows and sets how old what is stored may become, in the store, for tenants and for namespaces.
 
-What is set holds at once: this verb tells every namespace that is registered, and a janitor, or an engine
-that saves, tells those that come later. It evicts no more than a page itself; they do the rest.
+A shorter time holds at once: this verb tells every namespace that is registered, and a janitor, or an engine
+that saves, tells those that come later. It evicts no more than a page itself; they do the rest. A longer one,
+or none, holds from their next round on: they know the settings' time (eviction.ttl_s), which whoever runs
+this verb may not have.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from kvstore.admin.counting import AmountSum
 from kvstore.admin.curate.quota import full_scope
 from kvstore.admin.remove.reports import TtlLine, TtlReport, TtlsReport
 from kvstore.index.eviction import Lifetimes, Scope
-from kvstore.index.maintenance import Account
+from kvstore.index.maintenance import Account, FullIndex
 
-#: The shortest and the longest that can be set: ages are told in seconds of clocks that differ by some, and
-#: far below 2**31.
-SHORTEST_S = 60
+#: The shortest and the longest that can be set: far longer than clocks may differ, or what one of them saves
+#: would be too old already; and far below 2**31.
+SHORTEST_S = 600
 LONGEST_S = 100 * 365 * 86_400
 
 
@@ -58,9 +60,7 @@ def set_ttl(cache: Cache, scope: str, ttl_s: int | None, *, applied: bool, now_s
         cache.record("ttl", f"{scope}: {'none' if ttl_s is None else f'{ttl_s} s'}")
         index = cache.made_index()
         index.set_quota(Scope.ttl(scope), ttl_s)
-        for account in under:
-            holds_s, grace_s = after.of_account(account), cache.settings.grace_s
-            index.age_out(account.namespace, holds_s, delete_after_s=now_s + grace_s)
+        _shorten(cache, index, scope, now_s + cache.settings.grace_s)
     return TtlReport(
         at_s=now_s,
         applied=applied,
@@ -70,6 +70,15 @@ def set_ttl(cache: Cache, scope: str, ttl_s: int | None, *, applied: bool, now_s
         namespaces=len(under),
         older=older.amount,
     )
+
+
+def _shorten(cache: Cache, index: FullIndex, scope: str, delete_after_s: float) -> None:
+    """Tells the namespaces under a scope what is set by now, where that is shorter than what holds there."""
+    lifetimes = Lifetimes.of(cache.settings.eviction.ttl_s, index.quotas())
+    for account in _under(scope, index.accounts()):
+        holds_s = lifetimes.of_account(account)
+        if holds_s is not None and holds_s < (account.ttl_s or LONGEST_S + 1):
+            index.age_out(account.namespace, holds_s, delete_after_s=delete_after_s)
 
 
 def _under(scope: str, accounts: Sequence[Account]) -> list[Account]:

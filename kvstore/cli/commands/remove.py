@@ -211,7 +211,7 @@ def _ttl_set(
     call: Call,
     scope: TtlScope,
     seconds: Annotated[
-        str, typer.Argument(metavar="TIME", help="Such as 90m, 12h or 30d; a minute at least.")
+        str, typer.Argument(metavar="TIME", help="Such as 90m, 12h or 30d; ten minutes at least.")
     ],
     apply: Apply = False,
 ) -> None:
@@ -224,7 +224,7 @@ def _ttl_set(
     """
     ttl_s = int(seconds_of("TIME", seconds))
     if not ttl.SHORTEST_S <= ttl_s <= ttl.LONGEST_S:
-        raise typer.BadParameter(f"{seconds!r} is not between a minute and a century", param_hint="TIME")
+        raise typer.BadParameter(f"{seconds!r} is not between ten minutes and a century", param_hint="TIME")
     with call.cache() as cache:
         report = ttl.set_ttl(cache, scope, ttl_s, applied=apply, now_s=time.time())
     call.print(report, remove_text.ttl)
@@ -238,7 +238,10 @@ def _ttl_set(
     see_also=("ttl", "ttl set"),
 )
 def _ttl_clear(call: Call, scope: TtlScope, apply: Apply = False) -> None:
-    """Forget the time to live that was set for a scope: those of others that hold there still do."""
+    """Forget the time to live that was set for a scope: those of others that hold there still do.
+
+    It holds from the next round of `cache-admin serve` on, or of an engine that saves, as a longer one does.
+    """
     with call.cache() as cache:
         report = ttl.set_ttl(cache, scope, None, applied=apply, now_s=time.time())
     call.print(report, remove_text.ttl)

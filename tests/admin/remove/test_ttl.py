@@ -65,8 +65,35 @@ def test_what_is_set_holds_at_once(admin: Admin, either: Filled) -> None:
     cleared = ttl(admin, either, "clear", f"namespace/{either.kv_id}", "--apply")
     assert (cleared.before_s, cleared.after_s, cleared.older.segments) == (DAY_S, None, 0)
     assert "No time to live is set" in admin("ttl", *either.options).out
-    with opened(either) as index:
-        assert [one.ttl_s for one in index.accounts()] == [0, 0]
+    # Whoever goes by the settings' time says so.
+    assert held(either) == {DAY_S, 0}
+    round_of(either)
+    assert held(either) == {0}
+
+
+def held(filled: Filled) -> set[int]:
+    """The times that the index holds to."""
+    with opened(filled) as index:
+        return {one.ttl_s for one in index.accounts()}
+
+
+def round_of(filled: Filled, **eviction: int) -> int:
+    """A janitor's, with these settings; returns how many segments it evicted."""
+    settings = load_settings({**filled.settings, "eviction": eviction}, {})
+    with opened(filled) as index:
+        return Housekeeping(index, None, settings, Counters(), time.time).age_out()  # type: ignore[arg-type]
+
+
+def test_a_verb_without_the_settings_time_lifts_none(admin: Admin, either: Filled) -> None:
+    round_of(either, ttl_s=HOUR_S)
+    ttl(admin, either, "set", "store", "2h", "--apply")
+    assert held(either) == {HOUR_S}
+    ttl(admin, either, "clear", "store", "--apply")
+    assert held(either) == {HOUR_S}
+    ttl(admin, either, "set", "tenant/default", "30m", "--apply")
+    assert held(either) == {HOUR_S // 2}
+    round_of(either, ttl_s=HOUR_S)
+    assert held(either) == {HOUR_S // 2}
 
 
 def test_a_tenants_holds_in_all_that_it_has_and_will_have(admin: Admin, either: Filled) -> None:
@@ -114,7 +141,7 @@ def test_explain_names_it_before_and_after_its_eviction(admin: Admin, either: Fi
     [
         (["set", "salt/" + "0" * 32, "1d"], 1, "a salt has no time to live"),
         (["set", "everything", "1d"], 1, "is no scope"),
-        (["set", "store", "59s"], 2, "a minute"),
+        (["set", "store", "599s"], 2, "ten minutes"),
         (["set", "store", "tomorrow"], 2, "is no time"),
         (["set", "store", "6000w"], 2, "a century"),
         (["clear", "store"], 1, "no time to live was set"),
