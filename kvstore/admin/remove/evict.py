@@ -227,8 +227,16 @@ class _Run:
             self.ended, self.problem = "failed", str(exc)
 
     def _forget(self, name: NamespaceId, session: SessionId) -> None:
-        """Takes back what was told of a session: without segments of its own, nothing is left to remember."""
+        """Takes back what was told of a session: without segments of its own, nothing is left to remember.
+        One that has some is left as it was: they would count as used now, though it has ended.
+        """
         assert self.cache.index is not None, "a session is known, so there is an index"
+        if any(True for _ in self.cache.index.owned(name, session)):
+            self.plan.remarks.append(
+                f"the session is still remembered in namespace {name}, with the segments that it has there: "
+                "pinned ones go with --pinned, and what it has saved since with another run"
+            )
+            return
         taken_back = Hint(retain_until_s=0.0, priority="normal")
         self.cache.index.session(name, session, [], time.time(), taken_back)
 

@@ -29,7 +29,7 @@ class EvictReport(StrictModel):
     planned: Amount
     #: Pinned segments that the plan leaves alone.
     pinned: Amount
-    #: (A prompt) What it shares with others' prompts, as far as can be told, and is left alone for that.
+    #: (A prompt, a request) What others may use as well, and is left alone for that.
     shared: Amount = Amount()
     #: What the plan can't reach, a sentence each.
     remarks: tuple[str, ...] = ()

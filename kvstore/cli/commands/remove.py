@@ -103,7 +103,7 @@ def _evict(
     ] = None,
     whole: Annotated[
         bool,
-        typer.Option("--whole", help="Of a prompt: also what it shares with others' prompts."),
+        typer.Option("--whole", help="Of a prompt or a request: also what others may use."),
     ] = False,
     seed: Annotated[
         str | None,
@@ -130,10 +130,10 @@ def _evict(
     named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
     are named, seeing to that is left to you. To forget everything at once: `cache-admin invalidate`.
 
-    Of a prompt goes the end that no other is seen to use, from some segment on: where its last segment is a
-    session's own, all that is; else all behind the last segment that was used in a later minute than every
-    one behind it. The rest is reported as shared, and goes with --whole. Copies in the folders of other nodes
-    stay until these need the room, as after any eviction; `erase` reaches them.
+    Of a prompt goes its last segment, and where that is a session's own, what that session alone was seen to
+    use right before it. The rest may be the beginning of others' prompts: it is reported as shared, and goes
+    with --whole; so is all of a prompt whose end is not stored. Copies in the folders of other nodes stay
+    until these need the room, as after any eviction; `erase` reaches them.
     """
     named = (prompt, tokens, hashes, request, session)
     ways = (*named, unused_for, keep)
@@ -142,8 +142,8 @@ def _evict(
             "say what is to go, in one way: SEGMENT..., --unused-for, --keep, --prompt, --tokens, --hashes, "
             "--request or --session"
         )
-    if whole and prompt is tokens is hashes is None:
-        raise typer.BadParameter("--whole goes with --prompt, --tokens or --hashes")
+    if whole and prompt is tokens is hashes is request is None:
+        raise typer.BadParameter("--whole goes with --prompt, --tokens, --hashes or --request")
     if seed is not None and prompt is tokens is None:
         raise typer.BadParameter("--seed goes with --prompt or --tokens")
     if salt_file is not None and prompt is tokens is session is None:
@@ -160,7 +160,7 @@ def _evict(
         if segments:
             planned = evict.plan_segments(cache, segments, namespace, pinned=pinned)
         elif request is not None:
-            planned = evict_named.plan_request(cache, request, namespace, pinned=pinned)
+            planned = evict_named.plan_request(cache, request, namespace, whole=whole, pinned=pinned)
         elif session is not None:
             planned = evict_named.plan_session(cache, session, salt, namespace, pinned=pinned)
         elif any(way is not None for way in named):

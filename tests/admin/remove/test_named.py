@@ -89,13 +89,14 @@ def why(admin: Admin, world: World, block: int) -> tuple[str, str, str]:
     return first["cause"], first["rule"], first["text"]
 
 
-def test_a_prompt_that_nobody_shares_goes_whole(admin: Admin, world: World) -> None:
+def test_a_whole_prompt(admin: Admin, world: World) -> None:
     before = snapshot(world.filled)
-    planned = evict(admin, world, "--tokens", str(world.tokens), "--seed", "7")
+    words = ("--tokens", str(world.tokens), "--seed", "7", "--whole")
+    planned = evict(admin, world, *words)
     assert (planned.applied, planned.planned.segments, planned.planned.blocks) == (False, 3, 9)
     assert planned.shared.segments == 0
     assert snapshot(world.filled) == before
-    done = evict(admin, world, "--tokens", str(world.tokens), "--seed", "7", "--apply")
+    done = evict(admin, world, *words, "--apply")
     assert (done.evicted_segments, [one.namespace for one in done.lines]) == (3, [world.name])
     assert world.stored() == [False] * 9
     assert len(world.filled.payload_files()) == 8, "the payloads stay for their grace time"
@@ -105,14 +106,14 @@ def test_a_prompt_that_nobody_shares_goes_whole(admin: Admin, world: World) -> N
     cause, rule, text = why(admin, world, 4)
     assert (cause, rule) == ("evicted", "named")
     assert "deleted by name" in text
-    again = evict(admin, world, "--tokens", str(world.tokens), "--seed", "7")
+    again = evict(admin, world, *words)
     assert again.planned.segments == 0
 
 
-def test_what_others_use_is_left_and_told(admin: Admin, world: World) -> None:
-    # A request that used the first two segments, and not the third.
-    for block in (0, 3):
-        world.touch(block, time.time() + 120)
+def test_without_a_session_the_last_segment_goes_and_no_more_by_another_run(
+    admin: Admin, world: World
+) -> None:
+    """Others may have the rest in their engines' memory, and use it untold."""
     planned = evict(admin, world, "--hashes", str(world.hashes))
     assert (planned.planned.segments, planned.shared.segments, planned.shared.blocks) == (1, 2, 6)
     assert any("--whole" in one for one in planned.remarks)
@@ -120,10 +121,20 @@ def test_what_others_use_is_left_and_told(admin: Admin, world: World) -> None:
     assert "shared" in text and "--whole" in text
     evict(admin, world, "--hashes", str(world.hashes), "--apply")
     assert world.stored() == [True] * 6 + [False] * 3
-    # Now the second is the last, and used as late as the first.
+    again = evict(admin, world, "--hashes", str(world.hashes), "--apply")
+    assert (again.planned.segments, again.shared.segments) == (0, 2)
     whole = evict(admin, world, "--hashes", str(world.hashes), "--whole", "--apply")
     assert (whole.evicted_segments, whole.shared.segments) == (2, 0)
     assert world.stored() == [False] * 9
+
+
+def test_of_a_prompt_whose_end_is_not_stored_all_is_shared(admin: Admin, talked: World) -> None:
+    """Another prompt, that only begins like what is stored."""
+    longer = talked.root / "longer.json"
+    longer.write_text(json.dumps([one.hex() for one in (*HASHES, bytes(32))]))
+    planned = evict(admin, talked, "--hashes", str(longer))
+    assert (planned.planned.segments, planned.shared.segments) == (0, 3)
+    assert evict(admin, talked, "--hashes", str(longer), "--whole").planned.segments == 3
 
 
 def test_what_a_session_owns_is_its_prompts_own(admin: Admin, talked: World) -> None:
@@ -191,9 +202,45 @@ def test_a_request_goes_with_what_it_found_missing(admin: Admin, world: World) -
 
 def test_pinned_segments_go_only_if_that_is_said(admin: Admin, world: World) -> None:
     admin("pin", "--namespace", world.name, "--depth", "1", "--apply", *world.filled.options)
-    planned = evict(admin, world, "--hashes", str(world.hashes))
+    planned = evict(admin, world, "--hashes", str(world.hashes), "--whole")
     assert (planned.planned.segments, planned.pinned.segments) == (2, 1)
-    assert evict(admin, world, "--hashes", str(world.hashes), "--pinned").planned.segments == 3
+    assert evict(admin, world, "--hashes", str(world.hashes), "--whole", "--pinned").planned.segments == 3
+
+
+def test_a_session_whose_segments_are_pinned_stays_ended(admin: Admin, talked: World) -> None:
+    admin("pin", "--namespace", talked.name, "--depth", "9", "--apply", *talked.filled.options)
+    with opened(talked.filled) as index:
+        index.session(talked.name, MINE, [], time.time(), Hint(end=True))
+    done = evict(admin, talked, "--session", "user-81/trip", "--apply")
+    assert (done.evicted_segments, done.pinned.segments) == (0, 2)
+    assert any("still remembered" in one for one in done.remarks)
+    with opened(talked.filled) as index:
+        [one] = index.find_sessions(talked.name, [MINE])
+        assert one is not None and one.state == "ended"
+    done = evict(admin, talked, "--session", "user-81/trip", "--pinned", "--apply")
+    assert done.evicted_segments == 2 and not any("still remembered" in one for one in done.remarks)
+    with opened(talked.filled) as index:
+        assert index.find_sessions(talked.name, [MINE]) == [None]
+
+
+def test_of_a_request_only_what_it_lacked_goes(admin: Admin, world: World) -> None:
+    name = "a" * 200
+    with opened(world.filled) as index:
+        now, blocks = time.time(), digests(HASHES[3:])
+        told = [
+            # It lacked the last segment, and had others for another reason.
+            Outcome(now, name, "match", 9, 6, "absent", 6, digests(HASHES[6:])),
+            Outcome(now, name, "match", 9, 3, "computing_is_faster", 3, blocks),
+            Outcome(now, name, "save", 9, 3, "held", 3, blocks),
+            # What is stored now is an hour older than this one's miss.
+            Outcome(now + 3600, "later", "match", 9, 3, "absent", 3, blocks),
+        ]
+        index.tell(world.name, told)
+    planned = evict(admin, world, "--request", name)
+    assert (planned.planned.segments, planned.planned.blocks, planned.shared.segments) == (1, 3, 0)
+    planned = evict(admin, world, "--request", "later")
+    assert (planned.planned.segments, planned.shared.segments) == (0, 1)
+    assert evict(admin, world, "--request", "later", "--whole").planned.segments == 1
 
 
 @contextmanager
@@ -230,7 +277,7 @@ def test_a_prompts_text_is_what_an_engine_makes_of_it(admin: Admin, world: World
     chat.write_text(json.dumps({"messages": messages}))
     with engine({"count": len(TOKENS), "max_model_len": 4096, "tokens": TOKENS}) as (where, asked):
         for file in (text, chat):
-            words = ("--prompt", str(file), "--engine", where, "--seed", "7")
+            words = ("--prompt", str(file), "--engine", where, "--seed", "7", "--whole")
             assert evict(admin, world, *words).planned.segments == 3
     assert asked == [("/tokenize", {"prompt": "Dear Anna"}), ("/tokenize", {"messages": messages})]
     gone = admin("evict", "--prompt", str(text), "--engine", where, *world.filled.options)
