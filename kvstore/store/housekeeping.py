@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.errors import DamagedIndex, KVStoreError, TransientError
+from kvstore.index.ageing import Ageing
 from kvstore.index.eviction import Holder, Scope, plan, shift_s, watermarks
 from kvstore.index.maintenance import Account, Candidate, FullIndex
 from kvstore.keys import NamespaceId, SegmentId, payload_name
 from kvstore.metrics import Counters
 from kvstore.payloads.port import PayloadStore
-from kvstore.store.ages import Ageing
 from kvstore.store.salts import SaltQuotas, evict_down_to
 from schemas.records import EvictionRule
 from schemas.settings import Settings
@@ -322,8 +322,8 @@ class Housekeeping:
         return self._clock() + self._settings.grace_s
 
     def age_out(self, in_time: Callable[[], bool] = lambda: True) -> int:
-        """Evicts some of what is older than its time to live (kvstore.store.ages), as long as `in_time` says
-        so; returns how many segments. Raises what the index raises, but for single namespaces.
+        """Evicts some of what is older than its time to live (kvstore.index.ageing), while `in_time` says so;
+        returns how many segments. Raises what the index raises, but for single namespaces.
         """
         accounts, unreachable = self._index.reachable()
         evicted = self._ageing.round(accounts, in_time, self._proceed)
