@@ -40,14 +40,14 @@ def test_what_can_not_go_by_age_keeps_nothing_else_from_its_turn(monkeypatch: py
     tree = {"payloads": "memory://aged", "index": "memory://aged", "eviction": {"ttl_s": 600}}
     with open_store(tree) as store:
         catalogue: Any = store.maintenance
-        space = store.open(namespace(), block_bytes=SLOT_BYTES)
-        assert space.save(slots(chain(1, 2))).outcome == "stored"
-        assert catalogue.invalidate(space.id) == 1
 
         def age_out(*_: Any, **how: Any) -> tuple[int, str]:
             raise TransientError("no answer")
 
         monkeypatch.setattr(catalogue, "age_out", age_out)
+        space = store.open(namespace(), block_bytes=SLOT_BYTES)
+        assert space.save(slots(chain(1, 2))).outcome == "stored"
+        assert catalogue.invalidate(space.id) == 1
         store.rounds.housekeep()
         assert [account.bygone for account in catalogue.accounts()] == [0]
         assert isinstance(store.rounds.housekeeping.unreachable, TransientError)
