@@ -25,8 +25,9 @@ from operator import eq
 from typing import Final, Literal, TypeVar, get_args, overload
 
 #: Why a segment was evicted. `capacity`: the whole store's quota. `bad`: it failed verification. `abandoned`:
-#: a rank did not write its part. `erased`: a tenant's or a salt's data was erased. `repair`: fsck found it
-#: damaged.
+#: a rank did not write its part. `named`: an operator named a prompt, a request or a session that it belonged
+#: to. `ttl`: it was older than its time to live. `erased`: a tenant's or a salt's data was erased. `repair`:
+#: fsck found it damaged.
 EvictionRule = Literal[
     "capacity",
     "tenant_quota",
@@ -35,6 +36,8 @@ EvictionRule = Literal[
     "bad",
     "abandoned",
     "admin",
+    "named",
+    "ttl",
     "erased",
     "invalidated",
     "repair",

@@ -85,7 +85,7 @@ def seconds_of(option: str, text: str) -> float:
 
 def read_tokens(name: str) -> list[int]:
     """Reads token ids from a file, or with - from stdin. Raises BadParameter of --tokens."""
-    ids = _parse(_read("--tokens", name))
+    ids = _parse(read_text("--tokens", name))
     if ids is None:
         raise typer.BadParameter(
             "token ids are numbers from 0 on: a JSON list such as [1, 15043], separated by blanks, or the "
@@ -97,7 +97,7 @@ def read_tokens(name: str) -> list[int]:
 
 def read_hashes(name: str) -> list[bytes]:
     """Reads block hashes from a file, or with - from stdin. Raises BadParameter of --hashes."""
-    words = re.findall(r"[^\s\[\],\"]+", _read("--hashes", name))
+    words = re.findall(r"[^\s\[\],\"]+", read_text("--hashes", name))
     if not words or not all(_HASH.fullmatch(word) for word in words):
         raise typer.BadParameter(
             "block hashes are of 32 to 64 hex digits each: a JSON list, or separated by blanks",
@@ -106,7 +106,8 @@ def read_hashes(name: str) -> list[bytes]:
     return [bytes.fromhex(word) for word in words]
 
 
-def _read(option: str, name: str) -> str:
+def read_text(option: str, name: str) -> str:
+    """Reads a file's text, or with - that of stdin. Raises BadParameter of the option."""
     try:
         if name == "-":
             return sys.stdin.read(_MOST_BYTES)

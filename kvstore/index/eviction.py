@@ -31,12 +31,12 @@ one of them would have evicted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import merge
 from math import ceil, log2
 
-from kvstore.index.maintenance import Candidate, Usage
+from kvstore.index.maintenance import Account, Candidate, Usage
 from kvstore.keys import NamespaceId, SaltId
 
 MINUTE_S = 60
@@ -60,6 +60,7 @@ def worth(cost_us: int, nbytes: int) -> int:
 
 
 _SALT = re.compile("salt/([0-9a-f]{32})")
+_TTL = "ttl/"
 
 
 class Scope:
@@ -80,10 +81,45 @@ class Scope:
         return f"salt/{salt.hex()}"
 
     @staticmethod
+    def ttl(scope: str) -> str:
+        """Returns the name under which a scope's time to live stands among the quotas, in seconds."""
+        return f"{_TTL}{scope}"
+
+    @staticmethod
+    def of_ttl(name: str) -> str | None:
+        """Returns the scope of a time to live; None for what is a quota."""
+        return name.removeprefix(_TTL) if name.startswith(_TTL) else None
+
+    @staticmethod
     def salt_of(scope: str) -> SaltId | None:
         """Returns the salt that a scope names; None if it names none."""
         found = _SALT.fullmatch(scope)
         return SaltId(bytes.fromhex(found[1])) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """Times to live in seconds: one that holds for all, as the settings have it, and those that operators
+    have set, by scope. Each is an upper bound, so of those that a namespace is under the shortest holds.
+
+    Age counts from the second in which a segment was made: a use makes nothing younger, and what is computed
+    again is new.
+    """
+
+    every: int | None = None
+    given: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, every_s: float | None, given: Mapping[str, int]) -> Lifetimes:
+        """Returns the settings' (eviction.ttl_s), and those among what operators have set (Quotas.quotas)."""
+        found = {scope: seconds for name, seconds in given.items() if (scope := Scope.of_ttl(name))}
+        return cls(None if every_s is None else max(1, int(every_s)), found)
+
+    def of_account(self, account: Account) -> int | None:
+        """Returns the shortest that a namespace is under; None: it is under none."""
+        scopes = (Scope.STORE, Scope.tenant(account.tenant), Scope.namespace(account.namespace))
+        known = [self.every, *(self.given.get(scope) for scope in scopes)]
+        return min((one for one in known if one is not None), default=None)
 
 
 #: Ghosts are counted by how many more bytes would have kept them, in steps of the fourth root of two.

@@ -1,7 +1,7 @@
 """The janitor: keeps a store in bounds and in order, round after round, if it is the leader.
 
 A round, each step safe to be cut off anywhere and to be done by two at once:
-    evict       down to the quotas                               every round
+    evict       down to the quotas, and what is too old          every round
     drain       what was invalidated, into the trash             every round
     reap        delete payloads whose grace has passed           every round
     sweep       drop entries that point at nothing               every round; less often where there are none
@@ -299,6 +299,7 @@ class Janitor:
     def _evict(self) -> None:
         evicted, _ = self._housekeeping.evict()
         self._book.did("evict", evicted)
+        self._book.did("evict", self._housekeeping.age_out(lambda: self._monotonic() < self._until))
         for name, problem in self._housekeeping.damaged.items():
             self._damage("evict", name, problem)
         if self._housekeeping.unreachable is not None:

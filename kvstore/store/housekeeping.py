@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.errors import DamagedIndex, KVStoreError, TransientError
+from kvstore.index.ageing import Ageing
 from kvstore.index.eviction import Holder, Scope, plan, shift_s, watermarks
 from kvstore.index.maintenance import Account, Candidate, FullIndex
 from kvstore.keys import NamespaceId, SegmentId, payload_name
@@ -139,6 +140,7 @@ class Housekeeping:
         #: Namespaces that the last eviction left alone because the index holds something there that makes no
         #: sense, and what. It is `reconcile` that puts it right.
         self.damaged: dict[NamespaceId, str] = {}
+        self._ageing = Ageing(index, settings, clock)
         #: Entries that this object's evictions have left dangling and that no sweep has made up for yet.
         self._unswept: dict[NamespaceId, int] = {}
 
@@ -318,6 +320,17 @@ class Housekeeping:
 
     def _delete_after_s(self) -> float:
         return self._clock() + self._settings.grace_s
+
+    def age_out(self, in_time: Callable[[], bool] = lambda: True) -> int:
+        """Evicts some of what is older than its time to live (kvstore.index.ageing), while `in_time` says so;
+        returns how many segments. Raises what the index raises, but for single namespaces.
+        """
+        accounts, unreachable = self._index.reachable()
+        evicted = self._ageing.round(accounts, in_time, self._proceed)
+        self.damaged |= self._ageing.damaged
+        self.unreachable = unreachable or self._ageing.failure
+        self._counters.add("evicted_segments", evicted)
+        return evicted
 
     def reap(self, namespace: NamespaceId, most: int = 1024) -> int:
         """Deletes payloads whose grace time is over, of up to `most` segments; returns how many payloads.

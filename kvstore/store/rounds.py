@@ -23,6 +23,8 @@ _WRITERS = 16
 _ROUND_S = 10.0
 #: Seconds, at most, that a saving thread spends on deleting what others have evicted.
 _REAP_S = 2.0
+#: Seconds, at most, that it spends on what is too old, but for its last page.
+_AGE_S = 1.0
 #: Seconds that a look at the quotas may take without a rest after it.
 _SHORT_S = 0.1
 #: The lease of the process that deletes payloads and sweeps: a janitor all the time, an engine for a moment.
@@ -83,8 +85,9 @@ class Rounds:
             log.warning("housekeeping failed: %s", exc)
 
     def housekeep(self) -> int:
-        """Does one round in all namespaces: evicts down to the quotas, deletes payloads whose grace time is
-        over, sweeps dangling entries. Returns how many segments it evicted. Raises what the index raises.
+        """Does one round in all namespaces: evicts down to the quotas and what is too old, deletes payloads
+        whose grace time is over, sweeps dangling entries. Returns how many segments it evicted. Raises what
+        the index raises.
 
         All but the eviction is left to a janitor if there is one, and otherwise done by one engine at a time.
         """
@@ -92,8 +95,8 @@ class Rounds:
         maintenance, housekeeping = self._backends.maintenance, self.housekeeping
         if not maintenance.lease(JANITOR, self._name, self._backends.settings.janitor.lease_s):
             return evicted
-        until = time.monotonic() + _REAP_S
         try:
+            until = time.monotonic() + _REAP_S
             accounts, _ = maintenance.reachable()
             # Each time in another order: neither a namespace that takes all the time nor one that fails may
             # keep the same others from their turn for good.
@@ -102,6 +105,9 @@ class Rounds:
                     self._tidy(account, until)
                 except DamagedIndex as exc:
                     housekeeping.damaged[account.namespace] = str(exc)
+            # Last, since what is too old serves nobody already.
+            until = time.monotonic() + _AGE_S
+            evicted += housekeeping.age_out(lambda: time.monotonic() < until)
         finally:
             maintenance.release(JANITOR, self._name)
         return evicted

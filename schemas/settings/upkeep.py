@@ -20,6 +20,9 @@ class EvictionSettings(StrictModel):
     tenant_bytes: Bytes | None = Field(default=None, ge=1)
     #: Bytes that requests with one `cache_salt` may hold in one namespace.
     salt_bytes: Bytes | None = Field(default=None, ge=1)
+    #: What was made longer ago is not served, and is evicted, pinned or not. Where `cache-admin ttl` has set
+    #: a shorter time, that holds. Left out: age does not matter.
+    ttl_s: Seconds | None = Field(default=None, ge=600)
     #: Segments used within this time are evicted only if there are no others.
     fresh_s: Seconds = 120.0
     #: Keep what takes long to compute, for its size, somewhat longer.

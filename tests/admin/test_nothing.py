@@ -17,6 +17,8 @@ def test_verbs_on_nothing_make_nothing(admin: Admin, tmp_path: Path) -> None:
         ["events"],
         ["quota"],
         ["quota", "set", "store", "1GiB"],
+        ["ttl"],
+        ["ttl", "set", "store", "30d"],
         ["pin"],
         ["unpin", "--all", "--apply"],
         ["evict", "--unused-for", "1d", "--apply"],

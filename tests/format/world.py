@@ -85,6 +85,7 @@ class World:
         ranks: int = 1,
         salt: SaltId = NO_SALT,
         session: SessionId = NO_SESSION,
+        created_s: int = NOW_S,
     ) -> bytes:
         """Save blocks of a chain as one segment, all ranks of it; returns its id."""
         dtype = self.space.namespace.groups[group].dtype
@@ -103,7 +104,7 @@ class World:
                 slots,
                 depth=depth,
                 segment=segment,
-                created_s=NOW_S,
+                created_s=created_s,
                 rank=rank,
                 ranks=ranks,
                 cost_us=cost_us,

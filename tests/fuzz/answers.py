@@ -167,6 +167,7 @@ VERBS: tuple[Callable[[RedisIndex], Any], ...] = (
     _holdings,
     lambda index: index.forbid(_NAME, _SALT),
     lambda index: index.forbidden(_NAME),
+    lambda index: index.age_out(_NAME, 60, delete_after_s=1.0),
 )
 
 

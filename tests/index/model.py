@@ -309,8 +309,7 @@ class Space:
         self, session: SessionId, segments: list[SegmentId], minute: int, hint: Hint, allowance: Allowance
     ) -> HintEffect:
         """What is told of a session; `hint.retain_until_s` is a whole number, less than a day from now."""
-        known = self.sessions.get(session)
-        one = known or Session()
+        one = self.sessions.get(session) or Session()
         if hint.retain_until_s is not None and not hint.end:
             one.until = int(hint.retain_until_s)
         one.priority = hint.priority or one.priority
@@ -339,8 +338,10 @@ class Space:
                 self._restore(segment)
         one.used = max(one.used, minute)
         own = self.own(session)
-        if known or one.until or one.ended or one.priority != "normal" or own:
+        if one.until or one.ended or one.priority != "normal" or own:
             self.sessions[session] = one
+        else:
+            self.sessions.pop(session, None)
         state: SessionState = "ended" if one.ended else "retained" if one.until else "live"
         return HintEffect(state, len(own), demoted, retained, refused)
 

@@ -107,6 +107,27 @@ def test_what_was_invalidated_is_drained_and_reaped(world: World) -> None:
     assert (account.bygone, account.trashed) == (0, 0)
 
 
+def test_what_is_too_old_is_evicted_pinned_or_not_and_reaped(world: World) -> None:
+    space, janitor = world.space(), world.janitor()
+    old = world.save(space, 0, 4)
+    world.index.pin(space.id, old[:1], most_bytes=1 << 30)
+    world.clock.now += 1800
+    young = world.save(space, 10, 3)
+    world.index.set_quota(Scope.ttl(Scope.tenant("default")), 3600)
+    assert janitor.round()
+    assert world.visible(space.id) == {*old, *young}
+    world.clock.now += 1800
+    assert world.blocks(space, 0) == 0 and world.blocks(space, 10) == 2
+    assert world.visible(space.id) == {*old, *young}, "nobody has been there yet"
+    janitor.round()
+    assert world.visible(space.id) == set(young)
+    assert done(janitor)["evict"] == 4
+    world.clock.now += world.settings.grace_s + 1
+    janitor.round()
+    assert len(set(world.payloads.deleted)) == 4
+    assert {one.rule for one in world.index.events(space.id) if one.op == "evict"} == {"ttl"}
+
+
 def test_of_two_only_the_leader_touches_anything(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     space = world.space()
     world.save(space, 0, 10)

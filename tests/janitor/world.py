@@ -26,7 +26,7 @@ from tests.store.world import SLOT_BYTES, chain, namespace, slots
 #: How often a payload is read when it is verified, if it fits into one piece: its end, its header, its slots.
 READS = 3
 #: What changes something in an index, of what a janitor calls.
-CHANGES = ("cull", "drain", "reaped", "sweep", "cool", "reconcile", "evict", "erase")
+CHANGES = ("cull", "age_out", "drain", "reaped", "sweep", "cool", "reconcile", "evict", "erase")
 
 
 class Clock:

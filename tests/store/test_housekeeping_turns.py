@@ -36,6 +36,23 @@ def test_a_namespace_that_fails_does_not_keep_the_others_from_their_turn(
         assert [account.bygone for account in catalogue.accounts()] == [1, 0, 0]
 
 
+def test_what_can_not_go_by_age_keeps_nothing_else_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"payloads": "memory://aged", "index": "memory://aged", "eviction": {"ttl_s": 600}}
+    with open_store(tree) as store:
+        catalogue: Any = store.maintenance
+
+        def age_out(*_: Any, **how: Any) -> tuple[int, str]:
+            raise TransientError("no answer")
+
+        monkeypatch.setattr(catalogue, "age_out", age_out)
+        space = store.open(namespace(), block_bytes=SLOT_BYTES)
+        assert space.save(slots(chain(1, 2))).outcome == "stored"
+        assert catalogue.invalidate(space.id) == 1
+        store.rounds.housekeep()
+        assert [account.bygone for account in catalogue.accounts()] == [0]
+        assert isinstance(store.rounds.housekeeping.unreachable, TransientError)
+
+
 @pytest.mark.parametrize(("look_s", "looks"), [(0.01, 25), (3.0, 2)])
 def test_a_long_look_at_the_quotas_is_followed_by_as_long_a_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_s: float, looks: int

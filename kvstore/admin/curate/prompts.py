@@ -11,6 +11,8 @@ from kvstore.admin.backends import Cache, UnknownName
 from kvstore.admin.curate.plan import MovePlan, Planned, plan_of
 from kvstore.admin.curate.reports import PromptFound
 from kvstore.errors import ConfigError
+from kvstore.index.maintenance import FullIndex
+from kvstore.index.port import Run
 from kvstore.keys import NamespaceId, SegmentId, digests
 from kvstore.rules.hashing import block_hashes, seed_for
 from kvstore.rules.prefix import rule_of, stops
@@ -56,6 +58,27 @@ def plan_prompt(
     the prompt names. Of the segments `max_bytes` takes heads first. Raises UnknownName, ConfigError if
     the names of its blocks can't be computed, and what the index raises.
     """
+    known, spaces = cache.namespaces(), spaces_of(cache, prompt, prefixes)
+    entries: list[Planned] = []
+    found = []
+    for name, (space, hashes) in spaces.items():
+        tokens, segments = _needed(cache, name, space, hashes, prompt.length(space))
+        assert cache.index is not None, "a namespace is known, so there is an index"
+        listings = cache.index.get(name, segments)
+        entries += [Planned.of(name, listing) for listing in listings if listing is not None]
+        found.append(PromptFound(namespace=name, tokens=len(hashes) * space.block_tokens, stored=tokens))
+    entries.sort(key=lambda entry: (entry.depth, entry.namespace, entry.segment))
+    return plan_of({name: known[name] for name in spaces}, entries, max_bytes), found
+
+
+def spaces_of(
+    cache: Cache, prompt: StoredPrompt, prefixes: Sequence[str] = ()
+) -> dict[NamespaceId, tuple[Namespace, Sequence[bytes]]]:
+    """Returns the namespaces whose blocks a prompt names, of those whose ids start with one of `prefixes` or
+    of all, each with the prompt's block hashes there.
+
+    Raises UnknownName, and ConfigError if the names of its blocks can't be computed.
+    """
     known = cache.namespaces()
     chosen = sorted({cache.namespace(prefix) for prefix in prefixes}) if prefixes else list(known)
     spaces: dict[NamespaceId, tuple[Namespace, Sequence[bytes]]] = {}
@@ -75,16 +98,20 @@ def plan_prompt(
         raise ConfigError("; ".join(refusals))
     if not spaces:
         raise UnknownName("no namespace of KV blocks: no engine has registered one with this index yet")
-    entries: list[Planned] = []
-    found = []
-    for name, (space, hashes) in spaces.items():
-        tokens, segments = _needed(cache, name, space, hashes, prompt.length(space))
-        assert cache.index is not None, "a namespace is known, so there is an index"
-        listings = cache.index.get(name, segments)
-        entries += [Planned.of(name, listing) for listing in listings if listing is not None]
-        found.append(PromptFound(namespace=name, tokens=len(hashes) * space.block_tokens, stored=tokens))
-    entries.sort(key=lambda entry: (entry.depth, entry.namespace, entry.segment))
-    return plan_of({name: known[name] for name in spaces}, entries, max_bytes), found
+    return spaces
+
+
+def stored_runs(
+    index: FullIndex, name: NamespaceId, space: Namespace, hashes: Sequence[bytes]
+) -> list[list[Run | None]]:
+    """Returns for each group of a namespace where each block of a chain is stored, None for those that
+    aren't. Raises what the index raises."""
+    runs = []
+    for group, spec in enumerate(space.groups):
+        # A block that spans several hashes has the last one as its key.
+        ratio = max(1, spec.block_tokens // space.block_tokens)
+        runs.append(index.find(name, digests(list(hashes[ratio - 1 :: ratio]), group)))
+    return runs
 
 
 def _needed(
@@ -93,11 +120,7 @@ def _needed(
     """Returns how many leading tokens an engine would load, and the segments that hold them."""
     assert cache.index is not None, "a namespace is known, so there is an index"
     rules = [rule_of(spec.kind, spec.block_tokens, spec.window) for spec in space.groups]
-    runs = []
-    for group, rule in enumerate(rules):
-        # A block that spans several hashes has the last one as its key.
-        ratio = max(1, rule.block_tokens // space.block_tokens)
-        runs.append(cache.index.find(name, digests(list(hashes[ratio - 1 :: ratio]), group)))
+    runs = stored_runs(cache.index, name, space, hashes)
     _, tokens = stops(rules, [[run is not None for run in one] for one in runs], length)
     needed = dict.fromkeys(
         run.segment

@@ -38,7 +38,7 @@ def set_quota(cache: Cache, scope: str, nbytes: int | None, *, applied: bool, no
     and what the index raises.
     """
     accounts, given = cache.accounts(), cache.quotas()
-    scope = _full_scope(scope, accounts, given)
+    scope = full_scope(scope, accounts, given)
     if nbytes is None and scope not in given:
         raise UnknownName(f"no quota was set for {scope}; `cache-admin quota` lists what there is")
     after = {name: value for name, value in given.items() if name != scope}
@@ -118,7 +118,7 @@ def quota_lines(
             known=False,
         )
         for scope, nbytes in sorted(given.items())
-        if scope not in there
+        if scope not in there and Scope.of_ttl(scope) is None
     ]
     return (*unknown, *lines)
 
@@ -152,8 +152,11 @@ def _line(scope: str, lines: Sequence[QuotaLine]) -> QuotaLine | None:
     return next((line for line in lines if line.scope == scope), None)
 
 
-def _full_scope(scope: str, accounts: Sequence[Account], given: Mapping[str, int]) -> str:
-    """Returns the scope as the index spells it. Raises UnknownName."""
+def full_scope(scope: str, accounts: Sequence[Account], given: Mapping[str, int]) -> str:
+    """Returns a scope as the index spells it; `given` are those that something is set for.
+
+    Raises UnknownName.
+    """
     if scope.startswith(_SALT):
         if Scope.salt_of(scope.lower()) is None:
             raise UnknownName(f"{scope!r} is no scope: salt/ID has the 32 digits of a salt's id")

@@ -83,12 +83,7 @@ def plan_session(
     by default in all. Of the segments `max_bytes` takes heads first. Raises UnknownName and what the index
     raises.
     """
-    known = cache.namespaces()
-    names = sorted({cache.namespace(prefix) for prefix in prefixes}) if prefixes else list(known)
-    named = 0 < len(wanted) <= SESSION_NAME_CHARS
-    found = _remembered(cache, session_id(salt_id(salt), wanted), names) if named else []
-    if not found:
-        found = _known([]) if salt else _find(cache, wanted, names)
+    known, found = cache.namespaces(), find_named(cache, wanted, salt=salt, prefixes=prefixes)
     assert cache.index is not None, "a session is known, so there is an index"
     entries = []
     for name, one in found:
@@ -97,6 +92,19 @@ def plan_session(
     entries.sort(key=lambda entry: (entry.depth, entry.namespace, entry.segment))
     plan = plan_of({name: known[name] for name, _ in found}, entries, max_bytes)
     return plan, [session_line(name, one) for name, one in found]
+
+
+def find_named(
+    cache: Cache, wanted: str, *, salt: str = "", prefixes: Sequence[str] = ()
+) -> list[tuple[NamespaceId, SessionListing]]:
+    """Returns a session in each namespace that remembers it; see `plan_session`. Raises UnknownName and what
+    the index raises."""
+    names = sorted({cache.namespace(prefix) for prefix in prefixes}) if prefixes else list(cache.namespaces())
+    named = 0 < len(wanted) <= SESSION_NAME_CHARS
+    found = _remembered(cache, session_id(salt_id(salt), wanted), names) if named else []
+    if not found:
+        found = _known([]) if salt else _find(cache, wanted, names)
+    return found
 
 
 def _find(

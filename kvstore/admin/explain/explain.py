@@ -19,6 +19,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from kvstore.admin.backends import UnknownName
+from kvstore.admin.explain.journal import NamespaceJournal
 from kvstore.admin.explain.lookup import OTHERS, TOLD, Lookup
 from kvstore.admin.explain.reports import (
     Block,
@@ -51,7 +52,7 @@ from schemas.namespace import Namespace
 #: The most sessions that are named as those that alone have used a prompt's blocks.
 _SESSIONS = 5
 #: Causes that explain why a block is not in the index.
-_GONE: frozenset[Cause] = frozenset({"evicted", "invalidated", *TOLD_UNSAVED})  # type: ignore[arg-type]
+_GONE: frozenset[Cause] = frozenset({"evicted", "invalidated", "expired", *TOLD_UNSAVED})  # type: ignore[arg-type]
 
 
 # ---- a prompt ---------------------------------------------------------------------------------------
@@ -227,7 +228,9 @@ def explain_request(lookup: Lookup, request: str, *, namespace: str | None = Non
             others = lookup.others(name, kind, wanted) if one.reason == "absent" else []
             run = lookup.present(name, [wanted])[0]
             block = lookup.block(name, [wanted], 0, run, number=one.position, others=others)
-        told.append(line.model_copy(update={"block": block, "because": _by_then(line, block)}))
+        told.append(
+            line.model_copy(update={"block": block, "because": _by_then(lookup.journal(name), line, block)})
+        )
     if not told:
         lookup.remarks.append(
             "nothing is remembered of such a request: it was served and saved in full, or it was not looked "
@@ -271,11 +274,11 @@ def _groups(text: str) -> int:
         return 1
 
 
-def _by_then(told: Told, block: Block | None) -> Finding | None:
+def _by_then(journal: NamespaceJournal, told: Told, block: Block | None) -> Finding | None:
     """Returns why a block was absent when it was asked for: what happened to it last before that."""
     if block is None or told.reason != "absent":
         return None
-    before = (one for one in block.findings if one.at_s is not None and one.at_s <= told.at_s)
+    before = (one for one in block.findings if journal.was_gone(one, told.at_s))
     return next((one for one in before if one.cause in _GONE), None)
 
 

@@ -38,6 +38,8 @@ _RULES = {
     "bad": "evicted because its payload was missing, failed verification or differed in an audit",
     "abandoned": "evicted because a rank did not write its part",
     "admin": "evicted by an administrator",
+    "named": "deleted by name: an operator named its prompt, its request or its session",
+    "ttl": "expired: it was older than its time to live",
     "erased": "erased: all that its tenant or its salt had stored was to go",
     "invalidated": "invalidated with all that the namespace held",
     "repair": "taken out by a repair, which found it damaged",
@@ -59,6 +61,9 @@ class NamespaceJournal:
     index: FullIndex
     namespace: NamespaceId
     settings: Settings
+    now_s: float
+    #: The namespace's time to live; 0: none.
+    ttl_s: int = 0
     events: list[Event] = field(init=False)
     #: The newest first.
     outcomes: list[Outcome] = field(init=False)
@@ -72,6 +77,20 @@ class NamespaceJournal:
         self._gone = {
             one.segment: one for one in self.events if one.op == "evict" and one.segment is not None
         }
+
+    def was_gone(self, finding: Finding, at_s: float) -> bool:
+        """Whether what a finding tells of is why a block was missed at a time.
+
+        What goes for its age is missed before somebody evicts it; and what was stored only later can't have
+        been too old by then.
+        """
+        before = finding.at_s is not None and finding.at_s <= at_s
+        if finding.rule != "ttl":
+            return before
+        segment = SegmentId(bytes.fromhex(finding.segment))
+        commits = (one.at_s for one in self.events if one.op == "commit" and one.segment == segment)
+        made = next(commits, None)
+        return before if made is None else made <= at_s and (before or finding.cause == "evicted")
 
     def reach(self) -> Reach:
         """Returns how far back it goes."""
@@ -106,7 +125,7 @@ class NamespaceJournal:
         place = {name: i for i, name in enumerate(names)}
         found = [*self._departures(place, block), *self._offers(place, block), *self._misses(names[block])]
         found += self._entries(names[block], {one.segment for one in found if one.segment})
-        if not any(one.cause in ("evicted", "invalidated") for one in found):
+        if not any(one.cause in ("evicted", "invalidated", "expired") for one in found):
             found += self._invalidations()
         return sorted(found, key=lambda one: -(one.at_s or 0.0))
 
@@ -145,8 +164,18 @@ class NamespaceJournal:
             case None:
                 text = "evicted and deleted; when and by which rule is no longer known"
                 yield _finding("evicted", text, None, "", segment)
+            case "visible" if self.ttl_s:
+                yield from self._expired(segment)
             case "visible" | "incomplete":
                 return
+
+    def _expired(self, segment: SegmentId) -> Iterator[Finding]:
+        """Yields since when a segment that is not evicted yet is older than its time to live, if it is."""
+        [listing] = self.index.get(self.namespace, [segment])
+        over_s = 0 if listing is None else listing.record.created_s + self.ttl_s
+        if 0 < over_s <= self.now_s:
+            text = f"{_RULES['ttl']} ({self.ttl_s:,} s): it is not served, and a janitor is to evict it"
+            yield _finding("expired", text, float(over_s), "ttl", segment)
 
     def _entries(self, name: Digest, known: set[str]) -> Iterator[Finding]:
         for segment in self._dangling.get(name, ()):

@@ -26,6 +26,8 @@ from schemas.records import SegmentRecord
 
 _Problem = CorruptPayload | UnreadablePayload
 
+#: Causes that say what became of a segment that had the block.
+_LOST = ("evicted", "invalidated", "expired")
 #: Digests looked up with one call.
 _STEP = 4096
 #: How many other namespaces are asked for what is missing, those registered last.
@@ -77,7 +79,10 @@ class Lookup:
     def journal(self, namespace: NamespaceId) -> NamespaceJournal:
         """Returns the namespace's journal, which is read once."""
         if namespace not in self._journals:
-            self._journals[namespace] = NamespaceJournal(self.index, namespace, self.cache.settings)
+            [ttl_s] = [one.ttl_s for one in self.cache.accounts(namespace)] or [0]
+            self._journals[namespace] = NamespaceJournal(
+                self.index, namespace, self.cache.settings, self.now_s, ttl_s
+            )
         return self._journals[namespace]
 
     def present(self, namespace: NamespaceId, names: Sequence[Digest]) -> list[Run | None]:
@@ -162,7 +167,7 @@ class Lookup:
         journal, name = self.journal(namespace), names[at]
         findings = self.here(namespace, run)
         known = journal.findings(names, at)
-        if not findings and not any(one.cause in ("evicted", "invalidated") and one.segment for one in known):
+        if not findings and not any(one.cause in _LOST and one.segment for one in known):
             if not self._search(namespace, name):
                 self.remarks.append(
                     f"namespace {namespace} has more than {SCAN_MOST:,} entries, which were not looked "

@@ -18,6 +18,7 @@ Cause = Literal[
     "never_stored",  # as far back as the journal reaches
     "evicted",  # `rule` says by which rule
     "invalidated",  # with all that the namespace held
+    "expired",  # it is older than its time to live, and not evicted yet
     "elsewhere",  # another namespace has it
     # A request asked for it, and:
     "audited",

@@ -45,6 +45,8 @@ class NamespaceStatus(NamespaceSummary):
     upkeep: Waiting
     #: Its own quota; None if only the store's and its tenant's apply.
     quota_bytes: int | None
+    #: What is older is not served, and is evicted; None: age does not matter.
+    ttl_s: int | None = None
     #: Seconds that computing all of it again would take.
     cost_s: float
     #: When an engine opened it last; None: unknown.

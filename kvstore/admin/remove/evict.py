@@ -6,9 +6,11 @@ segments. One that was used since then is spared when the plan is carried out, u
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.counting import AmountSum, amount_of
@@ -21,9 +23,10 @@ from kvstore.admin.reports import EndedEarly
 from kvstore.errors import KVStoreError
 from kvstore.index.eviction import MINUTE_S, WORTH_MINUTES, shift_s, worth
 from kvstore.index.maintenance import Account, Listing
-from kvstore.index.sessions import ENDED_MINUTE
-from kvstore.keys import NamespaceId, SegmentId
+from kvstore.index.sessions import ENDED_MINUTE, Hint
+from kvstore.keys import NamespaceId, SegmentId, SessionId
 from kvstore.rules.units import size
+from schemas.records import EvictionRule
 
 _STEP = 256
 
@@ -59,18 +62,28 @@ class EvictPlan:
     models: dict[NamespaceId, str]
     segments: list[_Candidate] = field(default_factory=list)
     pinned: AmountSum = field(default_factory=AmountSum)
+    rule: EvictionRule = "admin"
+    #: What is left alone because others use it as well.
+    shared: AmountSum = field(default_factory=AmountSum)
+    #: Sessions that are to be forgotten.
+    sessions: list[tuple[NamespaceId, SessionId]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def in_order(self) -> Self:
+        """Sorts the segments into the order in which they go: tails before heads."""
+        self.segments.sort(key=lambda candidate: candidate.order)
+        return self
 
 
 def plan_segments(cache: Cache, segments: Sequence[str], prefix: str | None, *, pinned: bool) -> EvictPlan:
     """Plans to evict the segments whose ids start so, pinned ones only with `pinned`. Raises UnknownName."""
-    plan = _empty(cache, prefix, f"{len(set(segments))} named", spare=False)
+    plan = empty_plan(cache, prefix, f"{len(set(segments))} named", spare=False)
     names = [account.namespace for account in plan.accounts]
-    filler = _PlanFiller(cache, plan)
+    filler = PlanFiller(cache, plan)
     for each in dict.fromkeys(segments):
         namespace, listing = find_segment(cache, each, names)
         filler.add(namespace, listing, pinned=pinned)
-    plan.segments.sort(key=lambda candidate: candidate.order)
-    return plan
+    return plan.in_order()
 
 
 def plan_unused(
@@ -81,16 +94,15 @@ def plan_unused(
     Nobody knows when those of an ended session were used last: they count as used when they were made.
     Raises UnknownName and what the index raises.
     """
-    plan = _empty(cache, prefix, f"not used for {unused_for_s:.0f} s", spare=True)
-    filler = _PlanFiller(cache, plan)
+    plan = empty_plan(cache, prefix, f"not used for {unused_for_s:.0f} s", spare=True)
+    filler = PlanFiller(cache, plan)
     for account in plan.accounts:
         for listing in cache.segments(account.namespace):
             ended = listing.last_use_s <= ENDED_MINUTE * MINUTE_S
             used_s = listing.record.created_s if ended else listing.last_use_s
             if used_s < now_s - unused_for_s:
                 filler.add(account.namespace, listing, pinned=pinned)
-    plan.segments.sort(key=lambda candidate: candidate.order)
-    return plan
+    return plan.in_order()
 
 
 def plan_keep(cache: Cache, prefix: str | None, *, keep_bytes: int, now_s: float) -> EvictPlan:
@@ -99,8 +111,8 @@ def plan_keep(cache: Cache, prefix: str | None, *, keep_bytes: int, now_s: float
     It takes them in the order of eviction; pinned segments stay. Raises UnknownName and what the index
     raises.
     """
-    plan = _empty(cache, prefix, f"down to {size(keep_bytes)}", spare=True)
-    filler = _PlanFiller(cache, plan)
+    plan = empty_plan(cache, prefix, f"down to {size(keep_bytes)}", spare=True)
+    filler = PlanFiller(cache, plan)
     for account in plan.accounts:
         for listing in cache.segments(account.namespace):
             filler.add(account.namespace, listing, pinned=False)
@@ -143,6 +155,8 @@ def evict(
         held=amount_of(plan.accounts),
         planned=everything.amount,
         pinned=plan.pinned.amount,
+        shared=plan.shared.amount,
+        remarks=tuple(plan.remarks),
         lines=tuple(lines),
         evicted_segments=run.evicted,
         spared_segments=run.spared,
@@ -150,7 +164,7 @@ def evict(
     )
 
 
-class _PlanFiller:
+class PlanFiller:
     """Adds listings to a plan."""
 
     def __init__(self, cache: Cache, plan: EvictPlan) -> None:
@@ -198,16 +212,33 @@ class _Run:
         """Evicts every segment of the plan, in its order."""
         progress.begin("evict", sum(candidate.nbytes for candidate in self.plan.segments))
         try:
-            if planned := self.plan.segments:
-                spaces = among(one.namespace for one in planned)
+            planned = self.plan.segments
+            if planned or self.plan.sessions:
+                spaces = among([one.namespace for one in planned] or [name for name, _ in self.plan.sessions])
                 self.cache.record("evict", f"{len(planned)} segments of {spaces}: {self.plan.why}")
             for batch in _batches(planned):
                 self._batch(batch)
                 progress.advance(sum(candidate.nbytes for candidate in batch))
+            for name, session in self.plan.sessions:
+                self._forget(name, session)
         except KeyboardInterrupt:
             self.ended, self.problem = "cancelled", "cancelled"
         except KVStoreError as exc:
             self.ended, self.problem = "failed", str(exc)
+
+    def _forget(self, name: NamespaceId, session: SessionId) -> None:
+        """Takes back what was told of a session: without segments of its own, nothing is left to remember.
+        One that has some is left as it was: they would count as used now, though it has ended.
+        """
+        assert self.cache.index is not None, "a session is known, so there is an index"
+        if any(True for _ in self.cache.index.owned(name, session)):
+            self.plan.remarks.append(
+                f"the session is still remembered in namespace {name}, with the segments that it has there: "
+                "pinned ones go with --pinned, and what it has saved since with another run"
+            )
+            return
+        taken_back = Hint(retain_until_s=0.0, priority="normal")
+        self.cache.index.session(name, session, [], time.time(), taken_back)
 
     def _batch(self, batch: Sequence[_Candidate]) -> None:
         index = self.cache.index
@@ -222,7 +253,11 @@ class _Run:
                 for candidate, listing in zip(batch, now, strict=True)
                 if listing and listing.last_use_s <= candidate.used_s and listing.pinned <= candidate.pinned
             ]
-        gone = index.evict(name, chosen, delete_after_s=self.delete_after_s, rule="admin") if chosen else 0
+        gone = (
+            index.evict(name, chosen, delete_after_s=self.delete_after_s, rule=self.plan.rule)
+            if chosen
+            else 0
+        )
         self.evicted += gone
         self.spared += len(batch) - gone
 
@@ -237,6 +272,9 @@ def _batches(entries: Sequence[_Candidate]) -> Iterator[Sequence[_Candidate]]:
             start = end
 
 
-def _empty(cache: Cache, prefix: str | None, why: str, *, spare: bool) -> EvictPlan:
+def empty_plan(
+    cache: Cache, prefix: str | None, why: str, *, spare: bool, rule: EvictionRule = "admin"
+) -> EvictPlan:
+    """Returns a plan for one namespace or all that nothing is in yet. Raises UnknownName."""
     chosen = None if prefix is None else cache.namespace(prefix)
-    return EvictPlan(why, spare, cache.accounts(chosen), models(cache.namespaces()))
+    return EvictPlan(why, spare, cache.accounts(chosen), models(cache.namespaces()), rule=rule)

@@ -29,12 +29,50 @@ class EvictReport(StrictModel):
     planned: Amount
     #: Pinned segments that the plan leaves alone.
     pinned: Amount
+    #: (A prompt, a request) What others may use as well, and is left alone for that.
+    shared: Amount = Amount()
+    #: What the plan can't reach, a sentence each.
+    remarks: tuple[str, ...] = ()
     lines: tuple[EvictLine, ...]
     evicted_segments: int
     #: Segments of the plan that were used meanwhile, or evicted by another process.
     spared_segments: int
     #: When the payloads may be deleted, by the janitor or by an engine; None: nothing was evicted.
     delete_after_s: float | None
+
+
+class TtlLine(StrictModel):
+    """A time to live."""
+
+    #: `store`, `tenant/NAME` or `namespace/ID`.
+    scope: str
+    ttl_s: int
+    #: How many namespaces are under it.
+    namespaces: int
+    #: `settings` (eviction.ttl_s), or `set` by `cache-admin ttl`. Of those that a namespace is under the
+    #: shortest holds.
+    source: Literal["settings", "set"]
+
+
+class TtlsReport(StrictModel):
+    """`cache-admin ttl`."""
+
+    at_s: float
+    ttls: tuple[TtlLine, ...]
+
+
+class TtlReport(StrictModel):
+    """`cache-admin ttl set` and `cache-admin ttl clear`; without `applied` nothing was changed."""
+
+    at_s: float
+    applied: bool
+    scope: str
+    #: None: none was set, or is.
+    before_s: int | None
+    after_s: int | None
+    namespaces: int
+    #: What the namespaces under it held that is older than the time to live that is to hold there.
+    older: Amount
 
 
 class InvalidateReport(StrictModel):

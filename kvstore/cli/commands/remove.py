@@ -7,16 +7,32 @@ from typing import Annotated
 
 import typer
 
-from kvstore.admin.remove import drop, erase, evict
+from kvstore.admin.curate.prompts import StoredPrompt
+from kvstore.admin.remove import drop, erase, evict, ttl
+from kvstore.admin.remove import named as evict_named
 from kvstore.admin.remove.reports import DropReport, EraseReport, EvictReport
+from kvstore.admin.tokenizer import token_ids
 from kvstore.cli import progress
 from kvstore.cli.call import Call, remind
 from kvstore.cli.exits import ENDS, ExitCode, of_report
-from kvstore.cli.options import Apply, Segments, Within, byte_count, read_salt, seconds_of
+from kvstore.cli.options import (
+    Apply,
+    Segments,
+    Within,
+    byte_count,
+    read_hashes,
+    read_salt,
+    read_text,
+    read_tokens,
+    seconds_of,
+)
 from kvstore.cli.text import remove as remove_text
 from kvstore.cli.verbs import verb
 from kvstore.keys import salt_id
 
+TtlScope = Annotated[
+    str, typer.Argument(metavar="SCOPE", help="store, tenant/NAME, or namespace/ID by the start of the id.")
+]
 Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id.")]
 
 
@@ -27,8 +43,12 @@ Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start o
         "cache-admin evict --unused-for 7d",
         "cache-admin evict --keep 500GiB --apply",
         "cache-admin evict cdf5c6c46cc04768 --apply",
+        "cache-admin evict --prompt letter.txt --engine http://localhost:8000",
+        "cache-admin evict --tokens prompt.json --whole --apply",
+        "cache-admin evict --session user-81/trip-planner --apply",
+        "cache-admin evict --request chatcmpl-8f14e45f --apply",
     ),
-    see_also=("top", "pin", "quota", "invalidate"),
+    see_also=("top", "pin", "quota", "ttl", "erase", "invalidate"),
 )
 def _evict(
     call: Call,
@@ -42,18 +62,95 @@ def _evict(
         str | None,
         typer.Option(metavar="SIZE", help="What goes first, until at most so much is left, such as 50GiB."),
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What this prompt has stored: text, or a chat as JSON with `messages`, which --engine turns "
+            "into token ids; - reads stdin.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="URL", help="With --prompt: an engine that serves the model.")
+    ] = "http://localhost:8000",
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the prompt with these token ids has stored: a JSON list, separated by blanks, or the "
+            "answer of an engine's /tokenize; - reads stdin.",
+        ),
+    ] = None,
+    hashes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What the prompt has stored whose blocks have these hashes, as vLLM makes them, in hex, "
+            "from the first block on; - reads stdin.",
+        ),
+    ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="What the store lacked when this request came, as it is stored now."),
+    ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What this session alone has used, by the name that its client gives it, or by its id or "
+            "the start of it; it is forgotten as well.",
+        ),
+    ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="Of a prompt or a request: also what others may use."),
+    ] = False,
+    seed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="With --prompt or --tokens: the engines' PYTHONHASHSEED, if they have one."
+        ),
+    ] = None,
+    salt_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --prompt, --tokens or --session: the requests' cache_salt, if they have one, as "
+            "`erase --salt-file` takes it.",
+        ),
+    ] = None,
     pinned: Annotated[bool, typer.Option("--pinned", help="Pinned segments as well.")] = False,
     apply: Apply = False,
 ) -> None:
-    """Evict segments: these, or what was not used for a time, or down to a size.
+    """Evict segments: these, what was not used for a time, down to a size, or what somebody's prompt, request
+    or session has stored.
 
     What is evicted can't be matched from that moment on. Its payload is deleted after grace_s, by an engine
     that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
     named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
     are named, seeing to that is left to you. To forget everything at once: `cache-admin invalidate`.
+
+    Of a prompt goes its last segment, and where that is a session's own, what that session alone was seen to
+    use right before it. The rest may be the beginning of others' prompts: it is reported as shared, and goes
+    with --whole; so is all of a prompt whose end is not stored. Copies in the folders of other nodes stay
+    until these need the room, as after any eviction; `erase` reaches them.
     """
-    if sum((bool(segments), unused_for is not None, keep is not None)) != 1:
-        raise typer.BadParameter("say what is to go: SEGMENT..., or --unused-for TIME, or --keep SIZE")
+    named = (prompt, tokens, hashes, request, session)
+    ways = (*named, unused_for, keep)
+    if sum((bool(segments), *(way is not None for way in ways))) != 1:
+        raise typer.BadParameter(
+            "say what is to go, in one way: SEGMENT..., --unused-for, --keep, --prompt, --tokens, --hashes, "
+            "--request or --session"
+        )
+    if whole and prompt is tokens is hashes is request is None:
+        raise typer.BadParameter("--whole goes with --prompt, --tokens, --hashes or --request")
+    if seed is not None and prompt is tokens is None:
+        raise typer.BadParameter("--seed goes with --prompt or --tokens")
+    if salt_file is not None and prompt is tokens is session is None:
+        raise typer.BadParameter("--salt-file goes with --prompt, --tokens or --session")
+    if salt_file == "-" and "-" in (prompt, tokens):
+        raise typer.BadParameter("the prompt and --salt-file can't both be on stdin")
+    salt = "" if salt_file is None else read_salt(salt_file)
     if keep is not None and pinned:
         raise typer.BadParameter("--keep leaves pinned segments alone; unpin them", param_hint="--pinned")
     unused_for_s = None if unused_for is None else seconds_of("--unused-for", unused_for)
@@ -62,6 +159,17 @@ def _evict(
     with call.cache() as cache, progress.shown() as shows:
         if segments:
             planned = evict.plan_segments(cache, segments, namespace, pinned=pinned)
+        elif request is not None:
+            planned = evict_named.plan_request(cache, request, namespace, whole=whole, pinned=pinned)
+        elif session is not None:
+            planned = evict_named.plan_session(cache, session, salt, namespace, pinned=pinned)
+        elif any(way is not None for way in named):
+            hashed = [] if hashes is None else read_hashes(hashes)
+            ids = [] if tokens is None else read_tokens(tokens)
+            if prompt is not None:
+                ids = token_ids(engine, read_text("--prompt", prompt))
+            stored = StoredPrompt(ids, hashed, seed, salt)
+            planned = evict_named.plan_prompt(cache, stored, namespace, whole=whole, pinned=pinned)
         elif unused_for_s is not None:
             planned = evict.plan_unused(cache, namespace, unused_for_s=unused_for_s, pinned=pinned, now_s=now)
         else:
@@ -71,6 +179,73 @@ def _evict(
     call.print(report, remove_text.evict)
     remind(applied=apply, anything=report.planned.segments > 0)
     call.end(report)
+
+
+@verb(
+    "ttl",
+    section="Maintain",
+    examples=("cache-admin ttl", "cache-admin ttl --json | jq '.ttls[].scope'"),
+    see_also=("ttl set", "ttl clear", "erase", "status"),
+)
+def _ttl(call: Call) -> None:
+    """Show how old what is stored may become.
+
+    Of the times to live that a namespace is under the shortest holds: the settings' (eviction.ttl_s), the
+    store's, its tenant's, its own. `status` shows which that is.
+    """
+    with call.cache() as cache:
+        report = ttl.ttls(cache, time.time())
+    call.print(report, remove_text.ttls)
+
+
+@verb(
+    "ttl set",
+    section="Maintain",
+    examples=(
+        "cache-admin ttl set tenant/search 30d --apply",
+        "cache-admin ttl set namespace/8a74e0fa 12h",
+    ),
+    see_also=("ttl", "ttl clear", "erase", "quota"),
+)
+def _ttl_set(
+    call: Call,
+    scope: TtlScope,
+    seconds: Annotated[
+        str, typer.Argument(metavar="TIME", help="Such as 90m, 12h or 30d; ten minutes at least.")
+    ],
+    apply: Apply = False,
+) -> None:
+    """Set how old what a scope stores may become, for a retention rule.
+
+    Age counts from when it was computed and saved; a use makes nothing younger. From now on nothing older
+    is served, whether or not it is evicted yet, and engines that compute it again save it anew. `cache-admin
+    serve`, or an engine that saves, evicts it in its next rounds, pinned or not, and deletes the payload
+    after grace_s. Engines of a release before this one go on serving what is not evicted yet.
+    """
+    ttl_s = int(seconds_of("TIME", seconds))
+    if not ttl.SHORTEST_S <= ttl_s <= ttl.LONGEST_S:
+        raise typer.BadParameter(f"{seconds!r} is not between ten minutes and a century", param_hint="TIME")
+    with call.cache() as cache:
+        report = ttl.set_ttl(cache, scope, ttl_s, applied=apply, now_s=time.time())
+    call.print(report, remove_text.ttl)
+    remind(applied=report.applied, anything=True)
+
+
+@verb(
+    "ttl clear",
+    section="Maintain",
+    examples=("cache-admin ttl clear tenant/search --apply",),
+    see_also=("ttl", "ttl set"),
+)
+def _ttl_clear(call: Call, scope: TtlScope, apply: Apply = False) -> None:
+    """Forget the time to live that was set for a scope: those of others that hold there still do.
+
+    It holds from the next round of `cache-admin serve` on, or of an engine that saves, as a longer one does.
+    """
+    with call.cache() as cache:
+        report = ttl.set_ttl(cache, scope, None, applied=apply, now_s=time.time())
+    call.print(report, remove_text.ttl)
+    remind(applied=report.applied, anything=True)
 
 
 @verb(

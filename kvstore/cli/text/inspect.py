@@ -130,6 +130,7 @@ def _namespace_table(report: StatusReport) -> Renderables:
         Column("share", shares, right=True),
         Column("pinned", [_bytes(line.upkeep.pinned_bytes) for line in lines], right=True, plain="-"),
         Column("trash", trash, right=True, plain="-"),
+        Column("ttl", [span(line.ttl_s or 0) for line in lines], right=True, plain="-"),
         Column("cost", [span(line.cost_s) for line in lines], right=True, plain="-"),
         Column("opened", [_age_or_dash(report.at_s, line.seen_s) for line in lines], right=True),
         Column("oldest", [_age_or_dash(report.at_s, line.oldest_use_s) for line in lines], right=True),

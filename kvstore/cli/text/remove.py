@@ -9,9 +9,11 @@ from kvstore.admin.remove.reports import (
     EraseReport,
     EvictReport,
     InvalidateReport,
+    TtlReport,
+    TtlsReport,
     VersionsReport,
 )
-from kvstore.cli.tables import Column, Renderables, TableRows, age, amount, count, pair
+from kvstore.cli.tables import Column, Renderables, TableRows, age, amount, count, pair, span
 from kvstore.rules.units import size
 
 _WIDTH = 12
@@ -24,6 +26,8 @@ def evict(report: EvictReport) -> Renderables:
     yield pair("planned", amount(report.planned))
     if report.pinned.segments:
         yield pair("left alone", f"{amount(report.pinned)}: pinned")
+    if report.shared.segments:
+        yield pair("shared", f"{amount(report.shared)}: left alone")
     if report.applied:
         spared = (
             f"; {count(report.spared_segments, 'segment')} used or gone meanwhile"
@@ -33,6 +37,8 @@ def evict(report: EvictReport) -> Renderables:
         yield pair("evicted", f"{count(report.evicted_segments, 'segment')}{spared}")
     if report.delete_after_s is not None:
         yield pair("payloads", f"deleted in {max(0.0, report.delete_after_s - report.at_s):.0f} s or later")
+    for number, remark in enumerate(report.remarks):
+        yield pair("" if number else "remarks", remark)
     lines = report.lines
     if lines:
         yield ""
@@ -43,6 +49,30 @@ def evict(report: EvictReport) -> Renderables:
             Column("blocks", [f"{line.planned.blocks:,}" for line in lines], right=True),
             Column("size", [size(line.planned.stored_bytes) for line in lines], right=True),
         )
+
+
+def ttls(report: TtlsReport) -> Renderables:
+    """Yields a line per time to live."""
+    lines = report.ttls
+    if not lines:
+        yield "No time to live is set: what is stored stays until a quota evicts it."
+        return
+    yield TableRows(
+        Column("scope", [line.scope for line in lines]),
+        Column("time to live", [span(line.ttl_s) for line in lines], right=True),
+        Column("namespaces", [f"{line.namespaces:,}" for line in lines], right=True),
+        Column("source", [line.source for line in lines]),
+    )
+
+
+def ttl(report: TtlReport) -> Renderables:
+    """Yields one time to live, before and after."""
+    yield pair("scope", f"{report.scope}, {count(report.namespaces, 'namespace')}")
+    yield pair("before", "-" if report.before_s is None else span(report.before_s))
+    yield pair("after", "-" if report.after_s is None else span(report.after_s))
+    if report.older.segments:
+        verb = "is" if report.applied else "would be"
+        yield pair("older", f"{amount(report.older)}: {verb} not served any more, and evicted soon")
 
 
 def invalidate(report: InvalidateReport) -> Renderables:

@@ -20,6 +20,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.conformance.index.abilities import (
+    AgeConformance,
     HeatConformance,
     LeaseConformance,
     OperationsConformance,
@@ -55,6 +56,7 @@ from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 class FullIndexConformance(
     PinConformance,
     QuotaConformance,
+    AgeConformance,
     LeaseConformance,
     HeatConformance,
     SaltConformance,

@@ -12,6 +12,7 @@ What an index may lack:
 
     Pins          keep segments from going by policy
     Quotas        are set by operators while engines run
+    Ages          say how old what is served may be
     Salts         tell what requests with different salts have stored, and forbid a salt
     Sessions      lists what is remembered of clients' sessions (kvstore.index.sessions)
     Leases        say which of several janitors has its turn
@@ -31,7 +32,7 @@ Not here, and why: anything that needs several namespaces at one moment (in a Re
 different nodes; kvstore.index.eviction plans over them, and its plan is safe to carry out twice), payloads.
 """
 
-from kvstore.index.maintenance.abilities import CLOCKS_DIFFER_S, Heat, Leases, Pins, Quotas, Salts
+from kvstore.index.maintenance.abilities import CLOCKS_DIFFER_S, Ages, Heat, Leases, Pins, Quotas, Salts
 from kvstore.index.maintenance.catalogue import (
     Account,
     Catalogue,
@@ -50,6 +51,7 @@ from kvstore.index.sessions import Sessions
 __all__ = [
     "CLOCKS_DIFFER_S",
     "Account",
+    "Ages",
     "Candidate",
     "Catalogue",
     "Diagnosis",
@@ -83,6 +85,6 @@ class Maintenance(Catalogue, Removal, Diagnosis):
 
 
 class FullIndex(
-    EngineIndex, Maintenance, Pins, Quotas, Salts, Sessions, Leases, Heat, Repair, Journal, Operations
+    EngineIndex, Maintenance, Pins, Quotas, Ages, Salts, Sessions, Leases, Heat, Repair, Journal, Operations
 ):
     """An index with every ability, for engines and for maintenance."""

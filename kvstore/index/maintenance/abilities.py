@@ -1,4 +1,4 @@
-"""Pins, Quotas, Salts, Leases and Heat: what an index may offer, and the cache works without."""
+"""Pins, Quotas, Ages, Salts, Leases and Heat: what an index may offer, and the cache works without."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ class Quotas(ABC):
     @abstractmethod
     def set_quota(self, scope: str, nbytes: int | None) -> None:
         """Sets the quota of a scope; None: there is none but the settings'."""
+
+
+class Ages(ABC):
+    """Serves nothing that is older than a time to live. Without it age does not matter."""
+
+    @abstractmethod
+    def age_out(
+        self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
+    ) -> tuple[int, str]:
+        """Sets a namespace's time to live, in seconds; None: nothing there is too old. And evicts some of
+        what is older, pinned or not, with the rule `ttl`.
+
+        From then on what was created longer ago, by its record and the index's own clock, is neither matched
+        nor found, and a claim takes it for missing. A call looks at a page of the segments. Returns how many
+        it evicted, and what the next call is to give as `after`: "" where all have been looked at.
+        `delete_after_s` as in Index.evict. Does nothing for an unknown namespace.
+        """
 
 
 #: Seconds by which an engine's clock may be ahead of the index's without a save escaping `Salts.forbid`.

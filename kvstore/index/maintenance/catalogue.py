@@ -41,6 +41,8 @@ class Account:
     seen_s: float
     #: What of this could not be read, and is "" or 0 here; "" if all could.
     problem: str = ""
+    #: The time to live that the index holds to there (Ages.age_out); 0: none.
+    ttl_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

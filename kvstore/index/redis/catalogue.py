@@ -85,7 +85,7 @@ class RedisCatalogue(RedisPart):
         return sorted(found, key=lambda account: account.namespace), failure
 
     def _accounts(self, names: Sequence[NamespaceId]) -> Iterator[Account]:
-        fields = ("schema", "bucket_bits", "kind", "tenant", "seen", *_NUMBERS, "bygone", *_USAGE)
+        fields = ("schema", "bucket_bits", "kind", "tenant", "seen", *_NUMBERS, "bygone", "ttl", *_USAGE)
         asked: list[tuple[str, ...]] = []
         for name in names:
             asked += [("HMGET", key(name, "meta"), *fields), ("ZCARD", key(name, "trash"))]
@@ -320,7 +320,7 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
 
     if isinstance(known, DamagedIndex):
         return Account(name, "", "", Usage(0, 0, 0), 0, 0, 0.0, "meta: another type of key")
-    schema, bits, kind, tenant, seen, *numbers, bygone = known[: -len(_USAGE)]
+    schema, bits, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
     if schema is None or read("schema", schema, int, 0) > SCHEMA:
         return None
     read("bucket_bits", bits, _bits, 0)
@@ -334,6 +334,7 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         trashed=read("trash", trashed, int, 0),
         bygone=read("bygone", bygone, number, 0),
         seen_s=read("seen", seen, _time, 0.0),
+        ttl_s=read("ttl", ttl, number, 0),
         problem="; ".join(problems),
     )
 

@@ -5,7 +5,7 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
 
     key                      type     what
     kvs:ns                   set      ids of the registered namespaces
-    kvs:quotas               hash     scope (kvstore.index.eviction.Scope) -> bytes
+    kvs:quotas               hash     scope (kvstore.index.eviction.Scope) -> bytes, or seconds to live
     kvs:lease:<name>         string   who has the lease; expires
     kvs:operations              stream   ring of what operators did: by, verb, what; about 1,000; expires when
                                       nobody has done anything for 400 days
@@ -63,6 +63,7 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     epoch, drained           number of invalidations; the first epoch that may be left in old:<epoch>
     bygone                   number of segments in all old:<epoch>
     window                   number of the window of a day in which sessions were used last
+    ttl                      seconds; what was created longer ago serves nobody. Absent: nothing is too old
     cursor, erased           where sweep and erase go on; the latter with the `changes` for which it is valid
 
 A bucket's number is the digest's first `bucket_bits` bits, in hex; they are chosen at the first registration
@@ -134,9 +135,9 @@ BUCKET_ENTRIES = 64
 _TOUCH_SLICE = 1000
 
 _REGISTER = Script.load("register")
-_MATCH = Script.load("match", "walk")
-_FIND = Script.load("find")
-_CLAIM = Script.load("claim", "holder", "walk")
+_MATCH = Script.load("match", "age", "walk")
+_FIND = Script.load("find", "age")
+_CLAIM = Script.load("claim", "holder", "age", "walk")
 _COMMIT = Script.load("commit", "changes", "score", "generations", "forbidden", "retention", "sessions")
 _TOUCH = Script.load("touch", "score", "retention")
 _EVICT = Script.load("evict", "changes", "score", "retention", "grace", "fate", "drop")

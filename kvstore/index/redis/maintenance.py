@@ -51,6 +51,7 @@ _REAPABLE_SLICE = 2000
 _COUNT_TRIES = 4
 
 _CULL = Script.load("cull", "changes", "score", "retention", "grace", "fate", "drop")
+_AGE_OUT = Script.load("age_out", "changes", "score", "retention", "grace", "fate", "drop")
 _SWEEP = Script.load("sweep", "buckets")
 _PIN = Script.load("pin", "changes", "pinnable")
 _UNPIN = Script.load("unpin", "changes", "pinnable")
@@ -108,6 +109,14 @@ class RedisMaintenance(RedisPart):
             spared += passed
             looked += looks
         return gone
+
+    @understood
+    def age_out(
+        self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
+    ) -> tuple[int, str]:
+        how = (self.deletion(delete_after_s), *self.recorded("ttl"), _MOVE_SLICE, SLICE, after or 0)
+        gone, cursor = self._run(_AGE_OUT, namespace, "" if ttl_s is None else ttl_s, *how, self._by)
+        return int(gone), str(int(cursor)) if cursor else ""
 
     @understood
     def reapable(

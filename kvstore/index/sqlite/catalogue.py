@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Account, Candidate, Entry, Listing, SegmentState, Usage
 from kvstore.index.sqlite.rows import (
+    LIVES,
     NamespaceNumbers,
     SqlitePart,
     invalidated_generations,
@@ -44,12 +45,13 @@ class SqliteCatalogue(SqlitePart):
                 f"SELECT id, kind, tenant, seen, "
                 "(SELECT count(*) FROM trash WHERE namespace = n.key), "
                 "(SELECT coalesce(sum(g.segments), 0) FROM generations AS g "
-                f"WHERE g.namespace = n.key AND g.number <> n.generation), {USAGE} "
+                "WHERE g.namespace = n.key AND g.number <> n.generation), "
+                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{LIVES}' || n.id), 0), {USAGE} "
                 "FROM namespaces AS n ORDER BY id"
             ).fetchall()
         return [
-            Account(NamespaceId(name), kind, tenant, Usage(*usage), trashed, bygone, seen)
-            for name, kind, tenant, seen, trashed, bygone, *usage in rows
+            Account(NamespaceId(name), kind, tenant, Usage(*usage), trashed, bygone, seen, ttl_s=ttl_s)
+            for name, kind, tenant, seen, trashed, bygone, ttl_s, *usage in rows
         ]
 
     def reachable(self) -> tuple[list[Account], None]:
@@ -133,7 +135,8 @@ class SqliteCatalogue(SqlitePart):
 
     def quotas(self) -> dict[str, int]:
         with self._database.reading("quotas") as db:
-            return dict(db.execute("SELECT scope, nbytes FROM quotas ORDER BY scope").fetchall())
+            query = "SELECT scope, nbytes FROM quotas WHERE scope NOT GLOB ? ORDER BY scope"
+            return dict(db.execute(query, (f"{LIVES}*",)).fetchall())
 
     def ping(self) -> None:
         """Raises CapacityExceeded as well, if the disk is full."""

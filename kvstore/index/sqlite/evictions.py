@@ -14,9 +14,9 @@ from kvstore.index.maintenance import Fate, Usage
 from kvstore.index.sessions import ENDED_MINUTE
 from kvstore.index.sqlite.catalogue import USAGE, in_order
 from kvstore.index.sqlite.journal import Evicted, Writing
-from kvstore.index.sqlite.rows import NamespaceNumbers, account, add_to_trash, invalidated_generations
+from kvstore.index.sqlite.rows import LIVES, NamespaceNumbers, account, add_to_trash, invalidated_generations
 from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
-from schemas.records import EvictionRule
+from schemas.records import CREATED_AT, EvictionRule
 
 #: Entries that one transaction looks at or drops, and rows that it erases.
 PAGE = 2048
@@ -71,6 +71,16 @@ def first_to_go(
             chosen.append(SegmentId(segment))
             over -= nbytes
     return chosen
+
+
+def aged_page(db: sqlite3.Connection, place: NamespaceNumbers, after: bytes) -> list[tuple[bytes, int]]:
+    """Returns up to PAGE visible segments behind `after`, by id, and when each was created, unix seconds."""
+    rows = db.execute(
+        f"SELECT id, substr(record, {CREATED_AT + 1}, 4) FROM segments "
+        "WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?",
+        (place.generation, after, PAGE),
+    )
+    return [(segment, int.from_bytes(created, "little")) for segment, created in rows]
 
 
 def rows_by_pin(
@@ -283,4 +293,6 @@ def erase_rest(db: sqlite3.Connection, place: NamespaceNumbers) -> None:
         db.execute("DELETE FROM parts WHERE namespace = ?", (number,))
     for table in ("generations", "claims", "hot", "totals", "credits", "retained", "sessions"):
         db.execute(f"DELETE FROM {table} WHERE namespace = ?", (place.key,))
+    of_id = "(SELECT id FROM namespaces WHERE key = ?)"
+    db.execute(f"DELETE FROM quotas WHERE scope = '{LIVES}' || {of_id}", (place.key,))
     db.execute("DELETE FROM namespaces WHERE key = ?", (place.key,))

@@ -36,7 +36,7 @@ from kvstore.index.sqlite.evictions import evict, evict_incomplete
 from kvstore.index.sqlite.file import IndexFile, IndexMemory
 from kvstore.index.sqlite.journal import SqliteJournal
 from kvstore.index.sqlite.recency import note_load, note_uses
-from kvstore.index.sqlite.rows import NamespaceNumbers, new_generation, place_of, record_of
+from kvstore.index.sqlite.rows import LIVES, NamespaceNumbers, new_generation, place_of, record_of
 from kvstore.index.sqlite.salts import SqliteSalts
 from kvstore.index.sqlite.sessions import adopt
 from kvstore.index.walk import walk
@@ -134,7 +134,7 @@ class SqliteIndex(SqliteSalts, SqliteJournal, FullIndex):
         count_digests(digests)
         with self._database.reading("match") as db:
             place = place_of(db, namespace)
-            return _servable(db, place, digests) if place else []
+            return _servable(db, place, digests, self._oldest(db, namespace)) if place else []
 
     def find(self, namespace: NamespaceId, digests: bytes) -> list[Run | None]:
         count_digests(digests)
@@ -143,9 +143,10 @@ class SqliteIndex(SqliteSalts, SqliteJournal, FullIndex):
             place = place_of(db, namespace)
             if place is None:
                 return [None] * (len(digests) // DIGEST_BYTES)
+            oldest = self._oldest(db, namespace)
             for start, digest in enumerate(split_digests(digests)):
                 row = db.execute(_LOOKUP, (place.generation, place.key, digest)).fetchone()
-                record = record_of(row[2]) if row else None
+                record = _young(row[2], oldest) if row else None
                 runs.append(Run(start, SegmentId(row[0]), row[1], 1, record) if record else None)
         return runs
 
@@ -154,12 +155,13 @@ class SqliteIndex(SqliteSalts, SqliteJournal, FullIndex):
         check_segments([segment])
         with self._database.reading("claim") as db:
             place = self._known(db, "claim", namespace)
-            if sum(run.count for run in _servable(db, place, digests)) == blocks:
+            if sum(run.count for run in _servable(db, place, digests, self._oldest(db, namespace))) == blocks:
                 return Claim(blocks, granted=False)  # the usual case, without waiting for a writer
         now = self._clock()
         with self._database.writing("claim") as db:
             place = self._known(db, "claim", namespace)
-            present = sum(run.count for run in _servable(db, place, digests))
+            runs = _servable(db, place, digests, self._oldest(db, namespace))
+            present = sum(run.count for run in runs)
             if present == blocks:
                 return Claim(present, granted=False)
             missing = digests[present * DIGEST_BYTES : (present + 1) * DIGEST_BYTES]
@@ -276,6 +278,11 @@ class SqliteIndex(SqliteSalts, SqliteJournal, FullIndex):
             if place is not None:
                 self._writing.told(db, place, outcomes)
 
+    def _oldest(self, db: sqlite3.Connection, namespace: NamespaceId) -> float:
+        """Returns the unix second up to which what was created is too old to serve anybody."""
+        row = db.execute("SELECT nbytes FROM quotas WHERE scope = ?", (f"{LIVES}{namespace}",)).fetchone()
+        return self._clock() - row[0] if row else float("-inf")
+
     def _known(self, db: sqlite3.Connection, verb: str, namespace: NamespaceId) -> NamespaceNumbers:
         place = place_of(db, namespace)
         if place is None:
@@ -285,8 +292,14 @@ class SqliteIndex(SqliteSalts, SqliteJournal, FullIndex):
         return place
 
 
-def _servable(db: sqlite3.Connection, place: NamespaceNumbers, digests: bytes) -> list[Run]:
-    """Walks a chain in this database."""
+def _young(record: bytes, oldest: float) -> SegmentRecord | None:
+    """Returns a record of what was created after `oldest`, unix seconds."""
+    known = record_of(record)
+    return known if known is not None and known.created_s > oldest else None
+
+
+def _servable(db: sqlite3.Connection, place: NamespaceNumbers, digests: bytes, oldest: float) -> list[Run]:
+    """Walks a chain in this database, of what was created after `oldest`."""
     records: dict[SegmentId, SegmentRecord | None] = {}
 
     def lookup(position: int) -> tuple[SegmentId, int] | None:
@@ -295,7 +308,7 @@ def _servable(db: sqlite3.Connection, place: NamespaceNumbers, digests: bytes) -
         row = db.execute(_LOOKUP, values).fetchone()
         if row is None:
             return None
-        records[row[0]] = record_of(row[2])
+        records[row[0]] = _young(row[2], oldest)
         return row[0], row[1]
 
     return walk(len(digests) // DIGEST_BYTES, lookup, records.get)

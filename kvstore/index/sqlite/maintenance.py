@@ -24,6 +24,7 @@ from kvstore.index.maintenance import Entry, Erased, Reconciled, Usage
 from kvstore.index.sqlite.catalogue import SqliteCatalogue
 from kvstore.index.sqlite.evictions import (
     PAGE,
+    aged_page,
     as_evicted,
     count_all,
     drain_some,
@@ -40,7 +41,7 @@ from kvstore.index.sqlite.evictions import (
 )
 from kvstore.index.sqlite.journal import Writing
 from kvstore.index.sqlite.recency import expire_retained, release_gone, retained_and_gone
-from kvstore.index.sqlite.rows import SLICE, NamespaceNumbers, account, new_generation, place_of
+from kvstore.index.sqlite.rows import LIVES, SLICE, NamespaceNumbers, account, new_generation, place_of
 from kvstore.keys import NamespaceId, SegmentId
 from kvstore.rules.units import batches
 from kvstore.sqlite import SqliteDatabase
@@ -100,6 +101,24 @@ class SqliteMaintenance(SqliteCatalogue):
                 gone += evict(db, self._writing, place, some, after_s, rule)
             if len(some) < most or len(gone) == limit:
                 return gone
+
+    def age_out(
+        self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
+    ) -> tuple[int, str]:
+        with self._database.reading("age_out") as db:
+            place, scope = place_of(db, namespace), f"{LIVES}{namespace}"
+            known = db.execute("SELECT nbytes FROM quotas WHERE scope = ?", (scope,)).fetchone()
+            rows = [] if place is None or ttl_s is None else aged_page(db, place, bytes.fromhex(after))
+        if place is not None and known != (None if ttl_s is None else (ttl_s,)):
+            self.set_quota(scope, ttl_s)
+        oldest = self._clock() - (ttl_s or 0)
+        old = [SegmentId(segment) for segment, created_s in rows if created_s <= oldest]
+
+        def change(db: sqlite3.Connection, place: NamespaceNumbers, some: Sequence[SegmentId]) -> int:
+            return len(evict(db, self._writing, place, some, self._writing.deletion(delete_after_s), "ttl"))
+
+        gone = self._changed("age_out", namespace, old, change)
+        return gone, rows[-1][0].hex() if len(rows) == PAGE else ""
 
     def reapable(
         self, namespace: NamespaceId, now_s: float | None, limit: int

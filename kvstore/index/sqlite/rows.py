@@ -20,6 +20,9 @@ from schemas.settings import JournalSettings
 #: Segments that one write transaction moves: a few milliseconds, for which other writers wait.
 SLICE = 64
 
+#: Before a namespace's id: the row of `quotas` that has the time to live to which the index holds there.
+LIVES = "lives/"
+
 record_of = cached(unpack_record)
 
 _T = TypeVar("_T")

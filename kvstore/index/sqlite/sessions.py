@@ -99,9 +99,13 @@ def remember(
     record: Record,
     now: float,
 ) -> None:
-    """Writes a session's row, unless there is nothing to remember; forgets those that are too many."""
+    """Writes a session's row, or deletes it if there is nothing to remember; forgets those that are too
+    many."""
     plain = not record.until and record.priority == "normal" and not record.ended
-    if plain and not record.known and not own_segments(db, place, session, 1):
+    if plain and not own_segments(db, place, session, 1):
+        if record.known:
+            db.execute("DELETE FROM sessions WHERE namespace = ? AND id = ?", (place.key, session))
+            db.execute("UPDATE namespaces SET sessions = max(0, sessions - 1) WHERE key = ?", (place.key,))
         return
     if not record.known:
         (count,) = db.execute("SELECT sessions FROM namespaces WHERE key = ?", (place.key,)).fetchone()

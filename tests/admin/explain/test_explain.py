@@ -63,14 +63,21 @@ class World:
         return space
 
     def save(
-        self, blocks: range, *, space: Space | None = None, group: int = 0, tokens: Sequence[int] = PROMPT
+        self,
+        blocks: range,
+        *,
+        space: Space | None = None,
+        group: int = 0,
+        tokens: Sequence[int] = PROMPT,
+        created_s: int | None = None,
     ) -> SegmentId:
         """Blocks of a prompt, as one segment."""
         space, segment = space or self.space, new_segment_id()
         hashes = names(tokens, space.namespace)[blocks.start : blocks.stop]
         data = memoryview(bytes(4 * SIZE * 2))
         slots = [Slot(block_key(one, group), data, "F32", SHAPE) for one in hashes]
-        assert space.save(slots, depth=blocks.start, segment=segment).stored == len(blocks)
+        saved = space.save(slots, depth=blocks.start, segment=segment, created_s=created_s)
+        assert saved.stored == len(blocks)
         return segment
 
     def evict(self, segment: SegmentId, rule: EvictionRule, *, space: Space | None = None) -> None:
@@ -194,6 +201,7 @@ def test_every_rule_is_told_in_words(world: World, rule: EvictionRule) -> None:
     [finding] = the_stop(world.tokens())["findings"]
     assert f"evicted ({rule})" not in finding["text"]
     words = {"salt_quota": "salt", "erased": "erased", "capacity": "capacity_bytes"}
+    words |= {"named": "deleted by name", "ttl": "older than its time to live"}
     assert words.get(rule, "") in finding["text"]
 
 
@@ -415,6 +423,27 @@ def test_a_request_is_explained_with_how_its_block_is_now(world: World) -> None:
     assert {one["request"] for one in parts["told"]} == {"chatcmpl-1", "chatcmpl-12"}
     nothing = world.explain("--request", "nobody")
     assert (nothing.code, "nothing is remembered" in nothing.err) == (0, True)
+
+
+def test_a_request_that_came_before_the_eviction_of_what_was_too_old(world: World) -> None:
+    index, before = world.store.maintenance, time.time() - 10
+    world.tell("match", "absent", 0, 8, request="never")
+    old = world.save(range(8), created_s=int(time.time()) - 7200)
+    index.age_out(world.space.id, 9000, delete_after_s=0)
+    # Nobody has evicted it: the time to live was set when it was young enough.
+    index.set_quota(f"lives/{world.space.id}", 3600)
+    assert world.space.match(digests(names())).blocks == 0
+    world.tell("match", "absent", 0, 8, request="late")
+    [told] = world.explain("--request", "late", "--json").json["told"]
+    assert (told["because"]["cause"], told["because"]["rule"]) == ("expired", "ttl")
+    assert before - 3600 < told["because"]["at_s"] < before
+    assert index.age_out(world.space.id, 3600, delete_after_s=0)[0] == 1
+    [told] = world.explain("--request", "late", "--json").json["told"]
+    assert (told["because"]["cause"], told["because"]["rule"]) == ("evicted", "ttl")
+    assert told["because"]["segment"] == old.hex()
+    # This one came before the block was stored at all.
+    [told] = world.explain("--request", "never", "--json").json["told"]
+    assert told["because"] is None
 
 
 def test_a_request_that_failed_while_loading_says_so(world: World) -> None:

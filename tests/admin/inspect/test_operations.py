@@ -60,6 +60,7 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
     "evict": lambda filled, _: ["evict", "--keep", "1B", "--apply"],
     "pin": lambda filled, _: ["pin", "--namespace", filled.kv_id, "--depth", "1", "--apply"],
     "quota": lambda filled, _: ["quota", "set", "store", "1GiB", "--apply"],
+    "ttl": lambda filled, _: ["ttl", "set", "store", "30d", "--apply"],
     "invalidate": lambda filled, _: ["invalidate", filled.kv_id, "--apply"],
     "drop": lambda filled, _: ["drop", filled.kv_id, "--now", "--apply"],
     "erase": lambda filled, _: ["erase", "--tenant", filled.kv.tenant, "--apply"],
@@ -99,7 +100,7 @@ def test_what_was_done_has_a_name(filled: Filled, admin: Admin, verb: str) -> No
 
 
 @pytest.mark.parametrize(
-    "verb", ["evict", "pin", "quota", "invalidate", "drop", "erase", "gc", "fsck", "sessions"]
+    "verb", ["evict", "pin", "quota", "ttl", "invalidate", "drop", "erase", "gc", "fsck", "sessions"]
 )
 def test_a_plan_is_nothing_that_was_done(filled: Filled, admin: Admin, verb: str) -> None:
     words = [word for word in CHANGES[verb](filled, admin) if word not in ("--apply", "--repair")]
@@ -115,7 +116,9 @@ def test_unpin_is_recorded(filled: Filled, admin: Admin) -> None:
     assert [one["verb"] for one in listed(admin, filled)] == ["pin", "unpin"]
 
 
-@pytest.mark.parametrize("verb", ["evict", "invalidate", "drop", "erase", "quota", "gc", "pin", "sessions"])
+@pytest.mark.parametrize(
+    "verb", ["evict", "invalidate", "drop", "erase", "quota", "ttl", "gc", "pin", "sessions"]
+)
 def test_what_cannot_be_recorded_is_not_done(
     filled: Filled, admin: Admin, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

@@ -43,7 +43,7 @@ def bucket_bits(expected: int) -> int:
 #: The chunks of the scripts that are used here, as the document lists them.
 SCRIPTS = {
     "register": (),
-    "claim": ("holder", "walk"),
+    "claim": ("holder", "age", "walk"),
     "commit": ("changes", "score", "generations", "forbidden", "retention", "sessions"),
     "touch": ("score", "retention"),
     "session": ("score", "retention", "sessions"),
@@ -201,8 +201,10 @@ class RedisStore:
 
         def record(segment: bytes) -> Record | None:
             value = self.client.hget(self.key(namespace, "segs"), segment)
-            return split_value(value)[4] if value else None
+            known = split_value(value)[4] if value else None
+            return known if known and (not ttl or known.created_s + int(ttl) > now) else None
 
+        ttl, now = self.client.hget(self.key(namespace, "meta"), "ttl"), self.client.time()[0]
         return simple_match(digests, entry, record)
 
     def register(self, text: str, expected: int) -> str:

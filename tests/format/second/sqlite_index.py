@@ -102,7 +102,10 @@ class SqliteStore:
     def match(self, namespace: str, digests: bytes) -> list[Run]:
         self.db.execute("BEGIN")
         try:
+            lives = self.db.execute("SELECT nbytes FROM quotas WHERE scope = ?", (f"lives/{namespace}",))
+            oldest = time.time() - ttl[0] if (ttl := lives.fetchone()) else -1.0
             entries, records = self.entries(namespace), self.records(namespace)
+            records = {one: record for one, record in records.items() if record.created_s > oldest}
             return simple_match(digests, entries.get, records.get)
         finally:
             self.db.execute("ROLLBACK")

@@ -18,6 +18,7 @@ from kvstore.conformance.index.chains import CREATED_S, chain, namespace, part_o
 from kvstore.errors import (
     NamespaceUnknown,
 )
+from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState, Index, Outcome
 from kvstore.index.redis.index import RedisIndex, bucket_bits
@@ -118,6 +119,8 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
     index.tell(name, [Outcome(CREATED_S + 0.5, "s", "load", 2, 1, "corrupt", 1, chain(1, seed="d"))])
     index.sweep(name, 1)
     index.set_quota("store", 10**12)
+    index.set_quota(Scope.ttl(Scope.tenant("default")), 86_400)
+    index.age_out(name, 10**9, delete_after_s=LATER_S)
     index.lease("janitor", "me", 60.0)
     with RedisIndex.from_settings(redis_url, PATIENT, by="anna@desk") as anna:
         anna.record_operation("evict", "1 named")
@@ -324,8 +327,13 @@ def test_a_match_costs_a_call_per_segment(index: RedisIndex, raw: redis.Redis) -
     index.match(name, digests)
     stats = raw.info("commandstats")
     calls = {key: stats[key]["calls"] for key in stats if not key.startswith("cmdstat_config")}
-    # One for the bucket bits; INFO counts itself only afterwards.
-    assert calls == {"cmdstat_evalsha": 1, "cmdstat_hget": 128 + 1, "cmdstat_hmget": 1}
+    # One for the bucket bits and the time to live; INFO counts itself only afterwards.
+    assert calls == {"cmdstat_evalsha": 1, "cmdstat_hget": 128, "cmdstat_hmget": 1 + 1}
+    index.age_out(name, 10**9, delete_after_s=0)
+    raw.config_resetstat()
+    assert sum(run.count for run in index.match(name, digests)) == 8192
+    stats = raw.info("commandstats")
+    assert {stats["cmdstat_hget"]["calls"], stats["cmdstat_time"]["calls"]} == {128, 1}
 
 
 # The sketch of uses

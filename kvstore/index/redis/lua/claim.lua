@@ -5,7 +5,6 @@
 -- Race closed: two engines that finish the same prompt at the same moment both find block n missing.
 -- Looking and claiming are one step here, so only one of them is told to write it. All ranks of one
 -- segment name the same segment and so share its claim.
-local bits = redis.call('HGET', meta, 'bucket_bits')
 if not bits then return false end
 
 local digests, segment, ttl = ARGV[1], ARGV[2], ARGV[3]

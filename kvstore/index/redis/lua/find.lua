@@ -3,7 +3,6 @@
 --
 -- Race closed: entries and records are read in one step, so no entry is paired with a record that
 -- an eviction removed in between. Reads only, so it also works on a full Redis.
-local bits = redis.call('HGET', meta, 'bucket_bits')
 if not bits then return {{}, {}, {}} end
 
 local digests, locate = ARGV[1], locator(tonumber(bits))
@@ -24,7 +23,7 @@ local values = {}
 for first = 1, #segments, PIECE do
   local upto = math.min(first + PIECE - 1, #segments)
   for i, value in ipairs(redis.call('HMGET', segs, unpack(segments, first, upto))) do
-    values[first + i - 1] = value
+    values[first + i - 1] = young(value)
   end
 end
 return {entries, segments, values}

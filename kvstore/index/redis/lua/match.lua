@@ -2,7 +2,6 @@
 -- Answers three lists in step, one item per run: segment, slot * 65536 + count, value of the segment.
 --
 -- Race closed: see walk.lua. Reads only, so it also works on a full Redis.
-local bits = redis.call('HGET', meta, 'bucket_bits')
 if not bits then return {{}, {}, {}} end
 
 local values = servable(ARGV[1], tonumber(bits))

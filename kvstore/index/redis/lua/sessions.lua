@@ -58,10 +58,13 @@ local function make_room(record)
   redis.call('HDEL', from, oldest)
 end
 
--- remember(session, record): write it, unless there is nothing to remember.
+-- remember(session, record): write it, unless there is nothing to remember: then there is none any more.
 local function remember(session, record)
   local plain = record.ends == 0 and record.priority == NORMAL and not record.ended and #record.own == 0
-  if plain and not record.hash then return end
+  if plain then
+    if record.hash then redis.call('HDEL', record.hash, session) end
+    return
+  end
   if #record.own > MOST_SEGMENTS then
     local own = {}
     for i, one in ipairs(redis.call('HMGET', owner, unpack(record.own))) do

@@ -1,4 +1,4 @@
--- Shared by match.lua and claim.lua: kvstore/index/walk.py in Lua; the argument stands there.
+-- Shared by match.lua and claim.lua: kvstore/index/walk.py in Lua; the argument stands there. (Needs age.lua.)
 --
 -- Race closed: the look-ups and the records they lead to are one atomic step, so no eviction or
 -- commit falls between them, and a match is exact at one moment.
@@ -80,7 +80,7 @@ end
 local function servable(digests, bits)
   local values, known, locate = {}, {}, locator(bits)
   local function alive(segment)
-    if known[segment] == nil then known[segment] = redis.call('HEXISTS', segs, segment) == 1 end
+    if known[segment] == nil then known[segment] = young(redis.call('HGET', segs, segment)) and true or false end
     return known[segment]
   end
   walk(digests, 0, locate)
@@ -88,6 +88,7 @@ local function servable(digests, bits)
     local first = #values + 1
     local upto = math.min(first + PIECE - 1, #run_segment)
     for i, value in ipairs(redis.call('HMGET', segs, unpack(run_segment, first, upto))) do
+      value = young(value)
       known[run_segment[first + i - 1]] = value and true
       values[first + i - 1] = value
     end
