@@ -1,0 +1,174 @@
+"""Computes the prompts of a prefix pack: the engine of `cache-admin pack build` (kvstore.admin.pack.engine).
+
+    python -m connectors.pack    reads a job from stdin, and answers on stdout
+
+One process holds engine and connector, so that steps without requests, with which a connector ends what it
+began, can be made here. Prompts are computed one after the other: what would be dropped by a full queue of
+saves is then saved when it is asked for again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from kvstore.admin.backends import Cache
+from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt
+from kvstore.build import load_settings
+from kvstore.errors import KVStoreError
+from kvstore.keys import DIGEST_BYTES
+from kvstore.rules.prefix import most_tokens, rule_of
+from schemas.namespace import Namespace
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+#: How often a prompt is computed at most, and how long nothing more may be saved before it is again.
+_ATTEMPTS: Final = 5
+_STILL_S: Final = 10.0
+_STEP_S: Final = 0.005
+
+
+class NotComputed(Exception):
+    """The pack can't be computed; the message says why."""
+
+
+def main() -> int:
+    """Computes the job on stdin; returns 1 if it can't be done. Whatever is printed goes to stderr."""
+    job = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(what: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        _compute(job, tell)
+    except (NotComputed, KVStoreError) as exc:
+        tell({"error": str(exc)})
+        return 1
+    return 0
+
+
+def _compute(job: Mapping[str, Any], tell: Tell) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        from vllm import __version__
+    except ImportError as exc:
+        raise NotComputed(
+            f"a pack is computed by vLLM, which can't be imported here ({exc}): use the engines' Python"
+        ) from exc
+    llm = _engine(job["engine"], job["settings"])
+    with Cache(load_settings(job["settings"], {})) as cache:
+        cache.made_index()
+        for prompt in job["prompts"]:
+            tell({"begin": prompt["name"]})
+            tell({"prompt": _one(llm, cache, prompt)})
+    llm.llm_engine.engine_core.shutdown()
+    tell({"engine": __version__})
+
+
+def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> Any:
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(words))
+    if given.model_tag is not None:
+        given.model = given.model_tag
+    arguments = vars(EngineArgs.from_cli_args(given)) | {
+        # What an engine saves doesn't depend on how many of it there are, or on who listens to it.
+        "data_parallel_size": 1,
+        "ec_transfer_config": None,
+        "kv_events_config": None,
+        "kv_transfer_config": {
+            "kv_connector": "KVStoreConnector",
+            "kv_connector_module_path": "connectors.kv",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": dict(settings),
+        },
+    }
+    return LLM(**arguments, chat_template=given.chat_template)
+
+
+def _one(llm: Any, cache: Cache, prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Computes a prompt until all of it that can be resumed is stored. Raises NotComputed."""
+    name = prompt["name"]
+    try:
+        tokens = _asked(llm, prompt)
+    except ValueError as exc:
+        raise NotComputed(f"prompt {name!r}: {exc}") from exc
+    for _ in range(_ATTEMPTS):
+        stored, most, hashes = _settled(llm, cache, tokens)
+        if 0 < most == stored:
+            blocks = b"".join(one[:DIGEST_BYTES] for one in hashes).hex()
+            return {"name": name, "tokens": len(tokens), "blocks": blocks}
+        if len(tokens) < llm.llm_engine.vllm_config.cache_config.block_size or (hashes and not most):
+            raise NotComputed(
+                f"prompt {name!r} has {len(tokens)} tokens, fewer than a block: nothing is saved"
+            )
+        _asked(llm, {"tokens": tokens})
+    raise NotComputed(f"prompt {name!r}: only {stored} of {most} tokens could be saved; the log says why")
+
+
+def _asked(llm: Any, prompt: Mapping[str, Any]) -> list[int]:
+    """Returns the token ids of a prompt, after it was computed."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    if "messages" in prompt:
+        [output] = llm.chat(
+            [prompt["messages"]],
+            params,
+            # What a conversation begins with, whoever speaks next.
+            add_generation_prompt=False,
+            tools=prompt["tools"],
+            use_tqdm=False,
+        )
+    else:
+        given = {"prompt_token_ids": prompt["tokens"]} if "tokens" in prompt else prompt["text"]
+        [output] = llm.generate([given], params, use_tqdm=False)
+    return list(output.prompt_token_ids)
+
+
+def _settled(llm: Any, cache: Cache, tokens: Sequence[int]) -> tuple[int, int, Sequence[bytes]]:
+    """Steps the engine until all of a prompt is stored, or nothing more comes. Returns how many tokens an
+    engine would load, how many it could at most, and the hashes of its blocks.
+    """
+    best, most = -1, 0
+    hashes: Sequence[bytes] = ()
+    until = time.monotonic() + _STILL_S
+    while time.monotonic() < until:
+        llm.llm_engine.step()
+        time.sleep(_STEP_S)
+        stored, most, hashes = _stored(cache, tokens)
+        if 0 < most == stored:
+            return stored, most, hashes
+        if stored > best:
+            best, until = stored, time.monotonic() + _STILL_S
+    return best, most, hashes
+
+
+def _stored(cache: Cache, tokens: Sequence[int]) -> tuple[int, int, Sequence[bytes]]:
+    for name, text in cache.namespaces().items():
+        space = Namespace.model_validate_json(text)
+        prompt = StoredPrompt(tokens=tokens, seed=os.environ.get("PYTHONHASHSEED"))
+        hashes = prompt.names(space)
+        if not hashes:
+            return 0, 0, hashes
+        # As something longer finds it, which a prompt of a pack is the beginning of.
+        whole = StoredPrompt(hashes=hashes)
+        rules = [rule_of(spec.kind, spec.block_tokens, spec.window) for spec in space.groups]
+        _, [found] = plan_prompt(cache, whole, [name])
+        return found.stored, most_tokens(rules, whole.length(space)), hashes
+    return 0, 0, []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

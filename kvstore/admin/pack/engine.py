@@ -1,0 +1,103 @@
+"""The engine that computes a pack: a process of `connectors.pack`, which has vLLM, and what it says.
+
+It gets one JSON object on stdin, `{"engine": words, "settings": {...}, "prompts": [...]}`, and answers with
+an object a line: `{"begin": name}` and `{"prompt": {...}}` for each prompt, `{"engine": release}` at the end,
+`{"error": text}` if it gives up. Everything else that is printed goes into a log, whose end is shown if it
+fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.admin.progress import ProgressListener
+from kvstore.build import PREFIX
+from kvstore.errors import KVStoreError
+from schemas.pack import PackedPrompt
+from schemas.settings import Settings
+
+#: Most bytes of the log's end that are shown.
+_MOST_LOG = 3000
+
+
+class EngineFailed(KVStoreError):
+    """The engine did not start, or could not compute or save a prompt; the message says which."""
+
+    reason = "engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What an engine has computed and saved."""
+
+    #: Release of vLLM.
+    engine: str
+    prompts: tuple[PackedPrompt, ...]
+
+
+def compute(
+    prompts: Sequence[Mapping[str, Any]],
+    words: Sequence[str],
+    settings: Settings,
+    log: Path,
+    progress: ProgressListener,
+) -> Computed:
+    """Computes the prompts with an engine of those words of `vllm serve`, which saves them into the store of
+    `settings`. Takes as long as an engine's start and the prompts do. Raises EngineFailed.
+    """
+    job = {
+        "engine": list(words),
+        "settings": settings.model_dump(mode="json", exclude_defaults=True),
+        "prompts": list(prompts),
+    }
+    # Its settings are the ones above, whatever this process' environment says.
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+    progress.begin("start the engine")
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "connectors.pack"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            # A group of its own, so that all of the engine's processes end with it.
+            start_new_session=True,
+        ) as child,
+    ):
+        try:
+            return _heard(child, job, log, progress)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+
+def _heard(
+    child: subprocess.Popen[bytes], job: Mapping[str, Any], log: Path, progress: ProgressListener
+) -> Computed:
+    assert child.stdin is not None and child.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(json.dumps(job).encode())
+        child.stdin.close()
+    made = []
+    for line in child.stdout:
+        said = json.loads(line)
+        if "begin" in said:
+            progress.begin(f"compute {said['begin']}")
+        elif "prompt" in said:
+            made.append(PackedPrompt.model_validate(said["prompt"]))
+        elif "engine" in said:
+            return Computed(said["engine"], tuple(made))
+        else:
+            raise EngineFailed(str(said.get("error")))
+    end = log.read_bytes()[-_MOST_LOG:].decode(errors="replace").strip()
+    raise EngineFailed(f"the engine ended; the end of what it said:\n{end}")

@@ -1,0 +1,192 @@
+"""pack inspect, verify and apply: what is in a pack, whether it is whole, and how it gets into a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from pydantic import ValidationError
+
+from kvstore.admin.archive.import_ import import_archive
+from kvstore.admin.archive.manifest import check_signed
+from kvstore.admin.archive.members import read_manifest
+from kvstore.admin.archive.tar import BadArchive, read_members
+from kvstore.admin.archive.wanted import EVERYTHING, Wanted
+from kvstore.admin.backends import Cache, Refused
+from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt
+from kvstore.admin.described import fields_of
+from kvstore.admin.inspect.namespaces import differences
+from kvstore.admin.inspect.reports import Difference
+from kvstore.admin.pack.place import opened
+from kvstore.admin.pack.reports import PackApplyReport, PackReport, PackVerifyReport, PromptLine
+from kvstore.admin.progress import ProgressListener
+from kvstore.format.keyring import Keyring
+from kvstore.keys import NamespaceId
+from kvstore.rules.text import readable
+from schemas.archive import Manifest
+from schemas.base import redact
+from schemas.namespace import Namespace
+from schemas.pack import Pack
+from schemas.settings import Settings
+
+#: Fields that an upgrade of vLLM or of kvstore changes by itself.
+_RELEASE = ("page_format", "format")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the engines have that the pack is for, as far as it was said; "" is anything."""
+
+    model: str = ""
+    #: The start of the weights' digest.
+    weights: str = ""
+    #: The start of their namespace's id.
+    namespace: str = ""
+
+
+def read_pack(stream: BinaryIO) -> Manifest:
+    """Returns the manifest of a pack. Raises BadArchive if it is none, and what reading raises."""
+    manifest, _ = read_manifest(read_members(stream))
+    if manifest.pack is None:
+        raise BadArchive("this is an export, not a pack: `cache-admin import` takes it")
+    if len(manifest.namespaces) != 1:
+        raise BadArchive("a pack is of one namespace")
+    try:
+        _named(manifest)
+    except ValidationError as exc:
+        raise BadArchive("the pack's namespace is not one that this version reads") from exc
+    return manifest
+
+
+def report_of(manifest: Manifest, source: str, nbytes: int) -> PackReport:
+    """Returns what the manifest of a pack says."""
+    name, space, pack = _named(manifest)
+    return PackReport(
+        source=redact(source),
+        pack_bytes=nbytes,
+        version=manifest.version,
+        engine=pack.engine,
+        created_s=manifest.created_s,
+        namespace=name,
+        tenant=space.tenant,
+        model=space.model,
+        weights=space.weights,
+        dtype=space.dtype,
+        kv_dtype=space.kv_dtype,
+        tp=space.parallel.tp,
+        pp=space.parallel.pp,
+        key=pack.key,
+        segments=manifest.segments,
+        stored_bytes=manifest.payload_bytes,
+        prompts=tuple(
+            PromptLine(name=one.name, tokens=one.tokens, blocks=len(one.hashes)) for one in pack.prompts
+        ),
+    )
+
+
+def inspect(source: str, settings: Settings) -> PackReport:
+    """Returns what a pack says of itself; nothing of it is verified. Raises as `opened` and `read_pack`."""
+    with opened(source, settings) as (stream, nbytes):
+        return report_of(read_pack(stream), source, nbytes)
+
+
+def verify(source: str, settings: Settings, keyring: Keyring, progress: ProgressListener) -> PackVerifyReport:
+    """Reads a pack to its end. Raises as `inspect`, and for a signature what `check_signed` raises."""
+    with opened(source, settings) as (stream, nbytes):
+        manifest = read_pack(stream)
+        check_signed(manifest, keyring)
+        stream.seek(0)
+        archive = import_archive(
+            stream, None, source=redact(source), wanted=EVERYTHING, keyring=keyring,
+            total_bytes=nbytes, progress=progress,
+        )  # fmt: skip
+    whole = archive.verified.segments == manifest.segments
+    good = archive.ended == "complete" and not archive.left_out and whole
+    return PackVerifyReport(good=good, pack=report_of(manifest, source, nbytes), archive=archive)
+
+
+def apply(source: str, cache: Cache, expected: Expected, progress: ProgressListener) -> PackApplyReport:
+    """Commits what a pack holds to a store, as `import` does; what is there already is left.
+
+    Raises Refused for a pack that the store's engines would load nothing of, before anything is changed; as
+    `inspect` and `verify`; and what the index raises.
+    """
+    with opened(source, cache.settings) as (stream, nbytes):
+        manifest = read_pack(stream)
+        check_signed(manifest, cache.keyring)
+        name, _, pack = _named(manifest)
+        differing = check_fits(name, fields_of(manifest.namespaces[name]), cache.namespaces(), expected)
+        cache.record("pack apply", f"{redact(source)}, namespace {name}")
+        stream.seek(0)
+        archive = import_archive(
+            stream, cache.saving(), source=redact(source), wanted=Wanted((name,), new=True),
+            total_bytes=nbytes, progress=progress,
+        )  # fmt: skip
+    report = report_of(manifest, source, nbytes)
+    if archive.ended == "complete":
+        report = report.model_copy(update={"prompts": _loadable(cache, name, pack)})
+    return PackApplyReport(pack=report, archive=archive, differences=tuple(differing))
+
+
+def check_fits(
+    name: NamespaceId, fields: Mapping[str, Any], known: Mapping[NamespaceId, str], expected: Expected
+) -> list[Difference]:
+    """Returns how a pack's namespace differs from the nearest one that is known of its model and weights, in
+    what no upgrade changes by itself.
+
+    Raises Refused if it is not what is expected, or, where no weights were said, if its model is known with
+    other weights alone.
+    """
+    model, weights = str(fields.get("model")), str(fields.get("weights"))
+    if not name.startswith(expected.namespace.lower()):
+        near = [text for id, text in known.items() if id.startswith(expected.namespace.lower())]
+        why = "; ".join(map(_worded, differences(fields, fields_of(near[0])))) if len(near) == 1 else ""
+        raise Refused(f"the pack is of namespace {name}, not {expected.namespace}{': ' if why else ''}{why}")
+    if expected.model not in ("", model):
+        raise Refused(f"the pack is of model {readable(model)}, not {readable(expected.model)}")
+    if not weights.startswith(expected.weights):
+        raise Refused(
+            f"the pack is of weights {readable(weights)}, not {readable(expected.weights)}: engines with "
+            "those would load nothing of it"
+        )
+    if name in known:
+        return []
+    same = [other for text in known.values() if _alike(other := fields_of(text), fields)]
+    held = sorted({str(other.get("weights")) for other in same})
+    if same and weights not in held and not (expected.weights or expected.namespace):
+        raise Refused(
+            f"engines here have model {readable(model)} with weights {', '.join(map(readable, held))}, and "
+            f"the pack is of weights {readable(weights)}: they would load nothing of it. If a rollout brings "
+            f"these weights, say so: --weights {readable(weights)}"
+        )
+    found = [
+        [one for one in differences(other, fields) if one.path.split(".")[0] not in _RELEASE]
+        for other in same
+        if str(other.get("weights")) == weights
+    ]
+    return min(found, key=len, default=[])
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(word) == other.get(word) for word in ("kind", "tenant", "model"))
+
+
+def _worded(one: Difference) -> str:
+    return f"{one.path} is {readable(one.a)}, not {readable(one.b)}"
+
+
+def _named(manifest: Manifest) -> tuple[NamespaceId, Namespace, Pack]:
+    [(name, text)] = manifest.namespaces.items()
+    assert manifest.pack is not None, "read_pack has seen to it"
+    return NamespaceId(name), Namespace.model_validate_json(text), manifest.pack
+
+
+def _loadable(cache: Cache, name: NamespaceId, pack: Pack) -> tuple[PromptLine, ...]:
+    lines = []
+    for one in pack.prompts:
+        _, [found] = plan_prompt(cache, StoredPrompt(hashes=one.hashes), [name])
+        lines.append(
+            PromptLine(name=one.name, tokens=one.tokens, blocks=len(one.hashes), loadable=found.stored)
+        )
+    return tuple(lines)
