@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.pack import build as building
-from kvstore.admin.pack.pack import Expected, apply, inspect
+from kvstore.admin.pack.pack import Intended, apply, inspect
 from kvstore.admin.pack.prompts import read_prompts
 from kvstore.admin.progress import Silent
 from kvstore.build import load_settings
@@ -84,7 +84,7 @@ def test_the_first_request_of_a_new_engine_is_loaded(
 
     config = {"payloads": f"file://{tmp_path}/cache"}
     with Cache(load_settings(config, {})) as cache:
-        applied = apply(str(tmp_path / "base.tar"), cache, Expected(model=image_model.name), Silent())
+        applied = apply(str(tmp_path / "base.tar"), cache, Intended(model=image_model.name), Silent())
     assert applied.archive.imported == made.export.exported and not applied.differences
     assert [one.loadable for one in applied.pack.prompts] == [one.blocks * BLOCK for one in made.pack.prompts]
     # What the two share is there once.

@@ -35,7 +35,7 @@ _RELEASE = ("page_format", "format")
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class Intended:
     """What the engines have that the pack is for, as far as it was said; "" is anything."""
 
     model: str = ""
@@ -106,7 +106,7 @@ def verify(source: str, settings: Settings, keyring: Keyring, progress: Progress
     return PackVerifyReport(good=good, pack=report_of(manifest, source, nbytes), archive=archive)
 
 
-def apply(source: str, cache: Cache, expected: Expected, progress: ProgressListener) -> PackApplyReport:
+def apply(source: str, cache: Cache, intended: Intended, progress: ProgressListener) -> PackApplyReport:
     """Commits what a pack holds to a store, as `import` does; what is there already is left.
 
     Raises Refused for a pack that the store's engines would load nothing of, before anything is changed; as
@@ -116,7 +116,7 @@ def apply(source: str, cache: Cache, expected: Expected, progress: ProgressListe
         manifest = read_pack(stream)
         check_signed(manifest, cache.keyring)
         name, _, pack = _named(manifest)
-        differing = check_fits(name, fields_of(manifest.namespaces[name]), cache.namespaces(), expected)
+        differing = check_fits(name, fields_of(manifest.namespaces[name]), cache.namespaces(), intended)
         cache.record("pack apply", f"{redact(source)}, namespace {name}")
         stream.seek(0)
         archive = import_archive(
@@ -130,31 +130,31 @@ def apply(source: str, cache: Cache, expected: Expected, progress: ProgressListe
 
 
 def check_fits(
-    name: NamespaceId, fields: Mapping[str, Any], known: Mapping[NamespaceId, str], expected: Expected
+    name: NamespaceId, fields: Mapping[str, Any], known: Mapping[NamespaceId, str], intended: Intended
 ) -> list[Difference]:
     """Returns how a pack's namespace differs from the nearest one that is known of its model and weights, in
     what no upgrade changes by itself.
 
-    Raises Refused if it is not what is expected, or, where no weights were said, if its model is known with
+    Raises Refused if it is not what it is meant for, or, where no weights were said, if its model is known with
     other weights alone.
     """
     model, weights = str(fields.get("model")), str(fields.get("weights"))
-    if not name.startswith(expected.namespace.lower()):
-        near = [text for id, text in known.items() if id.startswith(expected.namespace.lower())]
+    if not name.startswith(intended.namespace.lower()):
+        near = [text for id, text in known.items() if id.startswith(intended.namespace.lower())]
         why = "; ".join(map(_worded, differences(fields, fields_of(near[0])))) if len(near) == 1 else ""
-        raise Refused(f"the pack is of namespace {name}, not {expected.namespace}{': ' if why else ''}{why}")
-    if expected.model not in ("", model):
-        raise Refused(f"the pack is of model {readable(model)}, not {readable(expected.model)}")
-    if not weights.startswith(expected.weights):
+        raise Refused(f"the pack is of namespace {name}, not {intended.namespace}{': ' if why else ''}{why}")
+    if intended.model not in ("", model):
+        raise Refused(f"the pack is of model {readable(model)}, not {readable(intended.model)}")
+    if not weights.startswith(intended.weights):
         raise Refused(
-            f"the pack is of weights {readable(weights)}, not {readable(expected.weights)}: engines with "
+            f"the pack is of weights {readable(weights)}, not {readable(intended.weights)}: engines with "
             "those would load nothing of it"
         )
     if name in known:
         return []
     same = [other for text in known.values() if _alike(other := fields_of(text), fields)]
     held = sorted({str(other.get("weights")) for other in same})
-    if same and weights not in held and not (expected.weights or expected.namespace):
+    if same and weights not in held and not (intended.weights or intended.namespace):
         raise Refused(
             f"engines here have model {readable(model)} with weights {', '.join(map(readable, held))}, and "
             f"the pack is of weights {readable(weights)}: they would load nothing of it. If a rollout brings "

@@ -130,7 +130,7 @@ def _apply(
     nothing of is refused, in words.
     """
     with call.cache() as cache, progress.shown() as shows:
-        report = pack.apply(pack_, cache, pack.Expected(model, weights, namespace), shows)
+        report = pack.apply(pack_, cache, pack.Intended(model, weights, namespace), shows)
     call.print(report, pack_text.apply)
     call.end(report)
 
