@@ -586,7 +586,7 @@ def test_packs_are_applied_by_hooks_in_their_order() -> None:
 
 
 def test_a_pack_that_is_refused_is_not_tried_again() -> None:
-    """Redis may be starting, and engines may save the same blocks just then; nothing else passes by itself."""
+    """Redis may be starting, and engines may save the same just then; nothing else passes by itself."""
     for kube in ("1.34.0", "1.25.0"):
         (one,) = [
             one for one in render(given(packs__apply=[{"pack": "/a.tar"}]), kube=kube) if one["kind"] == "Job"

@@ -135,8 +135,8 @@ def check_fits(
     """Returns how a pack's namespace differs from the nearest one that is known of its model and weights, in
     what no upgrade changes by itself.
 
-    Raises Refused if it is not what it is meant for, or, where no weights were said, if its model is known with
-    other weights alone.
+    Raises Refused if it is not what it is meant for, or, where no weights were said, if its model is known
+    with other weights alone.
     """
     model, weights = str(fields.get("model")), str(fields.get("weights"))
     if not name.startswith(intended.namespace.lower()):
