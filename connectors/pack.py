@@ -57,7 +57,7 @@ def main() -> int:
 def _compute(job: Mapping[str, Any], tell: Tell) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        from vllm import __version__
+        import vllm
     except ImportError as exc:
         raise NotComputed(
             f"a pack is computed by vLLM, which can't be imported here ({exc}): use the engines' Python"
@@ -69,16 +69,20 @@ def _compute(job: Mapping[str, Any], tell: Tell) -> None:
             tell({"begin": prompt["name"]})
             tell({"prompt": _one(llm, cache, prompt)})
     llm.llm_engine.engine_core.shutdown()
-    tell({"engine": __version__})
+    tell({"engine": vllm.__version__})
 
 
 def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> Any:
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    given = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(list(words))
+    # What concerns the server alone is refused, as is what was mistyped: either would go unnoticed.
+    parser = FlexibleArgumentParser(prog="ENGINE", usage="MODEL [an engine's arguments of `vllm serve`]")
+    EngineArgs.add_cli_args(parser)
+    parser.add_argument("model_tag", nargs="?")
+    parser.add_argument("--chat-template")
+    given = parser.parse_args(list(words))
     if given.model_tag is not None:
         given.model = given.model_tag
     arguments = vars(EngineArgs.from_cli_args(given)) | {

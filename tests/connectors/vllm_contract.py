@@ -414,8 +414,19 @@ TAKEN: Final[dict[str, Taken]] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics:OffloadingConnectorStats": Taken(
         "the tier's statistics", {"increase_counter": "one change"}
     ),
+    # ---- packs --------------------------------------------------------------------------------------
+    "vllm:LLM": Taken("the engine that computes a pack"),
+    "vllm:SamplingParams": Taken("one token is enough"),
+    "vllm.engine.arg_utils:EngineArgs": Taken(
+        "what follows `vllm serve`",
+        {"add_cli_args": "as the server reads it", "from_cli_args": "what of it is the engine's"},
+    ),
+    "vllm.utils.argparse_utils:FlexibleArgumentParser": Taken(
+        "the server's own reading of dots and JSON",
+        {"add_argument": "the model, the chat template", "parse_args": "the words"},
+    ),
     "vllm:envs": Taken("", {"compile_factors": "what vLLM itself takes for a change of its kernels"}),
-    "vllm": Taken("its own version", {"__version__": "in what a chunk's format is named"}),
+    "vllm": Taken("its own version", {"__version__": "in what a chunk's format, or a pack, is named"}),
 }
 
 #: Types that no annotation in connectors/ tells: of an attribute, or of what a call returns.

@@ -42,7 +42,11 @@ def _build(
     ],
     engine: Annotated[
         list[str],
-        typer.Argument(metavar="ENGINE...", help="What follows `vllm serve` where the engines are started."),
+        typer.Argument(
+            metavar="ENGINE...",
+            help="What follows `vllm serve` where the engines are started: the model, and the engine's "
+            "arguments.",
+        ),
     ],
     to: Annotated[
         str,
@@ -52,10 +56,10 @@ def _build(
 ) -> None:
     """Compute prompts with an engine here, and write a pack of them.
 
-    Run it with the engines' image, on their kind of machine, with their words behind `--`: what an engine
-    loads depends on its weights, release, layout and dtype, as in a cache. Needs no cache and no server. Of
-    the settings count identity, segment, kv and signing, which signs the pack, and s3. KV blocks tell what
-    prompts said: keep a pack as you keep the prompts.
+    Run it with the engines' image, on their kind of machine, with their words behind `--`, less those that
+    are the server's: what an engine loads depends on its weights, release, layout and dtype, as in a cache.
+    Needs no cache and no server. Of the settings count identity, segment, kv and signing, which signs the
+    pack, and s3. KV blocks tell what prompts said: keep a pack as you keep the prompts.
     """
     made = read_prompts(Path(prompts))
     with progress.shown() as shows:
