@@ -118,7 +118,9 @@ def _one(llm: Any, cache: Cache, prompt: Mapping[str, Any]) -> dict[str, Any]:
                 f"prompt {name!r} has {len(tokens)} tokens, fewer than a block: nothing is saved"
             )
         _asked(llm, {"tokens": tokens})
-    raise NotComputed(f"prompt {name!r}: only {stored} of {most} tokens could be saved; the log says why")
+    raise NotComputed(
+        f"prompt {name!r}: only {stored} of {most} tokens could be saved; is there room in the temporary folder?"
+    )
 
 
 def _asked(llm: Any, prompt: Mapping[str, Any]) -> list[int]:
