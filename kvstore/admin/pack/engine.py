@@ -59,17 +59,15 @@ def compute(
         "settings": settings.model_dump(mode="json", exclude_defaults=True),
         "prompts": list(prompts),
     }
-    # Its settings are the ones above, whatever this process' environment says.
-    environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
     progress.begin("start the engine")
     with (
         log.open("wb") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", "connectors.pack"],
+            [sys.executable, "-P", "-m", "connectors.pack"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=environment,
+            env=_environment(),
             # A group of its own, so that all of the engine's processes end with it.
             start_new_session=True,
         ) as child,
@@ -79,6 +77,20 @@ def compute(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of the engine, for whose processes the working folder holds no modules: it may
+    be somebody's folder of prompts.
+    """
+    # Its settings are those of its job, whatever this process' environment says.
+    made = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+    made["PYTHONSAFEPATH"] = "1"
+    root = Path(__file__).parents[3]
+    if (root / "pyproject.toml").exists():
+        # A checkout, which Python may have found by the working folder alone.
+        made["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), made.get("PYTHONPATH"))))
+    return made
 
 
 def _heard(
