@@ -21,7 +21,6 @@ from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt
 from kvstore.build import load_settings
 from kvstore.errors import KVStoreError
 from kvstore.keys import DIGEST_BYTES
-from kvstore.rules.prefix import most_tokens, rule_of
 from schemas.namespace import Namespace
 
 Tell = Callable[[Mapping[str, Any]], None]
@@ -119,7 +118,8 @@ def _one(llm: Any, cache: Cache, prompt: Mapping[str, Any]) -> dict[str, Any]:
             )
         _asked(llm, {"tokens": tokens})
     raise NotComputed(
-        f"prompt {name!r}: only {stored} of {most} tokens could be saved; is there room in the temporary folder?"
+        f"prompt {name!r}: only {stored} of {most} tokens could be saved; "
+        "is there room in the temporary folder?"
     )
 
 
@@ -170,9 +170,8 @@ def _stored(cache: Cache, tokens: Sequence[int]) -> tuple[int, int, Sequence[byt
             return 0, 0, hashes
         # As something longer finds it, which a prompt of a pack is the beginning of.
         whole = StoredPrompt(hashes=hashes)
-        rules = [rule_of(spec.kind, spec.block_tokens, spec.window) for spec in space.groups]
         _, [found] = plan_prompt(cache, whole, [name])
-        return found.stored, most_tokens(rules, whole.length(space)), hashes
+        return found.stored, whole.most(space), hashes
     return 0, 0, []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -12,7 +12,7 @@ from kvstore.admin.archive.import_ import import_archive
 from kvstore.admin.archive.manifest import check_signed
 from kvstore.admin.archive.members import read_manifest
 from kvstore.admin.archive.tar import BadArchive, read_members
-from kvstore.admin.archive.wanted import EVERYTHING, Wanted
+from kvstore.admin.archive.wanted import Wanted
 from kvstore.admin.backends import Cache, Refused
 from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt
 from kvstore.admin.described import fields_of
@@ -22,8 +22,9 @@ from kvstore.admin.pack.place import opened
 from kvstore.admin.pack.reports import PackApplyReport, PackReport, PackVerifyReport, PromptLine
 from kvstore.admin.progress import ProgressListener
 from kvstore.format.keyring import Keyring
-from kvstore.keys import NamespaceId
+from kvstore.keys import DIGEST_BYTES, NamespaceId
 from kvstore.rules.text import readable
+from kvstore.verify.headers import digests_of
 from schemas.archive import Manifest
 from schemas.base import redact
 from schemas.namespace import Namespace
@@ -93,21 +94,31 @@ def inspect(source: str, settings: Settings) -> PackReport:
 
 def verify(source: str, settings: Settings, keyring: Keyring, progress: ProgressListener) -> PackVerifyReport:
     """Reads a pack to its end. Raises as `inspect`, and for a signature what `check_signed` raises."""
+    held: set[bytes] = set()
     with opened(source, settings) as (stream, nbytes):
         manifest = read_pack(stream)
+        name, space, pack = _named(manifest)
         check_signed(manifest, keyring)
         stream.seek(0)
         archive = import_archive(
-            stream, None, source=redact(source), wanted=EVERYTHING, keyring=keyring,
-            total_bytes=nbytes, progress=progress,
+            stream, None, source=redact(source), wanted=Wanted((name,)), keyring=keyring,
+            total_bytes=nbytes, progress=progress, good=lambda header: held.update(_cut(digests_of(header))),
         )  # fmt: skip
-    whole = archive.verified.segments == manifest.segments
-    good = archive.ended == "complete" and not archive.left_out and whole
+    prompts = [StoredPrompt(hashes=one.hashes) for one in pack.prompts]
+    good = (
+        archive.ended == "complete"
+        and not archive.unwanted
+        and (archive.verified.segments, archive.verified.stored_bytes)
+        == (archive.found_segments, manifest.payload_bytes)
+        and manifest.segments == archive.found_segments
+        and all(_of(held, prompt, space) == prompt.most(space) for prompt in prompts)
+    )
     return PackVerifyReport(good=good, pack=report_of(manifest, source, nbytes), archive=archive)
 
 
 def apply(source: str, cache: Cache, intended: Intended, progress: ProgressListener) -> PackApplyReport:
-    """Commits what a pack holds to a store, as `import` does; what is there already is left.
+    """Commits what a pack holds to a store, as `import` does; what is there already is left. Not all of it may
+    be there afterwards: the report says so.
 
     Raises Refused for a pack that the store's engines would load nothing of, before anything is changed; as
     `inspect` and `verify`; and what the index raises.
@@ -115,7 +126,7 @@ def apply(source: str, cache: Cache, intended: Intended, progress: ProgressListe
     with opened(source, cache.settings) as (stream, nbytes):
         manifest = read_pack(stream)
         check_signed(manifest, cache.keyring)
-        name, _, pack = _named(manifest)
+        name, space, pack = _named(manifest)
         differing = check_fits(name, fields_of(manifest.namespaces[name]), cache.namespaces(), intended)
         cache.record("pack apply", f"{redact(source)}, namespace {name}")
         stream.seek(0)
@@ -124,9 +135,14 @@ def apply(source: str, cache: Cache, intended: Intended, progress: ProgressListe
             total_bytes=nbytes, progress=progress,
         )  # fmt: skip
     report = report_of(manifest, source, nbytes)
-    if archive.ended == "complete":
+    whole = archive.ended == "complete"
+    if whole:
         report = report.model_copy(update={"prompts": _loadable(cache, name, pack)})
-    return PackApplyReport(pack=report, archive=archive, differences=tuple(differing))
+        most = [StoredPrompt(hashes=one.hashes).most(space) for one in pack.prompts]
+        there = archive.verified.segments + archive.present.segments
+        whole = not archive.unwanted and there == archive.found_segments == manifest.segments
+        whole = whole and [one.loadable for one in report.prompts] == most
+    return PackApplyReport(whole=whole, pack=report, archive=archive, differences=tuple(differing))
 
 
 def check_fits(
@@ -180,6 +196,15 @@ def _named(manifest: Manifest) -> tuple[NamespaceId, Namespace, Pack]:
     [(name, text)] = manifest.namespaces.items()
     assert manifest.pack is not None, "read_pack has seen to it"
     return NamespaceId(name), Namespace.model_validate_json(text), manifest.pack
+
+
+def _cut(packed: bytes) -> list[bytes]:
+    return [packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES)]
+
+
+def _of(held: Collection[bytes], prompt: StoredPrompt, space: Namespace) -> int:
+    """Returns how many tokens of a prompt an engine would load of the blocks with those digests."""
+    return prompt.loadable(space, [[one in held for one in _cut(each)] for each in prompt.digests(space)])
 
 
 def _loadable(cache: Cache, name: NamespaceId, pack: Pack) -> tuple[PromptLine, ...]:

@@ -63,6 +63,8 @@ class PackVerifyReport(StrictModel):
 class PackApplyReport(StrictModel):
     """`cache-admin pack apply`."""
 
+    #: Whether all that was packed is there now, and an engine would load all of each prompt that it can.
+    whole: bool
     pack: PackReport
     archive: ImportReport
     #: Where the pack's namespace differs from the latest one that engines here use with these weights, unless

@@ -13,8 +13,7 @@ from kvstore.admin.pack.prompts import read_prompts
 from kvstore.admin.pack.reports import PackApplyReport, PackVerifyReport
 from kvstore.cli import progress
 from kvstore.cli.call import Call
-from kvstore.cli.commands.archive import of_moved
-from kvstore.cli.exits import ExitCode, of_report
+from kvstore.cli.exits import ENDS, ExitCode, of_report
 from kvstore.cli.text import pack as pack_text
 from kvstore.cli.verbs import verb
 from kvstore.keyfiles import open_keyring
@@ -130,8 +129,9 @@ def _apply(
 ) -> None:
     """Verify a pack and commit what is in it, as a save does, so that engines start warm.
 
-    What is stored already is left, so applying a pack twice is harmless. A pack that the engines would load
-    nothing of is refused, in words.
+    What is stored already is left, so applying a pack twice is harmless. Ends with 4 if some of it is being
+    saved or deleted just now, so that applying it again brings the rest, and with 3 if that can't. A pack that
+    the engines would load nothing of is refused, in words.
     """
     with call.cache() as cache, progress.shown() as shows:
         report = pack.apply(pack_, cache, pack.Intended(model, weights, namespace), shows)
@@ -152,4 +152,9 @@ def _of_verify(report: PackVerifyReport) -> ExitCode:
 @of_report.register
 def _of_apply(report: PackApplyReport) -> ExitCode:
     archive = report.archive
-    return of_moved(archive, archive.imported.segments + archive.present.segments)
+    code = ENDS[archive.ended]
+    if code is not ExitCode.OK or report.whole:
+        return code
+    # Whoever tries again after 4, as the chart does, brings what was being saved, or deleted, just now.
+    passes = archive.left_out == archive.later and archive.found_segments == report.pack.segments
+    return ExitCode.PARTIAL if archive.later and passes and not archive.unwanted else ExitCode.PROBLEMS

@@ -66,6 +66,8 @@ def apply(report: PackApplyReport) -> Renderables:
     yield from inspect(report.pack)
     yield ""
     yield from archive_text.import_(report.archive)
+    if not report.whole:
+        yield pair("pack", Text("not all of it is here", style="bold red"), width=WIDTH)
     if report.differences:
         yield ""
         yield Text(
