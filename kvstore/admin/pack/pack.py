@@ -117,8 +117,8 @@ def verify(source: str, settings: Settings, keyring: Keyring, progress: Progress
 
 
 def apply(source: str, cache: Cache, intended: Intended, progress: ProgressListener) -> PackApplyReport:
-    """Commits what a pack holds to a store, as `import` does; what is there already is left. Not all of it may
-    be there afterwards: the report says so.
+    """Commits what a pack holds to a store, as `import` does; what is there already is left. Not all of it
+    may be there afterwards: the report says so.
 
     Raises Refused for a pack that the store's engines would load nothing of, before anything is changed; as
     `inspect` and `verify`; and what the index raises.

@@ -130,8 +130,8 @@ def _apply(
     """Verify a pack and commit what is in it, as a save does, so that engines start warm.
 
     What is stored already is left, so applying a pack twice is harmless. Ends with 4 if some of it is being
-    saved or deleted just now, so that applying it again brings the rest, and with 3 if that can't. A pack that
-    the engines would load nothing of is refused, in words.
+    saved or deleted just now, so that applying it again brings the rest, and with 3 if that can't. A pack
+    that the engines would load nothing of is refused, in words.
     """
     with call.cache() as cache, progress.shown() as shows:
         report = pack.apply(pack_, cache, pack.Intended(model, weights, namespace), shows)
