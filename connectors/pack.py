@@ -123,6 +123,19 @@ def _one(llm: Any, cache: Cache, prompt: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def _tools(llm: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Returns tools as the server hands them to a chat template: with what a definition leaves out, without
+    what it shouldn't have. Raises ValueError for those that the server refuses.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    if llm.llm_engine.vllm_config.model_config.hf_config.model_type == "gpt_oss":
+        raise ValueError("the server renders messages to this model without a chat template: give its tokens")
+    if tools is None:
+        return None
+    return [ChatCompletionToolsParam.model_validate(one).model_dump() for one in tools]
+
+
 def _asked(llm: Any, prompt: Mapping[str, Any]) -> list[int]:
     """Returns the token ids of a prompt, after it was computed."""
     from vllm import SamplingParams
@@ -134,7 +147,7 @@ def _asked(llm: Any, prompt: Mapping[str, Any]) -> list[int]:
             params,
             # What a conversation begins with, whoever speaks next.
             add_generation_prompt=False,
-            tools=prompt["tools"],
+            tools=_tools(llm, prompt["tools"]),
             use_tqdm=False,
         )
     else:

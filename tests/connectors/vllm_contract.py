@@ -417,6 +417,10 @@ TAKEN: Final[dict[str, Taken]] = {
     # ---- packs --------------------------------------------------------------------------------------
     "vllm:LLM": Taken("the engine that computes a pack"),
     "vllm:SamplingParams": Taken("one token is enough"),
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionToolsParam": Taken(
+        "tools as a chat template gets them from the server",
+        {"model_validate": "drops what no tool has", "model_dump": "names what was left out"},
+    ),
     "vllm.engine.arg_utils:EngineArgs": Taken(
         "what follows `vllm serve`",
         {"add_cli_args": "as the server reads it", "from_cli_args": "what of it is the engine's"},

@@ -25,7 +25,10 @@ AGENT = prompt(960, 90)
 TOOLS = extended(AGENT, 330, 91)
 WORDS = " ".join(f"w{20 + i % 400}" for i in range(150))
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}"
+    # The server names what a definition leaves out, and drops what it knows nothing of.
+    "{% for tool in tools or [] %}{{ tool.function.name }} "
+    "{% if tool.function.description is none %}w301 {% endif %}"
+    "{% if tool.function.other is defined %}w302 {% endif %}{% endfor %}"
     "{% for message in messages %}w11 {{ message.content }} w12 {% endfor %}"
     "{% if add_generation_prompt %}w13{% endif %}"
 )
@@ -64,7 +67,7 @@ def test_the_first_request_of_a_new_engine_is_loaded(
         {
             "name": "chat",
             "messages": [{"role": "system", "file": "words.txt"}],
-            "tools": [{"name": "w300"}],
+            "tools": [{"type": "function", "function": {"name": "w300", "other": 1}}],
         },
     ]
     (tmp_path / "prompts.json").write_text(json.dumps({"prompts": prompts}))
@@ -80,7 +83,7 @@ def test_the_first_request_of_a_new_engine_is_loaded(
         "base.tar", "prompts.json", "words.txt", "chat.jinja",
     }  # fmt: skip
     tokens = {one.name: one.tokens for one in made.pack.prompts}
-    assert tokens == {"agent": 960, "agent/tools": 1290, "words": 150, "chat": 153}
+    assert tokens == {"agent": 960, "agent/tools": 1290, "words": 150, "chat": 154}
 
     config = {"payloads": f"file://{tmp_path}/cache"}
     with Cache(load_settings(config, {})) as cache:
@@ -95,7 +98,7 @@ def test_the_first_request_of_a_new_engine_is_loaded(
         first = extended(AGENT, 50, 92)
         [answer] = engine.generate([first], max_tokens=8)
         assert (answer.external_tokens, answer.local_tokens) == (960, 0)
-        chat = {"prompt": f"w300 w11 {WORDS} w12 w11 w400 w12 w13"}
+        chat = {"prompt": f"w300 w301 w11 {WORDS} w12 w11 w400 w12 w13"}
         for one, loaded in ((TOOLS, full_blocks(TOOLS)), ({"prompt": WORDS}, 128), (chat, 128)):
             engine.reset_prefix_cache()
             [result] = engine.generate([one], max_tokens=8)
