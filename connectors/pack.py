@@ -61,17 +61,18 @@ def _compute(job: Mapping[str, Any], tell: Tell) -> None:
         raise NotComputed(
             f"a pack is computed by vLLM, which can't be imported here ({exc}): use the engines' Python"
         ) from exc
-    llm = _engine(job["engine"], job["settings"])
+    llm, chat = _engine(job["engine"], job["settings"])
     with Cache(load_settings(job["settings"], {})) as cache:
         cache.made_index()
         for prompt in job["prompts"]:
             tell({"begin": prompt["name"]})
-            tell({"prompt": _one(llm, cache, prompt)})
+            tell({"prompt": _one(llm, cache, chat, prompt)})
     llm.llm_engine.engine_core.shutdown()
     tell({"engine": vllm.__version__})
 
 
-def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> Any:
+def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the engine, and how the server of those words would render messages: arguments of `chat`."""
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -81,6 +82,10 @@ def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> Any:
     EngineArgs.add_cli_args(parser)
     parser.add_argument("model_tag", nargs="?")
     parser.add_argument("--chat-template")
+    parser.add_argument(
+        "--chat-template-content-format", choices=("auto", "string", "openai"), default="auto"
+    )
+    parser.add_argument("--default-chat-template-kwargs", type=json.loads)
     given = parser.parse_args(list(words))
     if given.model_tag is not None:
         given.model = given.model_tag
@@ -97,14 +102,18 @@ def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> Any:
             "kv_connector_extra_config": dict(settings),
         },
     }
-    return LLM(**arguments, chat_template=given.chat_template)
+    chat = {
+        "chat_template_content_format": given.chat_template_content_format,
+        "chat_template_kwargs": given.default_chat_template_kwargs,
+    }
+    return LLM(**arguments, chat_template=given.chat_template), chat
 
 
-def _one(llm: Any, cache: Cache, prompt: Mapping[str, Any]) -> dict[str, Any]:
+def _one(llm: Any, cache: Cache, chat: Mapping[str, Any], prompt: Mapping[str, Any]) -> dict[str, Any]:
     """Computes a prompt until all of it that can be resumed is stored. Raises NotComputed."""
     name = prompt["name"]
     try:
-        tokens = _asked(llm, prompt)
+        tokens = _asked(llm, chat, prompt)
     except ValueError as exc:
         raise NotComputed(f"prompt {name!r}: {exc}") from exc
     for _ in range(_ATTEMPTS):
@@ -116,7 +125,7 @@ def _one(llm: Any, cache: Cache, prompt: Mapping[str, Any]) -> dict[str, Any]:
             raise NotComputed(
                 f"prompt {name!r} has {len(tokens)} tokens, fewer than a block: nothing is saved"
             )
-        _asked(llm, {"tokens": tokens})
+        _asked(llm, chat, {"tokens": tokens})
     raise NotComputed(
         f"prompt {name!r}: only {stored} of {most} tokens could be saved; "
         "is there room in the temporary folder?"
@@ -136,7 +145,7 @@ def _tools(llm: Any, tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str
     return [ChatCompletionToolsParam.model_validate(one).model_dump() for one in tools]
 
 
-def _asked(llm: Any, prompt: Mapping[str, Any]) -> list[int]:
+def _asked(llm: Any, chat: Mapping[str, Any], prompt: Mapping[str, Any]) -> list[int]:
     """Returns the token ids of a prompt, after it was computed."""
     from vllm import SamplingParams
 
@@ -149,6 +158,7 @@ def _asked(llm: Any, prompt: Mapping[str, Any]) -> list[int]:
             add_generation_prompt=False,
             tools=_tools(llm, prompt["tools"]),
             use_tqdm=False,
+            **chat,
         )
     else:
         given = {"prompt_token_ids": prompt["tokens"]} if "tokens" in prompt else prompt["text"]

@@ -29,6 +29,7 @@ TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} "
     "{% if tool.function.description is none %}w301 {% endif %}"
     "{% if tool.function.other is defined %}w302 {% endif %}{% endfor %}"
+    "{{ mark }} "
     "{% for message in messages %}w11 {{ message.content }} w12 {% endfor %}"
     "{% if add_generation_prompt %}w13{% endif %}"
 )
@@ -70,10 +71,15 @@ def test_the_first_request_of_a_new_engine_is_loaded(
             "tools": [{"type": "function", "function": {"name": "w300", "other": 1}}],
         },
     ]
+    chat = {
+        "--chat-template": str(tmp_path / "chat.jinja"),
+        "--chat-template-content-format": "string",
+        "--default-chat-template-kwargs": json.dumps({"mark": "w303"}),
+    }
     (tmp_path / "prompts.json").write_text(json.dumps({"prompts": prompts}))
     made = building.build(
         read_prompts(tmp_path / "prompts.json"),
-        words_of(image_model, **{"--chat-template": str(tmp_path / "chat.jinja")}),
+        words_of(image_model, **chat),
         Settings(payloads="memory://pack", index="memory://pack"),
         str(tmp_path / "base.tar"),
         progress=Silent(),
@@ -83,7 +89,7 @@ def test_the_first_request_of_a_new_engine_is_loaded(
         "base.tar", "prompts.json", "words.txt", "chat.jinja",
     }  # fmt: skip
     tokens = {one.name: one.tokens for one in made.pack.prompts}
-    assert tokens == {"agent": 960, "agent/tools": 1290, "words": 150, "chat": 154}
+    assert tokens == {"agent": 960, "agent/tools": 1290, "words": 150, "chat": 155}
 
     config = {"payloads": f"file://{tmp_path}/cache"}
     with Cache(load_settings(config, {})) as cache:
@@ -98,8 +104,8 @@ def test_the_first_request_of_a_new_engine_is_loaded(
         first = extended(AGENT, 50, 92)
         [answer] = engine.generate([first], max_tokens=8)
         assert (answer.external_tokens, answer.local_tokens) == (960, 0)
-        chat = {"prompt": f"w300 w301 w11 {WORDS} w12 w11 w400 w12 w13"}
-        for one, loaded in ((TOOLS, full_blocks(TOOLS)), ({"prompt": WORDS}, 128), (chat, 128)):
+        asked = {"prompt": f"w300 w301 w303 w11 {WORDS} w12 w11 w400 w12 w13"}
+        for one, loaded in ((TOOLS, full_blocks(TOOLS)), ({"prompt": WORDS}, 128), (asked, 128)):
             engine.reset_prefix_cache()
             [result] = engine.generate([one], max_tokens=8)
             assert (result.external_tokens, result.local_tokens) == (loaded, 0)
