@@ -89,9 +89,12 @@ def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> tuple[Any, Map
     given = parser.parse_args(list(words))
     if given.model_tag is not None:
         given.model = given.model_tag
+    # What an engine saves doesn't depend on how many of it there are, or on which of them it is.
+    for name in vars(given):
+        if name.startswith("data_parallel_"):
+            setattr(given, name, parser.get_default(name))
     arguments = vars(EngineArgs.from_cli_args(given)) | {
-        # What an engine saves doesn't depend on how many of it there are, or on who listens to it.
-        "data_parallel_size": 1,
+        # Nor on who listens to it.
         "ec_transfer_config": None,
         "kv_events_config": None,
         "kv_transfer_config": {

@@ -427,7 +427,11 @@ TAKEN: Final[dict[str, Taken]] = {
     ),
     "vllm.utils.argparse_utils:FlexibleArgumentParser": Taken(
         "the server's own reading of dots and JSON",
-        {"add_argument": "the model, the chat template", "parse_args": "the words"},
+        {
+            "add_argument": "the model, the chat template",
+            "parse_args": "the words",
+            "get_default": "of data parallelism",
+        },
     ),
     "vllm:envs": Taken("", {"compile_factors": "what vLLM itself takes for a change of its kernels"}),
     "vllm": Taken("its own version", {"__version__": "in what a chunk's format, or a pack, is named"}),

@@ -74,6 +74,9 @@ def test_the_first_request_of_a_new_engine_is_loaded(
     chat = {
         "--chat-template": str(tmp_path / "chat.jinja"),
         "--chat-template-content-format": "string",
+        # Words of one replica of several.
+        "--data-parallel-size": "2",
+        "--data-parallel-rank": "1",
         "--default-chat-template-kwargs": json.dumps({"mark": "w303"}),
     }
     (tmp_path / "prompts.json").write_text(json.dumps({"prompts": prompts}))
