@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -31,8 +32,8 @@ from schemas.namespace import Namespace
 from schemas.pack import Pack
 from schemas.settings import Settings
 
-#: Fields that an upgrade of vLLM or of kvstore changes by itself.
-_RELEASE = ("page_format", "format")
+#: What the page format of any engine begins with that doesn't share across releases of vLLM.
+_RELEASE = re.compile(r"vllm[^/]*/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +178,17 @@ def check_fits(
             f"these weights, say so: --weights {readable(weights)}"
         )
     found = [
-        [one for one in differences(other, fields) if one.path.split(".")[0] not in _RELEASE]
+        differences(_besides(other), _besides(fields))
         for other in same
         if str(other.get("weights")) == weights
     ]
     return min(found, key=len, default=[])
+
+
+def _besides(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields without what an upgrade of vLLM or of kvstore changes by itself."""
+    text = _RELEASE.sub("", str(fields.get("page_format", "")), count=1)
+    return {name: value for name, value in fields.items() if name != "format"} | {"page_format": text}
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

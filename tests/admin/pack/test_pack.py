@@ -16,6 +16,7 @@ from kvstore.admin.archive.manifest import check_signed, document_of
 from kvstore.admin.backends import Cache, Refused
 from kvstore.admin.pack.build import write
 from kvstore.admin.pack.engine import Computed
+from kvstore.admin.pack.pack import Intended, check_fits
 from kvstore.admin.progress import Silent
 from kvstore.build import load_settings, open_store
 from kvstore.format.keyring import Keyring
@@ -217,16 +218,31 @@ def test_what_is_not_expected_is_refused(of: Packed, admin: Admin, words: list[s
 
 def test_a_namespace_that_is_known_says_what_differs(of: Packed, admin: Admin) -> None:
     of.made()
-    other = with_other(of, page_format="0.31.0 cuda", kv_dtype="fp8")
+    other = with_other(of, page_format="vllm0.31.0/cpu/CPU_ATTN/amx", kv_dtype="fp8")
     refused = admin("pack", "apply", str(of.pack), "--namespace", namespace_id(other), *of.options())
     assert refused.code == 1 and f"namespace {of.source.kv_id}, not {namespace_id(other)}" in refused.err
     assert "kv_dtype is auto, not fp8" in refused.err and "page_format is" in refused.err
-    # An upgrade of vLLM changes what fills a page, and nothing else.
     done = admin("pack", "apply", str(of.pack), "--json", *of.options())
     assert done.code == 0
-    assert [one["path"] for one in done.json["differences"]] == ["kv_dtype"]
+    assert [one["path"] for one in done.json["differences"]] == ["kv_dtype", "page_format"]
     mine = ["--namespace", of.source.kv_id[:5].upper(), "--model", "tiny-random"]
     assert admin("pack", "apply", str(of.pack), *mine, *of.options()).code == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ("vllm0.31.0/cuda/FLASH_ATTN", "vllm0.32.0/cuda/FLASH_ATTN", []),
+        ("vllm0.31.0/cpu/CPU_ATTN/amx", "vllm0.32.0/cpu/CPU_ATTN/vec", ["page_format"]),
+        ("vllm0.31.0/cuda/FLASH_ATTN", "vllm0.31.0/cuda/FLASHINFER", ["page_format"]),
+        ("cuda/FLASH_ATTN", "rocm/ROCM_AITER_FA/16HN", ["page_format"]),
+    ],
+)
+def test_what_an_upgrade_changes_is_not_named(theirs: str, ours: str, said: list[str]) -> None:
+    pack, known = kv_space(page_format=ours), kv_space(page_format=theirs)
+    texts = {namespace_id(known): known.model_dump_json()}
+    found = check_fits(namespace_id(pack), pack.model_dump(mode="json"), texts, Intended())
+    assert [one.path for one in found] == said
 
 
 def test_a_damaged_pack_is_not_whole(of: Packed, admin: Admin) -> None:
