@@ -59,7 +59,8 @@ def export(
     the cache has a key to sign with.
 
     Ctrl-C and a failing backend end it: the report says so, no file is left, and what went into a pipe has no
-    end mark. Raises Refused if the file exists, CannotWrite and BrokenPipeError.
+    end mark. Nor is there a file of a pack of which something was left out. Raises Refused if the file
+    exists, CannotWrite and BrokenPipeError.
     """
     began = time.monotonic()
     if dry_run:
@@ -71,7 +72,7 @@ def export(
     with ArchiveFile(to, overwrite=overwrite) as archive:
         run = _Export(cache, plan, TarWriter(archive.file), progress or Silent(), pack)
         run.all(int(clock()))
-        if run.ended == "complete":
+        if run.ended == "complete" and not (pack and run.left.count):
             archive.finish()
         return run.report(str(to), time.monotonic() - began)
 

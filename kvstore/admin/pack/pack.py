@@ -55,9 +55,11 @@ def read_pack(stream: BinaryIO) -> Manifest:
     if len(manifest.namespaces) != 1:
         raise BadArchive("a pack is of one namespace")
     try:
-        _named(manifest)
+        _, space, _ = _named(manifest)
     except ValidationError as exc:
         raise BadArchive("the pack's namespace is not one that this version reads") from exc
+    if space.kind != "kv":
+        raise BadArchive("the pack's namespace holds encoder items, not prompts")
     return manifest
 
 
@@ -215,10 +217,13 @@ def _of(held: Collection[bytes], prompt: StoredPrompt, space: Namespace) -> int:
 
 
 def _loadable(cache: Cache, name: NamespaceId, pack: Pack) -> tuple[PromptLine, ...]:
+    # It isn't known if nothing at all of the pack was let in.
+    known = name in cache.namespaces()
     lines = []
     for one in pack.prompts:
-        _, [found] = plan_prompt(cache, StoredPrompt(hashes=one.hashes), [name])
-        lines.append(
-            PromptLine(name=one.name, tokens=one.tokens, blocks=len(one.hashes), loadable=found.stored)
-        )
+        stored = 0
+        if known:
+            _, [found] = plan_prompt(cache, StoredPrompt(hashes=one.hashes), [name])
+            stored = found.stored
+        lines.append(PromptLine(name=one.name, tokens=one.tokens, blocks=len(one.hashes), loadable=stored))
     return tuple(lines)

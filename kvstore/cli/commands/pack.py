@@ -10,9 +10,10 @@ import typer
 
 from kvstore.admin.pack import build, pack
 from kvstore.admin.pack.prompts import read_prompts
-from kvstore.admin.pack.reports import PackApplyReport, PackVerifyReport
+from kvstore.admin.pack.reports import PackApplyReport, PackBuildReport, PackVerifyReport
 from kvstore.cli import progress
 from kvstore.cli.call import Call
+from kvstore.cli.commands.archive import of_moved
 from kvstore.cli.exits import ENDS, ExitCode, of_report
 from kvstore.cli.text import pack as pack_text
 from kvstore.cli.verbs import verb
@@ -32,7 +33,7 @@ Where = Annotated[
         "cache-admin pack build prompts.yaml --to s3://my-bucket/packs/base.tar -- my-org/my-model",
     ),
     see_also=("pack apply", "export"),
-    exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
+    exits=(ExitCode.PROBLEMS,),
 )
 def _build(
     call: Call,
@@ -64,7 +65,7 @@ def _build(
     with progress.shown() as shows:
         report = build.build(made, engine, _settings(call), to, overwrite=force, progress=shows)
     call.print(report, pack_text.build)
-    call.end(report.export)
+    call.end(report)
 
 
 @verb(
@@ -142,6 +143,11 @@ def _apply(
 def _settings(call: Call) -> Settings:
     """Returns the settings of a verb that needs no cache."""
     return replace(call.sources, index="memory://pack", payloads="memory://pack").settings()
+
+
+@of_report.register
+def _of_build(report: PackBuildReport) -> ExitCode:
+    return of_moved(report.export, 0)
 
 
 @of_report.register

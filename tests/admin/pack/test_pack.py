@@ -19,12 +19,13 @@ from kvstore.admin.pack.engine import Computed
 from kvstore.admin.pack.pack import Intended, check_fits
 from kvstore.admin.progress import Silent
 from kvstore.build import load_settings, open_store
+from kvstore.cli.exits import ExitCode, of_report
 from kvstore.format.keyring import Keyring
-from kvstore.keys import digest, namespace_id, new_segment_id
+from kvstore.keys import canonical_json, digest, namespace_id, new_segment_id
 from schemas.archive import Manifest
 from schemas.namespace import Namespace
 from schemas.pack import PackedPrompt
-from tests.admin.conftest import Admin, Filled, fill, kv_slots, kv_space
+from tests.admin.conftest import Admin, Filled, ec_space, fill, kv_slots, kv_space
 from tests.format import second
 from tests.servers.s3.servers import S3Bucket
 
@@ -292,6 +293,22 @@ def test_segments_of_another_namespace_are_none_of_the_pack(of: Packed, admin: A
     assert (ran.code, ran.json["whole"], ran.json["archive"]["unwanted"]) == (3, False, 2)
 
 
+def test_of_a_pack_that_is_not_let_in_at_all_the_report_says_why(of: Packed, admin: Admin) -> None:
+    of.made()
+    ran = admin("pack", "apply", str(of.pack), "--json", *of.options(capacity_bytes="4KiB"))
+    assert (ran.code, ran.json["whole"], ran.json["archive"]["left_out"]) == (3, False, 3)
+    assert "no room" in ran.json["archive"]["left"][0]["reason"]
+    assert [one["loadable"] for one in ran.json["pack"]["prompts"]] == [0, 0]
+
+
+def test_a_pack_of_encoder_items_is_none(of: Packed, admin: Admin) -> None:
+    of.made()
+    other = ec_space()
+    of.change(lambda one: one.update(namespaces={namespace_id(other): canonical_json(other)}))
+    ran = admin("pack", "apply", str(of.pack), *of.options())
+    assert ran.code == 3 and "encoder items, not prompts" in ran.err
+
+
 def test_what_is_being_saved_just_now_is_brought_by_another_try(of: Packed, admin: Admin) -> None:
     of.made()
     where = of.options()
@@ -343,6 +360,14 @@ def test_what_is_not_stored_is_not_packed(of: Packed) -> None:
     long = PackedPrompt(name="long", tokens=16, blocks="ab" * 16 * 120_000)
     with pytest.raises(Refused, match="prompts of 120000 blocks; a pack has at most 98304: make several"):
         of.made(Computed("0.32.0", (long,)))
+    assert not of.pack.exists()
+
+
+def test_a_pack_with_a_hole_is_not_written(of: Packed) -> None:
+    next(path for path in of.source.payload_files() if of.source.kv_id in path.parts).unlink()
+    with Cache(load_settings(of.settings, {})) as cache:
+        report = write(cache, COMPUTED, of.pack, progress=Silent())
+    assert (report.pack, report.export.left_out, of_report(report)) == (None, 1, ExitCode.PROBLEMS)
     assert not of.pack.exists()
 
 
