@@ -1,6 +1,6 @@
 """Computes the prompts of a prefix pack: the engine of `cache-admin pack build` (kvstore.admin.pack.engine).
 
-    python -m connectors.pack    reads a job from stdin, and answers on stdout
+    python -m connectors.pack    reads a job from stdin, and answers on stdout until stdin ends
 
 One process holds engine and connector, so that steps without requests, with which a connector ends what it
 began, can be made here. Prompts are computed one after the other: what would be dropped by a full queue of
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -37,7 +39,8 @@ class NotComputed(Exception):
 
 def main() -> int:
     """Computes the job on stdin; returns 1 if it can't be done. Whatever is printed goes to stderr."""
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -51,6 +54,15 @@ def main() -> int:
         tell({"error": str(exc)})
         return 1
     return 0
+
+
+def _end_with_stdin() -> None:
+    # As a file, a read at the interpreter's end would keep it from ending.
+    while os.read(0, 1):
+        pass
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _compute(job: Mapping[str, Any], tell: Tell) -> None:

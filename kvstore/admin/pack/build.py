@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ def build(
         check_free(to, settings, overwrite=overwrite)
     else:
         ArchiveFile.check(path, overwrite=overwrite)
-    with tempfile.TemporaryDirectory(prefix="kvstore-pack-") as scratch:
+    with _interrupted_if_ended(), tempfile.TemporaryDirectory(prefix="kvstore-pack-") as scratch:
         inner = _settings_in(Path(scratch), settings)
         computed = compute(prompts, words, inner, Path(scratch) / "engine.log", progress)
         compute_s = time.monotonic() - began
@@ -59,6 +62,24 @@ def build(
             upload(target, to, settings)
             report = report.model_copy(update={"pack": report.pack.model_copy(update={"source": to})})
         return report.model_copy(update={"compute_s": compute_s, "seconds": time.monotonic() - began})
+
+
+@contextmanager
+def _interrupted_if_ended() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP end what is done here as Ctrl-C does: no engine goes on, no folder is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write(
@@ -75,7 +96,7 @@ def write(
     plan = _planned(cache, pack)
     exported = export(cache, plan, to, overwrite=overwrite, progress=progress, pack=pack)
     found = None
-    if exported.ended == "complete":
+    if exported.ended == "complete" and not exported.left_out:
         with to.open("rb") as file:
             found = report_of(read_pack(file), str(to), to.stat().st_size)
     return PackBuildReport(pack=found, export=exported, compute_s=0.0, seconds=exported.seconds)

@@ -1,9 +1,9 @@
 """The engine that computes a pack: a process of `connectors.pack`, which has vLLM, and what it says.
 
-It gets one JSON object on stdin, `{"engine": words, "settings": {...}, "prompts": [...]}`, and answers with
-an object a line: `{"begin": name}` and `{"prompt": {...}}` for each prompt, `{"engine": release}` at the end,
-`{"error": text}` if it gives up. Everything else that is printed goes into a log, whose end is shown if it
-fails.
+It gets one JSON object as a line on stdin, `{"engine": words, "settings": {...}, "prompts": [...]}`, and
+answers with an object a line: `{"begin": name}` and `{"prompt": {...}}` for each prompt,
+`{"engine": release}` at the end, `{"error": text}` if it gives up. Everything else that is printed goes into
+a log, whose end is shown if it fails. Once its stdin ends, with whoever asked, it ends as well.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from kvstore.errors import KVStoreError
 from schemas.pack import PackedPrompt
 from schemas.settings import Settings
 
+#: How long an engine may say nothing: the largest take minutes to start, and for a prompt.
+_SILENT_S = 3600.0
 #: Most bytes of the log's end that are shown.
 _MOST_LOG = 3000
 
@@ -50,9 +53,12 @@ def compute(
     settings: Settings,
     log: Path,
     progress: ProgressListener,
+    *,
+    silent_s: float = _SILENT_S,
 ) -> Computed:
     """Computes the prompts with an engine of those words of `vllm serve`, which saves them into the store of
-    `settings`. Takes as long as an engine's start and the prompts do. Raises EngineFailed.
+    `settings`. Takes as long as an engine's start and the prompts do. Raises EngineFailed, also if the engine
+    says nothing for `silent_s` seconds.
     """
     job = {
         "engine": list(words),
@@ -73,10 +79,12 @@ def compute(
         ) as child,
     ):
         try:
-            return _heard(child, job, log, progress)
+            return _heard(child, job, silent_s, progress)
+        except EngineFailed as exc:
+            end = log.read_bytes()[-_MOST_LOG:].decode(errors="replace").strip()
+            raise EngineFailed(f"{exc}; the end of what it said:\n{end}" if end else str(exc)) from None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            _kill(child)
 
 
 def _environment() -> dict[str, str]:
@@ -94,22 +102,54 @@ def _environment() -> dict[str, str]:
 
 
 def _heard(
-    child: subprocess.Popen[bytes], job: Mapping[str, Any], log: Path, progress: ProgressListener
+    child: subprocess.Popen[bytes], job: Mapping[str, Any], silent_s: float, progress: ProgressListener
 ) -> Computed:
     assert child.stdin is not None and child.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(json.dumps(job).encode())
-        child.stdin.close()
     made = []
-    for line in child.stdout:
-        said = json.loads(line)
-        if "begin" in said:
-            progress.begin(f"compute {said['begin']}")
-        elif "prompt" in said:
-            made.append(PackedPrompt.model_validate(said["prompt"]))
-        elif "engine" in said:
-            return Computed(said["engine"], tuple(made))
-        else:
-            raise EngineFailed(str(said.get("error")))
-    end = log.read_bytes()[-_MOST_LOG:].decode(errors="replace").strip()
-    raise EngineFailed(f"the engine ended; the end of what it said:\n{end}")
+    silence = _Silence(child, silent_s)
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(job).encode() + b"\n")
+            child.stdin.flush()
+        for line in child.stdout:
+            silence.broken()
+            said = json.loads(line)
+            if "begin" in said:
+                progress.begin(f"compute {said['begin']}")
+            elif "prompt" in said:
+                made.append(PackedPrompt.model_validate(said["prompt"]))
+            elif "engine" in said:
+                return Computed(said["engine"], tuple(made))
+            else:
+                raise EngineFailed(str(said.get("error")))
+    finally:
+        silence.timer.cancel()
+    raise EngineFailed(f"the engine said nothing for {silent_s:g} s" if silence.ended else "the engine ended")
+
+
+class _Silence:
+    """Kills the engine after so many seconds in which it said nothing."""
+
+    def __init__(self, child: subprocess.Popen[bytes], seconds: float) -> None:
+        self._child, self._seconds = child, seconds
+        self.ended = False
+        self._begin()
+
+    def broken(self) -> None:
+        """Begins to count anew."""
+        self.timer.cancel()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.timer = threading.Timer(self._seconds, self._end)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def _end(self) -> None:
+        self.ended = True
+        _kill(self._child)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
