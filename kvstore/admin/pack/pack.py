@@ -151,11 +151,11 @@ def apply(source: str, cache: Cache, intended: Intended, progress: ProgressListe
 def check_fits(
     name: NamespaceId, fields: Mapping[str, Any], known: Mapping[NamespaceId, str], intended: Intended
 ) -> list[Difference]:
-    """Returns how a pack's namespace differs from the nearest one that is known of its model and weights, in
-    what no upgrade changes by itself.
+    """Returns how a pack's namespace differs from the nearest one that is known, of its weights if there is
+    one, in what no upgrade changes by itself.
 
-    Raises Refused if it is not what it is meant for, or, where no weights were said, if its model is known
-    with other weights alone.
+    Raises Refused if it is not what it is meant for, or, where that wasn't said, if its model is known with
+    other weights alone, or its weights as another model or of another tenant alone.
     """
     model, weights = str(fields.get("model")), str(fields.get("weights"))
     if not name.startswith(intended.namespace.lower()):
@@ -171,7 +171,9 @@ def check_fits(
         )
     if name in known:
         return []
-    same = [other for text in known.values() if _alike(other := fields_of(text), fields)]
+    others = [other for text in known.values() if (other := fields_of(text)).get("kind") == "kv"]
+    alike = [other for other in others if str(other.get("weights")) == weights]
+    same = [other for other in others if _alike(other, fields)]
     held = sorted({str(other.get("weights")) for other in same})
     if same and weights not in held and not (intended.weights or intended.namespace):
         raise Refused(
@@ -179,12 +181,20 @@ def check_fits(
             f"the pack is of weights {readable(weights)}: they would load nothing of it. If a rollout brings "
             f"these weights, say so: --weights {readable(weights)}"
         )
-    found = [
-        differences(_besides(other), _besides(fields))
-        for other in same
-        if str(other.get("weights")) == weights
-    ]
-    return min(found, key=len, default=[])
+    # --model says so as well, of another model of a tenant that is here.
+    said = intended.model and fields.get("tenant") in [other.get("tenant") for other in alike]
+    if alike and not same and not (intended.namespace or said):
+        where = sorted({_owner(other) for other in alike})
+        raise Refused(
+            f"engines here have weights {readable(weights)} as {', '.join(where)}, and the pack is of "
+            f"{_owner(fields)}: they would load nothing of it. If others will, say so: --namespace {name}"
+        )
+    nearest = [other for other in same if other in alike] or alike or same or others
+    return min((differences(_besides(other), _besides(fields)) for other in nearest), key=len, default=[])
+
+
+def _owner(fields: Mapping[str, Any]) -> str:
+    return f"model {readable(str(fields.get('model')))} of tenant {readable(str(fields.get('tenant')))}"
 
 
 def _besides(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,7 +132,8 @@ def _apply(
 
     What is stored already is left, so applying a pack twice is harmless. Ends with 4 if some of it is being
     saved or deleted just now, so that applying it again brings the rest, and with 3 if that can't. A pack
-    that the engines would load nothing of is refused, in words.
+    that isn't for engines that are known here is refused if its model has other weights here, or its weights
+    are another model's or tenant's; in what else it differs, the report says.
     """
     with call.cache() as cache, progress.shown() as shows:
         report = pack.apply(pack_, cache, pack.Intended(model, weights, namespace), shows)

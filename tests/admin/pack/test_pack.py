@@ -197,7 +197,33 @@ def test_other_models_and_tenants_have_weights_of_their_own(
 ) -> None:
     of.made()
     with_other(of, weights="ffff", **changes)
-    assert admin("pack", "apply", str(of.pack), *of.options()).code == 0
+    done = admin("pack", "apply", str(of.pack), "--json", *of.options())
+    # They load nothing of it, which is said.
+    assert done.code == 0
+    assert [one["path"] for one in done.json["differences"]] == [*changes, "weights"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "other"}, ["--model", "tiny-random"]),
+        ({"model": "other"}, ["--namespace"]),
+        ({"tenant": "other"}, ["--namespace"]),
+    ],
+)
+def test_weights_of_another_model_or_tenant_are_refused(
+    of: Packed, admin: Admin, changes: dict[str, str], words: list[str]
+) -> None:
+    of.made()
+    with_other(of, **changes)
+    ours = of.source.kv_id
+    for more in [], ["--weights", of.source.kv.weights], ["--model", "tiny-random"] * ("tenant" in changes):
+        ran = admin("pack", "apply", str(of.pack), *more, *of.options())
+        assert ran.code == 1 and "they would load nothing of it" in ran.err
+        assert "other" in ran.err and f"--namespace {ours}" in ran.err
+    words = [*words, ours] if words == ["--namespace"] else words
+    done = admin("pack", "apply", str(of.pack), *words, "--json", *of.options())
+    assert done.code == 0 and [one["path"] for one in done.json["differences"]] == list(changes)
 
 
 @pytest.mark.parametrize(
