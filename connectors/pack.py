@@ -119,7 +119,7 @@ def _one(llm: Any, cache: Cache, prompt: Mapping[str, Any]) -> dict[str, Any]:
             )
         _asked(llm, {"tokens": tokens})
     raise NotComputed(
-        f"prompt {name!r}: only {stored} of {most} tokens could be saved; is there room in the temporary folder?"
+        f"prompt {name!r}: only {stored} of {most} tokens could be saved; has the temporary folder room?"
     )
 
 
