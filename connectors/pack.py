@@ -142,8 +142,7 @@ def _one(llm: Any, cache: Cache, chat: Mapping[str, Any], prompt: Mapping[str, A
             )
         _asked(llm, chat, {"tokens": tokens})
     raise NotComputed(
-        f"prompt {name!r}: only {stored} of {most} tokens could be saved; "
-        "is there room in the temporary folder?"
+        f"prompt {name!r}: only {stored} of {most} tokens could be saved; has the temporary folder room?"
     )
 
 
