@@ -186,6 +186,16 @@ def open_payloads(settings: Settings) -> PayloadStore:
     return _retrying(_leaf(settings), settings)
 
 
+def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None], PayloadStore]:
+    """Returns what tells the size of one object of a bucket (None: there is none), and what reads and puts
+    it under any name, for tools. No I/O.
+    """
+    from kvstore.payloads.s3.file import S3File
+
+    file = S3File(s3_location(url), settings.s3)
+    return file.size, _repeated(file, settings)
+
+
 def ask_encryption(settings: Settings) -> tuple[str, str]:
     """Returns how the bucket of these settings encrypts what is put now, and with which key, for tools."""
     from kvstore.payloads.s3.store import S3Payloads
@@ -246,9 +256,13 @@ def _local(url: str, settings: Settings) -> LocalPayloads:
 
 
 def _retrying(inner: PayloadStore, settings: Settings) -> PayloadStore:
-    s3 = settings.s3
     if not settings.origin.startswith("s3://"):
         return inner  # a disk that fails once fails again
+    return _repeated(inner, settings)
+
+
+def _repeated(inner: PayloadStore, settings: Settings) -> PayloadStore:
+    s3 = settings.s3
     return RetryingPayloads(
         inner, attempts=s3.attempts, backoff_s=s3.backoff_s, max_backoff_s=s3.max_backoff_s
     )

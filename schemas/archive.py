@@ -17,6 +17,7 @@ from typing import Literal
 from pydantic import Field
 
 from schemas.base import StrictModel
+from schemas.pack import Pack
 
 #: Name of the first member.
 MANIFEST = "kvstore-export.json"
@@ -34,3 +35,5 @@ class Manifest(StrictModel):
     segments: int = Field(ge=0)
     payloads: int = Field(ge=0)
     payload_bytes: int = Field(ge=0)
+    #: What the archive holds of which prompts, if it is a pack.
+    pack: Pack | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from functools import singledispatch
 
+from kvstore.admin.archive.tar import BadArchive
 from kvstore.admin.reports import Ended
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, PermissionDenied, TransientError
 
@@ -44,7 +45,7 @@ def of_error(exc: KVStoreError) -> ExitCode:
     """Returns the code for an error that ended a command."""
     if isinstance(exc, ConfigError):
         return ExitCode.USAGE
-    if isinstance(exc, CorruptPayload):
+    if isinstance(exc, (CorruptPayload, BadArchive)):
         return ExitCode.PROBLEMS
     if isinstance(exc, (TransientError, PermissionDenied)):
         return ExitCode.UNREACHABLE

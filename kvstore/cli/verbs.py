@@ -122,13 +122,21 @@ def verbs_of(modules: Iterable[ModuleType]) -> list[Verb]:
 
 
 def add_to(app: typer.Typer, verbs: Iterable[Verb]) -> None:
-    """Registers them. One of two words stands below the one that is the first of them, and comes after it."""
+    """Registers them. One of two words stands below the one that is the first of them, and comes after it; or
+    the first of them is no verb by itself."""
     verbs = list(verbs)
     below = {each.name.split()[0]: typer.Typer() for each in verbs if " " in each.name}
+    alone = below.keys() - {each.name for each in verbs}
     for each in verbs:
         first, _, second = each.name.partition(" ")
         if second:
             below[first].command(second)(each.run)
+            if first in alone:
+                alone.remove(first)
+                others = [one.name.split()[1] for one in verbs if one.name.startswith(f"{first} ")]
+                app.add_typer(
+                    below[first], name=first, no_args_is_help=True, help=f"One of {', '.join(others)}."
+                )
         elif first in below:
             below[first].callback(invoke_without_command=True)(each.run)
             app.add_typer(below[first], name=first)

@@ -7,8 +7,8 @@ is parsed:
     122  `","key":"`  id of the key, then `"`
 
 The MAC covers the slots because the header has a BLAKE3 digest of each, or the tag of its AES-GCM. Of one
-configured key two others are derived, one for MACs and one that wraps data keys, so that neither use says
-anything about the other.
+configured key three others are derived, one for MACs, one that wraps data keys and one for the manifests of
+packs, so that no use says anything about another.
 
 Why these: BLAKE3 is keyed by design and hashes at memory speed with the interpreter's lock released; vLLM
 depends on it. AES-GCM and RFC 3394 are what auditors expect, and `cryptography` runs them on the processor's
@@ -32,6 +32,7 @@ KEY_ID: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}"
 
 _CONTEXT_MAC: Final = "kvstore segment 2 header MAC"
 _CONTEXT_WRAP: Final = "kvstore segment 2 data key wrapping"
+_CONTEXT_PACK: Final = "kvstore pack 1 manifest MAC"
 #: Places in a signed header: of the checksum's digits, of the MAC's, and of the key's id.
 _XXH3, _MAC, _KEY = slice(33, 49), slice(58, 122), 131
 _BEFORE_MAC, _BEFORE_KEY = b'","mac":"', b'","key":"'
@@ -43,13 +44,14 @@ _NONCE_BYTES = 12
 class _Key:
     """What is derived of one configured key."""
 
-    __slots__ = ("mac", "wrap")
+    __slots__ = ("mac", "pack", "wrap")
 
     def __init__(self, secret: bytes) -> None:
         from blake3 import blake3
 
         self.mac = blake3(secret, derive_key_context=_CONTEXT_MAC).digest()
         self.wrap = blake3(secret, derive_key_context=_CONTEXT_WRAP).digest()
+        self.pack = blake3(secret, derive_key_context=_CONTEXT_PACK).digest()
 
 
 class PayloadCipher:
@@ -137,6 +139,22 @@ class Keyring:
         if self._keys and not hmac.compare_digest(_mac(self._key(name).mac, head), bytes(head[_MAC])):
             raise CorruptPayload(f"its signature is not one of key {name}")
         return name
+
+    def mac_of(self, name: str, text: bytes) -> str:
+        """Returns the MAC of a pack's manifest by the key of that id, in hex. Raises UnknownKey."""
+        from blake3 import blake3
+
+        return blake3(text, key=self._key(name).pack).hexdigest()
+
+    def check_manifest(self, name: str, mac: str, text: bytes) -> None:
+        """Checks who wrote a pack's manifest; `name` is "" if it is not signed.
+
+        As `check` of headers it raises UnsignedPayload, UnknownKey, or CorruptPayload.
+        """
+        if not name and not self.accepts_unsigned:
+            raise UnsignedPayload("the pack is not signed, and signing.unsigned is refuse")
+        if name and self._keys and not hmac.compare_digest(self.mac_of(name, text), mac):
+            raise CorruptPayload(f"the pack's signature is not one of key {name}")
 
     def new_cipher(self, bound: str) -> tuple[PayloadCipher, str]:
         """Returns a cipher with a fresh data key, and that key as the header carries it, in hex. `bound` says

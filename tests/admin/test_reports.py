@@ -35,6 +35,7 @@ MODULES = (
             "curate",
             "remove",
             "archive",
+            "pack",
             "doctor",
             "bench",
             "repair",
@@ -44,6 +45,7 @@ MODULES = (
         )
     ),
     "schemas.archive",
+    "schemas.pack",
     "kvstore.janitor.reports",
     "kvstore.admin.serve.reports",
 )

@@ -17,6 +17,7 @@ import pytest
 import xxhash
 
 from kvstore import keys
+from kvstore.admin.archive.manifest import check_signed, signed
 from kvstore.format import keyring, lz4, planes
 from kvstore.format import segment as codec
 from kvstore.index import eviction
@@ -195,6 +196,16 @@ def test_signatures() -> None:
     cipher = keyring.Keyring({"a": secret}, key="a").cipher("a", wrapped, associated.removesuffix(described))
     ours = cipher.encrypt(2, described, memoryview(data))
     assert (bytes(ours[0]), ours[1].hex()) == (stored, tag)
+
+
+def test_packs() -> None:
+    key, text, mac = values("pack")
+    manifest, secret = json.loads(text), bytes.fromhex(key)
+    assert json.dumps(manifest, sort_keys=True, separators=(",", ":")) == text
+    assert second.manifest_mac(manifest, secret) == mac
+    ours = signed(Manifest.model_validate(manifest), keyring.Keyring({"golden": secret}, key="golden"))
+    assert ours.pack is not None and ours.pack.mac == mac
+    check_signed(ours, keyring.Keyring({"golden": secret}, key="golden"))
 
 
 def test_planes() -> None:

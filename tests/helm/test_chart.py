@@ -205,13 +205,15 @@ def test_what_our_containers_run_is_a_command_of_ours(values: Path) -> None:
                 continue
             verb, *arguments = one["args"]
             command = group.commands[verb]
+            if verb == "pack":
+                command = command.commands[arguments.pop(0)]
             with command.make_context(verb, arguments) as context:
                 assert not context.args
             seen.add(verb)
             variables = {variable["name"]: variable.get("value") for variable in one["env"]}
             mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
             assert variables["KVSTORE_SETTINGS"] in mounts
-    assert seen == {"serve", "fsck", "gc", "doctor"}
+    assert seen - {"pack"} == {"serve", "fsck", "gc", "doctor"}
 
 
 # Settings.

@@ -567,16 +567,50 @@ def test_smoke_test() -> None:
         assert not [one for one in render(values) if one["kind"] == "Pod"]
 
 
+def test_packs_are_applied_by_hooks_in_their_order() -> None:
+    url = "s3://my-bucket/packs/base.tar?endpoint=https://rgw:443"
+    packs = [{"pack": url}, {"pack": "/packs/more.tar", "model": "m", "weights": "9f86", "namespace": "01ab"}]
+    jobs = [one for one in render(given(packs__apply=packs)) if one["kind"] == "Job"]
+    assert [one["metadata"]["name"] for one in jobs] == ["cache-kvstore-pack-0", "cache-kvstore-pack-1"]
+    hooks = [one["metadata"]["annotations"] for one in jobs]
+    # Behind what they need, the index among it; helm waits for each, and keeps the last one's log.
+    assert {one["helm.sh/hook"] for one in hooks} == {"post-install,post-upgrade"}
+    assert [one["helm.sh/hook-weight"] for one in hooks] == ["0", "1"]
+    assert {one["helm.sh/hook-delete-policy"] for one in hooks} == {"before-hook-creation"}
+    arguments = [one["spec"]["template"]["spec"]["containers"][0]["args"] for one in jobs]
+    assert arguments == [
+        ["pack", "apply", url],
+        ["pack", "apply", "/packs/more.tar", "--model", "m", "--weights", "9f86", "--namespace", "01ab"],
+    ]
+    assert not [one for one in render(given()) if one["kind"] == "Job"]
+
+
+def test_a_pack_that_is_refused_is_not_tried_again() -> None:
+    """Redis may be starting, and engines may save the same just then; nothing else passes by itself."""
+    for kube in ("1.34.0", "1.25.0"):
+        (one,) = [
+            one for one in render(given(packs__apply=[{"pack": "/a.tar"}]), kube=kube) if one["kind"] == "Job"
+        ]
+        assert one["spec"]["backoffLimit"] == 6
+        if kube == "1.25.0":
+            assert "podFailurePolicy" not in one["spec"]
+            continue
+        codes = one["spec"]["podFailurePolicy"]["rules"][1]
+        assert codes["onExitCodes"]["containerName"] == "pack"
+        assert set(codes["onExitCodes"]["values"]) == {ExitCode.ERROR, ExitCode.USAGE, ExitCode.PROBLEMS}
+
+
 def test_every_container_can_be_given_limits() -> None:
     """As a namespace asks for whose ResourceQuota has limits.cpu: what has none is refused there."""
     limits = {"resources": {"limits": {"cpu": "1"}}}
     values = given(janitor=limits, fsck=limits, gc=limits, test=limits, redis__builtIn=limits)
+    values["packs"] = {**limits, "apply": [{"pack": "/a.tar"}]}
     seen = 0
     for what, template in pod_templates(render(values)):
         for one in containers(template["spec"]):
             assert one["resources"]["limits"]["cpu"] == "1", (what, one["name"])
             seen += 1
-    assert seen == 6
+    assert seen == 7
 
 
 class _Janitor(BaseHTTPRequestHandler):

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from kvstore import __version__
+from kvstore.admin.archive.manifest import document_of, signed
 from kvstore.admin.archive.reports import ExportReport
 from kvstore.admin.archive.tar import TarWriter
 from kvstore.admin.backends import Cache, Refused
@@ -37,6 +38,7 @@ from kvstore.index.maintenance import Listing
 from kvstore.keys import payload_name
 from kvstore.verify.payloads import are_there, read_part
 from schemas.archive import MANIFEST, Manifest
+from schemas.pack import Pack
 
 #: Memory for a payload that is taken without a look at its size, in bytes: twice a segment's usual size.
 _FREELY = 64 << 20
@@ -51,11 +53,14 @@ def export(
     dry_run: bool = False,
     progress: ProgressListener | None = None,
     clock: Callable[[], float] = time.time,
+    pack: Pack | None = None,
 ) -> ExportReport:
-    """Writes the planned segments to a file or into a pipe.
+    """Writes the planned segments to a file or into a pipe; with `pack` as one, whose manifest is signed if
+    the cache has a key to sign with.
 
     Ctrl-C and a failing backend end it: the report says so, no file is left, and what went into a pipe has no
-    end mark. Raises Refused if the file exists, CannotWrite and BrokenPipeError.
+    end mark. Nor is there a file of a pack of which something was left out. Raises Refused if the file
+    exists, CannotWrite and BrokenPipeError.
     """
     began = time.monotonic()
     if dry_run:
@@ -65,9 +70,9 @@ def export(
         run.all(int(clock()))
         return run.report("-", time.monotonic() - began)
     with ArchiveFile(to, overwrite=overwrite) as archive:
-        run = _Export(cache, plan, TarWriter(archive.file), progress or Silent())
+        run = _Export(cache, plan, TarWriter(archive.file), progress or Silent(), pack)
         run.all(int(clock()))
-        if run.ended == "complete":
+        if run.ended == "complete" and not (pack and run.left.count):
             archive.finish()
         return run.report(str(to), time.monotonic() - began)
 
@@ -78,6 +83,7 @@ class _Export:
     plan: MovePlan
     tar: TarWriter
     progress: ProgressListener
+    pack: Pack | None = None
     done: AmountSum = field(default_factory=AmountSum)
     left: LeftOut = field(default_factory=LeftOut)
     ended: Ended = "complete"
@@ -123,8 +129,10 @@ class _Export:
             segments=len(plan.entries),
             payloads=plan.payloads,
             payload_bytes=plan.amount.stored_bytes,
+            pack=self.pack,
         )
-        tar.add(MANIFEST, [memoryview(manifest.model_dump_json(indent=1).encode())], now_s)
+        text = document_of(signed(manifest, self.cache.keyring))
+        tar.add(MANIFEST, [memoryview(text)], now_s)
         self.progress.begin("export", plan.amount.stored_bytes)
         patience = Patience()
         for entry, listing in plan.listings(self.cache):

@@ -19,10 +19,11 @@ hash.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
-from kvstore.admin.archive.intake import Erased, Intake, NotLetIn, Present
+from kvstore.admin.archive.intake import Erased, Intake, NotLetIn, NotNow, Present
 from kvstore.admin.archive.members import ArchivedPayload, PayloadReader, read_manifest
 from kvstore.admin.archive.reports import ImportReport
 from kvstore.admin.archive.tar import BadArchive, read_members
@@ -51,10 +52,12 @@ def import_archive(
     keyring: Keyring = NO_KEYS,
     total_bytes: int | None = None,
     progress: ProgressListener | None = None,
+    good: Callable[[Header], object] | None = None,
 ) -> ImportReport:
     """Reads an archive to its end and commits the segments of it that are `wanted`.
 
-    With `store` None it only verifies them, by `settings` and the keys of `keyring`; a store has its own.
+    With `store` None it only verifies them, by `settings` and the keys of `keyring`; a store has its own. Of
+    each segment that is whole `good` is called with the header of rank 0.
 
     Ctrl-C, a broken archive and a failing backend end it, and the report says so; what was imported until
     then stays.
@@ -65,6 +68,7 @@ def import_archive(
         progress or Silent(),
         wanted,
         store.settings if store else settings,
+        good,
     )
     began = time.monotonic()
     try:
@@ -94,6 +98,7 @@ def import_archive(
         unsigned=run.unsigned,
         unreadable=run.unreadable,
         erased=run.erased,
+        later=run.later,
         seconds=time.monotonic() - began,
     )
 
@@ -122,6 +127,7 @@ class _Import:
     progress: ProgressListener
     wanted: Wanted
     settings: Settings | None
+    good: Callable[[Header], object] | None = None
     verified: AmountSum = field(default_factory=AmountSum)
     imported: AmountSum = field(default_factory=AmountSum)
     present: AmountSum = field(default_factory=AmountSum)
@@ -134,6 +140,7 @@ class _Import:
     unsigned: int = 0
     unreadable: int = 0
     erased: int = 0
+    later: int = 0
     ended: Ended = "complete"
     problem: str = ""
     _open: _Segment = field(default_factory=lambda: _Segment(NamespaceId(""), SegmentId(b""), state="left"))
@@ -187,6 +194,7 @@ class _Import:
                 self.unsigned += isinstance(exc, UnsignedPayload)
                 self.unreadable += isinstance(exc, UnreadablePayload)
                 self.erased += isinstance(exc, Erased)
+                self.later += isinstance(exc, NotNow)
                 self._leave(exc)
 
     def _part(self, part: ArchivedPayload, headers: list[Header]) -> None:
@@ -220,6 +228,8 @@ class _Import:
         record = whole.record
         segment.state = "whole"
         self.verified.add(record.slots, record.nbytes)
+        if self.good is not None:
+            self.good(segment.headers[0])
         if self.intake is not None:
             self.intake.commit(segment.namespace, segment.segment, whole)
             self.imported.add(record.slots, record.nbytes)

@@ -32,6 +32,10 @@ class NotLetIn(Exception):
     """This segment can't be imported now; the message says why."""
 
 
+class NotNow(NotLetIn):
+    """This segment may be imported a little later."""
+
+
 class Erased(NotLetIn):
     """This segment can't be imported any more."""
 
@@ -61,8 +65,8 @@ class Intake:
     def begin(self, segment: SegmentId, header: Header, record: SegmentRecord) -> None:
         """Claims a segment's blocks, given rank 0's header and the record of it.
 
-        Raises Present if all of them are stored already, NotLetIn if there is no room or another process
-        saves them, and Erased.
+        Raises Present if all of them are stored already, NotLetIn if there is no room, NotNow if another
+        process saves them, and Erased.
         """
         name = NamespaceId(header.meta.namespace_id)
         self._check_erased(name, record)
@@ -78,7 +82,7 @@ class Intake:
         if claim.present == record.slots:
             raise Present(record.slots, nbytes)
         if not claim.granted:
-            raise NotLetIn("an engine is saving these blocks just now; import again for what is left")
+            raise NotNow("an engine is saving these blocks just now; import again for what is left")
 
     def _space(self, name: NamespaceId, header: Header) -> Space:
         """Returns the header's namespace, which is opened and registered once."""
@@ -95,7 +99,7 @@ class Intake:
         self._store.payloads.put(payload_name(namespace, segment, rank), buffers)
 
     def commit(self, namespace: NamespaceId, segment: SegmentId, whole: Whole) -> None:
-        """Makes a segment visible whose payloads are all put. Raises NotLetIn and Erased."""
+        """Makes a segment visible whose payloads are all put. Raises NotNow and Erased."""
         store = self._store
         state = commit_whole(
             store.index,
@@ -108,13 +112,13 @@ class Intake:
         if state is CommitState.REFUSED:
             self._check_erased(namespace, whole.record)
             # The payloads stay: the trash deletes them, or another import needs them.
-            raise NotLetIn(
+            raise NotNow(
                 "it was evicted here a short time ago, or is stored differently; import again after "
                 f"{store.settings.grace_s:g} s (grace_s)"
             )
         if state is CommitState.WAITING:
             # It was in the trash, and its payload was deleted between our put and our commit.
-            raise NotLetIn("its old copy was deleted at the same moment; import again")
+            raise NotNow("its old copy was deleted at the same moment; import again")
         # Without this its age would make it the first to be evicted.
         store.index.touch(namespace, [segment], store.clock())
         self._filled += whole.record.nbytes

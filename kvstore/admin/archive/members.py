@@ -21,8 +21,8 @@ from kvstore.keys import NamespaceId, SegmentId, namespace_id_of_json, parse_pay
 from kvstore.verify.payloads import check_name, check_slots
 from schemas.archive import MANIFEST, Manifest
 
-#: A manifest holds little but namespaces, a kB or two each.
-_MAX_MANIFEST = 4 << 20
+#: A manifest holds little but namespaces, a kB or two each, and 32 digits per block of a pack.
+MAX_MANIFEST = 4 << 20
 #: Most members of its objects: a validation collects an error for each.
 _MOST_MEMBERS = 10_000
 #: Settings allow segments of 1 GiB, and one block more.
@@ -36,7 +36,7 @@ def read_manifest(members: Iterator[Member]) -> tuple[Manifest, int]:
     member = next(members, None)
     if member is None or member.name != MANIFEST:
         raise BadArchive(f"no export of kvstore: its first member is not {MANIFEST}")
-    if member.size > _MAX_MANIFEST:
+    if member.size > MAX_MANIFEST:
         raise BadArchive(f"{MANIFEST} is larger than any manifest")
     text = memoryview(bytearray(member.size))
     member.read_into(text)

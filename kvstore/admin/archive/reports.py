@@ -57,4 +57,6 @@ class ImportReport(StrictModel):
     unreadable: int = 0
     #: (Among those) Segments that an erasure here forbids for ever.
     erased: int = 0
+    #: (Among those) Segments that the same import may bring a little later.
+    later: int = 0
     seconds: float

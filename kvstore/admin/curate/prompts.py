@@ -11,11 +11,9 @@ from kvstore.admin.backends import Cache, UnknownName
 from kvstore.admin.curate.plan import MovePlan, Planned, plan_of
 from kvstore.admin.curate.reports import PromptFound
 from kvstore.errors import ConfigError
-from kvstore.index.maintenance import FullIndex
-from kvstore.index.port import Run
 from kvstore.keys import NamespaceId, SegmentId, digests
 from kvstore.rules.hashing import block_hashes, seed_for
-from kvstore.rules.prefix import rule_of, stops
+from kvstore.rules.prefix import PrefixRule, most_tokens, rule_of, stops
 from schemas.namespace import Namespace
 
 
@@ -48,6 +46,21 @@ class StoredPrompt:
         """Returns how many tokens it has; one that is given by hashes goes on after its last full block."""
         return len(self.hashes) * space.block_tokens + 1 if self.hashes else len(self.tokens)
 
+    def most(self, space: Namespace) -> int:
+        """Returns how many leading tokens of it an engine would load at most."""
+        return most_tokens(_rules(space), self.length(space))
+
+    def digests(self, space: Namespace) -> list[bytes]:
+        """Returns the packed digests of its blocks, by group. Raises ConfigError as `names`."""
+        hashes = list(self.names(space))
+        # A block that spans several hashes has the last one as its key.
+        ratios = [max(1, rule.block_tokens // space.block_tokens) for rule in _rules(space)]
+        return [digests(hashes[ratio - 1 :: ratio], group) for group, ratio in enumerate(ratios)]
+
+    def loadable(self, space: Namespace, there: Sequence[Sequence[bool]]) -> int:
+        """Returns how many leading tokens of it an engine would load if those blocks were there, by group."""
+        return stops(_rules(space), there, self.length(space))[1]
+
 
 def plan_prompt(
     cache: Cache, prompt: StoredPrompt, prefixes: Sequence[str] = (), *, max_bytes: int | None = None
@@ -62,7 +75,7 @@ def plan_prompt(
     entries: list[Planned] = []
     found = []
     for name, (space, hashes) in spaces.items():
-        tokens, segments = _needed(cache, name, space, hashes, prompt.length(space))
+        tokens, segments = _needed(cache, name, space, prompt)
         assert cache.index is not None, "a namespace is known, so there is an index"
         listings = cache.index.get(name, segments)
         entries += [Planned.of(name, listing) for listing in listings if listing is not None]
@@ -101,31 +114,21 @@ def spaces_of(
     return spaces
 
 
-def stored_runs(
-    index: FullIndex, name: NamespaceId, space: Namespace, hashes: Sequence[bytes]
-) -> list[list[Run | None]]:
-    """Returns for each group of a namespace where each block of a chain is stored, None for those that
-    aren't. Raises what the index raises."""
-    runs = []
-    for group, spec in enumerate(space.groups):
-        # A block that spans several hashes has the last one as its key.
-        ratio = max(1, spec.block_tokens // space.block_tokens)
-        runs.append(index.find(name, digests(list(hashes[ratio - 1 :: ratio]), group)))
-    return runs
-
-
 def _needed(
-    cache: Cache, name: NamespaceId, space: Namespace, hashes: Sequence[bytes], length: int
+    cache: Cache, name: NamespaceId, space: Namespace, prompt: StoredPrompt
 ) -> tuple[int, list[SegmentId]]:
     """Returns how many leading tokens an engine would load, and the segments that hold them."""
     assert cache.index is not None, "a namespace is known, so there is an index"
-    rules = [rule_of(spec.kind, spec.block_tokens, spec.window) for spec in space.groups]
-    runs = stored_runs(cache.index, name, space, hashes)
-    _, tokens = stops(rules, [[run is not None for run in one] for one in runs], length)
+    runs = [cache.index.find(name, each) for each in prompt.digests(space)]
+    tokens = prompt.loadable(space, [[run is not None for run in one] for one in runs])
     needed = dict.fromkeys(
         run.segment
-        for rule, one in zip(rules, runs, strict=True)
+        for rule, one in zip(_rules(space), runs, strict=True)
         for block in rule.needed(tokens)
         if (run := one[block]) is not None
     )
     return tokens, list(needed)
+
+
+def _rules(space: Namespace) -> list[PrefixRule]:
+    return [rule_of(spec.kind, spec.block_tokens, spec.window) for spec in space.groups]

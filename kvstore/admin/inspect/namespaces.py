@@ -81,8 +81,13 @@ def diff(cache: Cache, a: str, b: str) -> DiffReport:
     """Returns where two namespaces differ, field by field. Raises UnknownName and what the index raises."""
     known = cache.namespaces()
     first, second = cache.namespace(a), cache.namespace(b)
-    differences = tuple(_differences("", fields_of(known[first]), fields_of(known[second])))
-    return DiffReport(a=first, b=second, same=not differences, differences=differences)
+    found = tuple(differences(fields_of(known[first]), fields_of(known[second])))
+    return DiffReport(a=first, b=second, same=not found, differences=found)
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Returns where the fields of two namespaces differ."""
+    return list(_differences("", a, b))
 
 
 def _differences(path: str, a: Any, b: Any) -> Iterator[Difference]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.admin.backends import Cache, UnknownName
-from kvstore.admin.curate.prompts import StoredPrompt, spaces_of, stored_runs
+from kvstore.admin.curate.prompts import StoredPrompt, spaces_of
 from kvstore.admin.curate.sessions import find_named
 from kvstore.admin.remove.evict import EvictPlan, PlanFiller, empty_plan
 from kvstore.index.maintenance import CLOCKS_DIFFER_S, FullIndex, Listing
@@ -37,9 +37,10 @@ def plan_prompt(
     """
     plan = empty_plan(cache, prefix, "a prompt", spare=False, rule="named")
     filler, index = PlanFiller(cache, plan), cache.index
-    for name, (space, hashes) in spaces_of(cache, prompt, () if prefix is None else (prefix,)).items():
+    for name, (space, _) in spaces_of(cache, prompt, () if prefix is None else (prefix,)).items():
         assert index is not None, "a namespace is known, so there is an index"
-        for runs in stored_runs(index, name, space, hashes):
+        for group in prompt.digests(space):
+            runs = index.find(name, group)
             segments = list(dict.fromkeys(run.segment for run in runs if run is not None))
             listings = [one for one in index.get(name, segments) if one is not None]
             ends = bool(runs) and runs[-1] is not None

@@ -4,7 +4,7 @@ Reads and writes segments, names, records and archives; reads an index in Redis 
 It knows nothing of kvstore's code: what it needs and the document does not say is a fault of the document.
 """
 
-from tests.format.second.archives import read_archive, write_archive
+from tests.format.second.archives import manifest_mac, read_archive, write_archive
 from tests.format.second.basics import CODECS, WIDTHS, Miss
 from tests.format.second.names import (
     block_key,
@@ -75,6 +75,7 @@ __all__ = [
     "pack_parts",
     "payload_name",
     "put",
+    "manifest_mac",
     "read_archive",
     "read_header",
     "record_of",

@@ -7,7 +7,18 @@ import json
 import tarfile
 from typing import Any
 
+from blake3 import blake3
+
 from tests.format.second.basics import need
+
+
+def manifest_mac(manifest: dict[str, Any], key: bytes) -> str:
+    """The MAC of a pack's manifest by a configured key."""
+    unsigned = manifest | {"pack": manifest["pack"] | {"mac": ""}}
+    text = json.dumps(unsigned, sort_keys=True, separators=(",", ":")).encode()
+    return blake3(
+        text, key=blake3(key, derive_key_context="kvstore pack 1 manifest MAC").digest()
+    ).hexdigest()
 
 
 def read_archive(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -23,9 +34,14 @@ def read_archive(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     return manifest, contents
 
 
-def write_archive(namespaces: dict[str, str], payloads: dict[str, bytes], created_s: int) -> bytes:
-    """One with these payloads; `namespaces` are canonical JSON by id."""
-    manifest = {
+def write_archive(
+    namespaces: dict[str, str],
+    payloads: dict[str, bytes],
+    created_s: int,
+    manifest: dict[str, Any] | None = None,
+) -> bytes:
+    """One with these payloads, and another manifest if given; `namespaces` are canonical JSON by id."""
+    manifest = manifest or {
         "format": 1, "version": "second/1", "created_s": created_s, "namespaces": namespaces,
         "segments": len({name.rpartition(".")[0] for name in payloads}), "payloads": len(payloads),
         "payload_bytes": sum(map(len, payloads.values())),
