@@ -16,6 +16,7 @@ from kvstore.cli.commands import (
     curate,
     doctor,
     explain,
+    feed,
     inspect,
     remove,
     repair,
@@ -25,7 +26,9 @@ from kvstore.cli.commands import (
 from kvstore.cli.verbs import add_to, verbs_of
 
 #: In the order of the reference and of --help.
-VERBS = verbs_of((inspect, archive, curate, remove, repair, serve, explain, advise, simulate, doctor, bench))
+VERBS = verbs_of(
+    (inspect, archive, curate, remove, repair, serve, feed, explain, advise, simulate, doctor, bench)
+)
 
 _EPILOG = (
     f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in exits.table())}.\n\n"

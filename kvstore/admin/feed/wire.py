@@ -1,0 +1,169 @@
+"""KV events on the wire, as vLLM 0.32 publishes them and routers read them.
+
+    batch    msgpack [time, [event, ...], rank]; routers want all three
+    event    msgpack map: `type` and what the class of that name has in vllm/distributed/kv_events.py
+
+A block's hash in an event is vLLM's own: the last 8 bytes as a number, or all of it (engines that run with
+VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0). Pure code.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from schemas.namespace import GroupKind, GroupSpec
+
+#: A block's hash as events carry it.
+BlockHash = int | bytes
+#: What events call the store: vLLM's word, and what engines say of it (connectors.kv.events).
+MEDIUM: Final = "STORAGE"
+#: vLLM's words for kinds of groups.
+_KINDS: Final[Mapping[GroupKind, str]] = {
+    "full": "full_attention",
+    "mla": "mla_attention",
+    "sliding_window": "sliding_window",
+    "chunked_local": "chunked_local_attention",
+    "mamba": "mamba",
+}
+CLEARED: Final[Mapping[str, Any]] = {"type": "AllBlocksCleared"}
+#: Most hashes in one event that takes blocks back.
+_TOGETHER = 1024
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _Stored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
+    pass
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    at_s: float
+    events: list[_Stored | _Removed | _Cleared]
+
+
+_decoder = msgspec.msgpack.Decoder(_Batch)
+
+
+class Told(NamedTuple):
+    """What an engine told of a block, and the index doesn't know."""
+
+    parent: BlockHash | None
+    #: 32-bit token ids, packed.
+    tokens: bytes
+    lora_name: str | None
+    extra_keys: Any
+
+
+class Owner(NamedTuple):
+    """Blocks of one group of one namespace: what events say of all of them."""
+
+    #: Whom routers are told that the blocks belong to; None: nobody.
+    ownership: str | None
+    group: int
+    spec: GroupSpec
+
+
+def hash_of(block_hash: bytes, *, whole: bool) -> BlockHash:
+    """Returns a block's hash as events carry it."""
+    return bytes(block_hash) if whole else int.from_bytes(block_hash[-8:], "big")
+
+
+def stored(
+    owner: Owner, hashes: Sequence[BlockHash], told: Mapping[BlockHash, Told]
+) -> Iterator[dict[str, Any]]:
+    """Yields the events that blocks, consecutive ones of a chain, are stored.
+
+    Those of which no engine has told are announced by their hashes alone, without tokens and parent.
+    """
+    size = owner.spec.block_tokens
+    before: BlockHash | None = None
+    number = 0
+
+    def run(block_hash: BlockHash) -> tuple[int, bool, str | None]:
+        nonlocal before, number
+        one = told.get(block_hash)
+        whole = one is not None and len(one.tokens) == 4 * size
+        # Engines tell of whole chains, so a parent that is not the block before is another engine's mistake.
+        if one is not None and before is not None and one.parent != before:
+            number += 1
+        before = block_hash
+        return number, whole, one.lora_name if one is not None and whole else None
+
+    for (_, whole, lora_name), blocks in groupby(hashes, run):
+        together = list(blocks)
+        known = [told[one] for one in together] if whole else []
+        tokens = array("I", b"".join(one.tokens for one in known))
+        event = {
+            "type": "BlockStored",
+            "block_hashes": together,
+            "parent_block_hash": known[0].parent if known else None,
+            "token_ids": tokens.tolist(),
+            "block_size": size,
+            "lora_id": None,
+            "medium": MEDIUM,
+            "lora_name": lora_name,
+            "group_idx": owner.group,
+            "kv_cache_spec_kind": _KINDS[owner.spec.kind],
+        }
+        if owner.spec.window is not None:
+            event["kv_cache_spec_sliding_window"] = owner.spec.window
+        if any(one.extra_keys is not None for one in known):
+            event["extra_keys"] = [one.extra_keys for one in known]
+        yield _owned(event, owner)
+
+
+def removed(owner: Owner, hashes: Sequence[BlockHash]) -> Iterator[dict[str, Any]]:
+    """Yields the events that blocks are gone."""
+    for at in range(0, len(hashes), _TOGETHER):
+        event = {
+            "type": "BlockRemoved",
+            "block_hashes": list(hashes[at : at + _TOGETHER]),
+            "medium": MEDIUM,
+            "group_idx": owner.group,
+        }
+        yield _owned(event, owner)
+
+
+def _owned(event: dict[str, Any], owner: Owner) -> dict[str, Any]:
+    if owner.ownership is not None:
+        event["ownership"] = owner.ownership
+    return event
+
+
+def encode(at_s: float, events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns a batch. The rank is 0, as a vLLM without data parallelism has it."""
+    return _encoder.encode([at_s, events, 0])
+
+
+def told_by(payload: bytes) -> Iterator[tuple[BlockHash, Told]]:
+    """Yields what a batch of an engine's tells of blocks. Raises ValueError for what is no such batch."""
+    for event in _decoder.decode(payload).events:
+        if not isinstance(event, _Stored) or not event.token_ids:
+            continue
+        try:
+            tokens = array("I", event.token_ids)
+        except OverflowError as exc:
+            raise ValueError("a token's id is no number of 32 bits") from exc
+        size, parent, extra = event.block_size, event.parent_block_hash, event.extra_keys or []
+        for i, block_hash in enumerate(event.block_hashes):
+            packed = tokens[i * size : (i + 1) * size].tobytes() if size > 0 else b""
+            yield block_hash, Told(parent, packed, event.lora_name, extra[i] if i < len(extra) else None)
+            parent = block_hash
