@@ -1,13 +1,13 @@
 """The sockets between the feed, routers and engines, with the protocol of vLLM's publisher.
 
     XPUB      to routers     topic, number (8 bytes, big endian), batch; to whoever subscribes
-    ROUTER    for replays    asked: "", number; answered: "", topic, number, batch from that number on, as many
-                             as are kept; then "", "", -1, ""
+    ROUTER    for replays    asked: "", number; answered: "", topic, number, batch for all batches from that
+                             number on that are kept; then "", "", -1, ""
     SUB       from engines   what their publishers send
 
-A router that asks for batches that are no longer kept is sent a snapshot in their stead: that all is gone, then
-all that is there, under the last numbers before the next batch's. Nothing here waits for a peer: who does not
-read loses messages, which the numbers tell it, and what waits to be read is bounded. One thread's.
+A router that asks for batches that are no longer kept is sent a snapshot in their stead: that all is gone,
+then all that is there, under the last numbers before the next batch's. Nothing here waits for a peer: who
+does not read loses messages, which the numbers tell it, and what waits to be read is bounded. One thread's.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Sockets:
         topic: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Binds `publish` and `replay`, and connects to what engines publish; one with a `*` or of ipc is
-        bound, for engines that connect. Raises ConfigError."""
+        """Binds `publish` and `replay`, and connects to what engines publish; one with a `*` is bound,
+        for engines that connect. Raises ConfigError."""
         self._clock, self._topic = clock, topic.encode()
         #: Yields the events that tell of all that is there.
         self.snapshot: Callable[[], Iterator[Mapping[str, Any]]] = lambda: iter(())
@@ -88,8 +88,9 @@ class Sockets:
         made = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
         made.set_hwm(waiting)
-        made.setsockopt(zmq.IPV6, 1)
-        if kind != zmq.SUB or "*" in address or address.startswith("ipc:"):
+        binds = kind != zmq.SUB or "*" in address
+        made.setsockopt(zmq.IPV6, int(not binds or "[" in address or "//*" in address))
+        if binds:
             made.bind(address)
         else:
             made.connect(address)
@@ -134,7 +135,7 @@ class Sockets:
     def serve(self, wait_s: float) -> list[tuple[BlockHash, Told]]:
         """Answers what routers ask, and returns what engines tell; waits so long for either."""
         found: list[tuple[BlockHash, Told]] = []
-        for ready, _ in self._poller.poll(wait_s * 1000):
+        for ready, _ in self._poller.poll(int(wait_s * 1000)):
             if ready is self._publisher:
                 self._subscriptions()
             elif ready is self._replay:

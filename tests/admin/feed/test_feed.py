@@ -1,0 +1,439 @@
+"""The feed: routers know what the index has, whatever they or the feed have missed. On both indexes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import BlockStored, EventBatch, ZmqEventPublisher
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from kvstore.admin.feed.wire import told_by
+from kvstore.errors import TransientError
+from kvstore.keys import NamespaceId
+from tests.admin.conftest import BLOCKS_PER_SEGMENT, Admin, Filled, chain, fill, kv_slots, kv_space, opened
+from tests.admin.feed.conftest import Start
+from tests.servers.redis import RedisServer
+
+N = BLOCKS_PER_SEGMENT
+
+
+def names(filled: Filled, *blocks: int) -> set[tuple[Any, ...]]:
+    """What a router knows of these blocks of the chain, by the hashes that an engine's events have."""
+    hashes = {kv_slots(1, first=block)[0].key[:-2] for block in blocks}
+    return {(filled.kv_id, 0, maybe_convert_block_hash(BlockHash(one))) for one in hashes}
+
+
+def evict(filled: Filled, *numbers: int) -> None:
+    """Evicts segments of the chain, counted from its head."""
+    segments = [listing.segment for listing in chain(filled)]
+    with opened(filled) as index:
+        gone = [segments[number] for number in numbers]
+        index.evict(NamespaceId(filled.kv_id), gone, delete_after_s=4e9, rule="admin")
+
+
+def save(filled: Filled, number: int) -> None:
+    filled.save(filled.kv, kv_slots(N, first=number * N), depth=number * N)
+
+
+def test_what_is_stored_is_told_by_the_hashes_of_engines(either: Filled, feeding: Start) -> None:
+    feed = feeding(either.settings)
+    router = feed.router()
+    assert router.blocks == names(either, *range(3 * N)), "and no item: routers know none"
+    assert router.topics == {b"kv@kvstore@tiny-random"}
+    [first, *_] = router.stored
+    assert (first.medium, first.block_size, first.kv_cache_spec_kind) == ("STORAGE", 16, "full_attention")
+    assert (first.token_ids, first.parent_block_hash) == ([], None), "nobody has told"
+    assert feed.feed.last.model == either.kv.model
+
+
+def test_whole_hashes_and_no_owner(filled: Filled, feeding: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    router = feeding(filled.settings, whole_hashes=True, ownership=False).router()
+    expected = {(None, 0, name) for _, _, name in names(filled, *range(3 * N))}
+    assert router.blocks == expected and all(len(name) == 32 for _, _, name in router.blocks)
+
+
+def test_commits_and_evictions_are_told_as_they_happen(either: Filled, feeding: Start) -> None:
+    feed = feeding(either.settings)
+    router = feed.router()
+    cleared = router.cleared
+    evict(either, 1)
+    save(either, 3)
+    feed.until(lambda: feed.feed.last.events == 2)
+    feed.settle()
+    assert router.blocks == names(either, *range(N), *range(2 * N, 4 * N))
+    assert router.cleared == cleared and feed.feed.last.holes == 0
+    lag_s = feed.feed.last.lag_s
+    assert lag_s is not None and 0 <= lag_s < 3600
+
+
+def test_an_invalidation_takes_all_of_it(either: Filled, feeding: Start) -> None:
+    feed = feeding(either.settings)
+    router = feed.router()
+    with opened(either) as index:
+        index.invalidate(NamespaceId(either.kv_id))
+    feed.until(lambda: feed.feed.last.events == 1)
+    feed.settle()
+    assert router.blocks == set() and feed.feed.last.segments == 0
+
+
+def test_a_block_goes_with_the_last_of_its_segments(filled: Filled, feeding: Start) -> None:
+    save(filled, 2)
+    feed = feeding(filled.settings)
+    router = feed.router()
+    evict(filled, 3)
+    feed.until(lambda: feed.feed.last.events == 1)
+    feed.settle()
+    assert router.blocks == names(filled, *range(3 * N))
+    evict(filled, 2)
+    feed.until(lambda: feed.feed.last.events == 2)
+    feed.settle()
+    assert router.blocks == names(filled, *range(2 * N))
+
+
+def test_a_router_that_starts_late_is_sent_a_snapshot_and_then_what_comes(
+    either: Filled, feeding: Start
+) -> None:
+    feed = feeding(either.settings)
+    early = feed.router()
+    evict(either, 0)
+    feed.until(lambda: feed.feed.last.events == 1)
+    feed.settle()
+    late = feed.router()
+    late.blocks.clear()
+    late.events.clear()
+    answer = feed.asked(late, 0)
+    assert answer[-1][0] == feed.sockets.number - 1, "what is published next is the next that it expects"
+    for _, batch in answer:
+        late.take(batch)
+    assert late.cleared == 1 and type(late.events[0]).__name__ == "AllBlocksCleared"
+    assert late.blocks == early.blocks == names(either, *range(N, 3 * N))
+
+
+def test_a_router_that_missed_batches_is_sent_these(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings)
+    router = feed.router()
+    first = feed.sockets.number
+    for number in (3, 4, 5):
+        save(filled, number)
+        feed.until(lambda number=number: feed.feed.last.events == number - 2)
+    feed.settle()
+    answer = feed.asked(router, first + 1)
+    assert answer == [(number, router.batches[number]) for number in range(first + 1, feed.sockets.number)]
+    assert len(answer) >= 2
+    assert feed.asked(router, feed.sockets.number) == [], "nothing was missed"
+
+
+def test_what_is_kept_for_replays_is_bounded(
+    filled: Filled, feeding: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.admin.feed.sockets.KEPT_BATCHES", 4)
+    feed = feeding(filled.settings)
+    router = feed.router()
+    for _ in range(10):
+        feed.sockets.publish(())
+    assert feed.sockets.kept[0] == 4
+    monkeypatch.setattr("kvstore.admin.feed.sockets.KEPT_BYTES", 30)
+    feed.sockets.publish(())
+    count, nbytes = feed.sockets.kept
+    assert 0 < count < 4 and nbytes <= 30
+    [*_, (number, batch)] = feed.asked(router, feed.sockets.number - 8)
+    assert number == feed.sockets.number - 1
+    router.take(batch)
+    assert router.blocks == names(filled, *range(3 * N))
+
+
+def test_a_router_that_asks_nothing_is_told_all_when_it_subscribes(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings)
+    for _ in range(2):
+        router = feed.router()
+        assert router.blocks == names(filled, *range(3 * N))
+
+
+def test_an_empty_batch_tells_an_idle_router_that_it_missed_something(
+    filled: Filled, feeding: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.admin.feed.feed.IDLE_S", 0.05)
+    feed = feeding(filled.settings)
+    router = feed.router()
+    events, number = len(router.events), feed.sockets.number
+    feed.until(lambda: feed.sockets.number > number + 2)
+    feed.settle()
+    assert len(router.events) == events
+    assert set(range(number, number + 2)) <= set(router.batches)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("redis", marks=pytest.mark.servers)])
+def test_a_hole_in_the_ring_is_told(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, feeding: Start
+) -> None:
+    filled = fill(tmp_path / "cache", request.getfixturevalue("redis_url") if kind == "redis" else None)
+    filled.settings["journal"] = {"events": 4}
+    feed = feeding(filled.settings)
+    router = feed.router()
+    cleared = router.cleared
+    evict(filled, 0, 1)
+    for number in range(3, 9):
+        save(filled, number)
+    feed.until(lambda: feed.feed.last.holes == 1)
+    feed.settle()
+    assert router.cleared == cleared + 1
+    assert router.blocks == names(filled, *range(2 * N, 9 * N))
+    save(filled, 9)
+    feed.until(lambda: feed.feed.last.segments == 8)
+    feed.settle()
+    assert router.blocks == names(filled, *range(2 * N, 10 * N)) and feed.feed.last.holes == 1
+
+
+def test_a_namespace_that_is_dropped_is_gone_and_one_that_comes_is_told(
+    either: Filled, feeding: Start, admin: Admin
+) -> None:
+    feed = feeding(either.settings)
+    router = feed.router()
+    assert admin("drop", either.kv_id, "--now", "--apply", *either.options).code == 0
+    feed.until(lambda: feed.feed.last.namespaces == ())
+    feed.settle()
+    assert router.blocks == set()
+    either.kv = kv_space(weights="ffff")
+    save(either, 0)
+    feed.until(lambda: feed.feed.last.namespaces == (either.kv_id,) and feed.feed.last.segments)
+    feed.settle()
+    assert router.blocks == names(either, *range(N))
+
+
+@pytest.mark.servers
+def test_an_index_that_dies_and_comes_back_empty(
+    tmp_path: Path, private_redis: RedisServer, feeding: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled = fill(tmp_path / "cache", private_redis.url)
+    feed = feeding(filled.settings)
+    router = feed.router()
+    private_redis.kill()
+    feed.until(lambda: feed.feed.last.problem)
+    feed.feed.turn(0)
+    assert router.blocks and len([r for r in caplog.records if "trying again" in r.message]) == 1
+    late = feed.router()
+    assert late.blocks == router.blocks, "what is known is told meanwhile"
+    private_redis.start()
+    feed.until(lambda: not feed.feed.last.problem)
+    feed.settle()
+    assert router.blocks == late.blocks == set()
+    save(filled, 1)
+    feed.until(lambda: feed.feed.last.segments == 1)
+    feed.settle()
+    assert router.blocks == late.blocks == names(filled, *range(N, 2 * N))
+
+
+def test_payloads_that_cannot_be_read_for_a_while_lose_nothing(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings)
+    router = feed.router()
+    evict(filled, 0)
+    save(filled, 3)
+    working = feed.cache.payloads
+
+    class Failing:
+        def read(self, *args: Any, **options: Any) -> int:
+            raise TransientError("gone for a moment")
+
+        def close(self) -> None:
+            pass
+
+    feed.cache.__dict__["payloads"] = Failing()
+    feed.until(lambda: "gone for a moment" in feed.feed.last.problem)
+    feed.cache.__dict__["payloads"] = working
+    feed.until(lambda: feed.feed.last.events == 2)
+    feed.settle()
+    assert router.blocks == names(filled, *range(N, 4 * N)) and not feed.feed.last.problem
+
+
+def test_a_damaged_payload_is_left_out(filled: Filled, feeding: Start) -> None:
+    victim = chain(filled)[1].segment.hex()
+    [path] = [path for path in filled.payload_files() if path.name == f"{victim}.0"]
+    path.write_bytes(b"\0" * 100)
+    feed = feeding(filled.settings)
+    router = feed.router()
+    assert router.blocks == names(filled, *range(N), *range(2 * N, 3 * N))
+    assert feed.feed.last.unreadable == 1
+
+
+def test_more_than_may_be_held_is_taken_back(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings, most_blocks=3 * N)
+    router = feed.router()
+    save(filled, 3)
+    feed.until(lambda: feed.feed.last.events == 1)
+    feed.settle()
+    assert router.blocks == names(filled, *range(N, 4 * N))
+    assert (feed.feed.last.crowded_out, feed.feed.last.blocks) == (1, 3 * N)
+    fewer = feeding(filled.settings, most_blocks=2 * N)
+    assert len(fewer.router().blocks) == 2 * N
+
+
+def test_a_restart_makes_routers_ask(filled: Filled, feeding: Start) -> None:
+    before = feeding(filled.settings)
+    router = before.router()
+    evict(filled, 0)
+    after = feeding(filled.settings)
+    again = after.router()
+    numbers = sorted(again.batches)
+    assert numbers[0] > max(router.batches) + 1, "or a router would take the new ones for old ones"
+    for _, batch in after.asked(again, max(router.batches) + 1):
+        router.take(batch)
+    assert router.blocks == names(filled, *range(N, 3 * N))
+
+
+def test_a_model_must_be_named_where_there_are_several(filled: Filled, feeding: Start, admin: Admin) -> None:
+    other = dataclasses.replace(filled, kv=kv_space(model="another"))
+    save(other, 0)
+    ran = admin("feed", "--once", *filled.options)
+    assert ran.code == 2 and "--model says which of another, tiny-random" in ran.err
+    assert feeding(filled.settings, model="another").router().blocks == names(other, *range(N))
+    told = admin("feed", "--once", "--json", "--model", "another", *filled.options).json
+    assert (told["model"], told["blocks"], told["bare_blocks"]) == ("another", N, N)
+
+
+# ---- what engines tell ------------------------------------------------------------------------------
+
+msgpack = msgspec.msgpack.encode
+
+
+def stored_event(**changes: Any) -> dict[str, Any]:
+    fields = {"block_hashes": [1], "parent_block_hash": None, "token_ids": list(range(16)), "block_size": 16}
+    return {"type": "BlockStored", **fields, **changes}
+
+
+def engine(blocks: range) -> EventBatch:
+    """The batch of an engine that has computed these blocks of the chain: token n of block b is 100 b + n."""
+    hashes = [maybe_convert_block_hash(BlockHash(one.key[:-2])) for one in kv_slots(blocks.stop)]
+    return EventBatch(
+        ts=1.0,
+        events=[
+            BlockStored(
+                block_hashes=hashes[blocks.start : blocks.stop],
+                parent_block_hash=hashes[blocks.start - 1] if blocks.start else None,
+                token_ids=[100 * block + n for block in blocks for n in range(16)],
+                block_size=16,
+                lora_id=None,
+                medium="GPU",
+                lora_name="tuned",
+                group_idx=0,
+            )
+        ],
+    )
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[ZmqEventPublisher]:
+    """vLLM's own."""
+    made = ZmqEventPublisher(0, endpoint=f"ipc://{tmp_path}/engine")
+    yield made
+    made.shutdown()
+
+
+def test_tokens_and_parents_are_engines(
+    filled: Filled, feeding: Start, publisher: ZmqEventPublisher, tmp_path: Path
+) -> None:
+    feed = feeding(filled.settings, (f"ipc://{tmp_path}/engine",))
+    router = feed.router()
+    assert feed.feed.last.bare_blocks == 3 * N
+    router.events.clear()
+
+    def told(blocks: range) -> None:
+        # Until the feed has subscribed nobody hears it.
+        publisher.publish(engine(blocks))
+
+    def hears(blocks: range, bare: int) -> None:
+        def said() -> bool:
+            told(blocks)
+            return feed.feed.last.bare_blocks == bare
+
+        feed.until(said)
+        feed.settle()
+
+    hears(range(2 * N), N)
+    assert [len(event.block_hashes) for event in router.stored] == [N, N], "each segment again"
+    first, second = router.stored
+    assert first.parent_block_hash is None and second.parent_block_hash == first.block_hashes[-1]
+    assert second.token_ids == [100 * block + n for block in range(N, 2 * N) for n in range(16)]
+    assert second.lora_name == "tuned"
+    # A segment of which a part is known is told in two.
+    router.events.clear()
+    hears(range(2 * N, 2 * N + 1), N - 1)
+    assert [(len(event.block_hashes), len(event.token_ids)) for event in router.stored] == [
+        (1, 16),
+        (N - 1, 0),
+    ]
+    # What is saved after engines told of it has tokens at once; and so has a snapshot.
+    publisher.publish(engine(range(3 * N, 4 * N)))
+    feed.until(lambda: feed.feed.last.told_blocks == 3 * N + 1)
+    router.events.clear()
+    save(filled, 3)
+    feed.until(lambda: feed.feed.last.events == 1)
+    feed.settle()
+    [event] = router.stored
+    assert len(event.token_ids) == N * 16 and event.parent_block_hash is not None
+    late = feed.router()
+    assert sum(len(event.token_ids) for event in late.stored) == (3 * N + 1) * 16
+    assert feed.feed.last.heard >= 3 and feed.feed.last.unheard == 0
+
+
+def test_what_engines_told_is_bounded(
+    filled: Filled, feeding: Start, publisher: ZmqEventPublisher, tmp_path: Path
+) -> None:
+    feed = feeding(filled.settings, (f"ipc://{tmp_path}/engine",), most_blocks=2 * N)
+
+    def said() -> bool:
+        publisher.publish(engine(range(5 * N)))
+        return feed.feed.last.told_blocks > 0
+
+    feed.until(said)
+    assert feed.feed.last.told_blocks == 2 * N
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        b"",
+        b"\xc1",
+        msgpack([1.0]),
+        msgpack([1.0, [{"type": "Unheard"}]]),
+        msgpack([1.0, [{"type": "BlockStored", "block_hashes": [[1]]}]]),
+        msgpack([1.0, [stored_event(token_ids=[1 << 32])]]),
+        msgpack([1.0, [stored_event(block_hashes=["text"])]]),
+    ],
+    ids=str,
+)
+def test_what_is_no_batch_of_an_engine_is_counted(
+    filled: Filled, feeding: Start, tmp_path: Path, batch: bytes
+) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    with zmq.Context() as context, context.socket(zmq.PUB) as engine:
+        engine.bind(address)
+        feed = feeding(filled.settings, (address,))
+
+        def said() -> bool:
+            engine.send_multipart((b"", bytes(8), batch))
+            return feed.feed.last.unheard > 0
+
+        feed.until(said)
+        assert feed.feed.last.heard == feed.feed.last.told_blocks == 0
+
+
+@pytest.mark.parametrize("block_size", [0, -1, 1 << 62])
+def test_a_block_of_no_size_has_no_tokens(block_size: int) -> None:
+    batch = msgpack([1.0, [stored_event(block_size=block_size)]])
+    assert all(len(told.tokens) != 64 for _, told in told_by(batch))
+
+
+def test_a_request_that_is_none_is_not_answered(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings)
+    router = feed.router()
+    for frames in ([b""], [b"", b"1"], [b"", bytes(8), b""], [b"", b"", b"", b""]):
+        router.dealer.send_multipart(frames)
+    answer = feed.asked(router, feed.sockets.number - 1)
+    assert len(answer) == 1 and feed.feed.last.replays == 1
