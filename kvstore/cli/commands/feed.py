@@ -99,7 +99,7 @@ def _feed(
         from kvstore.admin.feed.metrics import listening
         from kvstore.admin.feed.sockets import Sockets
     except ImportError as exc:
-        raise ConfigError(f"{exc.name} is not installed: pip install 'kvstore[feed]'") from exc
+        raise ConfigError(f"{exc.name} is not installed: the extra `feed` is pyzmq and msgspec") from exc
     choice = Choice(model, hashes == "bytes", ownership, blocks)
     with call.cache() as cache, logged():
         if once:

@@ -84,17 +84,25 @@ def test_an_invalidation_takes_all_of_it(either: Filled, feeding: Start) -> None
 
 
 def test_a_block_goes_with_the_last_of_its_segments(filled: Filled, feeding: Start) -> None:
-    save(filled, 2)
-    feed = feeding(filled.settings)
+    # The same prompts in an engine of other weights: other blocks by the same hashes, told without an owner.
+    other = dataclasses.replace(filled, kv=kv_space(weights="ffff"))
+    save(other, 0)
+    feed = feeding(filled.settings, ownership=False)
     router = feed.router()
-    evict(filled, 3)
+
+    def known() -> set[Any]:
+        return {name for _, _, name in router.blocks}
+
+    both = {name for _, _, name in names(filled, *range(3 * N))}
+    assert known() == both and feed.feed.last.segments == 4
+    evict(filled, 0)
     feed.until(lambda: feed.feed.last.events == 1)
     feed.settle()
-    assert router.blocks == names(filled, *range(3 * N))
-    evict(filled, 2)
+    assert known() == both
+    evict(other, 0)
     feed.until(lambda: feed.feed.last.events == 2)
     feed.settle()
-    assert router.blocks == names(filled, *range(2 * N))
+    assert known() == {name for _, _, name in names(filled, *range(N, 3 * N))}
 
 
 def test_a_router_that_starts_late_is_sent_a_snapshot_and_then_what_comes(
@@ -179,16 +187,18 @@ def test_a_hole_in_the_ring_is_told(
     router = feed.router()
     cleared = router.cleared
     evict(filled, 0, 1)
-    for number in range(3, 9):
+    # A ring of Redis' loses a hundred at a time.
+    end = 9 if kind == "sqlite" else 240
+    for number in range(3, end):
         save(filled, number)
     feed.until(lambda: feed.feed.last.holes == 1)
     feed.settle()
     assert router.cleared == cleared + 1
-    assert router.blocks == names(filled, *range(2 * N, 9 * N))
-    save(filled, 9)
-    feed.until(lambda: feed.feed.last.segments == 8)
+    assert router.blocks == names(filled, *range(2 * N, end * N))
+    save(filled, end)
+    feed.until(lambda: feed.feed.last.segments == end - 1)
     feed.settle()
-    assert router.blocks == names(filled, *range(2 * N, 10 * N)) and feed.feed.last.holes == 1
+    assert router.blocks == names(filled, *range(2 * N, (end + 1) * N)) and feed.feed.last.holes == 1
 
 
 def test_a_namespace_that_is_dropped_is_gone_and_one_that_comes_is_told(
@@ -424,7 +434,7 @@ def test_what_is_no_batch_of_an_engine_is_counted(
         assert feed.feed.last.heard == feed.feed.last.told_blocks == 0
 
 
-@pytest.mark.parametrize("block_size", [0, -1, 1 << 62])
+@pytest.mark.parametrize("block_size", [0, -1])
 def test_a_block_of_no_size_has_no_tokens(block_size: int) -> None:
     batch = msgpack([1.0, [stored_event(block_size=block_size)]])
     assert all(len(told.tokens) != 64 for _, told in told_by(batch))
