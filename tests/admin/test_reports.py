@@ -41,6 +41,7 @@ MODULES = (
             "explain",
             "simulate",
             "advise",
+            "feed",
         )
     ),
     "schemas.archive",

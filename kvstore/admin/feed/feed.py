@@ -113,8 +113,9 @@ class RouterFeed:
         Raises ConfigError if there are several models and none was chosen. An index or a payload store that
         can't be read is told once, and tried again the next time.
         """
+        more = False
         try:
-            self._follow()
+            more = self._follow()
         except ConfigError:
             raise
         except KVStoreError as exc:
@@ -125,21 +126,25 @@ class RouterFeed:
             if self._problem:
                 log.info("the index and the payloads answer again")
             self._problem = ""
-        self._serve(wait_s)
+        self._serve(0 if more else wait_s)
         self.last, self._turned_at = self.report(), self._monotonic()
 
-    def _follow(self) -> None:
+    def _follow(self) -> bool:
+        """Publishes a page of each namespace's events; returns whether there may be more at once."""
+        more = False
         index = None if self._cache.index_absent else self._cache.index
         if index is None:
-            return
+            return more
         self._look_for_namespaces(index)
         for name in self._namespaces:
             if name not in self._readers:
                 self._list(index, name)
-            while events := self._waiting.get(name) or self._readers[name].read():
+            if events := self._waiting.get(name) or self._readers[name].read(_PAGE):
                 self._waiting[name] = events
                 self._take(index, name, events)
                 self._waiting.pop(name, None)
+                more |= len(events) >= _PAGE
+        return more
 
     def _look_for_namespaces(self, index: FullIndex) -> None:
         found: dict[NamespaceId, Namespace] = {}
