@@ -32,8 +32,9 @@ class Held:
         self._segments: OrderedDict[_Key, Announced] = OrderedDict()
         #: In how many segments a block is, by the owner and group that events name.
         self._copies: dict[tuple[str | None, int], dict[BlockHash, int]] = {}
-        #: Blocks that were announced without tokens, and a segment that has them.
-        self._bare: dict[BlockHash, _Key] = {}
+        #: Blocks that were announced without tokens, and the segments that have them: one, as a rule, but
+        #: groups of one model name their blocks alike.
+        self._bare: dict[BlockHash, tuple[_Key, ...]] = {}
         self.told: OrderedDict[BlockHash, Told] = OrderedDict()
         #: Blocks of all segments, those in several counted as often.
         self.blocks = 0
@@ -82,8 +83,8 @@ class Held:
             if not copies[one]:
                 del copies[one]
                 gone.append(one)
-            if self._bare.get(one) == key:
-                del self._bare[one]
+            if left := tuple(other for other in self._bare.pop(one, ()) if other != key):
+                self._bare[one] = left
         return list(removed(segment.owner, gone))
 
     def learn(self, found: Sequence[tuple[BlockHash, Told]]) -> _Events:
@@ -92,8 +93,7 @@ class Held:
         for block_hash, told in found:
             self.told[block_hash] = told
             self.told.move_to_end(block_hash)
-            if (key := self._bare.pop(block_hash, None)) is not None:
-                again[key] = None
+            again.update(dict.fromkeys(self._bare.pop(block_hash, ())))
         while len(self.told) > self._most:
             self.told.popitem(last=False)
         return [event for key in again for event in self._stored(key, self._segments[key])]
@@ -104,8 +104,10 @@ class Held:
             yield from stored(segment.owner, segment.hashes, self.told)
 
     def _stored(self, key: _Key, segment: Announced) -> _Events:
-        events = list(stored(segment.owner, segment.hashes, self.told))
+        events, own = list(stored(segment.owner, segment.hashes, self.told)), (key,)
         for event in events:
             if not event["token_ids"]:
-                self._bare.update(dict.fromkeys(event["block_hashes"], key))
+                for one in event["block_hashes"]:
+                    others = self._bare.get(one, own)
+                    self._bare[one] = others if key in others else (*others, key)
         return events

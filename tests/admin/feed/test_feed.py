@@ -392,6 +392,28 @@ def test_tokens_and_parents_are_engines(
     assert feed.feed.last.heard >= 3 and feed.feed.last.unheard == 0
 
 
+def test_all_segments_of_a_block_are_told_again(
+    filled: Filled, feeding: Start, publisher: ZmqEventPublisher, tmp_path: Path
+) -> None:
+    other = dataclasses.replace(filled, kv=kv_space(weights="ffff"))
+    save(other, 0)
+    feed = feeding(filled.settings, (f"ipc://{tmp_path}/engine",))
+    router = feed.router()
+    router.events.clear()
+
+    def said() -> bool:
+        publisher.publish(engine(range(N)))
+        return feed.feed.last.bare_blocks == 2 * N
+
+    feed.until(said)
+    feed.settle()
+    assert {event.ownership for event in router.stored if event.token_ids} == {filled.kv_id, other.kv_id}
+    # One of them goes before anything is told of the rest, and the other stays as it was.
+    evict(other, 0)
+    feed.until(lambda: feed.feed.last.events == 1)
+    assert feed.feed.last.bare_blocks == 2 * N
+
+
 def test_what_engines_told_is_bounded(
     filled: Filled, feeding: Start, publisher: ZmqEventPublisher, tmp_path: Path
 ) -> None:
