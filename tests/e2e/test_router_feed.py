@@ -49,7 +49,7 @@ class Pair:
         self.feeding.feed.turn(1.0)
 
     def tell_all(self, *engines: Router) -> None:
-        """Lets the feed turn until the prompt's blocks are announced with tokens, and reads what engines said."""
+        """Lets the feed turn until all blocks are announced with tokens; reads what engines say."""
 
         def told() -> bool:
             for engine in engines:
