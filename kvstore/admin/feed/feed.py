@@ -22,7 +22,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from kvstore.admin.backends import Cache
-from kvstore.admin.feed.held import Announced, Held
+from kvstore.admin.feed.announcements import Announced, Announcements
 from kvstore.admin.feed.reports import FeedReport
 from kvstore.admin.feed.sockets import TOGETHER, Sockets
 from kvstore.admin.feed.wire import Owner, hash_of
@@ -78,7 +78,7 @@ class RouterFeed:
         """`sockets` None: nobody is told."""
         self._cache, self._choice = cache, choice
         self._clock, self._monotonic = clock, monotonic
-        self._held = Held(choice.most_blocks)
+        self._held = Announcements(choice.most_blocks)
         self._sockets = sockets
         if sockets is not None:
             sockets.snapshot = self._held.snapshot

@@ -62,7 +62,7 @@ class _Batch(msgspec.Struct, array_like=True):
 _decoder = msgspec.msgpack.Decoder(_Batch)
 
 
-class Told(NamedTuple):
+class BlockTokens(NamedTuple):
     """What an engine told of a block, and the index doesn't know."""
 
     parent: BlockHash | None
@@ -87,7 +87,7 @@ def hash_of(block_hash: bytes, *, whole: bool) -> BlockHash:
 
 
 def stored(
-    owner: Owner, hashes: Sequence[BlockHash], told: Mapping[BlockHash, Told]
+    owner: Owner, hashes: Sequence[BlockHash], told: Mapping[BlockHash, BlockTokens]
 ) -> Iterator[dict[str, Any]]:
     """Yields the events that blocks, consecutive ones of a chain, are stored.
 
@@ -153,7 +153,7 @@ def encode(at_s: float, events: Sequence[Mapping[str, Any]]) -> bytes:
     return _encoder.encode([at_s, events, 0])
 
 
-def told_by(payload: bytes) -> Iterator[tuple[BlockHash, Told]]:
+def told_by(payload: bytes) -> Iterator[tuple[BlockHash, BlockTokens]]:
     """Yields what a batch of an engine's tells of blocks. Raises ValueError for what is no such batch."""
     for event in _decoder.decode(payload).events:
         if not isinstance(event, _Stored) or not event.token_ids:
@@ -165,5 +165,8 @@ def told_by(payload: bytes) -> Iterator[tuple[BlockHash, Told]]:
         size, parent, extra = event.block_size, event.parent_block_hash, event.extra_keys or []
         for i, block_hash in enumerate(event.block_hashes):
             packed = tokens[i * size : (i + 1) * size].tobytes() if size > 0 else b""
-            yield block_hash, Told(parent, packed, event.lora_name, extra[i] if i < len(extra) else None)
+            yield (
+                block_hash,
+                BlockTokens(parent, packed, event.lora_name, extra[i] if i < len(extra) else None),
+            )
             parent = block_hash

@@ -16,14 +16,14 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
-from kvstore.admin.feed.wire import _KINDS, CLEARED, MEDIUM, Owner, Told, encode, removed, stored
+from kvstore.admin.feed.wire import _KINDS, CLEARED, MEDIUM, BlockTokens, Owner, encode, removed, stored
 from schemas.namespace import GroupSpec
 
 FULL = GroupSpec(kind="full", block_tokens=2, dtype="BF16", shape=(1, 1, 2, 1))
 WINDOW = GroupSpec(kind="sliding_window", block_tokens=2, dtype="BF16", shape=(1, 1, 2, 1), window=8)
 TOLD = {
-    1: Told(None, (7).to_bytes(4, "little") + (8).to_bytes(4, "little"), "tuned", ["tuned"]),
-    2: Told(1, (9).to_bytes(4, "little") + (10).to_bytes(4, "little"), "tuned", None),
+    1: BlockTokens(None, (7).to_bytes(4, "little") + (8).to_bytes(4, "little"), "tuned", ["tuned"]),
+    2: BlockTokens(1, (9).to_bytes(4, "little") + (10).to_bytes(4, "little"), "tuned", None),
 }
 
 
@@ -62,7 +62,7 @@ def test_kinds_are_vllms() -> None:
 
 
 def test_blocks_that_do_not_follow_each_other_are_told_apart() -> None:
-    told = {**TOLD, 3: Told(99, bytes(8), "tuned", None), 4: Told(3, bytes(4), None, None)}
+    told = {**TOLD, 3: BlockTokens(99, bytes(8), "tuned", None), 4: BlockTokens(3, bytes(4), None, None)}
     events = list(stored(Owner(None, 0, FULL), [1, 2, 3, 4, 5], told))
     shape = [(event["block_hashes"], event["parent_block_hash"], len(event["token_ids"])) for event in events]
     # 4 is of another block size, and of 5 nobody told.
@@ -101,7 +101,7 @@ REQUIRED = {
 
 @pytest.mark.parametrize("router", REQUIRED)
 @pytest.mark.parametrize("told", [TOLD, {}], ids=["tokens", "bare"])
-def test_a_routers_decoder_finds_what_it_asks_for(router: str, told: dict[Any, Told]) -> None:
+def test_a_routers_decoder_finds_what_it_asks_for(router: str, told: dict[Any, BlockTokens]) -> None:
     owner = Owner("ns", 0, WINDOW)
     events = [*stored(owner, [1, 2**64 - 1], told), *removed(owner, [1]), CLEARED]
     batch = msgspec.msgpack.decode(encode(1.0, events))

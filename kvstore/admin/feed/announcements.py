@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvstore.admin.feed.wire import BlockHash, Owner, Told, removed, stored
+from kvstore.admin.feed.wire import BlockHash, BlockTokens, Owner, removed, stored
 from kvstore.keys import NamespaceId, SegmentId
 
 _Key = tuple[NamespaceId, SegmentId]
@@ -24,7 +24,7 @@ class Announced(NamedTuple):
     hashes: tuple[BlockHash, ...]
 
 
-class Held:
+class Announcements:
     """The segments that are announced, oldest first. Its methods return the events that tell of a change."""
 
     def __init__(self, most_blocks: int) -> None:
@@ -35,7 +35,7 @@ class Held:
         #: Blocks that were announced without tokens, and the segments that have them: one, as a rule, but
         #: groups of one model name their blocks alike.
         self._bare: dict[BlockHash, tuple[_Key, ...]] = {}
-        self.told: OrderedDict[BlockHash, Told] = OrderedDict()
+        self.told: OrderedDict[BlockHash, BlockTokens] = OrderedDict()
         #: Blocks of all segments, those in several counted as often.
         self.blocks = 0
         #: Segments that were taken back for want of room.
@@ -87,7 +87,7 @@ class Held:
                 self._bare[one] = left
         return list(removed(segment.owner, gone))
 
-    def learn(self, found: Sequence[tuple[BlockHash, Told]]) -> _Events:
+    def learn(self, found: Sequence[tuple[BlockHash, BlockTokens]]) -> _Events:
         """Remembers what an engine told; announces again, with tokens, what was announced without."""
         again: dict[_Key, None] = {}
         for block_hash, told in found:
