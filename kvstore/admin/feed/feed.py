@@ -126,7 +126,11 @@ class RouterFeed:
             if self._problem:
                 log.info("the index and the payloads answer again")
             self._problem = ""
-        self._serve(0 if more else wait_s)
+        end = self._monotonic() + (0.0 if more else wait_s)
+        self._serve(end - self._monotonic())
+        # The index is asked as often as the caller wants, however much engines say.
+        while self._sockets is not None and (left_s := end - self._monotonic()) > 0:
+            self._serve(left_s)
         self.last, self._turned_at = self.report(), self._monotonic()
 
     def _follow(self) -> bool:
@@ -288,7 +292,7 @@ class RouterFeed:
     def _serve(self, wait_s: float) -> None:
         if self._sockets is None:
             return
-        self._tell(self._held.learn(self._sockets.serve(wait_s)))
+        self._tell(self._held.learn(self._sockets.serve(max(0.0, wait_s))))
         now = self._monotonic()
         if self._sockets.subscribed and now - self._snapshot_at >= self._snapshot_every_s:
             # Not every router asks for a replay. Those that were there already are told the same again.

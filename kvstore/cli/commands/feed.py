@@ -73,7 +73,7 @@ def _feed(
         int, typer.Option(min=1, metavar="N", help="Most blocks that are announced and remembered.")
     ] = 1_000_000,
     every: Annotated[
-        float, typer.Option(min=0.01, max=60.0, metavar="SECONDS", help="How often the index is asked.")
+        float, typer.Option(min=0.01, max=5.0, metavar="SECONDS", help="How often the index is asked.")
     ] = 0.2,
     listen: Annotated[
         str | None,
