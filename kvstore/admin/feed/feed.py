@@ -22,9 +22,9 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from kvstore.admin.backends import Cache
-from kvstore.admin.feed.announcements import Announced, Announcements
 from kvstore.admin.feed.reports import FeedReport
 from kvstore.admin.feed.sockets import TOGETHER, Sockets
+from kvstore.admin.feed.view import Announced, RoutersView
 from kvstore.admin.feed.wire import Owner, hash_of
 from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, UnreadablePayload
 from kvstore.events import EventReader, Gap
@@ -78,10 +78,10 @@ class RouterFeed:
         """`sockets` None: nobody is told."""
         self._cache, self._choice = cache, choice
         self._clock, self._monotonic = clock, monotonic
-        self._held = Announcements(choice.most_blocks)
+        self._view = RoutersView(choice.most_blocks)
         self._sockets = sockets
         if sockets is not None:
-            sockets.snapshot = self._held.snapshot
+            sockets.snapshot = self._view.snapshot
         self._model = choice.model
         self._namespaces: dict[NamespaceId, Namespace] = {}
         self._readers: dict[NamespaceId, EventReader] = {}
@@ -171,14 +171,14 @@ class RouterFeed:
     def _forget(self, name: NamespaceId) -> None:
         self._readers.pop(name)
         self._waiting.pop(name, None)
-        self._begin_anew([(name, segment) for segment in self._held.of(name)])
+        self._begin_anew([(name, segment) for segment in self._view.of(name)])
 
     def _begin_anew(self, gone: Sequence[tuple[NamespaceId, SegmentId]]) -> None:
         """Tells of a hole: what is known to be gone, that anything else may be, and all that is left."""
         self._holes += 1
         # A router need not take "all is gone" for blocks that it was told belong to nobody.
         for key in gone:
-            self._tell(self._held.drop(key))
+            self._tell(self._view.drop(key))
         if self._sockets is not None:
             self._tell_all()
 
@@ -197,7 +197,7 @@ class RouterFeed:
             blocks += listing.record.slots
             while blocks > self._choice.most_blocks and len(newest) > 1:
                 blocks -= found.pop(heapq.heappop(newest)[1]).record.slots
-        gone = [(name, segment) for segment in self._held.of(name) if segment not in found]
+        gone = [(name, segment) for segment in self._view.of(name) if segment not in found]
         if hole or gone:
             self._begin_anew(gone)
         # Parents first: routers hang a block below the one before it.
@@ -205,7 +205,7 @@ class RouterFeed:
         for at in range(0, len(listings), _PAGE):
             told: list[dict[str, Any]] = []
             for segment, announced in self._read(name, listings[at : at + _PAGE]).items():
-                told += self._held.add((name, segment), announced)
+                told += self._view.add((name, segment), announced)
             self._tell(told)
             self._serve(0)
             self.last, self._turned_at = self.report(), self._monotonic()
@@ -233,12 +233,12 @@ class RouterFeed:
             assert isinstance(event, Event)
             self._events += 1
             if event.segment is None:
-                for segment in self._held.of(name):
-                    told += self._held.drop((name, segment))
+                for segment in self._view.of(name):
+                    told += self._view.drop((name, segment))
             elif event.op != "commit":
-                told += self._held.drop((name, event.segment))
+                told += self._view.drop((name, event.segment))
             elif (announced := read.get(event.segment)) is not None:
-                told += self._held.add((name, event.segment), announced)
+                told += self._view.add((name, event.segment), announced)
             self._lag_s = max(0.0, self._clock() - event.at_s)
         self._tell(told)
 
@@ -257,7 +257,7 @@ class RouterFeed:
                 # The scrubber's to find, or another reader's to read.
                 unreadable.append(segment)
 
-        for_each(read, [one for one in listings if (name, one.segment) not in self._held], _JOBS)
+        for_each(read, [one for one in listings if (name, one.segment) not in self._view], _JOBS)
         self._unreadable += len(unreadable)
         # In the order that was asked for, whichever header came first.
         return {one.segment: found[one.segment] for one in listings if one.segment in found}
@@ -292,7 +292,7 @@ class RouterFeed:
     def _serve(self, wait_s: float) -> None:
         if self._sockets is None:
             return
-        self._tell(self._held.learn(self._sockets.serve(max(0.0, wait_s))))
+        self._tell(self._view.learn(self._sockets.serve(max(0.0, wait_s))))
         now = self._monotonic()
         if self._sockets.subscribed and now - self._snapshot_at >= self._snapshot_every_s:
             # Not every router asks for a replay. Those that were there already are told the same again.
@@ -308,10 +308,10 @@ class RouterFeed:
         return FeedReport(
             model=self._model or "",
             namespaces=tuple(sorted(self._namespaces)),
-            segments=len(self._held),
-            blocks=self._held.blocks,
-            bare_blocks=self._held.bare_blocks,
-            told_blocks=len(self._held.told),
+            segments=len(self._view),
+            blocks=self._view.blocks,
+            bare_blocks=self._view.bare_blocks,
+            told_blocks=len(self._view.told),
             batches=sockets.batches if sockets else 0,
             sent_bytes=sockets.sent_bytes if sockets else 0,
             kept_batches=kept[0],
@@ -323,7 +323,7 @@ class RouterFeed:
             heard=sockets.heard if sockets else 0,
             unheard=sockets.unheard if sockets else 0,
             unreadable=self._unreadable,
-            crowded_out=self._held.crowded_out,
+            crowded_out=self._view.crowded_out,
             lag_s=self._lag_s,
             problem=self._problem,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,6 @@ def test_a_hole_in_the_ring_is_told(
     feed = feeding(filled.settings)
     router = feed.router()
     cleared = router.cleared
-    evict(filled, 0, 1)
     # A ring of Redis' loses a hundred at a time.
     end = 9 if kind == "sqlite" else 240
     for number in range(3, end):
@@ -194,8 +194,9 @@ def test_a_hole_in_the_ring_is_told(
     feed.until(lambda: feed.feed.last.holes == 1)
     feed.settle()
     assert router.cleared == cleared + 1
-    assert router.blocks == names(filled, *range(2 * N, end * N))
+    assert router.blocks == names(filled, *range(end * N))
     save(filled, end)
+    evict(filled, 0, 1)
     feed.until(lambda: feed.feed.last.segments == end - 1)
     feed.settle()
     assert router.blocks == names(filled, *range(2 * N, (end + 1) * N)) and feed.feed.last.holes == 1
@@ -412,6 +413,24 @@ def test_all_segments_of_a_block_are_told_again(
     evict(other, 0)
     feed.until(lambda: feed.feed.last.events == 1)
     assert feed.feed.last.bare_blocks == 2 * N
+
+
+def test_the_index_is_asked_no_more_often_for_what_engines_say(
+    filled: Filled, feeding: Start, publisher: ZmqEventPublisher, tmp_path: Path
+) -> None:
+    feed = feeding(filled.settings, (f"ipc://{tmp_path}/engine",))
+
+    def said() -> bool:
+        publisher.publish(engine(range(1)))
+        return feed.feed.last.heard > 0
+
+    feed.until(said)
+    heard = feed.feed.last.heard
+    publisher.publish(engine(range(1)))
+    began = time.monotonic()
+    feed.feed.turn(0.3)
+    assert time.monotonic() - began >= 0.29
+    feed.until(lambda: feed.feed.last.heard > heard)
 
 
 def test_what_engines_told_is_bounded(

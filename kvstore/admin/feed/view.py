@@ -24,7 +24,7 @@ class Announced(NamedTuple):
     hashes: tuple[BlockHash, ...]
 
 
-class Announcements:
+class RoutersView:
     """The segments that are announced, oldest first. Its methods return the events that tell of a change."""
 
     def __init__(self, most_blocks: int) -> None:
