@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 import zmq
 from vllm.distributed.kv_events import BlockStored, EventBatch, ZmqEventPublisher
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
@@ -239,6 +241,22 @@ def test_an_index_that_dies_and_comes_back_empty(
     feed.until(lambda: feed.feed.last.segments == 1)
     feed.settle()
     assert router.blocks == late.blocks == names(filled, *range(N, 2 * N))
+
+
+@pytest.mark.servers
+def test_who_may_only_read_may_feed(tmp_path: Path, private_redis: RedisServer, feeding: Start) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+    [rule] = re.findall(r"^user kvstore-reader on >PASSWORD (.*)$", text, re.MULTILINE)
+    filled = fill(tmp_path / "cache", private_redis.url)
+    with redis.Redis(port=private_redis.port, protocol=2) as owner:
+        owner.execute_command("ACL", "SETUSER", "kvstore-reader", "on", ">secret", *rule.split())
+    reader = {"redis": {"username": "kvstore-reader", "password": "secret"}}
+    feed = feeding(filled.settings | reader)
+    router = feed.router()
+    evict(filled, 0)
+    feed.until(lambda: feed.feed.last.events == 1)
+    feed.settle()
+    assert router.blocks == names(filled, *range(N, 3 * N)) and not feed.feed.last.problem
 
 
 def test_payloads_that_cannot_be_read_for_a_while_lose_nothing(filled: Filled, feeding: Start) -> None:
