@@ -137,9 +137,9 @@ class RouterFeed:
         """Publishes a page of each namespace's events; returns whether there may be more at once."""
         more = False
         index = None if self._cache.index_absent else self._cache.index
+        self._look_for_namespaces({} if index is None else index.namespaces())
         if index is None:
             return more
-        self._look_for_namespaces(index)
         for name in self._namespaces:
             if name not in self._readers:
                 self._list(index, name)
@@ -150,9 +150,9 @@ class RouterFeed:
                 more |= len(events) >= _PAGE
         return more
 
-    def _look_for_namespaces(self, index: FullIndex) -> None:
+    def _look_for_namespaces(self, registered: Mapping[NamespaceId, str]) -> None:
         found: dict[NamespaceId, Namespace] = {}
-        for name, text in index.namespaces().items():
+        for name, text in registered.items():
             try:
                 namespace = Namespace.model_validate_json(text)
             except ValidationError:
@@ -163,13 +163,13 @@ class RouterFeed:
         if len(models) > 1:
             raise ConfigError(f"--model says which of {', '.join(models)}: a router's stream is one model's")
         self._model = models[0] if models else self._model
-        for name in set(self._readers) - set(found):
+        for name in set(self._namespaces) - set(found):
             # The index was emptied, or the namespace dropped.
             self._forget(name)
         self._namespaces = found
 
     def _forget(self, name: NamespaceId) -> None:
-        self._readers.pop(name)
+        self._readers.pop(name, None)
         self._waiting.pop(name, None)
         self._begin_anew([(name, segment) for segment in self._view.of(name)])
 

@@ -243,6 +243,21 @@ def test_an_index_that_dies_and_comes_back_empty(
     assert router.blocks == late.blocks == names(filled, *range(N, 2 * N))
 
 
+def test_an_index_in_a_file_that_is_deleted(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings)
+    router = feed.router()
+    assert router.blocks
+    for path in filled.folder.glob("index.sqlite*"):
+        path.unlink()
+    feed.until(lambda: feed.feed.last.namespaces == ())
+    feed.settle()
+    assert router.blocks == set() and feed.feed.last.holes == 1
+    save(filled, 1)
+    feed.until(lambda: feed.feed.last.segments)
+    feed.settle()
+    assert router.blocks == names(filled, *range(N, 2 * N))
+
+
 @pytest.mark.servers
 def test_who_may_only_read_may_feed(tmp_path: Path, private_redis: RedisServer, feeding: Start) -> None:
     text = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
