@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import zmq
 
-from kvstore.admin.feed.wire import CLEARED, BlockHash, BlockTokens, encode, told_by
+from kvstore.admin.feed.wire import CLEARED, BlockTokens, Told, encode, told_by
 from kvstore.errors import ConfigError
 
 #: Batches that are kept for replays, and their bytes.
@@ -31,8 +31,11 @@ KEPT_BYTES: Final = 64 << 20
 TOGETHER: Final = 64
 #: Messages that wait for one router.
 _WAITING = 10_000
-#: Batches of engines that are read at a time.
+#: Messages that are read at a time.
 _READ = 1000
+#: Bytes of a message: of a router, which subscribes or names a number, and of an engine.
+_ASKED_BYTES = 4 << 10
+_HEARD_BYTES = 64 << 20
 _END = (-1).to_bytes(8, "big", signed=True)
 
 _Events = Sequence[Mapping[str, Any]]
@@ -88,6 +91,7 @@ class Sockets:
         made = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
         made.set_hwm(waiting)
+        made.setsockopt(zmq.MAXMSGSIZE, _HEARD_BYTES if kind == zmq.SUB else _ASKED_BYTES)
         binds = kind != zmq.SUB or "*" in address
         made.setsockopt(zmq.IPV6, int(not binds or "[" in address or "//*" in address))
         if binds:
@@ -132,9 +136,9 @@ class Sockets:
             batch = list(islice(events, TOGETHER))
         self.snapshots += 1
 
-    def serve(self, wait_s: float) -> list[tuple[BlockHash, BlockTokens]]:
+    def serve(self, wait_s: float) -> list[tuple[Told, BlockTokens]]:
         """Answers what routers ask, and returns what engines tell; waits so long for either."""
-        found: list[tuple[BlockHash, BlockTokens]] = []
+        found: list[tuple[Told, BlockTokens]] = []
         for ready, _ in self._poller.poll(int(wait_s * 1000)):
             if ready is self._publisher:
                 self._subscriptions()
@@ -145,7 +149,9 @@ class Sockets:
         return found
 
     def _subscriptions(self) -> None:
-        while (message := _read(self._publisher)) is not None:
+        for _ in range(_READ):
+            if (message := _read(self._publisher)) is None:
+                break
             self.subscribed += message[0][:1] == b"\x01"
 
     def _answer(self) -> None:
@@ -171,8 +177,8 @@ class Sockets:
         batches = [encode(at_s, events[at : at + size]) for at in range(0, len(events), size)]
         return list(zip(range(self.number - len(batches), self.number), batches, strict=True))
 
-    def _hear(self, engine: zmq.Socket[bytes]) -> list[tuple[BlockHash, BlockTokens]]:
-        found: list[tuple[BlockHash, BlockTokens]] = []
+    def _hear(self, engine: zmq.Socket[bytes]) -> list[tuple[Told, BlockTokens]]:
+        found: list[tuple[Told, BlockTokens]] = []
         for _ in range(_READ):
             message = _read(engine)
             if message is None:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvstore.admin.feed.wire import BlockHash, BlockTokens, Owner, removed, stored
+from kvstore.admin.feed.wire import BlockHash, BlockTokens, Owner, Told, removed, stored
 from kvstore.keys import NamespaceId, SegmentId
 
 _Key = tuple[NamespaceId, SegmentId]
@@ -35,7 +35,7 @@ class RoutersView:
         #: Blocks that were announced without tokens, and the segments that have them: one, as a rule, but
         #: groups of one model name their blocks alike.
         self._bare: dict[BlockHash, tuple[_Key, ...]] = {}
-        self.told: OrderedDict[BlockHash, BlockTokens] = OrderedDict()
+        self.told: OrderedDict[Told, BlockTokens] = OrderedDict()
         #: Blocks of all segments, those in several counted as often.
         self.blocks = 0
         #: Segments that were taken back for want of room.
@@ -87,13 +87,13 @@ class RoutersView:
                 self._bare[one] = left
         return list(removed(segment.owner, gone))
 
-    def learn(self, found: Sequence[tuple[BlockHash, BlockTokens]]) -> _Events:
+    def learn(self, found: Sequence[tuple[Told, BlockTokens]]) -> _Events:
         """Remembers what an engine told; announces again, with tokens, what was announced without."""
         again: dict[_Key, None] = {}
-        for block_hash, told in found:
-            self.told[block_hash] = told
-            self.told.move_to_end(block_hash)
-            again.update(dict.fromkeys(self._bare.pop(block_hash, ())))
+        for name, told in found:
+            self.told[name] = told
+            self.told.move_to_end(name)
+            again.update(dict.fromkeys(self._bare.pop(name.block_hash, ())))
         while len(self.told) > self._most:
             self.told.popitem(last=False)
         return [event for key in again for event in self._stored(key, self._segments[key])]

@@ -43,7 +43,8 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
     token_ids: list[int]
     block_size: int
     lora_name: str | None = None
-    extra_keys: list[Any] | None = None
+    #: As they came: nobody here reads them.
+    extra_keys: list[msgspec.Raw] | None = None
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved"):
@@ -60,6 +61,14 @@ class _Batch(msgspec.Struct, array_like=True):
 
 
 _decoder = msgspec.msgpack.Decoder(_Batch)
+_NIL = msgspec.Raw(_encoder.encode(None))
+
+
+class Told(NamedTuple):
+    """What engines name a block by. Groups of several block sizes name the end of a prompt alike."""
+
+    block_hash: BlockHash
+    block_size: int
 
 
 class BlockTokens(NamedTuple):
@@ -87,7 +96,7 @@ def hash_of(block_hash: bytes, *, whole: bool) -> BlockHash:
 
 
 def stored(
-    owner: Owner, hashes: Sequence[BlockHash], told: Mapping[BlockHash, BlockTokens]
+    owner: Owner, hashes: Sequence[BlockHash], told: Mapping[Told, BlockTokens]
 ) -> Iterator[dict[str, Any]]:
     """Yields the events that blocks, consecutive ones of a chain, are stored.
 
@@ -99,17 +108,17 @@ def stored(
 
     def run(block_hash: BlockHash) -> tuple[int, bool, str | None]:
         nonlocal before, number
-        one = told.get(block_hash)
-        whole = one is not None and len(one.tokens) == 4 * size
+        one = told.get(Told(block_hash, size))
+        whole = one is not None
         # Engines tell of whole chains, so a parent that is not the block before is another engine's mistake.
         if one is not None and before is not None and one.parent != before:
             number += 1
         before = block_hash
-        return number, whole, one.lora_name if one is not None and whole else None
+        return number, whole, one.lora_name if one is not None else None
 
     for (_, whole, lora_name), blocks in groupby(hashes, run):
         together = list(blocks)
-        known = [told[one] for one in together] if whole else []
+        known = [told[Told(one, size)] for one in together] if whole else []
         tokens = array("I", b"".join(one.tokens for one in known))
         event = {
             "type": "BlockStored",
@@ -153,20 +162,31 @@ def encode(at_s: float, events: Sequence[Mapping[str, Any]]) -> bytes:
     return _encoder.encode([at_s, events, 0])
 
 
-def told_by(payload: bytes) -> Iterator[tuple[BlockHash, BlockTokens]]:
+def told_by(payload: bytes) -> Iterator[tuple[Told, BlockTokens]]:
     """Yields what a batch of an engine's tells of blocks. Raises ValueError for what is no such batch."""
-    for event in _decoder.decode(payload).events:
-        if not isinstance(event, _Stored) or not event.token_ids:
+    try:
+        events = _decoder.decode(payload).events
+    except RecursionError as exc:
+        raise ValueError("nested too deep") from exc
+    for event in events:
+        if not isinstance(event, _Stored) or event.block_size <= 0:
+            continue
+        size, parent, extra = event.block_size, event.parent_block_hash, event.extra_keys or []
+        # Of windows and of Mamba vLLM names the blocks that it keeps, beside the tokens of all: whose they are
+        # can't be told then.
+        if len(event.token_ids) != size * len(event.block_hashes):
             continue
         try:
             tokens = array("I", event.token_ids)
         except OverflowError as exc:
             raise ValueError("a token's id is no number of 32 bits") from exc
-        size, parent, extra = event.block_size, event.parent_block_hash, event.extra_keys or []
         for i, block_hash in enumerate(event.block_hashes):
-            packed = tokens[i * size : (i + 1) * size].tobytes() if size > 0 else b""
+            packed = tokens[i * size : (i + 1) * size].tobytes()
+            keys = extra[i] if i < len(extra) else None
             yield (
-                block_hash,
-                BlockTokens(parent, packed, event.lora_name, extra[i] if i < len(extra) else None),
+                Told(block_hash, size),
+                BlockTokens(
+                    parent, packed, event.lora_name, None if keys is None or keys == _NIL else keys.copy()
+                ),
             )
             parent = block_hash

@@ -16,7 +16,6 @@ import zmq
 from vllm.distributed.kv_events import BlockStored, EventBatch, ZmqEventPublisher
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvstore.admin.feed.wire import told_by
 from kvstore.errors import TransientError
 from kvstore.keys import NamespaceId
 from tests.admin.conftest import BLOCKS_PER_SEGMENT, Admin, Filled, chain, fill, kv_slots, kv_space, opened
@@ -506,12 +505,6 @@ def test_what_is_no_batch_of_an_engine_is_counted(
 
         feed.until(said)
         assert feed.feed.last.heard == feed.feed.last.told_blocks == 0
-
-
-@pytest.mark.parametrize("block_size", [0, -1])
-def test_a_block_of_no_size_has_no_tokens(block_size: int) -> None:
-    batch = msgpack([1.0, [stored_event(block_size=block_size)]])
-    assert all(len(told.tokens) != 64 for _, told in told_by(batch))
 
 
 def test_a_request_that_is_none_is_not_answered(filled: Filled, feeding: Start) -> None:
