@@ -189,14 +189,15 @@ class RouterFeed:
         there was one, or something that was announced is gone."""
         reader = EventReader(index, name, after=None)
         found: dict[SegmentId, Listing] = {}
-        newest: list[tuple[float, SegmentId]] = []
+        # Of those used at the same time the deepest go first: no router finds what follows them.
+        newest: list[tuple[float, int, SegmentId]] = []
         blocks = 0
         for listing in index.segments(name):
             found[listing.segment] = listing
-            heapq.heappush(newest, (listing.last_use_s, listing.segment))
+            heapq.heappush(newest, (listing.last_use_s, -listing.record.depth, listing.segment))
             blocks += listing.record.slots
             while blocks > self._choice.most_blocks and len(newest) > 1:
-                blocks -= found.pop(heapq.heappop(newest)[1]).record.slots
+                blocks -= found.pop(heapq.heappop(newest)[-1]).record.slots
         gone = [(name, segment) for segment in self._view.of(name) if segment not in found]
         if hole or gone:
             self._begin_anew(gone)
@@ -252,7 +253,8 @@ class RouterFeed:
             payload = payload_name(name, segment, 0)
             try:
                 header = read_header(self._cache.payloads, self._cache.keyring, payload, part.nbytes, name)
-                found[segment] = self._announced(name, [bytes.fromhex(one.key) for one in header.meta.slots])
+                keys = [bytes.fromhex(one.key) for one in header.meta.slots]
+                found[segment] = self._announced(name, listing.record.depth, keys)
             except (CorruptPayload, UnreadablePayload):
                 # The scrubber's to find, or another reader's to read.
                 unreadable.append(segment)
@@ -262,7 +264,7 @@ class RouterFeed:
         # In the order that was asked for, whichever header came first.
         return {one.segment: found[one.segment] for one in listings if one.segment in found}
 
-    def _announced(self, name: NamespaceId, keys: Sequence[bytes]) -> Announced:
+    def _announced(self, name: NamespaceId, depth: int, keys: Sequence[bytes]) -> Announced:
         """Returns what is to be announced of a segment with these content keys. Raises CorruptPayload."""
         namespace = self._namespaces[name]
         group = int.from_bytes(keys[0][-GROUP_BYTES:], "big") if keys else len(namespace.groups)
@@ -270,7 +272,7 @@ class RouterFeed:
             raise CorruptPayload(f"its namespace has no group {group}")
         owner = Owner(name if self._choice.ownership else None, group, namespace.groups[group])
         whole = self._choice.whole_hashes
-        return Announced(owner, tuple(hash_of(key[:-GROUP_BYTES], whole=whole) for key in keys))
+        return Announced(owner, depth, tuple(hash_of(key[:-GROUP_BYTES], whole=whole) for key in keys))
 
     # ---- who is told ----------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -95,48 +94,27 @@ def hash_of(block_hash: bytes, *, whole: bool) -> BlockHash:
     return bytes(block_hash) if whole else int.from_bytes(block_hash[-8:], "big")
 
 
-def stored(
-    owner: Owner, hashes: Sequence[BlockHash], told: Mapping[Told, BlockTokens]
-) -> Iterator[dict[str, Any]]:
-    """Yields the events that blocks, consecutive ones of a chain, are stored.
-
-    Those of which no engine has told are announced by their hashes alone, without tokens and parent.
-    """
-    size = owner.spec.block_tokens
-    before: BlockHash | None = None
-    number = 0
-
-    def run(block_hash: BlockHash) -> tuple[int, bool, str | None]:
-        nonlocal before, number
-        one = told.get(Told(block_hash, size))
-        whole = one is not None
-        # Engines tell of whole chains, so a parent that is not the block before is another engine's mistake.
-        if one is not None and before is not None and one.parent != before:
-            number += 1
-        before = block_hash
-        return number, whole, one.lora_name if one is not None else None
-
-    for (_, whole, lora_name), blocks in groupby(hashes, run):
-        together = list(blocks)
-        known = [told[Told(one, size)] for one in together] if whole else []
-        tokens = array("I", b"".join(one.tokens for one in known))
-        event = {
-            "type": "BlockStored",
-            "block_hashes": together,
-            "parent_block_hash": known[0].parent if known else None,
-            "token_ids": tokens.tolist(),
-            "block_size": size,
-            "lora_id": None,
-            "medium": MEDIUM,
-            "lora_name": lora_name,
-            "group_idx": owner.group,
-            "kv_cache_spec_kind": _KINDS[owner.spec.kind],
-        }
-        if owner.spec.window is not None:
-            event["kv_cache_spec_sliding_window"] = owner.spec.window
-        if any(one.extra_keys is not None for one in known):
-            event["extra_keys"] = [one.extra_keys for one in known]
-        yield _owned(event, owner)
+def stored(owner: Owner, hashes: Sequence[BlockHash], known: Sequence[BlockTokens]) -> dict[str, Any]:
+    """Returns the event that blocks are stored: consecutive ones of a chain, with what engines told of each;
+    or any, if `known` is empty: by their hashes alone, without tokens and parent."""
+    tokens = array("I", b"".join(one.tokens for one in known))
+    event = {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": known[0].parent if known else None,
+        "token_ids": tokens.tolist(),
+        "block_size": owner.spec.block_tokens,
+        "lora_id": None,
+        "medium": MEDIUM,
+        "lora_name": known[0].lora_name if known else None,
+        "group_idx": owner.group,
+        "kv_cache_spec_kind": _KINDS[owner.spec.kind],
+    }
+    if owner.spec.window is not None:
+        event["kv_cache_spec_sliding_window"] = owner.spec.window
+    if any(one.extra_keys is not None for one in known):
+        event["extra_keys"] = [one.extra_keys for one in known]
+    return _owned(event, owner)
 
 
 def removed(owner: Owner, hashes: Sequence[BlockHash]) -> Iterator[dict[str, Any]]:
@@ -172,8 +150,8 @@ def told_by(payload: bytes) -> Iterator[tuple[Told, BlockTokens]]:
         if not isinstance(event, _Stored) or event.block_size <= 0:
             continue
         size, parent, extra = event.block_size, event.parent_block_hash, event.extra_keys or []
-        # Of windows and of Mamba vLLM names the blocks that it keeps, beside the tokens of all: whose they are
-        # can't be told then.
+        # Of windows and of Mamba vLLM names the blocks that it keeps, beside the tokens of all: whose they
+        # are can't be told then.
         if len(event.token_ids) != size * len(event.block_hashes):
             continue
         try:

@@ -311,10 +311,10 @@ def test_more_than_may_be_held_is_taken_back(filled: Filled, feeding: Start) -> 
     save(filled, 3)
     feed.until(lambda: feed.feed.last.events == 1)
     feed.settle()
-    assert router.blocks == names(filled, *range(N, 4 * N))
+    assert router.blocks == names(filled, *range(3 * N)), "the deepest goes"
     assert (feed.feed.last.crowded_out, feed.feed.last.blocks) == (1, 3 * N)
     fewer = feeding(filled.settings, most_blocks=2 * N)
-    assert len(fewer.router().blocks) == 2 * N
+    assert fewer.router().blocks == names(filled, *range(2 * N))
 
 
 def test_a_restart_makes_routers_ask(filled: Filled, feeding: Start) -> None:
@@ -404,14 +404,11 @@ def test_tokens_and_parents_are_engines(
     assert first.parent_block_hash is None and second.parent_block_hash == first.block_hashes[-1]
     assert second.token_ids == [100 * block + n for block in range(N, 2 * N) for n in range(16)]
     assert second.lora_name == "tuned"
-    # A segment of which a part is known is told in two.
+    # Of a segment of which a part is known this part is told again.
     router.events.clear()
     hears(range(2 * N, 2 * N + 1), N - 1)
-    assert [(len(event.block_hashes), len(event.token_ids)) for event in router.stored] == [
-        (1, 16),
-        (N - 1, 0),
-    ]
-    # What is saved after engines told of it has tokens at once; and so has a snapshot.
+    assert [(len(event.block_hashes), len(event.token_ids)) for event in router.stored] == [(1, 16)]
+    # So is what waits for it; and a snapshot has all tokens.
     publisher.publish(engine(range(3 * N, 4 * N)))
     feed.until(lambda: feed.feed.last.told_blocks == 3 * N + 1)
     router.events.clear()
@@ -419,9 +416,12 @@ def test_tokens_and_parents_are_engines(
     feed.until(lambda: feed.feed.last.events == 1)
     feed.settle()
     [event] = router.stored
-    assert len(event.token_ids) == N * 16 and event.parent_block_hash is not None
+    assert (event.token_ids, event.parent_block_hash) == ([], None), "nor are all before it known"
+    router.events.clear()
+    hears(range(2 * N, 3 * N), 0)
+    assert [len(event.token_ids) for event in router.stored] == [(N - 1) * 16, N * 16]
     late = feed.router()
-    assert sum(len(event.token_ids) for event in late.stored) == (3 * N + 1) * 16
+    assert sum(len(event.token_ids) for event in late.stored) == 4 * N * 16
     assert feed.feed.last.heard >= 3 and feed.feed.last.unheard == 0
 
 
@@ -475,7 +475,8 @@ def test_what_engines_told_is_bounded(
         return feed.feed.last.told_blocks > 0
 
     feed.until(said)
-    assert feed.feed.last.told_blocks == 2 * N
+    assert feed.feed.last.told_blocks == 4 * N, "those that are announced, and 2 N others"
+    assert feed.feed.last.bare_blocks == 0
 
 
 @pytest.mark.parametrize(
