@@ -26,7 +26,7 @@ from kvstore.admin.feed.reports import FeedReport
 from kvstore.admin.feed.sockets import TOGETHER, Sockets
 from kvstore.admin.feed.view import Announced, RoutersView
 from kvstore.admin.feed.wire import Owner, hash_of
-from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, UnreadablePayload
+from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, PermissionDenied, UnreadablePayload
 from kvstore.events import EventReader, Gap
 from kvstore.index.maintenance import Event, FullIndex, Listing
 from kvstore.keys import GROUP_BYTES, NamespaceId, SegmentId, payload_name
@@ -140,15 +140,29 @@ class RouterFeed:
         self._look_for_namespaces({} if index is None else index.namespaces())
         if index is None:
             return more
+        failed: KVStoreError | None = None
         for name in self._namespaces:
-            if name not in self._readers:
-                self._list(index, name)
-            if events := self._waiting.get(name) or self._readers[name].read(_PAGE):
-                self._waiting[name] = events
-                self._take(index, name, events)
-                self._waiting.pop(name, None)
-                more |= len(events) >= _PAGE
+            try:
+                more |= self._follow_one(index, name)
+            except ConfigError:
+                raise
+            except KVStoreError as exc:
+                # The others go on.
+                failed = failed or exc
+        if failed is not None:
+            raise failed
         return more
+
+    def _follow_one(self, index: FullIndex, name: NamespaceId) -> bool:
+        if name not in self._readers:
+            self._list(index, name)
+        events = self._waiting.get(name) or self._readers[name].read(_PAGE)
+        if not events:
+            return False
+        self._waiting[name] = events
+        self._take(index, name, events)
+        self._waiting.pop(name, None)
+        return len(events) >= _PAGE
 
     def _look_for_namespaces(self, registered: Mapping[NamespaceId, str]) -> None:
         found: dict[NamespaceId, Namespace] = {}
@@ -193,6 +207,8 @@ class RouterFeed:
         newest: list[tuple[float, int, SegmentId]] = []
         blocks = 0
         for listing in index.segments(name):
+            if listing.segment in found:
+                continue  # Redis may list twice what is there while it makes room
             found[listing.segment] = listing
             heapq.heappush(newest, (listing.last_use_s, -listing.record.depth, listing.segment))
             blocks += listing.record.slots
@@ -230,14 +246,21 @@ class RouterFeed:
             listings = [one for one in index.get(name, committed[at : at + _PAGE]) if one is not None]
             read |= self._read(name, listings)
         told: list[dict[str, Any]] = []
+
+        def drop(segment: SegmentId) -> None:
+            # It may be committed again on this page, and what is announced was not read.
+            if (announced := self._view.get((name, segment))) is not None:
+                read.setdefault(segment, announced)
+            told.extend(self._view.drop((name, segment)))
+
         for event in events:
             assert isinstance(event, Event)
             self._events += 1
             if event.segment is None:
                 for segment in self._view.of(name):
-                    told += self._view.drop((name, segment))
+                    drop(segment)
             elif event.op != "commit":
-                told += self._view.drop((name, event.segment))
+                drop(event.segment)
             elif (announced := read.get(event.segment)) is not None:
                 told += self._view.add((name, event.segment), announced)
             self._lag_s = max(0.0, self._clock() - event.at_s)
@@ -247,6 +270,7 @@ class RouterFeed:
         """Returns what is to be announced of segments, of which some may be announced already."""
         found: dict[SegmentId, Announced] = {}
         unreadable: list[SegmentId] = []
+        denied: list[PermissionDenied] = []
 
         def read(listing: Listing) -> None:
             segment, part = listing.segment, listing.record.parts[0]
@@ -258,9 +282,14 @@ class RouterFeed:
             except (CorruptPayload, UnreadablePayload):
                 # The scrubber's to find, or another reader's to read.
                 unreadable.append(segment)
+            except PermissionDenied as exc:
+                denied.append(exc)
 
         for_each(read, [one for one in listings if (name, one.segment) not in self._view], _JOBS)
-        self._unreadable += len(unreadable)
+        if denied and not found and not len(self._view):
+            # None may be read, as it seems. One of them is like a damaged one.
+            raise denied[0]
+        self._unreadable += len(unreadable) + len(denied)
         # In the order that was asked for, whichever header came first.
         return {one.segment: found[one.segment] for one in listings if one.segment in found}
 

@@ -91,6 +91,10 @@ class Sockets:
         made = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
         made.set_hwm(waiting)
+        if kind == zmq.SUB:
+            # Of an engine whose node has vanished nothing comes, not even an end
+            made.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
+            made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
         made.setsockopt(zmq.MAXMSGSIZE, _HEARD_BYTES if kind == zmq.SUB else _ASKED_BYTES)
         binds = kind != zmq.SUB or "*" in address
         made.setsockopt(zmq.IPV6, int(not binds or "[" in address or "//*" in address))

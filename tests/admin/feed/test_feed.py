@@ -16,11 +16,12 @@ import zmq
 from vllm.distributed.kv_events import BlockStored, EventBatch, ZmqEventPublisher
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvstore.errors import TransientError
+from kvstore.errors import DamagedIndex, PermissionDenied, TransientError
 from kvstore.keys import NamespaceId
 from tests.admin.conftest import BLOCKS_PER_SEGMENT, Admin, Filled, chain, fill, kv_slots, kv_space, opened
 from tests.admin.feed.conftest import Start
 from tests.servers.redis import RedisServer
+from tests.waiting import until
 
 N = BLOCKS_PER_SEGMENT
 
@@ -83,6 +84,20 @@ def test_an_invalidation_takes_all_of_it(either: Filled, feeding: Start) -> None
     feed.until(lambda: feed.feed.last.events == 1)
     feed.settle()
     assert router.blocks == set() and feed.feed.last.segments == 0
+
+
+def test_what_is_taken_back_and_committed_again_at_once_is_told(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings)
+    router = feed.router()
+    name = NamespaceId(filled.kv_id)
+    with opened(filled) as index:
+        *_, commit = index.events(name)
+    pages = [[dataclasses.replace(commit, op="evict"), commit], []]
+    feed.feed._readers[name].read = lambda limit: pages.pop(0)  # type: ignore
+    feed.feed.turn(0)
+    feed.sockets.publish(())
+    until(lambda: router.read() and feed.sockets.number - 1 in router.batches)
+    assert router.blocks == names(filled, *range(3 * N)) and feed.feed.last.events == 2
 
 
 def test_a_block_goes_with_the_last_of_its_segments(filled: Filled, feeding: Start) -> None:
@@ -303,6 +318,54 @@ def test_a_damaged_payload_is_left_out(filled: Filled, feeding: Start) -> None:
     router = feed.router()
     assert router.blocks == names(filled, *range(N), *range(2 * N, 3 * N))
     assert feed.feed.last.unreadable == 1
+
+
+def test_payloads_that_may_not_be_read(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings)
+    working, denied = feed.cache.payloads, {f"{listing.segment.hex()}.0" for listing in chain(filled)}
+
+    class Denying:
+        def read(self, name: str, *args: Any, **options: Any) -> int | None:
+            if name.rsplit("/", 1)[-1] in denied:
+                raise PermissionDenied("not yours")
+            return working.read(name, *args, **options)
+
+        def close(self) -> None:
+            working.close()
+
+    feed.cache.__dict__["payloads"] = Denying()
+    feed.feed.turn(0)
+    assert feed.feed.last.problem == "not yours", "none may be: an operator's to mend"
+    denied.pop()
+    feed.feed.turn(0)
+    assert not feed.feed.last.problem and (feed.feed.last.segments, feed.feed.last.unreadable) == (1, 2)
+
+
+def test_a_namespace_that_fails_stops_no_other(filled: Filled, feeding: Start) -> None:
+    other = dataclasses.replace(filled, kv=kv_space(weights="ffff"))
+    save(other, 0)
+    for failed, left in ((filled.kv_id, 1), (other.kv_id, 3)):
+        feed = feeding(filled.settings)
+        index = feed.cache.index
+        assert index is not None
+
+        def failing(name: NamespaceId, failed: str = failed, working: Any = index.segments) -> Any:
+            if name == failed:
+                raise DamagedIndex("makes no sense")
+            return working(name)
+
+        index.segments = failing  # type: ignore
+        feed.feed.turn(0)
+        assert feed.feed.last.problem == "makes no sense" and feed.feed.last.segments == left
+
+
+def test_an_index_that_lists_a_segment_twice(filled: Filled, feeding: Start) -> None:
+    feed = feeding(filled.settings, most_blocks=N)
+    index = feed.cache.index
+    assert index is not None
+    working = index.segments
+    index.segments = lambda name: [one for one in working(name) for _ in "12"]  # type: ignore
+    assert feed.router().blocks == names(filled, *range(N))
 
 
 def test_more_than_may_be_held_is_taken_back(filled: Filled, feeding: Start) -> None:
