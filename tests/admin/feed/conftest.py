@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="routers decode with vLLM's types: make setup")
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.feed.feed import Choice, RouterFeed
 from kvstore.admin.feed.sockets import Sockets
 from kvstore.build import load_settings
-from tests.admin.feed.router import Router
 from tests.waiting import until
+
+if TYPE_CHECKING:
+    from tests.admin.feed.router import Router
 
 ANY = "tcp://127.0.0.1:*"
 
@@ -35,6 +35,9 @@ class Feeding:
 
     def router(self) -> Router:
         """One that has subscribed and was told all."""
+        # It needs vLLM, and the tests that need it say so.
+        from tests.admin.feed.router import Router
+
         router = Router(*self.addresses, topic=b"kv@")
         self.routers.append(router)
         snapshots = self.feed.last.snapshots

@@ -23,6 +23,8 @@ dynamo = pytest.importorskip(
     "dynamo._core", reason="no real router to try: ai-dynamo-runtime 1.6.1 is not installed (see this file)"
 )
 
+pytest.importorskip("vllm", reason="routers decode with vLLM's types: make setup")
+
 from vllm.distributed.kv_events import BlockStored, EventBatch, ZmqEventPublisher
 
 from kvstore.format.segment import Slot

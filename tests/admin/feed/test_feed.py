@@ -13,6 +13,9 @@ import msgspec
 import pytest
 import redis
 import zmq
+
+pytest.importorskip("vllm", reason="routers decode with vLLM's types: make setup")
+
 from vllm.distributed.kv_events import BlockStored, EventBatch, ZmqEventPublisher
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm", reason="routers decode with vLLM's types: make setup")
+
 from kvstore.admin.feed.metrics import _COUNTERS, _GAUGES
 from tests.admin.conftest import BLOCKS_PER_SEGMENT, Admin, Filled
 from tests.admin.feed.router import Router

@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+
+pytest.importorskip("vllm", reason="routers decode with vLLM's types: make setup")
+
 from vllm.distributed.kv_events import (
     MEDIUM_STORAGE,
     AllBlocksCleared,
