@@ -156,9 +156,14 @@ class RouterFeed:
     def _follow_one(self, index: FullIndex, name: NamespaceId) -> bool:
         if name not in self._readers:
             self._list(index, name)
-        events = self._waiting.get(name) or self._readers[name].read(_PAGE)
+        reader = self._readers[name]
+        began = reader.position
+        events = self._waiting.get(name) or reader.read(_PAGE)
         if not events:
             return False
+        if not began and len(events) >= _PAGE:
+            # From nothing on a reader sees no hole, and a full page may begin after one.
+            events = [Gap("", events[0].position), *events]
         self._waiting[name] = events
         self._take(index, name, events)
         self._waiting.pop(name, None)

@@ -103,6 +103,18 @@ def test_what_is_taken_back_and_committed_again_at_once_is_told(filled: Filled, 
     assert router.blocks == names(filled, *range(3 * N)) and feed.feed.last.events == 2
 
 
+def test_a_first_page_that_is_full_may_begin_after_a_hole(
+    filled: Filled, feeding: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.admin.feed.feed._PAGE", 3)
+    feed = feeding(filled.settings)
+    router = feed.router()
+    feed.feed._readers[NamespaceId(filled.kv_id)].position = ""
+    feed.until(lambda: feed.feed.last.holes == 1)
+    feed.settle()
+    assert router.blocks == names(filled, *range(3 * N))
+
+
 def test_a_block_goes_with_the_last_of_its_segments(filled: Filled, feeding: Start) -> None:
     # The same prompts in an engine of other weights: other blocks by the same hashes, told without an owner.
     other = dataclasses.replace(filled, kv=kv_space(weights="ffff"))
