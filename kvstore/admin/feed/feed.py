@@ -196,8 +196,7 @@ class RouterFeed:
         """Tells of a hole: what is known to be gone, that anything else may be, and all that is left."""
         self._holes += 1
         # A router need not take "all is gone" for blocks that it was told belong to nobody.
-        for key in gone:
-            self._tell(self._view.drop(key))
+        self._tell([event for key in gone for event in self._view.drop(key)])
         if self._sockets is not None:
             self._tell_all()
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import zmq
 
-from kvstore.admin.feed.wire import CLEARED, BlockTokens, Told, encode, told_by
+from kvstore.admin.feed.wire import CLEARED, BlockTokens, SizedHash, encode, told_by
 from kvstore.errors import ConfigError
 
 #: Batches that are kept for replays, and their bytes.
@@ -140,9 +140,9 @@ class Sockets:
             batch = list(islice(events, TOGETHER))
         self.snapshots += 1
 
-    def serve(self, wait_s: float) -> list[tuple[Told, BlockTokens]]:
+    def serve(self, wait_s: float) -> list[tuple[SizedHash, BlockTokens]]:
         """Answers what routers ask, and returns what engines tell; waits so long for either."""
-        found: list[tuple[Told, BlockTokens]] = []
+        found: list[tuple[SizedHash, BlockTokens]] = []
         for ready, _ in self._poller.poll(int(wait_s * 1000)):
             if ready is self._publisher:
                 self._subscriptions()
@@ -181,8 +181,8 @@ class Sockets:
         batches = [encode(at_s, events[at : at + size]) for at in range(0, len(events), size)]
         return list(zip(range(self.number - len(batches), self.number), batches, strict=True))
 
-    def _hear(self, engine: zmq.Socket[bytes]) -> list[tuple[Told, BlockTokens]]:
-        found: list[tuple[Told, BlockTokens]] = []
+    def _hear(self, engine: zmq.Socket[bytes]) -> list[tuple[SizedHash, BlockTokens]]:
+        found: list[tuple[SizedHash, BlockTokens]] = []
         for _ in range(_READ):
             message = _read(engine)
             if message is None:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvstore.admin.feed.wire import BlockHash, BlockTokens, Owner, Told, removed, stored
+from kvstore.admin.feed.wire import BlockHash, BlockTokens, Owner, SizedHash, removed, stored
 from kvstore.keys import NamespaceId, SegmentId
 
 _Key = tuple[NamespaceId, SegmentId]
@@ -53,7 +53,7 @@ class RoutersView:
         #: known, or its parent's aren't.
         self._waits: dict[BlockHash, dict[_Key, None]] = {}
         self._waits_for: dict[_Key, tuple[BlockHash, ...]] = {}
-        self.told: OrderedDict[Told, BlockTokens] = OrderedDict()
+        self.told: OrderedDict[SizedHash, BlockTokens] = OrderedDict()
         #: Blocks of all segments, those in several counted as often.
         self.blocks = 0
         #: Segments that were taken back for want of room.
@@ -114,7 +114,7 @@ class RoutersView:
                 gone.append(one)
         return list(removed(segment.owner, gone))
 
-    def learn(self, found: Sequence[tuple[Told, BlockTokens]]) -> _Events:
+    def learn(self, found: Sequence[tuple[SizedHash, BlockTokens]]) -> _Events:
         """Remembers what an engine told; announces with tokens what can have them now. What is announced is
         not forgotten."""
         again: dict[_Key, None] = {}
@@ -154,7 +154,7 @@ class RoutersView:
             parent: BlockHash | None = None
             waits_for: tuple[BlockHash, ...] = ()
             for one in segment.hashes:
-                told = self.told.get(Told(one, size))
+                told = self.told.get(SizedHash(one, size))
                 placed = told is not None and (
                     told.parent == parent if known else told.parent is None or told.parent in blocks.whole
                 )

@@ -63,7 +63,7 @@ _decoder = msgspec.msgpack.Decoder(_Batch)
 _NIL = msgspec.Raw(_encoder.encode(None))
 
 
-class Told(NamedTuple):
+class SizedHash(NamedTuple):
     """What engines name a block by. Groups of several block sizes name the end of a prompt alike."""
 
     block_hash: BlockHash
@@ -140,7 +140,7 @@ def encode(at_s: float, events: Sequence[Mapping[str, Any]]) -> bytes:
     return _encoder.encode([at_s, events, 0])
 
 
-def told_by(payload: bytes) -> Iterator[tuple[Told, BlockTokens]]:
+def told_by(payload: bytes) -> Iterator[tuple[SizedHash, BlockTokens]]:
     """Yields what a batch of an engine's tells of blocks. Raises ValueError for what is no such batch."""
     try:
         events = _decoder.decode(payload).events
@@ -162,7 +162,7 @@ def told_by(payload: bytes) -> Iterator[tuple[Told, BlockTokens]]:
             packed = tokens[i * size : (i + 1) * size].tobytes()
             keys = extra[i] if i < len(extra) else None
             yield (
-                Told(block_hash, size),
+                SizedHash(block_hash, size),
                 BlockTokens(
                     parent, packed, event.lora_name, None if keys is None or keys == _NIL else keys.copy()
                 ),

@@ -565,7 +565,7 @@ def test_what_engines_told_is_bounded(
         msgpack([1.0]),
         msgpack([1.0, [{"type": "Unheard"}]]),
         msgpack([1.0, [{"type": "BlockStored", "block_hashes": [[1]]}]]),
-        msgpack([1.0, [stored_event(token_ids=[1 << 32])]]),
+        msgpack([1.0, [stored_event(token_ids=[1 << 32] * 16)]]),
         msgpack([1.0, [stored_event(block_hashes=["text"])]]),
     ],
     ids=str,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvstore.admin.feed.view import Announced, RoutersView
-from kvstore.admin.feed.wire import BlockTokens, Owner, Told
+from kvstore.admin.feed.wire import BlockTokens, Owner, SizedHash
 from kvstore.keys import NamespaceId, SegmentId
 from schemas.namespace import GroupSpec
 
@@ -26,7 +26,9 @@ def add(view: RoutersView, segment: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def learn(view: RoutersView, blocks: Iterable[int], size: int = 1) -> list[dict[str, Any]]:
-    return view.learn([(Told(b, size), BlockTokens(PARENTS.get(b), bytes(4), None, None)) for b in blocks])
+    return view.learn(
+        [(SizedHash(b, size), BlockTokens(PARENTS.get(b), bytes(4), None, None)) for b in blocks]
+    )
 
 
 def shape(events: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -84,7 +86,7 @@ def test_a_snapshot_places_all_and_what_lost_its_parent_waits_for_it() -> None:
 def test_a_wrong_word_does_not_stay() -> None:
     view = RoutersView(100)
     add(view, HEAD)
-    assert view.learn([(Told(1, 1), BlockTokens(99, bytes(4), None, None))]) == []
+    assert view.learn([(SizedHash(1, 1), BlockTokens(99, bytes(4), None, None))]) == []
     assert learn(view, [2]) == [] and learn(view, [1], size=2) == []
     assert shape(learn(view, [1])) == [([1, 2], None)]
 
