@@ -16,6 +16,7 @@ from kvstore.cli.commands import (
     curate,
     doctor,
     explain,
+    feed,
     inspect,
     pack,
     remove,
@@ -27,7 +28,7 @@ from kvstore.cli.verbs import add_to, verbs_of
 
 #: In the order of the reference and of --help.
 VERBS = verbs_of(
-    (inspect, archive, pack, curate, remove, repair, serve, explain, advise, simulate, doctor, bench)
+    (inspect, archive, pack, curate, remove, repair, serve, feed, explain, advise, simulate, doctor, bench)
 )
 
 _EPILOG = (

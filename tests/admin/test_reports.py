@@ -42,6 +42,7 @@ MODULES = (
             "explain",
             "simulate",
             "advise",
+            "feed",
         )
     ),
     "schemas.archive",

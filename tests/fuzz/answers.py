@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import redis
 from botocore.awsrequest import AWSResponse
 
+from kvstore.admin.feed.wire import told_by
 from kvstore.errors import KVStoreError
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.connections import _NO_LIBRARY_NAME, TcpConnection
@@ -27,6 +29,28 @@ from tests.fuzz.formats import control, packed_record, sound
 
 #: Bytes that separate the answers of a server, where one input is several.
 NEXT = b"\n%%\n"
+
+# ---- engines ----------------------------------------------------------------------------------------
+
+
+def engines(data: bytes) -> None:
+    """A batch of KV events."""
+    for block_hash, told in told_by(data):
+        assert isinstance(block_hash, int | bytes) and isinstance(told.parent, int | bytes | None)
+        assert isinstance(told.lora_name, str | None)
+        assert len(told.tokens) <= 4 * len(data)
+
+
+def engine_seeds() -> Iterator[bytes]:
+    stored = {
+        "type": "BlockStored", "block_hashes": [1, b"2" * 32], "parent_block_hash": 2**64 - 1,
+        "token_ids": [7, 2**32 - 1], "block_size": 1, "lora_id": None, "medium": "GPU", "lora_name": "a",
+        "extra_keys": [["a"], None], "group_idx": 0,
+    }  # fmt: skip
+    gone = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}
+    yield msgspec.msgpack.encode([1.5, [stored, gone, {"type": "AllBlocksCleared"}], 0])
+    yield msgspec.msgpack.encode([1.5, []])
+
 
 # ---- Redis ------------------------------------------------------------------------------------------
 

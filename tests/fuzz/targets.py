@@ -116,6 +116,21 @@ TARGETS = (
         words=(b"0000644", b"ustar", b"77777777777", b"\x80\x00\x00", *_JSON),
     ),
     Target(
+        "engines",
+        answers.engines,
+        (ValueError,),
+        answers.engine_seeds,
+        ("kvstore.admin.feed.wire",),
+        words=(
+            b"\xabBlockStored",
+            b"\xacBlockRemoved",
+            b"\xcf" + b"\xff" * 8,
+            b"\xd3" + b"\x80",
+            b"\xc0",
+            b"\xdd",
+        ),
+    ),
+    Target(
         "urls",
         formats.urls,
         (ValueError,),

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -17,7 +11,7 @@ from kvstore.admin.operators import janitor as janitor_name
 from kvstore.admin.serve.reports import ProbeReport, ServingReport
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ExitCode, of_report
-from kvstore.cli.tables import plain
+from kvstore.cli.running import logged, place, until_told
 from kvstore.cli.text import serve as serve_text
 from kvstore.cli.verbs import verb
 
@@ -103,7 +97,7 @@ def _serve(
     ask: with --client-ca, --password-file or both, of which either is enough. Probes are answered to
     everybody.
     """
-    address, port = _place(listen)
+    address, port = place(listen, _PORT)
     if probe:
         from kvstore.admin.serve.probe import probe as ask
 
@@ -115,69 +109,20 @@ def _serve(
     from kvstore.admin.serve.door import Guests
     from kvstore.admin.serve.server import Serving
 
-    with call.cache(by=janitor_name()) as cache, _log():
+    with call.cache(by=janitor_name()) as cache, logged():
         serving = Serving(cache, janitor=janitor)
         if once:
             report = serving.once()
             call.print(report, serve_text.serve)
             call.end(report)
             return
-        with _signals() as stop:
+        with until_told() as stop:
             access = Guests(tuple(host or ()), tls, client_ca, password_file)
             say(f"listening on {serving.start(address, port, access)}")
             stop.wait()
         # A backend that hangs is left alone: whatever is being done there is safe to be cut off.
         kept = serving.stop(_STOP_S)
         say(f"stopped, not waiting for: {', '.join(kept)}" if kept else "stopped")
-
-
-def _place(listen: str) -> tuple[str, int]:
-    host, colon, port = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    wrong = not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535
-    if wrong or (":" in host and not listen.startswith("[")):
-        raise typer.BadParameter(
-            f"{listen!r} is not HOST:PORT, such as 127.0.0.1:{_PORT} or [::1]:{_PORT}", param_hint="--listen"
-        )
-    return host, int(port)
-
-
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM and SIGINT set. The second ends the process as without a handler."""
-    stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def told(_number: int, _frame: FrameType | None) -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        stop.set()
-
-    for number in before:
-        signal.signal(number, told)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Lines(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        """Says it as `say` does."""
-        typer.echo(f"cache-admin: {record.levelname.lower()}: {plain(self.format(record))}", err=True)
-
-
-@contextmanager
-def _log() -> Iterator[None]:
-    """Brings the store's warnings to stderr, as long as this runs."""
-    handler = _Lines(logging.INFO)
-    log = logging.getLogger("kvstore")
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
 
 
 @of_report.register

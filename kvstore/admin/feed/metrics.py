@@ -1,0 +1,79 @@
+"""Metrics of the router feed for Prometheus: what its report says, as docs/router-feed.md explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvstore.admin.feed.feed import RouterFeed
+from kvstore.admin.feed.reports import FeedReport
+from kvstore.admin.serve.listener import Listener, Response, sentence
+
+_GAUGES = {
+    "segments": "Segments that routers are told are stored",
+    "blocks": "Their blocks",
+    "bare_blocks": "Of these, those announced by their hashes alone",
+    "told_blocks": "Blocks that engines told of",
+    "kept_batches": "Batches kept for replays",
+    "kept_bytes": "Bytes of them",
+    "lag_seconds": "How old the newest event was when it was published",
+    "up": "1 if the index and the payloads could be read the last time",
+}
+_COUNTERS = {
+    "batches": "Batches published",
+    "sent_bytes": "Bytes of them",
+    "events": "Events of the index that were read",
+    "holes": "Holes in the index's rings, after which all was read again",
+    "snapshots": "Snapshots sent, to everybody and as answers",
+    "replays": "Replays that routers asked for",
+    "heard": "Batches of engines that were read",
+    "unheard": "Batches of engines that could not be read",
+    "unreadable_segments": "Segments that could not be announced",
+    "crowded_out_segments": "Segments taken back for want of room",
+}
+
+
+class FeedMetrics(Collector):
+    """Writes the metrics of a feed's last report. Any thread may call `text`."""
+
+    def __init__(self, report: Callable[[], FeedReport]) -> None:
+        self._report = report
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """Returns all metrics in the format that an Accept header asks for, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields all metrics; called by prometheus-client."""
+        report = self._report()
+        values = {
+            **{name: value for name, value in report if isinstance(value, int)},
+            "lag_seconds": report.lag_s or 0.0,
+            "up": not report.problem,
+            "unreadable_segments": report.unreadable,
+            "crowded_out_segments": report.crowded_out,
+        }
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"kvstore_feed_{name}", text, values[name])
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"kvstore_feed_{name}", text, values[name])
+
+
+def listening(host: str, port: int, feed: RouterFeed) -> Listener:
+    """Returns a server of `/metrics`, and of `/healthz`, which is good while the feed turns. Raises
+    ConfigError if it can't listen there."""
+    metrics = FeedMetrics(lambda: feed.last)
+    return Listener(
+        host,
+        port,
+        {"/metrics": lambda request: Response(*metrics.text(request.accept))},
+        {"/healthz": lambda _: sentence("turning") if feed.turning() else sentence("stuck", 503)},
+    )
