@@ -75,7 +75,14 @@ class RouterFeed:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sockets` None: nobody is told."""
+        """`sockets` None: nobody is told. Raises ConfigError for settings with which nothing can be told."""
+        if not cache.settings.journal.events:
+            raise ConfigError("the index keeps no events to follow: journal.events is 0")
+        if cache.settings.tiers is not None and cache.settings.tiers.write == "back":
+            raise ConfigError(
+                "with payloads.write: back the index names what nodes have not uploaded yet, and a feed can't "
+                "read it: let routers listen to engines' own events"
+            )
         self._cache, self._choice = cache, choice
         self._clock, self._monotonic = clock, monotonic
         self._view = RoutersView(choice.most_blocks)

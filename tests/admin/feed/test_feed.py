@@ -19,7 +19,10 @@ pytest.importorskip("vllm", reason="routers decode with vLLM's types: make setup
 from vllm.distributed.kv_events import BlockStored, EventBatch, ZmqEventPublisher
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvstore.errors import DamagedIndex, PermissionDenied, TransientError
+from kvstore.admin.backends import Cache
+from kvstore.admin.feed.feed import Choice, RouterFeed
+from kvstore.build import load_settings
+from kvstore.errors import ConfigError, DamagedIndex, PermissionDenied, TransientError
 from kvstore.keys import NamespaceId
 from tests.admin.conftest import BLOCKS_PER_SEGMENT, Admin, Filled, chain, fill, kv_slots, kv_space, opened
 from tests.admin.feed.conftest import Start
@@ -406,6 +409,16 @@ def test_a_restart_makes_routers_ask(filled: Filled, feeding: Start) -> None:
     for _, batch in after.asked(again, max(router.batches) + 1):
         router.take(batch)
     assert router.blocks == names(filled, *range(N, 3 * N))
+
+
+def test_settings_with_which_nothing_can_be_told(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    back = {"fast": f"file://{tmp_path}/fast", "slow": store, "fast_capacity": "1GiB", "write": "back"}
+    later: dict[str, Any] = {"index": f"sqlite:///{tmp_path}/index", "payloads": back}
+    nothing: dict[str, Any] = {"payloads": store, "journal": {"events": 0}}
+    for settings, said in ((later, "payloads.write: back"), (nothing, "journal.events is 0")):
+        with Cache(load_settings(settings, {})) as cache, pytest.raises(ConfigError, match=said):
+            RouterFeed(cache, Choice(), None)
 
 
 def test_a_model_must_be_named_where_there_are_several(filled: Filled, feeding: Start, admin: Admin) -> None:

@@ -90,8 +90,8 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
 #: probes are gone when it ends.
 HARMLESS = {
     "status", "ls", "namespaces", "namespaces diff", "show", "stats", "top", "du", "events", "operations",
-    "explain", "simulate", "advise", "doctor", "vllm-config", "export", "serve", "feed", "whatif", "pack build",
-    "pack inspect", "pack verify",
+    "explain", "simulate", "advise", "doctor", "vllm-config", "export", "serve", "feed", "whatif",
+    "pack build", "pack inspect", "pack verify",
 }  # fmt: skip
 
 
