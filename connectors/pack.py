@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -23,6 +22,7 @@ from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt
 from kvstore.build import load_settings
 from kvstore.errors import KVStoreError
 from kvstore.keys import DIGEST_BYTES
+from kvstore.threads.deadline import in_background
 from schemas.namespace import Namespace
 
 Tell = Callable[[Mapping[str, Any]], None]
@@ -40,7 +40,7 @@ class NotComputed(Exception):
 def main() -> int:
     """Computes the job on stdin; returns 1 if it can't be done. Whatever is printed goes to stderr."""
     job = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    in_background(_end_with_stdin)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

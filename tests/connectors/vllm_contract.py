@@ -419,7 +419,7 @@ TAKEN: Final[dict[str, Taken]] = {
     "vllm:SamplingParams": Taken("one token is enough"),
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionToolsParam": Taken(
         "tools as a chat template gets them from the server",
-        {"model_validate": "drops what no tool has", "model_dump": "names what was left out"},
+        {"model_validate": "drops what no tool has; its dump names what was left out"},
     ),
     "vllm.engine.arg_utils:EngineArgs": Taken(
         "what follows `vllm serve`",

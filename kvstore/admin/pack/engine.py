@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 from kvstore.admin.progress import ProgressListener
 from kvstore.build import PREFIX
 from kvstore.errors import KVStoreError
+from kvstore.threads.deadline import within
 from schemas.pack import PackedPrompt
 from schemas.settings import Settings
 
@@ -84,7 +84,8 @@ def compute(
             end = log.read_bytes()[-_MOST_LOG:].decode(errors="replace").strip()
             raise EngineFailed(f"{exc}; the end of what it said:\n{end}" if end else str(exc)) from None
         finally:
-            _kill(child)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:
@@ -105,14 +106,12 @@ def _heard(
     child: subprocess.Popen[bytes], job: Mapping[str, Any], silent_s: float, progress: ProgressListener
 ) -> Computed:
     assert child.stdin is not None and child.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(json.dumps(job).encode() + b"\n")
+        child.stdin.flush()
     made = []
-    silence = _Silence(child, silent_s)
     try:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps(job).encode() + b"\n")
-            child.stdin.flush()
-        for line in child.stdout:
-            silence.broken()
+        while line := within(silent_s, child.stdout.readline, late=lambda _: None):
             said = json.loads(line)
             if "begin" in said:
                 progress.begin(f"compute {said['begin']}")
@@ -122,34 +121,6 @@ def _heard(
                 return Computed(said["engine"], tuple(made))
             else:
                 raise EngineFailed(str(said.get("error")))
-    finally:
-        silence.timer.cancel()
-    raise EngineFailed(f"the engine said nothing for {silent_s:g} s" if silence.ended else "the engine ended")
-
-
-class _Silence:
-    """Kills the engine after so many seconds in which it said nothing."""
-
-    def __init__(self, child: subprocess.Popen[bytes], seconds: float) -> None:
-        self._child, self._seconds = child, seconds
-        self.ended = False
-        self._begin()
-
-    def broken(self) -> None:
-        """Begins to count anew."""
-        self.timer.cancel()
-        self._begin()
-
-    def _begin(self) -> None:
-        self.timer = threading.Timer(self._seconds, self._end)
-        self.timer.daemon = True
-        self.timer.start()
-
-    def _end(self) -> None:
-        self.ended = True
-        _kill(self._child)
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+    except TimeoutError:
+        raise EngineFailed(f"the engine said nothing for {silent_s:g} s") from None
+    raise EngineFailed("the engine ended")
