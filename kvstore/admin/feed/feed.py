@@ -80,8 +80,8 @@ class RouterFeed:
             raise ConfigError("the index keeps no events to follow: journal.events is 0")
         if cache.settings.tiers is not None and cache.settings.tiers.write == "back":
             raise ConfigError(
-                "with payloads.write: back the index names what nodes have not uploaded yet, and a feed can't "
-                "read it: let routers listen to engines' own events"
+                "with payloads.write: back the index names what nodes have not uploaded yet, and a feed "
+                "can't read it: let routers listen to engines' own events"
             )
         self._cache, self._choice = cache, choice
         self._clock, self._monotonic = clock, monotonic
