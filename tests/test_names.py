@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,9 @@ def test_the_distribution_has_a_name_of_its_own() -> None:
     assert about["name"] == "kvstore-vllm"
     assert about["scripts"] == {"cache-admin": "kvstore.cli:main"}
     assert about["entry-points"] == {"vllm.general_plugins": {"kvstore": "connectors.plugin:register"}}
-    assert "kvstore-vllm[cli]" in about["optional-dependencies"]["dev"]
+    needed = [*about["dependencies"], *chain(*about["optional-dependencies"].values())]
+    ours = [one for one in needed if one.startswith("kvstore")]
+    assert ours and all(re.match(r"kvstore-vllm(?![\w-])", one) for one in ours), ours
     assert "/wheels/kvstore_vllm-*.whl" in (ROOT / "Dockerfile").read_text()
 
 
