@@ -38,6 +38,9 @@ Why = Literal[
     "faster", "computing_is_faster", "tried", "part", "unknown", "always", "never", "handed_over", "too_few"
 ]
 
+#: More than this between a segment's beginning and what is read of it is not read through (s3.gap_bytes): the
+#: header is a request of its own then.
+_GAP_BYTES: Final = 1 << 20
 #: Most stretches of a match that are looked at one by one: choosing must not take longer for a long prompt.
 MOST_STRETCHES: Final = 64
 
@@ -103,20 +106,22 @@ def choose(
     """
     best, best_at, best_load_s = prefill.seconds(computed, prompt), computed, 0.0
     load_s, found = detour_s, computed
-    #: Tier -> its speed; bytes and reads of a load so far, with the bytes before it; and what those take.
-    loads: dict[Tier, tuple[Speed, float, float, float]] = {}
+    #: Tier -> its speed; bytes and reads of a load so far, with the bytes before it; whether it begins far
+    #: inside a segment; and what it takes.
+    loads: dict[Tier, tuple[Speed, float, float, bool, float]] = {}
     for stretch in stretches:
         if stretch.stop <= computed:
             continue
         place = tiers.get(stretch.segment, "bucket")
-        if place not in loads:
-            loads[place] = speed(place), ahead(place), 0.0, 0.0
-        tier, nbytes, reads, before_s = loads[place]
-        found = stretch.stop
         share = (stretch.stop - max(stretch.start, computed)) / (stretch.stop - stretch.start)
+        if place not in loads:
+            inside = stretch.reads == 1 and stretch.nbytes * (1 - share) > _GAP_BYTES
+            loads[place] = speed(place), ahead(place), 0.0, inside, 0.0
+        tier, nbytes, reads, inside, before_s = loads[place]
+        found = stretch.stop
         nbytes, reads = nbytes + stretch.nbytes * share, reads + stretch.reads * share
-        seconds = tier.seconds(nbytes, reads)
-        loads[place], load_s = (tier, nbytes, reads, seconds), load_s + seconds - before_s
+        seconds = tier.seconds(nbytes, reads, inside=inside)
+        loads[place], load_s = (tier, nbytes, reads, inside, seconds), load_s + seconds - before_s
         if stretch.boundary:
             total = wait * load_s + prefill.seconds(stretch.stop, prompt)
             if total < best:

@@ -73,14 +73,15 @@ class Speed:
     #: How many reads are under way at a time, and how many bytes they have at most together.
     threads: float = math.inf
     round_bytes: float = math.inf
-    #: How many requests follow each other to read a part of a segment that isn't its beginning.
+    #: How many requests follow each other to read a part of a segment that isn't near its beginning.
     part_requests: int = 1
 
-    def seconds(self, nbytes: float, segments: float = 0) -> float:
-        """Returns what `nbytes` take, of so many segments, which are read in parts if they are large."""
+    def seconds(self, nbytes: float, segments: float = 0, *, inside: bool = False) -> float:
+        """Returns what `nbytes` take, of so many segments, which are read in parts if they are large;
+        `inside`: of the first one not from its beginning on."""
         begun = segments / self.threads
         parts = nbytes / self.round_bytes - begun
-        rounds = max(1.0, begun, begun + self.part_requests * parts)
+        rounds = max(self.part_requests if inside else 1.0, begun, begun + self.part_requests * parts)
         return rounds * self.latency_s + nbytes / self.bytes_per_s
 
 
@@ -94,8 +95,8 @@ FIRST: Final[Mapping[Tier, Speed]] = {
     "bucket": Speed(0.05, 50e6),
 }
 
-#: Requests that follow each other to read a part of a segment that isn't its beginning: a bucket is asked for
-#: the segment's header first (kvstore.store.reading); elsewhere that costs nothing to speak of.
+#: Requests that follow each other to read a part of a segment that isn't near its beginning: a bucket is
+#: asked for the segment's header first (kvstore.store.reading); elsewhere that costs nothing to speak of.
 PART_REQUESTS: Final[Mapping[Tier, int]] = {"memory": 1, "folder": 1, "disk": 1, "bucket": 2}
 
 
@@ -278,7 +279,11 @@ class Meter:
 
     def behind(self, now: float) -> float:
         """Returns for how many seconds the reads under way have been overdue; 0 or less: they are not."""
-        return now - self._moved_at - self._settled.seconds(self._flying) if self._flying else 0.0
+        if not self._flying:
+            return 0.0
+        settled = self._settled
+        planned = self._depth() * settled.latency_s + self._flying / settled.bytes_per_s
+        return now - self._moved_at - planned
 
     def give_up(self, now: float) -> None:
         """Forgets reads that hang: they have told what they can, and must not hide that the tier is back."""
@@ -298,7 +303,12 @@ class Meter:
         self._begin_window(min(rest, default=now), first=True)
 
     def _begin_window(self, now: float, *, first: bool) -> None:
-        self._window_at, self._arrived, self._ended, self._first, self._deepest = now, 0, 0, first, 1
+        self._window_at, self._arrived, self._ended, self._first = now, 0, 0, first
+        self._deepest = self._depth()
+
+    def _depth(self) -> int:
+        """Returns the most latencies of one read that is under way."""
+        return max((one.requests for one in self._reads.values() if one.began is not None), default=1)
 
     def _rounds(self, requests: int) -> float:
         """Returns how many latencies follow each other in the present window, if so many end in it."""

@@ -61,7 +61,8 @@ class Choosing:
         #: What a load takes between the scheduler's steps, besides its reads, in seconds.
         self._detour_s = 0.0
         self._probes: list[GroupLoad] = []
-        self._small = True
+        #: Tier -> whether what was read there last for the sake of measuring was a single block.
+        self._small: dict[Tier, bool] = {}
 
     def decide(self, tracked: Tracked, found: Found, computed: int, *, comes: bool = False) -> Decision:
         """Returns how much of what was found is to be loaded, and keeps that with the request. `comes`:
@@ -151,8 +152,9 @@ class Choosing:
             due.remove(tier)
             self._expected.asked(tier, now)
             # A small one tells the latency, and one that should take as long for its bytes the bandwidth.
-            self._small, speed, most = not self._small, self._expected.speed(tier), 1
-            if not self._small:
+            small, speed, most = not self._small.get(tier, True), self._expected.speed(tier), 1
+            self._small[tier] = small
+            if not small:
                 seconds = max(_PROBE_S, _LATENCIES * speed.latency_s)
                 most = max(_PROBE_BLOCKS, int(speed.bytes_per_s * seconds / nbytes))
             blocks = range(run.start, run.start + min(run.count, most))

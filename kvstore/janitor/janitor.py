@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 #: Longest time in one step, in seconds. The rest of it goes on in the next round, so that no other step waits
 #: for long.
 _STEP_S = 30.0
+#: And with what has become too old.
+_AGE_S = 10.0
 _COOL_S = 3600.0
 #: Seconds after which a step that comes at long intervals is tried again if it failed, and asked for again if
 #: another janitor has done it.
@@ -297,9 +299,13 @@ class Janitor:
     # -- the steps -----------------------------------------------------------------------------------------
 
     def _evict(self) -> None:
-        evicted, _ = self._housekeeping.evict()
-        self._book.did("evict", evicted)
-        self._book.did("evict", self._housekeeping.age_out(lambda: self._monotonic() < self._until))
+        try:
+            evicted, _ = self._housekeeping.evict()
+            self._book.did("evict", evicted)
+        finally:
+            # In its own time: quotas that take long, or fail, lift no time to live.
+            until = self._monotonic() + _AGE_S
+            self._book.did("evict", self._housekeeping.age_out(lambda: self._monotonic() < until))
         for name, problem in self._housekeeping.damaged.items():
             self._damage("evict", name, problem)
         if self._housekeeping.unreachable is not None:

@@ -94,6 +94,15 @@ def read_run(
     return slots
 
 
+def requests_of(run: Run, rank: int, gap_bytes: int) -> int:
+    """Returns how many requests `read_run` makes for a run, one after the other."""
+    parts = run.record.parts
+    if rank >= len(parts) or run.slot + run.count > len(parts[rank].slot_sizes):
+        return 1  # it raises before
+    start, _ = parts[rank].slot_range(run.slot, run.count)
+    return 1 + (start - parts[rank].data_start > gap_bytes)
+
+
 def item_room(
     payloads: PayloadStore,
     keyring: Keyring,

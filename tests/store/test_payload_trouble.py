@@ -22,7 +22,7 @@ from kvstore.payloads.breaking import BreakingPayloads
 from kvstore.payloads.buffers import total
 from kvstore.payloads.local import LocalPayloads
 from kvstore.store.quarantine import HourlyBound, Quarantine
-from kvstore.store.reading import PayloadLate
+from kvstore.store.reading import PayloadLate, requests_of
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from schemas.records import PartRecord, pack_record
@@ -112,6 +112,8 @@ def test_a_gap_is_read_through_if_that_is_cheaper_than_a_request(
         assert store.payloads.reads == [(0, start + length, part.nbytes)]
     else:
         assert store.payloads.reads == [(0, part.data_start, part.nbytes), (start, length, part.nbytes)]
+    assert requests_of(run, 0, through.backends.gap_bytes) == len(store.payloads.reads)
+    assert requests_of(run, 1, 0) == 1, "of a part that the record lacks nothing is read"
 
 
 def test_a_record_that_makes_no_sense_is_not_believed(space: Space) -> None:

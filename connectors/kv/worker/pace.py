@@ -46,10 +46,10 @@ class Pace:
         #: Most bytes of one read.
         self.most_bytes = 1 << 30
 
-    def ask(self, read: Hashable, tier: Tier, nbytes: int, *, whole: bool) -> None:
-        """Record that a read was queued; `whole`: from the start of its segment on."""
+    def ask(self, read: Hashable, tier: Tier, nbytes: int, requests: int = 1) -> None:
+        """Record that a read was queued, which is so many requests, one after the other."""
         with self._lock:
-            self._meters[tier].ask(read, nbytes, self._clock(), 1 if whole else PART_REQUESTS[tier])
+            self._meters[tier].ask(read, nbytes, self._clock(), requests)
 
     def begin(self, read: Hashable, tier: Tier) -> None:
         """Record that a read has a thread and memory."""

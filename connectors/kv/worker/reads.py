@@ -30,6 +30,7 @@ from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload
 from kvstore.keys import SegmentId, block_key
 from kvstore.rules.text import readable
 from kvstore.rules.tiers import Tier
+from kvstore.store.reading import requests_of
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 
@@ -100,7 +101,7 @@ class KVReads:
             for piece in pieces:
                 if piece.tier is not None:
                     left[piece.tier] = left.get(piece.tier, 0) + piece.nbytes
-                    self._pace.ask(piece, piece.tier, piece.nbytes, whole=not piece.run.slot)
+                    self._ask(piece, piece.tier)
             reason = "error" if missing else ""
             ticket = Ticket(load, end, space, after, list(pieces), left, missing, reason=reason)
             with self._lock:
@@ -128,6 +129,11 @@ class KVReads:
             for part in split_run(run, most.get(tier, fits))
         ]
 
+    def _ask(self, piece: Piece, tier: Tier) -> None:
+        """Have a queued read measured."""
+        requests = requests_of(piece.run, self._place.number, self._store.backends.gap_bytes)
+        self._pace.ask(piece, tier, piece.nbytes, requests)
+
     def probe(self, groups: Sequence[GroupLoad]) -> None:
         """Read blocks for the sake of measuring, beside everything else."""
         space = self._space
@@ -137,7 +143,7 @@ class KVReads:
             for piece in self._pieces(group):
                 if piece.tier is None:
                     continue
-                self._pace.ask(piece, piece.tier, piece.nbytes, whole=not piece.run.slot)
+                self._ask(piece, piece.tier)
                 if not self._store.transfers.read(lambda p=piece: self._probe(space, p, end)):  # type: ignore[misc]
                     self._pace.end(piece, piece.tier, arrived=False)
 

@@ -168,7 +168,7 @@ class RouterFeed:
         events = self._waiting.get(name) or reader.read(_PAGE)
         if not events:
             return False
-        if not began and len(events) >= _PAGE:
+        if not began and len(events) >= min(_PAGE, self._cache.settings.journal.events):
             # From nothing on a reader sees no hole, and a full page may begin after one.
             events = [Gap("", events[0].position), *events]
         self._waiting[name] = events

@@ -30,7 +30,7 @@ KEPT_BYTES: Final = 64 << 20
 #: Events in a batch, as a rule: with tokens, about 400 kB.
 TOGETHER: Final = 64
 #: Messages that wait for one router.
-_WAITING = 10_000
+_WAITING = 1_000
 #: Messages that are read at a time.
 _READ = 1000
 #: Bytes of a message: of a router, which subscribes or names a number, and of an engine.

@@ -112,8 +112,21 @@ def test_a_read_of_two_requests_has_two_latencies(network: Network) -> None:
     assert near(speed.latency_s, 0.02) and near(speed.bytes_per_s, 100 * MB)
 
 
+def test_a_read_of_two_requests_is_not_overdue_between_them(network: Network) -> None:
+    network.bytes_per_s *= 100
+    for _ in range(8):
+        network.load(int(40 * MB))
+        network.load(100_000)
+    network.ask(int(MB), reads=1, requests=2)
+    network.pass_time(0.035)
+    assert -0.01 < network.meter.behind(network.now) < 0
+    network.pass_time(0.1)
+    assert network.meter.behind(network.now) == 0, "it has ended"
+
+
 def test_parts_of_segments_count_their_headers_requests() -> None:
     speed = Speed(1.0, 1e9, threads=4, round_bytes=400, part_requests=2)
+    assert round(speed.seconds(300, 1, inside=True)) == 2
     # Four segments that fit; eight of which each has a second part; one in four parts.
     assert [round(speed.seconds(*load)) for load in ((400, 4), (1600, 8), (400, 1))] == [1, 6, 2]
 

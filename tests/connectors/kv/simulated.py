@@ -65,7 +65,8 @@ class Network:
 
     def ask(self, read: Read) -> None:
         assert self.pace is not None
-        self.pace.ask(read, self.tier, read.nbytes, whole=read.whole)
+        requests = 1 if read.whole else PART_REQUESTS[self.tier]
+        self.pace.ask(read, self.tier, read.nbytes, requests)
         self.waiting.append(read)
 
     def tick(self) -> None:

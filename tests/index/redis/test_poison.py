@@ -110,7 +110,7 @@ def _holder(kind: str, what: str, *more: str | int) -> Poison:
 
 
 USAGE = ("bytes", "segments", "blocks", "pinned", "cost")
-NUMBERS = (*USAGE, "changes", "evicted", "epoch", "drained", "bygone", "created", "seen", "window")
+NUMBERS = (*USAGE, "changes", "evicted", "epoch", "drained", "bygone", "created", "seen", "window", "ttl")
 TEXTS = ("schema", "json", "kind", "tenant", "bucket_bits")
 LAST = "18446744073709551615-18446744073709551615"
 #: (kind, where one of it is found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,7 +93,13 @@ def test_a_load_is_cut_before_the_first_piece_that_hangs_and_keeps_what_arrived(
     worker: KVWorker, space: Space, store: Store, plan: Plan, hung: int
 ) -> None:
     go = hang(store, plan, *(one.hex() for one in segments(space)[hung:]))
+    now = time.monotonic()
+    worker.reads._pace._clock = lambda: now
     worker.reads.start([load(space, Prefill(1000.0))])
+    # No time passes until those have arrived that don't hang.
+    [ticket] = worker.reads._live
+    until(lambda: sum(ticket.left.values()) == (8 - 2 * hung) * SLOT_BYTES)
+    now += 1000.0
     assert finished(worker) == {"r"}
     assert worker.reads.take_failed_blocks() == set(range(5 + 2 * hung, 13))
     report = reported(worker)
@@ -179,7 +186,12 @@ def test_a_failure_is_no_cut(worker: KVWorker, space: Space, store: Store, plan:
     sleep = store.payloads._sleep  # type: ignore[attr-defined]
     plan.replace(Rule("transient", ("read",), first), Rule("delay", ("read",), last.hex(), delay_s=1.0))
     assert store.payloads._sleep is sleep  # type: ignore[attr-defined]
+    now = time.monotonic()
+    worker.reads._pace._clock = lambda: now
     worker.reads.start([load(space, Prefill(1000.0))])
+    [ticket] = worker.reads._live
+    until(lambda: ticket.reason)
+    now += 1000.0
     assert finished(worker) == {"r"}
     report = reported(worker)
     assert report.failed_loads == {"r": {0: 0}}
