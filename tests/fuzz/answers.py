@@ -35,8 +35,9 @@ NEXT = b"\n%%\n"
 
 def engines(data: bytes) -> None:
     """A batch of KV events."""
-    for block_hash, told in told_by(data):
+    for (block_hash, size), told in told_by(data):
         assert isinstance(block_hash, int | bytes) and isinstance(told.parent, int | bytes | None)
+        assert size > 0
         assert isinstance(told.lora_name, str | None)
         assert len(told.tokens) <= 4 * len(data)
 

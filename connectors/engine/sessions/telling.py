@@ -61,10 +61,11 @@ class SessionTeller:
 def tell(
     store: Store, space: Space, session: SessionId, salt: SaltId, segments: list[SegmentId], hint: Hint
 ) -> None:
-    """Have the index told of a session's use, on a call thread; from any thread."""
+    """Have the index told of a session's use, on a call thread, after what it was told of before: a use that
+    came after the end would have the session go on. From any thread."""
 
     def call() -> None:
         space.session(session, segments, hint, salt=salt)
 
-    if not store.transfers.call(call):
+    if not store.in_turn.call(call):
         store.counters.add("session_failures")
