@@ -113,7 +113,7 @@ def test_nothing_is_published_before_it_was_tried() -> None:
 
 
 def test_nothing_goes_to_the_package_index_until_a_person_says_so() -> None:
-    """By trusted publishing, in a job without code of ours or a secret, in an environment to approve in."""
+    """A job without code of ours or a secret publishes by trust, in an environment that a person approves."""
     [job] = [job for _, _, job in jobs() if "gh-action-pypi-publish" in str(job)]
     assert job["if"] == "vars.PUBLISH_TO_INDEX == 'true'"
     assert job["environment"] == "pypi" and job["permissions"] == {"id-token": "write"}

@@ -19,7 +19,7 @@ from kvstore.keys import SaltId, SegmentId, SessionId, canonical_json, digests
 from schemas.namespace import Namespace
 from schemas.records import CODECS, Codec
 from tests.format import second
-from tests.format.world import NOW_S, SHAPES, content, ec, kv, path, world
+from tests.format.world import NOW_S, SHAPES, World, content, ec, kv, path, world
 from tests.servers.redis import RedisServer
 from tests.store.world import item
 
@@ -455,16 +455,19 @@ def test_a_newer_schema_is_left_alone(
     assert theirs.namespaces() == {}
 
 
-def test_what_is_too_old_serves_neither(tmp_path: Path, redis_url: str, theirs: second.RedisStore) -> None:
+def ages(ours: World, theirs: second.RedisStore | second.SqliteStore) -> None:
+    """Sets a time to live: what is younger serves both readers, and what is older neither."""
     hashes, now = path("a", 6), int(time.time())
+    young = ours.save(hashes[:4], created_s=now - 60)
+    ours.save(hashes[4:], depth=4, created_s=now - 7200)
+    ours.index.age_out(ours.space.id, 9000, delete_after_s=0)
+    assert sum(run.count for run in theirs.match(ours.space.id, packed(hashes))) == 6
+    old = ours.save(path("b", 2), created_s=now - 9001)
+    assert theirs.match(ours.space.id, packed(path("b", 2))) == []
+    assert {young, old} < set(theirs.records(ours.space.id))
+    assert ours.space.match(digests(path("b", 2))).blocks == 0
+
+
+def test_what_is_too_old_serves_neither(tmp_path: Path, redis_url: str, theirs: second.RedisStore) -> None:
     with world(tmp_path, redis_url, kv("none")) as ours:
-        young = ours.save(hashes[:4], created_s=now - 60)
-        ours.save(hashes[4:], depth=4, created_s=now - 7200)
-        assert sum(run.count for run in theirs.match(ours.space.id, packed(hashes))) == 6
-        ours.index.age_out(ours.space.id, 9000, delete_after_s=0)
-        assert sum(run.count for run in theirs.match(ours.space.id, packed(hashes))) == 6
-        ours.index.age_out(ours.space.id, 9000, delete_after_s=0)
-        old = ours.save(path("b", 2), created_s=now - 9001)
-        assert theirs.match(ours.space.id, packed(path("b", 2))) == []
-        assert {young, old} < set(theirs.records(ours.space.id))
-        assert ours.space.match(digests(path("b", 2))).blocks == 0
+        ages(ours, theirs)

@@ -11,7 +11,7 @@ from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import SaltId, SegmentId, SessionId, canonical_json, digests
 from schemas.records import CODECS, Codec
 from tests.format import second
-from tests.format.test_redis_index import HERS, HIS, packed, put_and_read, segment_of
+from tests.format.test_redis_index import HERS, HIS, ages, packed, put_and_read, segment_of
 from tests.format.world import NOW_S, SHAPES, content, ec, kv, path, world
 
 
@@ -191,16 +191,5 @@ def test_another_file_is_no_index(tmp_path: Path) -> None:
 
 
 def test_what_is_too_old_serves_neither(tmp_path: Path) -> None:
-    hashes, now = path("a", 6), int(time.time())
     with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", kv("none")) as ours:
-        young = ours.save(hashes[:4], created_s=now - 60)
-        ours.save(hashes[4:], depth=4, created_s=now - 7200)
-        theirs = second.SqliteStore(tmp_path / "index.sqlite")
-        assert sum(run.count for run in theirs.match(ours.space.id, packed(hashes))) == 6
-        ours.index.age_out(ours.space.id, 9000, delete_after_s=0)
-        assert sum(run.count for run in theirs.match(ours.space.id, packed(hashes))) == 6
-        ours.index.age_out(ours.space.id, 9000, delete_after_s=0)
-        old = ours.save(path("b", 2), created_s=now - 9001)
-        assert theirs.match(ours.space.id, packed(path("b", 2))) == []
-        assert {young, old} < set(theirs.records(ours.space.id))
-        assert ours.space.match(digests(path("b", 2))).blocks == 0
+        ages(ours, second.SqliteStore(tmp_path / "index.sqlite"))

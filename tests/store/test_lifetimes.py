@@ -149,7 +149,7 @@ def test_without_a_time_to_live_a_round_changes_nothing(index: FullIndex, tmp_pa
 
 
 def pages(index: FullIndex, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of which namespace each page is from now on."""
+    """Records the namespace of each page from now on."""
     inner, looked = index.age_out, []
 
     def age_out(name: NamespaceId, ttl_s: int | None, **how: Any) -> tuple[int, str]:

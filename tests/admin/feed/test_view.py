@@ -32,7 +32,7 @@ def learn(view: RoutersView, blocks: Iterable[int], size: int = 1) -> list[dict[
 
 
 def shape(events: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Of each event the blocks; and their parent, "bare" or "gone"."""
+    """Returns the blocks of each event, and their parent, "bare" or "gone"."""
     found = []
     for event in events:
         kind = "gone" if event["type"] == "BlockRemoved" else "bare"

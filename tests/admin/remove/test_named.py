@@ -66,7 +66,7 @@ def world(url: str | None, tmp_path: Path) -> World:
 
 @pytest.fixture
 def talked(url: str | None, tmp_path: Path) -> World:
-    """Of a session, which shares the head of its prompt with another."""
+    """A session shares the head of its prompt with another."""
     made = World(tmp_path, url, MINE)
     with opened(made.filled) as index:
         [run] = index.find(made.name, digests(HASHES[:1]))
