@@ -264,10 +264,11 @@ def probed(meter: Meter, began: float, seconds: float, nbytes: int = 1 << 20) ->
 
 def test_a_probe_is_measured_by_itself() -> None:
     meter = Meter(FIRST["bucket"], 4)
-    probed(meter, 105.0, 1.3, 10 << 20)
-    speed = probed(meter, 110.0, 0.3, 128 << 10)
+    for began in (100.0, 102.0, 104.0):
+        probed(meter, began, 0.3, 128 << 10)
+        speed = probed(meter, began + 1, 1.3, 10 << 20)
     assert near(speed.latency_s, 0.287) and near(speed.bytes_per_s, (10 << 20) / 1.013)
-    assert (meter.done_bytes, meter.left_bytes, meter.count) == (0, 0, 2)
+    assert (meter.done_bytes, meter.left_bytes, meter.count) == (0, 0, 6)
 
 
 def test_a_probe_beside_a_load_counts_only_if_the_tier_has_become_better() -> None:
