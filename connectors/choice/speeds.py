@@ -410,7 +410,8 @@ class Expected:
             before = reports.get(rank)
             reports[rank] = one
             if before is None or before.count != one.count:
-                self._fresh_at[tier], self._asked[tier] = -math.inf if one.better else now, 0
+                began = max(self._fresh_at[tier], now - one.speed.latency_s)
+                self._fresh_at[tier], self._asked[tier] = -math.inf if one.better else began, 0
             # Reads that hang may tell how slow a tier is before any has ended.
             speeds = [other.speed for other in reports.values() if other.count or other.speed != FIRST[tier]]
             if speeds:
@@ -437,9 +438,12 @@ class Expected:
         return max(0, self._planned[tier] - done)
 
     def old(self, tier: Tier, now: float, seconds: float) -> bool:
-        """Returns whether nothing was measured for so many seconds, and nothing is under way that will."""
-        unseen_s = now - self._fresh_at[tier]
-        return unseen_s >= (seconds if self._asked[tier] < _MOST_PROBES else _HUNG_S) and not self.ahead(tier)
+        """Returns whether nothing was begun for so many seconds that has told how fast a tier is, or will.
+        Probes that take long follow each other sooner than they end, evenly."""
+        evenly_s = max(seconds, self._speeds[tier].latency_s / _MOST_PROBES)
+        return not self.ahead(tier) and now - self._fresh_at[tier] >= (
+            evenly_s if self._asked[tier] < _MOST_PROBES else _HUNG_S
+        )
 
     def asked(self, tier: Tier, now: float) -> bool:
         """Records that a probe is on its way. Returns whether there is another one, of which nothing has been

@@ -122,7 +122,9 @@ class KVReads:
             for tier in {tier for tier in tiers if tier is not None}:
                 counts = [run.count for run, one in zip(group.runs, tiers, strict=True) if one == tier]
                 pieces = self._pace.pieces(tier, sum(counts) * group.block_bytes)
-                most[tier] = min(fits, piece_blocks(counts, pieces))
+                # A smaller one's gap to its segment's header would be read as well, by several of them.
+                least = self._store.backends.gap_bytes // group.block_bytes + 1
+                most[tier] = min(fits, max(least, piece_blocks(counts, pieces)))
         return [
             Piece(group, part, tier)
             for run, tier in zip(group.runs, tiers, strict=True)
