@@ -48,8 +48,10 @@ _MUCH: Final = 2
 #: it is on the processor, what a network lets through at once. For a small read that is much.
 _NOISE: Final = 0.1
 _BLUR_S: Final = 0.005
-#: A measurement that is slower than predicted by this factor counts in full.
+#: A measurement that is slower than predicted by this factor counts in full. One that is faster by the second
+#: is of another network than those before it, as that is.
 _SLOWER: Final = 1.5
+_CHANGED: Final = 4
 #: So does one after so many seconds without any.
 _OLD_S: Final = 1.0
 #: Measurements tell latency from bandwidth if one has so many times the bytes of another, by round. The last
@@ -377,7 +379,7 @@ class Meter:
         likely, now = _likely(point.seconds, predicted), point.at
         slower = likely > _SLOWER * predicted
         at_once = slower or now - self._learned_at > _OLD_S
-        if slower:
+        if slower or likely * _CHANGED < predicted:
             # What was measured before is of another network.
             self._points.clear()
         self.better = likely < predicted / _SLOWER
