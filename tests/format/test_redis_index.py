@@ -80,7 +80,7 @@ def test_a_filled_index_is_read(
         assert entries[packed(hashes[5:6], 1)] == (window, 1)
         assert entries == {entry.digest: (entry.segment, entry.slot) for entry in ours.index.entries(name)}
 
-        (due, ranks), minute = theirs.trash(name)[gone], NOW_S // 60
+        (due, ranks), minute = theirs.trash(name)[gone], NOW_S // 15 / 4
         assert (due >= NOW_S + 10, ranks) == (True, 2)
         assert [each for each, _ in theirs.order(name, "pins")] == [pinned]
         order = theirs.order(name)
