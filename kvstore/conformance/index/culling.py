@@ -115,7 +115,7 @@ class CullConformance(Maintained):
     def test_cull_orders_segments_of_enormous_depth(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        depths = [0, 1, 2**22 - 2, 2**22 - 1]
+        depths = [0, 1, 2**20 - 2, 2**20 - 1]
         segments = [new_segment_id() for _ in depths]
         for segment, depth in zip(segments, depths, strict=True):
             digests = chain(1, seed=str(depth))
