@@ -261,9 +261,9 @@ def test_bits_of_buckets(expected: int) -> None:
 def test_scores() -> None:
     for line in example("score"):
         _, minute, _, depth, _, worth, _, score = line.split()
-        assert f"{second.score(int(minute), int(depth), int(worth)):.17g}" == score
-        assert second.unscore(float(score)) == (int(minute), int(depth), int(worth))
-        assert redis_values.Use.of(score).used_s == int(minute) * 60
+        assert f"{second.score(float(minute), int(depth), int(worth)):.17g}" == score
+        assert second.unscore(float(score)) == (float(minute), int(depth), int(worth))
+        assert redis_values.Use.of(score).used_s == float(minute) * 60
 
 
 # Tables

@@ -2,7 +2,7 @@
 
 The replay does what the index and the store do:
 
-    match   the leading blocks whose entries name living segments; these are used, to the minute
+    match   the leading blocks whose entries name living segments; these are used, to the quarter of a minute
     save    the rest, from the first missing block on, cut into segments as the connectors cut them; leading
             blocks of a segment that are there already are left out
     evict   after a commit that leaves more than the upper watermark of the capacity: segments in the order of
@@ -30,6 +30,7 @@ from kvstore.admin.simulate.replay import ReplayTotals
 from kvstore.admin.simulate.sessions import NONE, Heard
 from kvstore.admin.simulate.traces import Request, Trace
 from kvstore.format.segment import ALIGN
+from kvstore.index.contract import minute, saved_minute
 from kvstore.index.eviction import MINUTE_S, watermarks
 from kvstore.index.sessions import HIGH_S, LONGEST_RETAINED_S, LOW_S, Priority
 
@@ -93,7 +94,7 @@ class _Segment:
     end: int
     nbytes: int
     #: The minute of its last use.
-    minute: int
+    minute: float
     #: The session whose own it is; NONE if there is none.
     session: int
     living: bool = True
@@ -101,7 +102,7 @@ class _Segment:
     until_s: int = 0
 
     @property
-    def place(self) -> int:
+    def place(self) -> float:
         """The minute that counts as its last use."""
         return self.until_s // MINUTE_S if self.until_s else self.minute
 
@@ -140,7 +141,7 @@ class StoreReplay:
         self._expiries: list[tuple[int, int, int]] = []
         #: A heap of (minute of the last use, rank of the namespace, minus the depth, number of the segment).
         #: It still has the former places of segments that were used again.
-        self._order: list[tuple[int, int, int, int]] = []
+        self._order: list[tuple[float, int, int, int]] = []
         # Namespaces are merged in the order of their ids.
         ids = sorted((space.namespace, number) for number, space in enumerate(trace.spaces))
         self._rank = {number: rank for rank, (_, number) in enumerate(ids)}
@@ -222,16 +223,16 @@ class StoreReplay:
         self, segments: Sequence[_Segment], known: _Session | None, session: int, now_s: float, space: int
     ) -> None:
         """Notes uses by a session, or by none."""
-        minute = int(now_s // MINUTE_S)
+        used = minute(now_s)
         for segment in segments:
             own = session != NONE and segment.session == session
             if not own:
                 segment.session = NONE
             low = known is not None and known.priority == "low" and own
-            counts = minute - LOW_S // MINUTE_S if low else minute
+            counts = used - LOW_S // MINUTE_S if low else used
             if segment.until_s:
                 # It counts as used later already; this is for when that is over.
-                segment.minute = max(segment.minute, min(minute, segment.place))
+                segment.minute = max(segment.minute, min(int(used), segment.place))
             elif segment.minute < counts:
                 segment.minute = counts
                 self._queue(segment, space)
@@ -246,6 +247,8 @@ class StoreReplay:
                 if full:
                     continue
                 self._retained_bytes += segment.nbytes
+                # Of what is retained the last use is known to the minute.
+                segment.minute = int(segment.minute)
             elif segment.session != session:
                 upto_s = max(until_s, segment.until_s)
             segment.until_s = upto_s
@@ -298,12 +301,12 @@ class StoreReplay:
             return
         slots, space = end - begin, self._trace.spaces[request.space]
         nbytes = slots * space.block_bytes + space.parts * self._rules.header_bytes(slots)
-        minute, until_s = int(request.at_s // MINUTE_S), 0
+        used, until_s = saved_minute(request.at_s), 0
         if known is not None and known.priority == "low":
-            minute -= LOW_S // MINUTE_S
+            used -= LOW_S // MINUTE_S
         elif known is not None:
             until_s = known.retains_until_s(request.at_s)
-        segment = _Segment(len(self._segments), begin, end, nbytes, minute, session)
+        segment = _Segment(len(self._segments), begin, end, nbytes, used, session)
         self._segments.append(segment)
         for block in request.chain[begin:end]:
             self._entries[block] = segment
@@ -322,9 +325,9 @@ class StoreReplay:
 
     def _evict(self) -> None:
         while self.used_bytes > self._low:
-            minute, _, _, number = heappop(self._order)
+            place, _, _, number = heappop(self._order)
             segment = self._segments[number]
-            if segment.living and segment.place == minute:
+            if segment.living and segment.place == place:
                 segment.living = False
                 if segment.until_s:
                     segment.until_s = 0

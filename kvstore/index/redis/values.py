@@ -135,7 +135,7 @@ class Use(NamedTuple):
         exact = float(score)
         if not 0 <= exact < _UNIT * 2.0:
             return cls(0.0, 0.0)
-        keep = math.ceil(exact)
+        keep = math.ceil(exact * 4) / 4
         worth = int((keep - exact) * _UNIT) % _WORTHS
         return cls(keep * float(MINUTE_S), (keep - worth * WORTH_MINUTES) * float(MINUTE_S))
 

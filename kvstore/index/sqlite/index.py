@@ -217,14 +217,14 @@ class SqliteIndex(SqliteSalts, SqliteJournal, FullIndex):
             if place is None:
                 return
             rows = [_recency(db, place, segment) for segment in segments]
-        new = [row[0] for row in rows if row and (row[1] < used or row[2] or (row[3] or used) < used)]
+        new = [row[0] for row in rows if row and (row[1] < used or row[2] or (row[3] or used) < int(used))]
         # Most touches fall into a minute that is noted already, and these don't wait for a writer.
         if new:
             with self._database.writing("touch") as db:
                 place = place_of(db, namespace)
                 note_uses(db, [(key, used) for key in new], used)
                 db.executemany("UPDATE segments SET owner = x'' WHERE key = ?", [(key,) for key in new])
-                if place and (first := rows[0]) and first[1] < used:
+                if place and (first := rows[0]) and first[1] < int(used):
                     note_load(db, place, first[0])
 
     def evict(
@@ -316,10 +316,10 @@ def _servable(db: sqlite3.Connection, place: NamespaceNumbers, digests: bytes, o
 
 def _recency(
     db: sqlite3.Connection, place: NamespaceNumbers, segment: SegmentId
-) -> tuple[int, int, bytes, int | None] | None:
+) -> tuple[int, float, bytes, int | None] | None:
     """Returns of a visible segment its key, the minute that counts as its last use, whose own it is and, if
     it is retained, the minute of its true last use."""
-    row: tuple[int, int, bytes, int | None] | None = db.execute(
+    row: tuple[int, float, bytes, int | None] | None = db.execute(
         "SELECT s.key, s.used, s.owner, r.used FROM segments AS s "
         "LEFT JOIN retained AS r ON r.segment = s.key WHERE s.namespace = ? AND s.id = ?",
         (place.generation, segment),

@@ -5,7 +5,7 @@
                  `swept`: the digest where the sweep goes on; `seen`: unix s of the last registration
     generations  segments and parts name one of these numbers as their `namespace`. A new one makes everything
                  invisible at once; the old one stays until its segments are in the trash
-    segments     `used`: minute of the last use; `keep`: that plus what its cost is worth
+    segments     `used`: minute of the last use, down to the quarter; `keep`: that plus what its cost is worth
                  (kvstore.index.eviction); `first`: its first block's digest, empty if a migration could not
                  tell; `salt`: id of the salt that it was saved under, empty without one
     blocks       a block's entry: where the index says that it is

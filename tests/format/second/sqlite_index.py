@@ -14,6 +14,7 @@ from tests.format.second.records import (
     agreement,
     pack_parts,
     record_of,
+    saved_minute,
     simple_match,
     unpack_record,
     worth,
@@ -125,7 +126,7 @@ class SqliteStore:
                 self.db.execute("ROLLBACK")
                 return False
             agreed = agreement(digests, record, 1)
-            used, extra = meta["created_s"] // 60, worth(meta["kind"], record)
+            used, extra = saved_minute(meta["created_s"]), worth(meta["kind"], record)
             row = {
                 "namespace": number, "id": segment, "checksum": agreed[:8],
                 "record": agreed[8:] + pack_parts(record), "nbytes": record.nbytes, "slots": record.slots,

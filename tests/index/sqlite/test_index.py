@@ -340,7 +340,7 @@ def test_reading_does_not_wait_for_a_writer(
     began = time.monotonic()
     assert served(patient.match(name, digests)) == 5
     assert patient.usage(name).segments == 1
-    patient.touch(name, [segment], CREATED_S)
+    patient.touch(name, [segment], CREATED_S - 30)
     assert time.monotonic() - began < PATIENCE_S / 2
     for call in (
         lambda: put(index, name, chain(1)),
@@ -629,7 +629,7 @@ def test_a_cull_of_nothing_and_a_noted_touch_do_not_wait_for_a_writer(
     raw.execute("BEGIN IMMEDIATE")
     began = time.monotonic()
     assert patient.cull(name, keep_bytes=10**9, delete_after_s=DELETE_AFTER_S, limit=9, rule="capacity") == []
-    patient.touch(name, [segment], SOON_S + 59)
+    patient.touch(name, [segment], SOON_S + 14)
     assert patient.reconcile(name).counted == patient.usage(name)
     assert len(patient.accounts()) == 1
     assert time.monotonic() - began < PATIENCE_S / 2
