@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.bench_disk import machine
+from tests.benchmarks.peers import lmcache, mooncake, variants
 from tests.benchmarks.peers.measure import FAULTS, Plan, Reference, measure, suffer
 from tests.benchmarks.peers.report import drawn, text
-from tests.benchmarks.peers.variants import VARIANTS, Variant
+from tests.benchmarks.peers.variants import Variant
 from tests.e2e.engine import ROOT
 from tests.faults.peer_systems import versions
 from tests.servers.s3.ceph import CephServer
@@ -37,6 +38,11 @@ from tools.models import build
 _ISOLATED = "PEERS_ISOLATED"
 #: Names that LMCache may ask its buckets by.
 _BUCKETS = [f"bucket-{number}.localhost" for number in range(1, 400)]
+#: The first computes everything.
+VARIANTS: list[type[Variant]] = [
+    *(variants.Nothing, variants.Local, variants.Folder, variants.Bucket, variants.Fast, variants.Tiers),
+    *(lmcache.Memory, lmcache.Native, lmcache.Resp, lmcache.S3, mooncake.Mooncake),
+]
 
 
 class NamedCeph(CephServer):

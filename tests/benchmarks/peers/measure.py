@@ -184,23 +184,23 @@ def _loopback_bytes() -> int:
     return 0
 
 
-FAULTS = ("flipped byte", "index killed", "full")
+FAULTS = ("flipped bytes", "index killed", "full")
 
 
 def suffer(kind: type[Variant], fault: str, plan: Plan, s3: S3Server | None, reference: Reference) -> str:
     """What becomes of the prompts of round 0 under a fault, in words."""
-    stored, fresh = plan.of_round(0), plan.of_round(-1)[:1]
+    prompts = plan.of_round(0)
     outcomes: list[Outcome] = []
     with opened(kind, s3) as variant:
         if fault == "full" and (why := variant.fill()):
             return why
         try:
             engine = variant.start(**plan.arguments)
-            for one in stored:
+            for one in prompts:
                 if not _outcome(engine, one, reference, 0.0).right:
                     return "request failed while storing"
                 quiet(engine, variant, False)
-            if fault == "flipped byte":
+            if fault == "flipped bytes":
                 variant.stop()
                 if why := variant.flip():
                     return why
@@ -210,16 +210,24 @@ def suffer(kind: type[Variant], fault: str, plan: Plan, s3: S3Server | None, ref
             if fault == "index killed" and (why := variant.kill_index()):
                 return why
             cold_s = median(reference.cold_s)
-            outcomes += [_outcome(engine, one, reference, cold_s) for one in [*stored, *fresh]]
-        except (EngineDied, EngineError) as exc:
-            hung = "gave no answer" in str(exc) or getattr(exc, "kind", "") == "TimeoutError"
-            return verdict(outcomes, f"hangs over {HANG_S:.0f} s" if hung else "engine dead")
+            outcomes += [_outcome(engine, one, reference, cold_s) for one in prompts]
+        except EngineDied as exc:
+            hung = "gave no answer" in str(exc)
+            return verdict(outcomes, f"hangs over {HANG_S:.0f} s in a step" if hung else "engine dead")
+        except EngineError as exc:
+            # In `vllm serve` what escapes a step ends the engine core.
+            return verdict(outcomes, f"engine dead: {exc.kind}")
         return verdict(outcomes)
 
 
 def _outcome(engine: Engine, one: dict[str, Any], reference: Reference, cold_s: float) -> Outcome:
     began = time.monotonic()
-    [result] = engine.generate([one], max_tokens=OUTPUT, timeout_s=HANG_S)
+    try:
+        [result] = engine.generate([one], max_tokens=OUTPUT, timeout_s=HANG_S)
+    except EngineError as exc:
+        if exc.kind != "TimeoutError":
+            raise
+        return Outcome(answered=False, right=False, loaded=False, hung=True)
     return Outcome(
         answered=result.finish_reason == "length",
         right=reference.right(one, result),

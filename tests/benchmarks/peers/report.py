@@ -35,6 +35,8 @@ class Outcome:
     loaded: bool
     #: Seconds beyond what computing takes.
     added_s: float = 0.0
+    #: Whether it was given up after a minute.
+    hung: bool = False
 
 
 def verdict(outcomes: Sequence[Outcome], end: str = "") -> str:
@@ -42,8 +44,11 @@ def verdict(outcomes: Sequence[Outcome], end: str = "") -> str:
     if end:
         return end
     words = []
-    failed = sum(not one.answered for one in outcomes)
+    hung = sum(one.hung for one in outcomes)
+    failed = sum(not one.answered for one in outcomes) - hung
     wrong = sum(one.answered and not one.right for one in outcomes)
+    if hung:
+        words.append(f"{hung} of {len(outcomes)} requests hang over a minute")
     if failed:
         words.append(f"{failed} of {len(outcomes)} requests failed")
     if wrong:
@@ -66,11 +71,12 @@ def table(report: dict[str, Any]) -> str:
     """As Markdown: what requests take, and what becomes of them under faults."""
     cold = median(numbers(report["variants"]["no cache"]["rounds"], "cold", "ttft_s"))
     head = ["", "cold, ms", "warm", "to computing", "after a restart", "to computing"]
-    head += ["look-up, ms", "CPU of a load, ms", "of its servers", "network, MB", "stored, MB"]
+    head += ["look-up, ms", "CPU, ms", "of servers", "network, MB", "stored, MB"]
     lines = [_row(head), _row(["---"] * len(head))]
     for name, one in report["variants"].items():
         if "skipped" in one:
-            lines.append(_row([name, f"not run: {one['skipped']}", *[""] * (len(head) - 2)]))
+            why = one["skipped"].replace("|", "/")
+            lines.append(_row([name, f"not run: {why}", *[""] * (len(head) - 2)]))
             continue
         lines.append(_row([name, *_numbers(one["rounds"], cold, loads=name != "no cache")]))
     lines += ["", _row(["", *report["faults"]]), _row(["---"] * (1 + len(report["faults"])))]
@@ -94,10 +100,10 @@ def _numbers(rows: Sequence[dict[str, Any]], cold: float, *, loads: bool) -> lis
         words += [cell(phase, "ttft_s", 1e3), f"{median(found) / cold:.2f}" if found else ""]
     # A load is that after a restart, where there is one: what was warm may not have left the process.
     phase = "restart" if numbers(rows, "restart", "ttft_s") else "warm"
-    words.append(cell(phase, "lookup_s", 1e3, 1))
-    words += [cell(phase, what, 1e3) for what in ("engine_cpu_s", "servers_cpu_s")] if loads else ["", ""]
-    words.append(cell(phase, "network_bytes", 1e-6, 1) if loads else "")
-    stored = [row["stored_bytes"] for row in rows if row.get("stored_bytes") is not None]
+    words.append(cell(phase, "lookup_s", 1e3, 1) if loads else "")
+    words.append(cell(phase, "engine_cpu_s", 1e3))
+    words += [cell(phase, "servers_cpu_s", 1e3), cell(phase, "network_bytes", 1e-6, 1)] if loads else ["", ""]
+    stored = [row["stored_bytes"] for row in rows if row.get("stored_bytes")]
     return [*words, f"{median(stored) / 1e6:.1f}" if stored else ""]
 
 
@@ -128,8 +134,8 @@ def text(report: dict[str, Any]) -> str:
         f"Prompts of {report['tokens']} tokens, {report['prompts']} in each of {report['rounds']} rounds; "
         f"{report['machine']['cpu']}, load {report['machine']['load']} when it began. {versions}.",
         table(report),
-        "\n".join(f"- {one}" for one in remarks(report)) or "All answers without a fault had the same tokens "
-        "as without a cache, and every load was one.",
+        "\n".join(f"- {one}" for one in remarks(report))
+        or "All answers without a fault had the same tokens as without a cache, and every load was one.",
     ]
     return "\n\n".join(said)
 

@@ -1,30 +1,25 @@
-"""What is compared: each a vLLM engine with a cache, its servers, and what can be done to them.
+"""What is compared: each a vLLM engine with a cache, its servers, and what can be done to them. The peers
+are in files of their own.
 
 Engines and servers are those of the comparison under faults (tests.faults.peer_systems).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
-import sys
-import time
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.faults.peer_faults import World, _fill, _small_disk
-from tests.faults.peer_systems import VLLM, KVStore, LMCache, System, _free_port, _wait_for_http
-from tests.servers.redis import RedisServer, end_process, spawn_tied
+from tests.faults.peer_faults import World, _small_disk
+from tests.faults.peer_systems import VLLM, KVStore, System
+from tests.servers.redis import RedisServer
 from tests.servers.s3.servers import S3Server
 
 #: Pool of a cache in memory.
-_POOL_BYTES = 1 << 30
-_MEMORY = "n/a: memory"
-#: Bytes that a Redis which is full has left, and a folder's file system in all: less than two prompts.
+POOL_BYTES = 1 << 30
+_NO_ROOT = "not run: needs root"
+#: Bytes that a Redis which is full has left.
 _LITTLE_REDIS = 256 << 10
 
 
@@ -90,12 +85,12 @@ class Variant(System):
         return super().signature(), self._objects() if self.bucket is not None else None
 
     def flip(self) -> str:
-        """Flips a byte in the middle of each file and object while no engine runs. Returns why it can't."""
+        """Flips bytes in each file and object while no engine runs. Returns why it can't."""
         for path in self.files():
-            path.write_bytes(_flipped(path.read_bytes()))
+            path.write_bytes(flipped(path.read_bytes()))
         for key, _ in self._objects() if self.bucket is not None else ():
             client, where = self.bucket.client(), {"Bucket": self.bucket.bucket, "Key": key}
-            client.put_object(**where, Body=_flipped(client.get_object(**where)["Body"].read()))
+            client.put_object(**where, Body=flipped(client.get_object(**where)["Body"].read()))
         return ""
 
     def kill_index(self) -> str:
@@ -108,11 +103,11 @@ class Variant(System):
     def fill(self) -> str:
         """Leaves room for less than what is to be stored. Returns why it can't."""
         if self.redis is not None:
-            used = int(re.search(rb"used_memory:(\d+)", _redis_info(self.redis))[1])  # type: ignore[index]
+            used = int(re.search(rb"used_memory:(\d+)", self.redis.command("INFO", "memory"))[1])  # type: ignore[index]
             self.redis.command("CONFIG", "SET", "maxmemory", str(used + _LITTLE_REDIS))
             return ""
         if os.geteuid():
-            return "not run: needs root to mount"
+            return _NO_ROOT
         _small_disk(self._world)
         return ""
 
@@ -175,224 +170,25 @@ class Tiers(Variant, VLLM):
     what = "warm from the CPU tier, after a restart from the file system tier"
 
 
-class Memory(Variant, LMCache):
-    name = "LMCache, memory"
-    what = "its server's memory, which outlives the engine"
-
-    @classmethod
-    def missing(cls) -> str:
-        try:
-            import lmcache.lmcache_native  # noqa: F401
-        except ImportError as exc:
-            return str(exc)
-        return ""
-
-    def stop(self) -> None:
-        System.stop(self)
-
-    def close(self) -> None:
-        super().close()
-        self.end_server()
-
-    def own(self) -> list[int]:
-        return [self._server.pid] if self.server_alive else []
-
-    def stored_bytes(self) -> int | None:
-        return None
-
-    def kill_index(self) -> str:
-        self._server.kill()
-        self._server.wait()
-        return ""
-
-    def fill(self) -> str:
-        return "n/a: evicts"
-
-    def flip(self) -> str:
-        return _MEMORY
-
-    def _behind(self) -> dict[str, Any] | None:
-        return None
-
-
-class _Behind(Memory):
-    """A tier behind the server's memory; the server is restarted with the engine."""
-
-    def stop(self) -> None:
-        super().stop()
-        self.end_server()
-
-    def stored_bytes(self) -> int | None:
-        return Variant.stored_bytes(self)
-
-    def flip(self) -> str:
-        return Variant.flip(self)
-
-    def fill(self) -> str:
-        return Variant.fill(self)
-
-
-class Native(_Behind):
-    name = "LMCache, fs_native"
-    what = "warm from memory, after a restart of its server from a folder"
-
-    def _behind(self) -> dict[str, Any] | None:
-        return LMCache._behind(self)
-
-
-class Resp(Native):
-    name = "LMCache, Redis"
-    what = "warm from memory, after a restart of its server from Redis"
-    uses_redis = True
-
-    def stored_bytes(self) -> int | None:
-        return sum(len(value) for value in _redis_values(self.redis).values())
-
-    def flip(self) -> str:
-        for key, value in _redis_values(self.redis).items():
-            assert self.redis is not None
-            self.redis.command("SET", key, _flipped(value))
-        return ""
-
-    def kill_index(self) -> str:
-        return Variant.kill_index(self)
-
-    def fill(self) -> str:
-        assert self.redis is not None
-        self.redis.command("CONFIG", "SET", "maxmemory", "32mb")
-        return ""
-
-
-class S3(_Behind):
-    name = "LMCache, S3"
-    what = "warm from memory, after a restart of its server from S3"
-    uses_s3 = True
-
-    def fill(self) -> str:
-        return "n/a"
-
-    def _behind(self) -> dict[str, Any] | None:
-        assert self.bucket is not None and self._s3 is not None
-        return {
-            "type": "s3",
-            # It knows buckets as part of the host's name only.
-            "s3_endpoint": f"{self.bucket.bucket}.localhost:{self._s3.port}",
-            "s3_region": self.bucket.region,
-            "aws_access_key_id": self.bucket.credentials.access_key,
-            "aws_secret_access_key": self.bucket.credentials.secret_key,
-            "disable_tls": True,
-            "s3_prefer_http2": False,
-        }
-
-
-class Mooncake(Variant):
-    name = "Mooncake Store"
-    what = "vLLM's MooncakeStoreConnector over TCP; a client of its own holds the pool in memory"
-
-    @classmethod
-    def missing(cls) -> str:
-        try:
-            import mooncake.store  # noqa: F401
-        except ImportError as exc:
-            return str(exc)
-        return ""
-
-    def open(self) -> None:
-        import mooncake
-
-        self.logs.mkdir(parents=True)
-        programs = Path(mooncake.__path__[0])
-        rpc, self._http, port, health = (_free_port() for _ in range(4))
-        master = ["--rpc_address", "127.0.0.1", "--rpc_port", str(rpc), "--metrics_host", "127.0.0.1"]
-        self._processes = [
-            self._daemon(programs / "mooncake_master", *master, "--metrics_port", str(self._http))
-        ]
-        _wait_for_http(f"http://127.0.0.1:{self._http}/metrics", self._processes[0], self._log)
-        pool = ["--host", "127.0.0.1", "--port", str(port), "--master_server_address", f"127.0.0.1:{rpc}"]
-        pool += ["--metadata_server", "P2PHANDSHAKE", "--global_segment_size", f"{_POOL_BYTES >> 20}MB"]
-        pool += ["--protocol", "tcp", "--enable_http_server", "--http_port", str(health)]
-        self._processes.append(self._daemon(programs / "mooncake_client", *pool))
-        _wait_for_http(f"http://127.0.0.1:{health}/health", self._processes[1], self._log)
-        self._config = self.logs / "mooncake.json"
-        config = {
-            "mode": "standalone-store",
-            "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"127.0.0.1:{rpc}",
-            "protocol": "tcp",
-            "global_segment_size": 0,
-            "local_buffer_size": 128 << 20,
-        }
-        self._config.write_text(json.dumps(config))
-
-    def close(self) -> None:
-        super().close()
-        for process in self._processes:
-            end_process(process, signal.SIGKILL)
-
-    def own(self) -> list[int]:
-        return [process.pid for process in self._processes if process.poll() is None]
-
-    def stored_bytes(self) -> int | None:
-        return int(self._metric("master_allocated_bytes"))
-
-    def signature(self) -> object:
-        return self._metric("master_key_count"), self._metric("master_allocated_bytes")
-
-    def flip(self) -> str:
-        return _MEMORY
-
-    def kill_index(self) -> str:
-        self._processes[0].kill()
-        self._processes[0].wait()
-        return ""
-
-    def fill(self) -> str:
-        return "n/a: evicts"
-
-    def _arguments(self, number: int) -> dict[str, Any]:
-        return {
-            "kv": {},
-            "kv_config": {
-                "kv_connector": "MooncakeStoreConnector",
-                "kv_connector_module_path": "tests.benchmarks.peers.mooncake_connector",
-            },
-            "env": {"MOONCAKE_CONFIG_PATH": str(self._config)},
-        }
-
-    @property
-    def _log(self) -> Path:
-        return self.logs / "mooncake.log"
-
-    def _daemon(self, *words: object) -> Any:
-        return spawn_tied([*map(str, words), "--logtostderr"], self._log, dict(os.environ))
-
-    def _metric(self, name: str) -> float:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self._http}/metrics") as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith(f"{name} "):
-                    return float(line.split()[1])
-        return 0.0
-
-
-VARIANTS: list[type[Variant]] = [
-    *(Nothing, Local, Folder, Bucket, Fast, Tiers, Memory, Native, Resp, S3, Mooncake),
-]
-
-
-def _flipped(data: bytes) -> bytes:
-    """With the bits of one byte in the middle the other way round: of a float32, sign and exponent."""
+def flipped(data: bytes) -> bytes:
+    """With the bits of a byte in every 4 KiB the other way round: of a float32, sign and exponent."""
     changed = bytearray(data)
-    changed[len(changed) // 2 | 3] ^= 0xFF
+    pages = slice(min(2048, len(data) // 2) | 3, None, 4096)
+    changed[pages] = bytes(byte ^ 0xFF for byte in changed[pages])
     return bytes(changed)
 
 
-def _redis_info(redis: RedisServer) -> bytes:
-    return redis.command("INFO", "memory")
-
-
-def _redis_values(redis: RedisServer | None) -> dict[bytes, bytes]:
-    from redis import Redis
-
-    assert redis is not None
-    with Redis(port=redis.port) as client:
-        return {key: client.get(key) for key in client.scan_iter(count=1000) if client.type(key) == b"string"}
+def flip_memory(pid: int) -> str:
+    """Does the same to what is in use of a process' mappings that are as large as a pool."""
+    if os.geteuid():
+        return _NO_ROOT
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for words in re.findall(r"^(\w+)-(\w+) rw", maps, re.MULTILINE):
+            begin, end = (int(word, 16) for word in words)
+            for place in range(begin, end, 1 << 20) if end - begin >= POOL_BYTES * 9 // 10 else ():
+                memory.seek(place)
+                if any(part := memory.read(min(1 << 20, end - place))):
+                    memory.seek(place)
+                    memory.write(flipped(part))
+    return ""
