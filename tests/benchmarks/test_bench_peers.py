@@ -28,7 +28,7 @@ LATE = Outcome(answered=True, right=True, loaded=False, added_s=4.2)
         ([COMPUTED, COMPUTED], "same tokens, recomputed"),
         ([COMPUTED, LATE], "same tokens, recomputed, +4.2 s"),
         ([SAME, WRONG], "WRONG TOKENS, 1 of 2"),
-        ([HUNG, COMPUTED], "1 of 2 requests hang over a minute"),
+        ([HUNG, COMPUTED], "1 of 2 requests hang"),
         ([FAILED, WRONG, SAME], "1 of 3 requests failed, WRONG TOKENS, 1 of 3"),
     ],
 )

@@ -160,8 +160,10 @@ def main() -> int:
         ]
         report = run(plan, kinds, given.faults, lambda line: print(line, flush=True))
     print(text(report))
+    for file in filter(None, (given.json, given.svg)):
+        file.parent.mkdir(parents=True, exist_ok=True)
     if given.json:
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        given.json.write_text(json.dumps(report) + "\n")
     if given.svg:
         given.svg.write_text(drawn(report), encoding="utf-8")
     return 0

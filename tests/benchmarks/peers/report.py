@@ -35,7 +35,7 @@ class Outcome:
     loaded: bool
     #: Seconds beyond what computing takes.
     added_s: float = 0.0
-    #: Whether it was given up after a minute.
+    #: Whether it was given up after half a minute.
     hung: bool = False
 
 
@@ -48,7 +48,7 @@ def verdict(outcomes: Sequence[Outcome], end: str = "") -> str:
     failed = sum(not one.answered for one in outcomes) - hung
     wrong = sum(one.answered and not one.right for one in outcomes)
     if hung:
-        words.append(f"{hung} of {len(outcomes)} requests hang over a minute")
+        words.append(f"{hung} of {len(outcomes)} requests hang")
     if failed:
         words.append(f"{failed} of {len(outcomes)} requests failed")
     if wrong:
@@ -132,7 +132,9 @@ def text(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     said = [
         f"Prompts of {report['tokens']} tokens, {report['prompts']} in each of {report['rounds']} rounds; "
-        f"{report['machine']['cpu']}, load {report['machine']['load']} when it began. {versions}.",
+        f"{report['machine']['cpu']}, load {report['machine']['load']} when it began; "
+        f"{report['minutes']:.0f} minutes. {versions}.",
+        "\n".join(f"- {name}: {one['what']}." for name, one in report["variants"].items()),
         table(report),
         "\n".join(f"- {one}" for one in remarks(report))
         or "All answers without a fault had the same tokens as without a cache, and every load was one.",
