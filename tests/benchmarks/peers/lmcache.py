@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from tests.benchmarks.peers.variants import Variant, flip_memory, flipped
 from tests.faults.peer_systems import LMCache, System
 from tests.servers.redis import RedisServer
 
 
-class Memory(Variant, LMCache):
-    name = "LMCache, memory"
-    what = "its server's memory, which outlives the engine"
+class Native(Variant, LMCache):
+    name = "LMCache, fs_native"
+    what = "warm from memory, after a restart of its server from a folder"
+    cannot: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def missing(cls) -> str:
@@ -21,6 +23,19 @@ class Memory(Variant, LMCache):
             return str(exc)
         return ""
 
+    def own(self) -> list[int]:
+        return [self._server.pid] if self.server_alive else []
+
+    def kill_index(self) -> None:
+        self._server.kill()
+        self._server.wait()
+
+
+class Memory(Native):
+    name = "LMCache, memory"
+    what = "its server's memory, which outlives the engine"
+    cannot: ClassVar[Mapping[str, str]] = {"full": "n/a: evicts"}
+
     def stop(self) -> None:
         System.stop(self)
 
@@ -28,50 +43,14 @@ class Memory(Variant, LMCache):
         super().close()
         self.end_server()
 
-    def own(self) -> list[int]:
-        return [self._server.pid] if self.server_alive else []
-
     def stored_bytes(self) -> int | None:
         return None
 
-    def kill_index(self) -> str:
-        self._server.kill()
-        self._server.wait()
-        return ""
-
-    def fill(self) -> str:
-        return "n/a: evicts"
-
-    def flip(self) -> str:
-        return flip_memory(self._server.pid)
+    def flip(self) -> None:
+        flip_memory(self._server.pid)
 
     def _behind(self) -> dict[str, Any] | None:
         return None
-
-
-class _Behind(Memory):
-    """A tier behind the server's memory; the server is restarted with the engine."""
-
-    def stop(self) -> None:
-        super().stop()
-        self.end_server()
-
-    def stored_bytes(self) -> int | None:
-        return Variant.stored_bytes(self)
-
-    def flip(self) -> str:
-        return Variant.flip(self)
-
-    def fill(self) -> str:
-        return Variant.fill(self)
-
-
-class Native(_Behind):
-    name = "LMCache, fs_native"
-    what = "warm from memory, after a restart of its server from a folder"
-
-    def _behind(self) -> dict[str, Any] | None:
-        return LMCache._behind(self)
 
 
 class Resp(Native):
@@ -82,28 +61,24 @@ class Resp(Native):
     def stored_bytes(self) -> int | None:
         return sum(len(value) for value in _redis_values(self.redis).values())
 
-    def flip(self) -> str:
-        for key, value in _redis_values(self.redis).items():
-            assert self.redis is not None
-            self.redis.command("SET", key, flipped(value))
-        return ""
-
-    def kill_index(self) -> str:
-        return Variant.kill_index(self)
-
-    def fill(self) -> str:
+    def flip(self) -> None:
         assert self.redis is not None
-        self.redis.command("CONFIG", "SET", "maxmemory", "32mb")
-        return ""
+        for key, value in _redis_values(self.redis).items():
+            self.redis.command("SET", key, flipped(value))
+
+    def kill_index(self) -> None:
+        Variant.kill_index(self)
+
+    def fill(self) -> None:
+        assert self.redis is not None
+        self.redis.command("CONFIG", "SET", "maxmemory", "24mb")
 
 
-class S3(_Behind):
+class S3(Native):
     name = "LMCache, S3"
     what = "warm from memory, after a restart of its server from S3"
     uses_s3 = True
-
-    def fill(self) -> str:
-        return "n/a"
+    cannot: ClassVar[Mapping[str, str]] = {"full": "not run"}
 
     def _behind(self) -> dict[str, Any] | None:
         assert self.bucket is not None and self._s3 is not None

@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.benchmarks.peers.variants import POOL_BYTES, Variant, flip_memory
 from tests.faults.peer_systems import _free_port, _wait_for_http
@@ -18,6 +19,8 @@ from tests.servers.redis import end_process, spawn_tied
 class Mooncake(Variant):
     name = "Mooncake Store"
     what = "vLLM's MooncakeStoreConnector over TCP; a client of its own holds the pool in memory"
+
+    cannot: ClassVar[Mapping[str, str]] = {"full": "n/a: evicts"}
 
     @classmethod
     def missing(cls) -> str:
@@ -68,16 +71,12 @@ class Mooncake(Variant):
     def signature(self) -> object:
         return self._metric("master_key_count"), self._metric("master_allocated_bytes")
 
-    def flip(self) -> str:
-        return flip_memory(self._processes[1].pid)
+    def flip(self) -> None:
+        flip_memory(self._processes[1].pid)
 
-    def kill_index(self) -> str:
+    def kill_index(self) -> None:
         self._processes[0].kill()
         self._processes[0].wait()
-        return ""
-
-    def fill(self) -> str:
-        return "n/a: evicts"
 
     def _arguments(self, number: int) -> dict[str, Any]:
         return {

@@ -35,7 +35,7 @@ class Outcome:
     loaded: bool
     #: Seconds beyond what computing takes.
     added_s: float = 0.0
-    #: Whether it was given up after half a minute.
+    #: Whether it was given up after a minute.
     hung: bool = False
 
 

@@ -6,8 +6,8 @@ Engines and servers are those of the comparison under faults (tests.faults.peer_
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,6 @@ from tests.servers.s3.servers import S3Server
 
 #: Pool of a cache in memory.
 POOL_BYTES = 1 << 30
-_NO_ROOT = "not run: needs root"
 #: Bytes that a Redis which is full has left.
 _LITTLE_REDIS = 256 << 10
 
@@ -33,6 +32,8 @@ class Variant(System):
     forgets: ClassVar[bool] = True
     #: Whether anything outlives an engine.
     keeps: ClassVar[bool] = True
+    #: Why it is not put through a fault.
+    cannot: ClassVar[Mapping[str, str]] = {"index killed": "n/a: in the engine"}
 
     def __init__(self, scratch: Path, s3: S3Server | None) -> None:
         folder, logs = scratch / "store", scratch / "logs"
@@ -84,32 +85,26 @@ class Variant(System):
     def signature(self) -> object:
         return super().signature(), self._objects() if self.bucket is not None else None
 
-    def flip(self) -> str:
-        """Flips bytes in each file and object while no engine runs. Returns why it can't."""
+    def flip(self) -> None:
+        """Flips bytes in each file and object while no engine runs."""
         for path in self.files():
             path.write_bytes(flipped(path.read_bytes()))
         for key, _ in self._objects() if self.bucket is not None else ():
             client, where = self.bucket.client(), {"Bucket": self.bucket.bucket, "Key": key}
             client.put_object(**where, Body=flipped(client.get_object(**where)["Body"].read()))
-        return ""
 
-    def kill_index(self) -> str:
-        """`kill -9` of what look-ups ask, while the engine runs. Returns why it can't."""
-        if self.redis is None:
-            return "n/a: in the engine"
+    def kill_index(self) -> None:
+        """`kill -9` of what look-ups ask, while the engine runs."""
+        assert self.redis is not None
         self.redis.kill()
-        return ""
 
-    def fill(self) -> str:
-        """Leaves room for less than what is to be stored. Returns why it can't."""
-        if self.redis is not None:
-            used = int(re.search(rb"used_memory:(\d+)", self.redis.command("INFO", "memory"))[1])  # type: ignore[index]
-            self.redis.command("CONFIG", "SET", "maxmemory", str(used + _LITTLE_REDIS))
-            return ""
-        if os.geteuid():
-            return _NO_ROOT
-        _small_disk(self._world)
-        return ""
+    def fill(self) -> None:
+        """Leaves room for less than what is to be stored."""
+        if self.redis is None:
+            _small_disk(self._world)
+        else:
+            [used] = re.findall(rb"used_memory:(\d+)", self.redis.command("INFO", "memory"))
+            self.redis.command("CONFIG", "SET", "maxmemory", str(int(used) + _LITTLE_REDIS))
 
     def _objects(self) -> list[tuple[str, int]]:
         assert self.bucket is not None
@@ -120,11 +115,6 @@ class Variant(System):
 class Nothing(Variant):
     name = "no cache"
     keeps = False
-
-    def fill(self) -> str:
-        return "n/a"
-
-    flip = kill_index = fill
 
 
 class Local(Nothing):
@@ -149,6 +139,7 @@ class Bucket(Folder):
     name = "kvstore, S3"
     what = "payloads in S3, index in Redis"
     uses_redis = uses_s3 = True
+    cannot: ClassVar[Mapping[str, str]] = {}
 
     def _store(self) -> dict[str, Any]:
         assert self.bucket is not None and self.redis is not None
@@ -178,10 +169,8 @@ def flipped(data: bytes) -> bytes:
     return bytes(changed)
 
 
-def flip_memory(pid: int) -> str:
+def flip_memory(pid: int) -> None:
     """Does the same to what is in use of a process' mappings that are as large as a pool."""
-    if os.geteuid():
-        return _NO_ROOT
     maps = Path(f"/proc/{pid}/maps").read_text()
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         for words in re.findall(r"^(\w+)-(\w+) rw", maps, re.MULTILINE):
@@ -191,4 +180,3 @@ def flip_memory(pid: int) -> str:
                 if any(part := memory.read(min(1 << 20, end - place))):
                     memory.seek(place)
                     memory.write(flipped(part))
-    return ""
