@@ -69,7 +69,10 @@ def numbers(rows: Sequence[dict[str, Any]], phase: str, what: str) -> list[float
 
 def table(report: dict[str, Any]) -> str:
     """As Markdown: what requests take, and what becomes of them under faults."""
-    cold = median(numbers(report["variants"]["no cache"]["rounds"], "cold", "ttft_s"))
+    nothing = report["variants"]["no cache"]["rounds"]
+    computing = [
+        median(numbers([row], "cold", "ttft_s") + numbers([row], "warm", "ttft_s")) for row in nothing
+    ]
     head = ["", "cold, ms", "warm", "to computing", "after a restart", "to computing"]
     head += ["look-up, ms", "CPU, ms", "of servers", "network, MB", "stored, MB"]
     lines = [_row(head), _row(["---"] * len(head))]
@@ -78,7 +81,7 @@ def table(report: dict[str, Any]) -> str:
             why = one["skipped"].replace("|", "/")
             lines.append(_row([name, f"not run: {why}", *[""] * (len(head) - 2)]))
             continue
-        lines.append(_row([name, *_numbers(one["rounds"], cold, loads=name != "no cache")]))
+        lines.append(_row([name, *_numbers(one["rounds"], computing, loads=name != "no cache")]))
     lines += ["", _row(["", *report["faults"]]), _row(["---"] * (1 + len(report["faults"])))]
     for name, one in report["variants"].items():
         if one.get("faults") and name not in _WITHOUT:
@@ -89,15 +92,17 @@ def table(report: dict[str, Any]) -> str:
 _WITHOUT: Final = ("no cache", "vLLM's prefix cache")
 
 
-def _numbers(rows: Sequence[dict[str, Any]], cold: float, *, loads: bool) -> list[str]:
+def _numbers(rows: Sequence[dict[str, Any]], computing: Sequence[float], *, loads: bool) -> list[str]:
     def cell(phase: str, what: str, scale: float, digits: int = 0) -> str:
         found = numbers(rows, phase, what)
         return f"{median(found) * scale:.{digits}f}" if found else ""
 
     words = [cell("cold", "ttft_s", 1e3)]
     for phase in PHASES[1:]:
-        found = numbers(rows, phase, "ttft_s")
-        words += [cell(phase, "ttft_s", 1e3), f"{median(found) / cold:.2f}" if found else ""]
+        # Of each round by itself: a machine may be busier in one than in the next.
+        found = [numbers([row], phase, "ttft_s") for row in rows]
+        ratios = [median(one) / cold for one, cold in zip(found, computing, strict=False) if one]
+        words += [cell(phase, "ttft_s", 1e3), f"{median(ratios):.2f}" if ratios else ""]
     # A load is that after a restart, where there is one: what was warm may not have left the process.
     phase = "restart" if numbers(rows, "restart", "ttft_s") else "warm"
     words.append(cell(phase, "lookup_s", 1e3, 1) if loads else "")
