@@ -55,6 +55,7 @@ def _report(warm: dict[str, Any]) -> dict[str, Any]:
     return {
         "versions": {"kvstore": "0.1.0", "lmcache": "0.5.6"},
         "machine": {"cpu": "2 x a processor", "load": "0.1 0.1 0.1"},
+        "load after": "1.0 1.0 0.5",
         "tokens": 4096,
         "prompts": 3,
         "rounds": 1,

@@ -136,6 +136,7 @@ def run(plan: Plan, kinds: list[type[Variant]], faults: list[str], say: Callable
     return {
         "versions": {name: said for name, said in shown.items() if said != "not installed"},
         "machine": circumstances,
+        "load after": machine(Path("/tmp"))["load"],
         "minutes": round((time.monotonic() - began) / 60, 1),
         **asdict(plan),
         "faults": faults,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from tests.benchmarks.peers.variants import Variant, flip_memory, flipped
+from tests.benchmarks.peers.variants import Variant, flip_memory, flipped, leave
 from tests.faults.peer_systems import LMCache, System
 from tests.servers.redis import RedisServer
 
@@ -69,9 +69,9 @@ class Resp(Native):
     def kill_index(self) -> None:
         Variant.kill_index(self)
 
-    def fill(self) -> None:
+    def fill(self, nbytes: int) -> None:
         assert self.redis is not None
-        self.redis.command("CONFIG", "SET", "maxmemory", "24mb")
+        leave(self.redis, nbytes)
 
 
 class S3(Native):

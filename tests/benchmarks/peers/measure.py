@@ -22,6 +22,8 @@ from tests.servers.s3.servers import S3Server
 #: Longest time for one request, and for one variant in one round.
 HANG_S, DEADLINE_S = 60.0, 400
 OUTPUT = 8
+#: KV of one token of the model.
+TOKEN_BYTES = 4096
 _LOOKUPS = "__import__('tests.benchmarks.peers.lookups', fromlist=['x'])"
 
 
@@ -195,21 +197,21 @@ def suffer(kind: type[Variant], fault: str, plan: Plan, s3: S3Server | None, ref
         return kind.cannot[fault]
     with opened(kind, s3) as variant:
         if fault == "full":
-            variant.fill()
+            variant.fill(plan.tokens * plan.prompts * TOKEN_BYTES // 2)
         try:
             engine = variant.start(**plan.arguments)
             for one in prompts:
                 if not _outcome(engine, one, reference, 0.0).right:
                     return "request failed while storing"
                 quiet(engine, variant, False)
-            if fault == "flipped bytes":
-                variant.stop()
-                variant.flip()
-                engine = variant.start(**plan.arguments)
-            else:
-                _forget(engine, variant)
             if fault == "index killed":
+                _forget(engine, variant)
                 variant.kill_index()
+            else:
+                variant.stop()
+                if fault == "flipped bytes":
+                    variant.flip()
+                engine = variant.start(**plan.arguments)
             cold_s = median(reference.cold_s)
             outcomes += [_outcome(engine, one, reference, cold_s) for one in prompts]
         except EngineDied as exc:

@@ -137,8 +137,8 @@ def text(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     said = [
         f"Prompts of {report['tokens']} tokens, {report['prompts']} in each of {report['rounds']} rounds; "
-        f"{report['machine']['cpu']}, load {report['machine']['load']} when it began; "
-        f"{report['minutes']:.0f} minutes. {versions}.",
+        f"{report['machine']['cpu']}, load {report['machine']['load']} when it began and "
+        f"{report['load after']} when it ended, {report['minutes']:.0f} minutes later. {versions}.",
         "\n".join(f"- {name}: {one['what']}." for name, one in report["variants"].items()),
         table(report),
         "\n".join(f"- {one}" for one in remarks(report))

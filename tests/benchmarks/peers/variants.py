@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.faults.peer_faults import World, _small_disk
+from tests.faults.peer_faults import World, run
 from tests.faults.peer_systems import VLLM, KVStore, System
 from tests.servers.redis import RedisServer
 from tests.servers.s3.servers import S3Server
@@ -98,13 +98,13 @@ class Variant(System):
         assert self.redis is not None
         self.redis.kill()
 
-    def fill(self) -> None:
-        """Leaves room for less than what is to be stored."""
+    def fill(self, nbytes: int) -> None:
+        """Leaves room for so much of what is to be stored; in an index in Redis, for next to nothing."""
         if self.redis is None:
-            _small_disk(self._world)
+            run("mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", self.folder)
+            self._world.clear.append(lambda: run("umount", "--lazy", self.folder))
         else:
-            [used] = re.findall(rb"used_memory:(\d+)", self.redis.command("INFO", "memory"))
-            self.redis.command("CONFIG", "SET", "maxmemory", str(int(used) + _LITTLE_REDIS))
+            leave(self.redis, _LITTLE_REDIS)
 
     def _objects(self) -> list[tuple[str, int]]:
         assert self.bucket is not None
@@ -167,6 +167,12 @@ def flipped(data: bytes) -> bytes:
     pages = slice(min(2048, len(data) // 2) | 3, None, 4096)
     changed[pages] = bytes(byte ^ 0xFF for byte in changed[pages])
     return bytes(changed)
+
+
+def leave(redis: RedisServer, nbytes: int) -> None:
+    """Lets it take so much more, and refuse what comes then."""
+    [used] = re.findall(rb"used_memory:(\d+)", redis.command("INFO", "memory"))
+    redis.command("CONFIG", "SET", "maxmemory", str(int(used) + nbytes))
 
 
 def flip_memory(pid: int) -> None:
