@@ -197,7 +197,7 @@ def suffer(kind: type[Variant], fault: str, plan: Plan, s3: S3Server | None, ref
         return kind.cannot[fault]
     with opened(kind, s3) as variant:
         if fault == "full":
-            variant.fill(plan.tokens * plan.prompts * TOKEN_BYTES // 2)
+            variant.fill(plan.tokens * plan.prompts * TOKEN_BYTES * 3 // 4)
         try:
             engine = variant.start(**plan.arguments)
             for one in prompts:
