@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from tests.servers.s3.bucket import S3Bucket
 from tests.servers.s3.servers import S3Server
 from tests.store.world import put_faults
 from tests.waiting import PATIENCE_S
+
+ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.servers
 
@@ -251,7 +254,9 @@ def test_the_command_follows_until_it_is_stopped(regions: Regions, following: su
         last = FollowReport.model_validate_json(following.stdout.readline())
     with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE_S) as answer:
         text = answer.read().decode()
-    assert "kvstore_follow_listed_segments_total 1.0" in text and "kvstore_follow_behind_seconds" in text
+    assert "kvstore_follow_listed_segments_total 1.0" in text
+    told = set(re.findall(r"kvstore_follow_\w+", (ROOT / "docs" / "regions.md").read_text()))
+    assert {name for name in told if not re.search(rf"^{name} ", text, re.MULTILINE)} == set()
     with urllib.request.urlopen(f"{url}/healthz", timeout=PATIENCE_S) as answer:
         assert answer.status == 200
     following.send_signal(signal.SIGTERM)
