@@ -1,17 +1,24 @@
-"""Commands that run until they are stopped: where they listen, when they end, where their warnings go."""
+"""Commands that run until they are stopped: where they listen, what they read, when they end, where their
+warnings go."""
 
 from __future__ import annotations
 
 import logging
+import queue
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import typer
 
 from kvstore.cli.tables import plain
+
+#: Most bytes of a line; of a longer one each piece counts as a line.
+_LONGEST = 1 << 20
 
 
 def place(listen: str, port: int) -> tuple[str, int]:
@@ -46,7 +53,34 @@ def until_told() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class _Lines(logging.Handler):
+class Lines:
+    """The lines of a file or a pipe, read on a thread of its own as they come, no more than are taken."""
+
+    def __init__(self, file: Path, most: int = 1000) -> None:
+        """`file` is - for stdin. Raises typer.BadParameter if it can't be read."""
+        try:
+            self._file = sys.stdin.buffer if str(file) == "-" else file.open("rb")
+        except OSError as exc:
+            raise typer.BadParameter(f"{file} can't be read: {exc.strerror}") from None
+        self._most = most
+        self._lines: queue.Queue[str] = queue.Queue(most)
+        threading.Thread(target=self._read, name="lines", daemon=True).start()
+
+    def _read(self) -> None:
+        while line := self._file.readline(_LONGEST):
+            self._lines.put(line.decode(errors="replace"))
+
+    def take(self, wait_s: float) -> list[str]:
+        """Returns the lines that are there, waiting up to so many seconds for the first one."""
+        found: list[str] = []
+        with suppress(queue.Empty):
+            found.append(self._lines.get(timeout=wait_s))
+            while len(found) < self._most:
+                found.append(self._lines.get_nowait())
+        return found
+
+
+class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Says it as `say` does."""
         typer.echo(f"cache-admin: {record.levelname.lower()}: {plain(self.format(record))}", err=True)
@@ -55,7 +89,7 @@ class _Lines(logging.Handler):
 @contextmanager
 def logged() -> Iterator[None]:
     """Brings the store's warnings to stderr, as long as this runs."""
-    handler = _Lines(logging.INFO)
+    handler = _Warnings(logging.INFO)
     log = logging.getLogger("kvstore")
     log.addHandler(handler)
     try:
