@@ -90,13 +90,13 @@ class Plan:
     stalled: Network = Network(40)
     networks: Sequence[Network] = (
         *(Network(mb_s) for mb_s in (2, 5, 10, 20, 40, 100, _FAST)),
-        *(Network(_FAST, ms) for ms in (100, 300, 1000, 2000, 3000)),
+        *(Network(_FAST, ms) for ms in (100, 300, 1000, 1500, 3000)),
     )
     changes: Sequence[tuple[Network, Network]] = (
         (Network(100), Network(5)),
         (Network(5), Network(100)),
-        (Network(_FAST), Network(_FAST, 2000)),
-        (Network(_FAST, 2000), Network(_FAST)),
+        (Network(_FAST), Network(_FAST, 1500)),
+        (Network(_FAST, 1500), Network(_FAST)),
     )
 
 
