@@ -110,7 +110,7 @@ def advise(
         prompts=tuple(_prompts(worth)),
         reads=tuple(question.reads),
         redis=_redis(worth, replayed),
-        settings="" if verdict == "no" else _settings(question, best, objective),
+        settings="" if verdict == "no" else settings_to_paste(question, best, objective),
         caveats=tuple(_caveats(worth, question)),
     )
 
@@ -303,8 +303,9 @@ def _redis(worth: Worth, replayed: Replayed) -> RedisSize:
     )
 
 
-def _settings(question: Question, best: CapacityAdvice, objective: str | None) -> str:
-    """Returns the settings to paste, which are valid."""
+def settings_to_paste(question: Question, best: CapacityAdvice, objective: str | None = None) -> str:
+    """Returns the settings for a capacity, as YAML, which are valid. `objective` is `kv.objective`, None for
+    the default."""
     tree: dict[str, object] = {
         "index": question.index,
         "payloads": question.payloads,

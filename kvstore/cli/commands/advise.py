@@ -31,7 +31,7 @@ _COLUMNS = 100
 #: A report of bench is some KB.
 _MOST_REPORT = 16 << 20
 #: List prices of S3 Standard in us-east-1, and a GPU hour of nobody in particular (docs/production.md).
-_ASSUMED = {
+ASSUMED = {
     "gpu_hour": 3.0,
     "gb_month": 0.023,
     "put_1000": 0.005,
@@ -140,7 +140,7 @@ def _advise(
         "download_gb": download_gb,
     }
     known = {name: value for name, value in given.items() if value is not None}
-    prices = PriceList(**(_ASSUMED | known), assumed=tuple(sorted(_ASSUMED.keys() - known)))
+    prices = PriceList(**(ASSUMED | known), assumed=tuple(sorted(ASSUMED.keys() - known)))
     index, payloads = _pasted(call.sources.index or _INDEX, call.sources.payloads or _PAYLOADS)
     question = advise.Question(
         settings=replace(call.sources, index="memory://advice", payloads="memory://advice").settings(),
