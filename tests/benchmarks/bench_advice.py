@@ -2,18 +2,19 @@
 
     python -m tests.benchmarks.bench_advice TRACE... [--index sqlite,redis] [--also 3,6] [--json FILE]
 
-TRACE is a recording or a trace of Mooncake's form, such as the two that docs/advise.md names. For each, `advise`
-is asked, and the real store is opened with the settings that it pastes: the index with its scripts or its SQL, claims, commits,
-eviction in rounds, admission, segments encoded and headers parsed and verified, reads cut into ranges. It runs on the trace's
-clock: a request matches and loads, and what it lacks is saved once an engine could have computed it, so that one that comes before
-that finds nothing. Then hits are counted, and the bill is made of the GETs and PUTs that reached the payloads.
+TRACE is a recording or a trace of Mooncake's form, such as the two that docs/advise.md names. For each,
+`advise` is asked, and the real store is opened with the settings that it pastes: the index with its scripts
+or its SQL, claims, commits, eviction in rounds, admission, segments encoded and headers parsed and verified,
+reads cut into ranges. It runs on the trace's clock: a request matches and loads, and what it lacks is saved
+once an engine could have computed it, so that one that comes before that finds nothing. Then hits are
+counted, and the bill is made of the GETs and PUTs that reached the payloads.
 
-Two things are not as in production. All blocks have the same bytes, which are neither kept nor checksummed (the other bytes
-of a segment are): there are terabytes of them. And a round of eviction is not followed by a rest, which goes by
-the machine's clock and would last for minutes of the trace.
+Two things are not as in production. All blocks have the same bytes, which are neither kept nor checksummed
+(the other bytes of a segment are): there are terabytes of them. And a round of eviction is not followed by a
+rest, which goes by the machine's clock and would last for minutes of the trace.
 
-`--also` runs capacities of the report's table too, by their number from 1: the recommended one often has room for nearly all.
-"""
+`--also` runs capacities of the report's table too, by their number from 1: the recommended one often has room
+for nearly all."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ from math import inf
 from pathlib import Path
 from unittest.mock import patch
 
-import yaml
 import xxhash
+import yaml
 
 from kvstore.admin.advise.advise import Question, advise, settings_to_paste
 from kvstore.admin.advise.reports import AdviceReport, CapacityAdvice, PriceList
-from kvstore.admin.advise.worth import GB, MONTH_S, Given, Worth
+from kvstore.admin.advise.worth import GB, Given, Worth
 from kvstore.admin.progress import Silent
 from kvstore.admin.simulate.traces import Assumed, Request, Trace, read_traces
 from kvstore.cli.commands.advise import ASSUMED
@@ -50,7 +51,6 @@ from kvstore.metrics import Counters
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.payloads.ranged import RangedPayloads
 from kvstore.rules.segments import segment_blocks
-from kvstore.rules.units import size
 from kvstore.store import rounds
 from kvstore.store.backends import Backends
 from kvstore.store.space import Space
@@ -272,8 +272,8 @@ def _line(row: Row) -> str:
         f"{row.trace[:26]:26} {row.index:7} {settings['capacity_bytes']:>8}{star} {saves:10} "
         f"{row.foretold['hit_ratio']:6.2%} {row.came['hit_ratio']:6.2%} {row.off['hit_ratio']:+6.2f} "
         f"{row.foretold['saved']:9,.0f} {row.came['saved']:9,.0f} {row.off['saved']:+6.1%} "
-        f"{row.foretold['costs']:7,.0f} {row.came['costs']:7,.0f} {row.off['costs']:+6.1%} {row.off['net']:+6.1%} "
-        f"{row.evicted_segments:9,} {row.seconds:5.0f}s"
+        f"{row.foretold['costs']:7,.0f} {row.came['costs']:7,.0f} {row.off['costs']:+6.1%} "
+        f"{row.off['net']:+6.1%} {row.evicted_segments:9,} {row.seconds:5.0f}s"
     )
 
 
