@@ -84,6 +84,8 @@ class Demand:
     asked: int
     served: int
     distinct: int
+    #: How much of it something is known of, in seconds: back to the first bucket with a request.
+    seconds: float = 0.0
 
     @property
     def hit_ratio(self) -> float:
@@ -119,13 +121,15 @@ def demands(found: Mapping[tuple[int, int], Bucket], now_s: float) -> tuple[Dema
     """Returns what the buckets that are there say of each window that ends now, the shortest first."""
     lines = []
     for window, length in WINDOWS.items():
-        own = [found[one] for one in _of(window, length, now_s) if one in found]
+        there = [one for one in _of(window, length, now_s) if one in found]
+        own = [found[one] for one in there]
         lines.append(
             Demand(
                 window,
                 sum(max(0, one.asked) for one in own),
                 max(0, sum(one.served for one in own)),
                 round(estimate(one.registers for one in own)),
+                max((now_s - number * length for _, number in there), default=0.0),
             )
         )
     return tuple(lines)
@@ -133,11 +137,19 @@ def demands(found: Mapping[tuple[int, int], Bucket], now_s: float) -> tuple[Dema
 
 def together(each: Iterable[Sequence[Demand]]) -> tuple[Demand, ...]:
     """Returns the demand for namespaces together, which have no block in common."""
-    sums = {window: [0, 0, 0] for window in WINDOWS}
+    found: dict[int, list[Demand]] = {window: [] for window in WINDOWS}
     for one in (one for some in each for one in some):
-        for at, amount in enumerate((one.asked, one.served, one.distinct)):
-            sums[one.window_s][at] += amount
-    return tuple(Demand(window, *amounts) for window, amounts in sums.items())
+        found[one.window_s].append(one)
+    return tuple(
+        Demand(
+            window,
+            sum(one.asked for one in own),
+            sum(one.served for one in own),
+            sum(one.distinct for one in own),
+            max((one.seconds for one in own), default=0.0),
+        )
+        for window, own in found.items()
+    )
 
 
 def merged(registers: bytes, raised: bytes) -> bytes:

@@ -85,11 +85,13 @@ def test_windows_are_unions_of_their_buckets() -> None:
     assert hour.ceiling_ratio == pytest.approx(0.5, abs=0.04)
     assert day.ceiling_ratio == pytest.approx(1 / 6, abs=0.06)
     assert demands(found, NOW_S + 2 * 86400)[2] == Demand(86400, 0, 0, 0)
+    assert 0 < quarter.seconds <= 300 and 3000 < hour.seconds <= 3300 and 20 * 3600 < day.seconds <= 21 * 3600
     # What is kept lasts for as long as any window needs it.
     for length, number in in_windows(NOW_S):
         assert number * length + kept_s(length) > NOW_S
     both = together([(quarter, hour, day), (quarter, hour, day)])
     assert [one.asked for one in both] == [2000, 4000, 12000]
+    assert both[1].seconds == hour.seconds
     assert both[1].ceiling_ratio == pytest.approx(hour.ceiling_ratio)
 
 

@@ -19,6 +19,7 @@ from kvstore.admin.advise.reports import (
     RedisSize,
     Verdict,
 )
+from kvstore.admin.advise.since import since
 from kvstore.admin.advise.worth import Given, Replayed, Worth
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.simulate.optimum import optimum
@@ -59,10 +60,18 @@ class Question:
 
 
 def advise(
-    paths: Sequence[Path], assumed: Assumed, question: Question, progress: ProgressListener
+    paths: Sequence[Path],
+    assumed: Assumed,
+    question: Question,
+    progress: ProgressListener,
+    *,
+    since_s: float | None = None,
 ) -> AdviceReport:
-    """Reads recordings and weighs what a store would bring. Raises ConfigError if a file is no recording."""
+    """Reads recordings, from `since_s` on if that is given, and weighs what a store would bring. Raises
+    ConfigError if a file is no recording, or nothing was recorded since then."""
     trace = read_traces(paths, assumed, progress)
+    if since_s is not None:
+        trace = since(trace, since_s)
     worth = Worth(trace, question.settings, question.given)
     capacities = sweep(trace.distinct_bytes, question.points)
     replays = {False: list[Replayed](), True: list[Replayed]()}

@@ -268,6 +268,7 @@ class JournalConformance(Maintained):
         index.tell(name, [outcome("match", 500, 0, "absent")])
         quarter, hour, day = catalogue.demand(name, now_s)
         assert quarter == replace(hour, window_s=900)
+        assert 0 < hour.seconds <= 300 and 7200 < day.seconds <= 7200 + 3600
         assert (hour.asked, hour.served, day.asked, day.served) == (4150, 4140, 6150, 4140)
         assert hour.distinct == day.distinct == pytest.approx(2000, rel=0.065)
         assert hour.ceiling_ratio == pytest.approx(1 - 2000 / 4150, abs=0.04)
