@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from pathlib import Path
 from unittest.mock import patch
@@ -46,7 +47,7 @@ from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import MISSING_DIGESTS, Outcome
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import block_key, digests
+from kvstore.keys import SegmentId, block_key, digests
 from kvstore.metrics import Counters
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.payloads.ranged import RangedPayloads
@@ -139,6 +140,7 @@ class Run:
         self.computing: list[tuple[float, int, int, int]] = []
         self.hits = [0] * len(trace.requests)
         self.held: list[int] = []
+        self._segments = count()
 
     def _open(self, number: int) -> tuple[Space, GroupSpec, memoryview, int]:
         about = self.trace.spaces[number]
@@ -194,7 +196,9 @@ class Run:
             own = hashes(request.chain)
             for at in range(begin, upto, cut):
                 piece = own[at : min(at + cut, upto)]
-                space.save([Slot(block_key(one), zeros, "BF16", group.shape) for one in piece], depth=at)
+                slots = [Slot(block_key(one), zeros, "BF16", group.shape) for one in piece]
+                # Ids that rise: what is equal in all else goes in the order in which it was saved.
+                space.save(slots, depth=at, segment=SegmentId(next(self._segments).to_bytes(8, "big")))
             if number % 100 == 0:
                 self.held.append(sum(one.usage.nbytes for one in self.store.maintenance.accounts()))
 

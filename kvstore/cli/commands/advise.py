@@ -143,7 +143,8 @@ def _advise(
     settings.
 
     With --since and no recording: what the store of the settings has been worth, and whether its capacity is
-    right, from what its index knows, and from recordings of its engines where they are on this machine."""
+    right, from what its index knows, and from recordings of its engines where they are on this machine.
+    """
     if not recordings and since is None:
         raise typer.BadParameter(
             "name a recording, or with --since ask the live store", param_hint="RECORDING"
