@@ -205,7 +205,7 @@ def _tau(x: float) -> float:
             return z / 3
 
 
-class Asked:
+class OwnDemand:
     """The registers of one process and namespace, of the five minutes under way. Safe for threads."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from kvstore.errors import (
     UnreadablePayload,
 )
 from kvstore.format.segment import Slot
-from kvstore.index.demand import Asked
+from kvstore.index.demand import OwnDemand
 from kvstore.index.port import CommitState, Outcome, Run
 from kvstore.index.sessions import USE, Hint, HintEffect
 from kvstore.keys import (
@@ -83,7 +83,7 @@ class Space:
         self.namespace = namespace
         self.id = namespace_id(namespace)
         self._expected_blocks = expected_blocks
-        self._asked = Asked()
+        self._asked = OwnDemand()
         self._sessions = SpaceSessions(backends, namespace, self.registered)
         self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
         #: HintEffect by whoever loads, of all that keeps promised blocks from being loaded.

@@ -12,9 +12,9 @@ from kvstore.index.demand import (
     RAISED_BYTES,
     REGISTERS,
     WINDOWS,
-    Asked,
     Bucket,
     Demand,
+    OwnDemand,
     Raised,
     buckets,
     demands,
@@ -36,25 +36,25 @@ def some(count: int, seed: int) -> bytes:
 @pytest.mark.parametrize("count", [0, 1, 10, 500, 4096, 20_000, 400_000])
 def test_the_estimate_is_within_four_standard_errors(count: int) -> None:
     for seed in range(3):
-        registers = merged(b"", Asked().add(some(count, seed), NOW_S).registers)
+        registers = merged(b"", OwnDemand().add(some(count, seed), NOW_S).registers)
         assert estimate([registers]) == pytest.approx(count, rel=4 * 0.0163, abs=0.5)
 
 
 def test_what_two_engines_tell_in_any_order_is_the_union() -> None:
     one, other, both = some(3000, 1), some(3000, 2), some(2000, 3)
-    a, b = Asked(), Asked()
+    a, b = OwnDemand(), OwnDemand()
     told = [a.add(one, NOW_S), b.add(both, NOW_S), a.add(both, NOW_S), b.add(other, NOW_S)]
     for order in (told, told[::-1]):
         registers = b""
         for raised in order:
             raised.check()
             registers = merged(registers, raised.registers)
-        assert registers == merged(b"", Asked().add(one + other + both, NOW_S).registers)
+        assert registers == merged(b"", OwnDemand().add(one + other + both, NOW_S).registers)
     assert estimate([registers]) == pytest.approx(8000, rel=0.065)
 
 
 def test_what_was_asked_for_before_is_not_told_again() -> None:
-    asked = Asked()
+    asked = OwnDemand()
     first = asked.add(some(5000, 1), NOW_S)
     assert 0 < len(first.registers) <= REGISTERS * RAISED_BYTES
     assert asked.add(some(5000, 1), NOW_S + 1) == Raised(NOW_S + 1)
@@ -69,7 +69,7 @@ def test_windows_are_unions_of_their_buckets() -> None:
     found: dict[tuple[int, int], Bucket] = {}
 
     def told(at_s: float, digests: bytes, served: int) -> None:
-        raised = Asked().add(digests, at_s)
+        raised = OwnDemand().add(digests, at_s)
         for name in buckets(at_s):
             old = found.get(name, Bucket(0, 0, b""))
             asked = old.asked + len(digests) // 16
@@ -104,7 +104,7 @@ def test_what_cannot_be_is_refused(raised: Raised) -> None:
 
 
 def test_what_makes_no_sense_counts_for_nothing() -> None:
-    good = Asked().add(some(100, 1), NOW_S).registers
+    good = OwnDemand().add(some(100, 1), NOW_S).registers
     assert merged(b"short", good) == merged(b"", good)
     # A number that no register has, and a rank that no digest has.
     assert merged(b"", b"\xff\xff\x01" + b"\x00\x00\xff") == bytes(REGISTERS)

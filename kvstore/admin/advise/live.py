@@ -25,14 +25,15 @@ from pydantic import ValidationError
 
 from kvstore import __version__
 from kvstore.admin.advise.advise import Question, advise, rounded
-from kvstore.admin.advise.live_reports import (
+from kvstore.admin.advise.reports import (
+    AdviceReport,
     LiveAdviceReport,
     LiveCapacity,
     LiveNamespace,
     LivePeriod,
     MissedFor,
+    Verdict,
 )
-from kvstore.admin.advise.reports import AdviceReport, Verdict
 from kvstore.admin.advise.worth import GB, MONTH_S, Given
 from kvstore.admin.backends import Cache
 from kvstore.admin.described import described

@@ -91,7 +91,7 @@ class StatusReport(StrictModel):
     quotas: tuple[QuotaLine, ...]
     tenants: tuple[TenantStatus, ...]
     namespaces: tuple[NamespaceStatus, ...]
-    #: Of the fifty largest namespaces; empty if the index can't be asked.
+    #: What is asked of the fifty largest namespaces; empty if the index can't be asked.
     demand: tuple[WindowDemand, ...] = ()
 
 

@@ -22,7 +22,6 @@ from kvstore.cli import progress
 from kvstore.cli.call import Call, say
 from kvstore.cli.options import byte_count, moment_of
 from kvstore.cli.text import advise as advise_text
-from kvstore.cli.text import advise_live as live_text
 from kvstore.cli.verbs import verb
 from kvstore.rules.text import readable
 from schemas.base import explain
@@ -191,8 +190,8 @@ def _advise_live(
         question = replace(question, settings=settings, index=index, payloads=payloads)
         report = live.live(cache, from_s, question, shows, now_s)
     if html is not None:
-        _write(html, live_text.page(report))
-    call.print(report, lambda report: live_text.live(report, _columns()))
+        _write(html, advise_text.live_page(report))
+    call.print(report, lambda report: advise_text.live(report, _columns()))
 
 
 def _pasted(index: str, payloads: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from kvstore.conformance.index.chains import (
     record,
 )
 from kvstore.conformance.index.maintained import DELETE_AFTER_S, Maintained, evict
-from kvstore.index.demand import Asked, Raised, estimate, merged
+from kvstore.index.demand import OwnDemand, Raised, estimate, merged
 from kvstore.index.eviction import GHOST_LEAST, ghost_bytes
 from kvstore.index.maintenance import Event, Ghosts
 from kvstore.index.port import DETAIL_CHARS, MISSING_DIGESTS, REQUEST_CHARS, EngineIndex, Outcome
@@ -253,7 +253,7 @@ class JournalConformance(Maintained):
         self, index: EngineIndex, catalogue: Any, name: NamespaceId
     ) -> None:
         now_s, blocks = CREATED_S + 100.0, chain(2000)
-        engines = Asked(), Asked()
+        engines = OwnDemand(), OwnDemand()
         index.tell(name, [outcome("match", 2000, 0, "absent")], engines[0].add(blocks, now_s - 7200))
         for engine in engines:
             told = [
@@ -282,13 +282,13 @@ class JournalConformance(Maintained):
         digests = [chain(700, seed=str(number)) for number in range(8)]
 
         def work(number: int) -> None:
-            engine = Asked()
+            engine = OwnDemand()
             for some in (*digests[:number], digests[number]):
                 index.tell(name, [outcome("match", 700, 700, "")], engine.add(some, at_s))
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(8)))
-        every = merged(b"", Asked().add(b"".join(digests), at_s).registers)
+        every = merged(b"", OwnDemand().add(b"".join(digests), at_s).registers)
         assert catalogue.demand(name, at_s)[0].distinct == round(estimate([every]))
 
     def test_registers_that_cannot_be_are_refused(self, index: EngineIndex, name: NamespaceId) -> None:

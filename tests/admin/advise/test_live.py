@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstore.admin.advise.live_reports import LiveAdviceReport
-from kvstore.admin.advise.reports import AdviceReport
+from kvstore.admin.advise.reports import AdviceReport, LiveAdviceReport
 from kvstore.build import open_store
 from kvstore.format.segment import Slot
 from kvstore.index.port import MISSING_DIGESTS, Outcome

@@ -18,7 +18,7 @@ from kvstore.conformance.index.chains import CREATED_S, chain, namespace, part_o
 from kvstore.errors import (
     NamespaceUnknown,
 )
-from kvstore.index.demand import Asked
+from kvstore.index.demand import OwnDemand
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState, Index, Outcome
@@ -117,7 +117,7 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
     use(index, name, chain(5), at_s=CREATED_S, sketch_bytes=1024)
     use(index, name, chain(4, seed="n", after=chain(2)), at_s=CREATED_S, sketch_bytes=1024)
     told = [Outcome(CREATED_S + 0.25, "r\udc80", "match", 9, 8, "absent", 8, chain(1, seed="g"))]
-    index.tell(name, told, Asked().add(chain(9), CREATED_S))
+    index.tell(name, told, OwnDemand().add(chain(9), CREATED_S))
     index.tell(name, [Outcome(CREATED_S + 0.5, "s", "load", 2, 1, "corrupt", 1, chain(1, seed="d"))])
     index.sweep(name, 1)
     index.set_quota("store", 10**12)

@@ -22,7 +22,7 @@ from kvstore.build import load_settings, open_store
 from kvstore.conformance.index.chains import record
 from kvstore.conformance.index.sessions import ALL, later
 from kvstore.errors import KVStoreError
-from kvstore.index.demand import Asked
+from kvstore.index.demand import OwnDemand
 from kvstore.index.port import Outcome
 from kvstore.janitor.janitor import Janitor
 from kvstore.keys import NO_SALT, NO_SESSION, digests, new_segment_id, salt_id, session_id
@@ -263,7 +263,7 @@ class World:
         gone = next(one for one in range(4) if not match(space, self.chain(number, one)).blocks)
         missing = digests(self.chain(number, gone))
         told = [Outcome(now, "r", "match", BLOCKS, 0, "absent", 0, missing)]
-        index.tell(space.id, told, Asked().add(missing, now))
+        index.tell(space.id, told, OwnDemand().add(missing, now))
         index.tell(space.id, [Outcome(now, "r", "load", BLOCKS, 0, "corrupt", 0, missing)])
         index.note(space.id, missing, now_s=now, window_s=3600.0, sketch_bytes=4096)
         index.claim(space.id, digests(chain(9100 + number)), new_segment_id(), 600.0)
