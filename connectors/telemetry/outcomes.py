@@ -62,6 +62,7 @@ class _Noted:
     position: int
     missing: Missing
     detail: str
+    wanted: Missing
 
     def outcome(self) -> Outcome:
         return Outcome(
@@ -104,8 +105,10 @@ class Outcomes:
         position: int = 0,
         missing: Missing = nothing_missing,
         detail: str = "",
+        wanted: Missing = nothing_missing,
     ) -> None:
-        """Queue an outcome; the arguments are those of kvstore.index.port.Outcome.
+        """Queue an outcome; the arguments are those of kvstore.index.port.Outcome. `wanted` returns the
+        packed digests of all that a match asked for.
 
         Nothing is queued if nothing was asked for, and `reason` is left out if all was served."""
         if asked <= 0:
@@ -115,7 +118,19 @@ class Outcomes:
             return
         reason = reason if served < asked else ""
         self._waiting.append(
-            _Noted(space, self._store.clock(), request, op, asked, served, reason, position, missing, detail)
+            _Noted(
+                space,
+                self._store.clock(),
+                request,
+                op,
+                asked,
+                served,
+                reason,
+                position,
+                missing,
+                detail,
+                wanted,
+            )
         )
 
     def tick(self, *, idle: bool = False) -> None:
@@ -165,7 +180,7 @@ class Outcomes:
         if not self._answers(noted):
             kept = noted[: max(0, MOST - len(self._waiting))]
             self._waiting.extendleft(reversed(kept))
-        elif space.tell([one.outcome() for one in noted]):
+        elif space.tell([one.outcome() for one in noted], b"".join(one.wanted() for one in noted)):
             self._doubtful = False
             return True
         if lost := len(noted) - len(kept):

@@ -313,7 +313,7 @@ def test_every_key_of_redis() -> None:
     found = {line.split("  ")[0] for line in golden.splitlines() if line.startswith("kvs:")}
     described = [re.escape(code(row[0])[0]) for row in rows("### Keys")]
     patterns = {re.sub(r"<[a-z]+>", "[^:]+", one).replace("ns\\}", "[A-Z]+\\}") for one in described}
-    patterns = {one.replace("use:[^:]+", "use:.+") for one in patterns}
+    patterns = {re.sub(r"(use|asked):\[\^:\]\+", r"\1:.+", one) for one in patterns}
     for key in found:
         assert sum(re.fullmatch(one, key) is not None for one in patterns) == 1, key
     for one in patterns:

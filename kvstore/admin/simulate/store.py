@@ -56,6 +56,10 @@ class Rules:
     header_bytes: Callable[[int], int] = header_bytes
     #: The share of the capacity that sessions may retain.
     retained_share: float = 0.0
+    #: How many bytes one GET brings, and the largest gap that it reads through (`s3.range_bytes`,
+    #: `s3.gap_bytes`).
+    range_bytes: int = 8 << 20
+    gap_bytes: int = 1 << 20
 
 
 def noted(trace: Trace, window_s: float) -> list[int]:
@@ -147,6 +151,9 @@ class StoreReplay:
         self._rank = {number: rank for rank, (_, number) in enumerate(ids)}
         self.used_bytes = 0
         self.stored_bytes = 0
+        #: Requests of an object store: a PUT for each part of a segment, GETs by what of it is loaded.
+        self.puts = 0
+        self.gets = 0
         self.evictions = 0
         self.evicted_bytes = 0
 
@@ -181,7 +188,9 @@ class StoreReplay:
         """Serves a request whose first `worth` blocks are worth saving; returns how many blocks it found."""
         chain, now_s = request.chain, request.at_s
         self._expire(now_s)
-        segments, hits = self._match(chain, 0, len(chain))
+        segments, ends = self._match(chain, 0, len(chain))
+        hits = ends[-1] if ends else 0
+        self._count_gets(request, segments, ends)
         known = self._sessions.setdefault((request.space, session), _Session()) if session != NONE else None
         self._use(segments, known, session, now_s, request.space)
         if known is not None:
@@ -269,14 +278,29 @@ class StoreReplay:
             if segment.living and segment.until_s == until_s:
                 self._release(segment, space)
 
-    def _match(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[_Segment], int]:
-        """Returns the segments that serve a piece of a chain, and where the blocks end that they serve.
+    def _count_gets(self, request: Request, segments: Sequence[_Segment], ends: Sequence[int]) -> None:
+        """Counts the GETs that loads take, of what the engine has not itself (kvstore.store.reading,
+        kvstore.payloads.ranged)."""
+        space, rules, local = self._trace.spaces[request.space], self._rules, request.local or 0
+        first = 0
+        for segment, end in zip(segments, ends, strict=True):
+            begin, first = max(first, local), end
+            if begin >= end:
+                continue
+            gap = (begin - segment.begin) * space.block_bytes // space.parts
+            nbytes = (end - begin) * space.block_bytes // space.parts
+            through = gap <= rules.gap_bytes
+            nbytes += gap + rules.header_bytes(segment.end - segment.begin) if through else 0
+            self.gets += space.parts * (max(1, round(nbytes / rules.range_bytes)) + (not through))
+
+    def _match(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[_Segment], list[int]]:
+        """Returns the segments that serve a piece of a chain, and where the blocks end that each serves.
 
         Each block is found by its own entry. The index's walk over entries finds no more: that would take an
         entry whose segment was evicted while an older one with the same block lives, and the older one is
         never used without the newer one, so it is evicted first.
         """
-        entries, found, at = self._entries, [], begin
+        entries, found, ends, at = self._entries, list[_Segment](), list[int](), begin
         while at < end:
             segment = entries[chain[at]]
             if segment is None or not segment.living:
@@ -293,10 +317,11 @@ class StoreReplay:
                     else:
                         high = middle
                 at = high
-        return found, at
+            ends.append(at)
+        return found, ends
 
     def _save(self, request: Request, begin: int, end: int, known: _Session | None, session: int) -> None:
-        begin = self._match(request.chain, begin, end)[1]
+        begin = max(self._match(request.chain, begin, end)[1], default=begin)
         if begin == end:
             return
         slots, space = end - begin, self._trace.spaces[request.space]
@@ -317,6 +342,7 @@ class StoreReplay:
             self._retain([segment], session, until_s, request.space)
         self.used_bytes += nbytes
         self.stored_bytes += nbytes
+        self.puts += space.parts
         if self.used_bytes > self._high:
             self._evict()
 

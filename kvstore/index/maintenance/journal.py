@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from kvstore.index.demand import Demand
 from kvstore.index.port import Outcome, OutcomeSink
 from kvstore.keys import NO_SESSION, Digest, NamespaceId, SegmentId, SessionId
 from schemas.records import EvictionRule
@@ -99,6 +100,11 @@ class Journal(OutcomeSink):
         of save outcomes; `miss:<reason>`, in blocks of match and load outcomes (asked = served + all of
         them); `unsaved:<reason>`, in blocks; and `evicted`, the bytes that quotas evicted. Names that were
         never counted, or counted nothing, are absent."""
+
+    @abstractmethod
+    def demand(self, namespace: NamespaceId, now_s: float) -> tuple[Demand, ...]:
+        """Returns what was asked for in the windows of kvstore.index.demand that end at `now_s` (unix time,
+        by the engines' clocks), the shortest first. Of an unknown namespace nothing was."""
 
     @abstractmethod
     def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:

@@ -26,6 +26,7 @@ from kvstore.index.contract import (
     count_digests,
     minute,
 )
+from kvstore.index.demand import Raised
 from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import Claim, CommitState, Outcome, Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
@@ -268,7 +269,9 @@ class SqliteIndex(SqliteSalts, SqliteJournal, FullIndex):
             place = place_of(db, namespace)
             return 0 if place is None else sqlite_uses.bits(db, place.key, window)
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
+        if raised is not None:
+            raised.check()
         for outcome in outcomes:
             count_digests(outcome.missing)
         if not outcomes:
@@ -276,7 +279,7 @@ class SqliteIndex(SqliteSalts, SqliteJournal, FullIndex):
         with self._database.writing("tell") as db:
             place = place_of(db, namespace)
             if place is not None:
-                self._writing.told(db, place, outcomes)
+                self._writing.told(db, place, outcomes, raised)
 
     def _oldest(self, db: sqlite3.Connection, namespace: NamespaceId) -> float:
         """Returns the unix second up to which what was created is too old to serve anybody."""

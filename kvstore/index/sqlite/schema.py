@@ -24,6 +24,7 @@
     fates        of some events, by their number: see Event
     operations   ring of what operators did in the whole store
     totals, credits             counters of outcomes; blocks by ghost step
+    asked        what was asked for lately, by buckets of time: `bucket` is the time over `length`, in seconds
 
 In every table but segments and parts `namespace` is namespaces.key.
 """
@@ -174,9 +175,16 @@ CREATE TABLE fates (
     PRIMARY KEY (namespace, number)) WITHOUT ROWID;
 """
 
+# What is asked for, by buckets of time (kvstore.index.demand).
+_SCHEMA_8 = """
+CREATE TABLE asked (
+    namespace INTEGER NOT NULL, length INTEGER NOT NULL, bucket INTEGER NOT NULL, asked INTEGER NOT NULL,
+    served INTEGER NOT NULL, registers BLOB NOT NULL, PRIMARY KEY (namespace, length, bucket)) WITHOUT ROWID;
+"""
+
 #: What each version added to the one before. The first process of this release that opens an older file
 #: brings it up to date; releases older than a file refuse it.
-SCHEMAS = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7)
+SCHEMAS = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7, _SCHEMA_8)
 #: Raised with every change of the schema (golden test: tests/index/sqlite/test_index.py).
 SCHEMA_VERSION = len(SCHEMAS)
 
