@@ -152,6 +152,14 @@ def together(each: Iterable[Sequence[Demand]]) -> tuple[Demand, ...]:
     )
 
 
+def united(each: Sequence[Bucket]) -> Bucket:
+    """Returns what several buckets of one time count together, which may have blocks in common."""
+    union = np.zeros(REGISTERS, dtype=np.uint8)
+    for one in each:
+        np.maximum(union, _sound(one.registers), out=union)
+    return Bucket(sum(one.asked for one in each), sum(one.served for one in each), union.tobytes())
+
+
 def merged(registers: bytes, raised: bytes) -> bytes:
     """Returns registers with what was raised; those that make no sense count as empty."""
     now = _sound(registers).copy()

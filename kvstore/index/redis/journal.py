@@ -20,7 +20,7 @@ from kvstore.index.contract import (
     remembered,
     totals,
 )
-from kvstore.index.demand import Bucket, Demand, Raised, buckets, demands, in_windows, kept_s
+from kvstore.index.demand import Bucket, Raised, buckets, in_windows, kept_s
 from kvstore.index.eviction import ghost_bytes
 from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations
 from kvstore.index.port import Outcome
@@ -177,12 +177,12 @@ class RedisJournal(RedisPart, Journal, Operations):
         return seen | ({"evicted": evicted} if evicted else {})
 
     @understood
-    def demand(self, namespace: NamespaceId, now_s: float) -> tuple[Demand, ...]:
+    def asked(self, namespace: NamespaceId, now_s: float) -> dict[tuple[int, int], Bucket]:
         names = in_windows(now_s)
         kept = [key(namespace, f"asked:{length}:{bucket}") for length, bucket in names]
         answers = self._client.many([("HMGET", one, "asked", "served", "registers") for one in kept])
         found = {name: _bucket(answer) for name, answer in zip(names, answers, strict=True)}
-        return demands({name: one for name, one in found.items() if one is not None}, now_s)
+        return {name: one for name, one in found.items() if one is not None}
 
     @understood
     def record_operation(self, verb: str, what: str) -> None:

@@ -26,7 +26,7 @@ from kvstore.index.contract import (
     remembered,
     totals,
 )
-from kvstore.index.demand import Bucket, Demand, Raised, buckets, demands, kept_s, merged
+from kvstore.index.demand import Bucket, Raised, buckets, kept_s, merged
 from kvstore.index.eviction import ghost_bytes, ghost_step
 from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations, Usage
 from kvstore.index.port import Outcome
@@ -103,14 +103,14 @@ class SqliteJournal(SqlitePart, Journal, Operations):
             ).fetchall()
         return [Operation(*row) for row in rows]
 
-    def demand(self, namespace: NamespaceId, now_s: float) -> tuple[Demand, ...]:
+    def asked(self, namespace: NamespaceId, now_s: float) -> dict[tuple[int, int], Bucket]:
         with self._database.reading("demand") as db:
             rows = db.execute(
                 "SELECT length, bucket, asked, served, registers FROM asked "
                 "WHERE namespace = (SELECT key FROM namespaces WHERE id = ?)",
                 (namespace,),
             ).fetchall()
-        return demands({(length, bucket): Bucket(*counts) for length, bucket, *counts in rows}, now_s)
+        return {(length, bucket): Bucket(*counts) for length, bucket, *counts in rows}
 
     def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:
         with self._database.reading("ghosts") as db:
