@@ -4,12 +4,14 @@ warnings go."""
 from __future__ import annotations
 
 import logging
-import queue
+import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -17,8 +19,8 @@ import typer
 
 from kvstore.cli.tables import plain
 
-#: Most bytes of a line; of a longer one each piece counts as a line.
-_LONGEST = 1 << 20
+#: Bytes of a line from which on it counts as one although it has no end, and bytes read at a time.
+_LONGEST, _READ_BYTES = 1 << 20, 1 << 16
 
 
 def place(listen: str, port: int) -> tuple[str, int]:
@@ -53,31 +55,32 @@ def until_told() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class Lines:
-    """The lines of a file or a pipe, read on a thread of its own as they come, no more than are taken."""
+class PipedLines:
+    """The lines of a file or a pipe as they come; no more are read than are taken."""
 
-    def __init__(self, file: Path, most: int = 1000) -> None:
+    def __init__(self, file: Path) -> None:
         """`file` is - for stdin. Raises typer.BadParameter if it can't be read."""
         try:
-            self._file = sys.stdin.buffer if str(file) == "-" else file.open("rb")
+            self._file = sys.stdin.fileno() if str(file) == "-" else os.open(file, os.O_RDONLY)
         except OSError as exc:
             raise typer.BadParameter(f"{file} can't be read: {exc.strerror}") from None
-        self._most = most
-        self._lines: queue.Queue[str] = queue.Queue(most)
-        threading.Thread(target=self._read, name="lines", daemon=True).start()
-
-    def _read(self) -> None:
-        while line := self._file.readline(_LONGEST):
-            self._lines.put(line.decode(errors="replace"))
+        self._rest = b""
+        self._ended = False
 
     def take(self, wait_s: float) -> list[str]:
-        """Returns the lines that are there, waiting up to so many seconds for the first one."""
-        found: list[str] = []
-        with suppress(queue.Empty):
-            found.append(self._lines.get(timeout=wait_s))
-            while len(found) < self._most:
-                found.append(self._lines.get_nowait())
-        return found
+        """Returns the lines that are there, waiting up to so many seconds for one. After the end it waits."""
+        if self._ended:
+            time.sleep(wait_s)
+            return []
+        if not select.select([self._file], [], [], wait_s)[0]:
+            return []
+        read = os.read(self._file, _READ_BYTES)
+        self._ended = not read
+        *lines, self._rest = (self._rest + read).split(b"\n")
+        # A line without an end counts as one when it is long, or the last one.
+        if self._ended or len(self._rest) > _LONGEST:
+            lines, self._rest = [*lines, self._rest], b""
+        return [line.decode(errors="replace") for line in lines if line]
 
 
 class _Warnings(logging.Handler):

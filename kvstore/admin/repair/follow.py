@@ -41,7 +41,7 @@ _TURN_S = 900.0
 _FEW = 16
 
 
-class Follower:
+class PayloadFollower:
     """Follows the payloads of a store. For one thread; any may read `last`."""
 
     def __init__(

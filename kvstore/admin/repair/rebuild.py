@@ -127,9 +127,9 @@ class Rebuild:
     problem: str = ""
     spaces: dict[NamespaceId, _Space] = field(default_factory=dict)
     left: LeftOut = field(default_factory=LeftOut)
-    #: Of what was committed: when the youngest was made, unix seconds, and the longest time from when one was
-    #: made to when its last payload came to this store.
+    #: Unix seconds at which the youngest segment was made that was committed; 0: none was.
     newest_s: float = 0.0
+    #: Longest time from when one of them was made to when its last payload came to this store, in seconds.
     longest_way_s: float = 0.0
     _patience: Patience = field(default_factory=Patience)
     _forbidden: dict[NamespaceId, Mapping[SaltId, float]] = field(default_factory=dict)

@@ -11,14 +11,14 @@ import typer
 
 from kvstore.admin.repair import fsck, gc, rebuild
 from kvstore.admin.repair.check import Depth
-from kvstore.admin.repair.follow import Follower, metrics_of
+from kvstore.admin.repair.follow import PayloadFollower, metrics_of
 from kvstore.admin.repair.reports import FsckReport, GcReport, RebuildReport
 from kvstore.admin.serve.exposed import exposed
 from kvstore.cli import progress
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ENDS, ExitCode, of_report
 from kvstore.cli.options import Apply, Namespaces, formerly, seconds_of
-from kvstore.cli.running import Lines, logged, place, until_told
+from kvstore.cli.running import PipedLines, logged, place, until_told
 from kvstore.cli.text import repair as repair_text
 from kvstore.cli.verbs import verb
 from kvstore.rules.lateness import SETTLED_S
@@ -185,14 +185,14 @@ def _follow(
     call: Call, namespaces: list[str], jobs: int, every: float, notices: Path | None, listen: str | None
 ) -> None:
     with call.cache() as cache, logged(), until_told() as stop, ExitStack() as open_:
-        follower = Follower(cache, namespaces, jobs=jobs)
+        follower = PayloadFollower(cache, namespaces, jobs=jobs)
         if listen is not None:
             server = exposed(
                 *place(listen, _PORT), lambda: metrics_of(follower.last), lambda: follower.is_turning(every)
             )
             open_.callback(server.close)
             say(f"metrics at {server.url}")
-        lines = Lines(notices) if notices is not None else None
+        lines = PipedLines(notices) if notices is not None else None
         while not stop.is_set():
             call.line(follower.turn(), repair_text.follow)
             end = time.monotonic() + every

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.admin.repair.follow import Follower, payloads_named
+from kvstore.admin.repair.follow import PayloadFollower, payloads_named
 from kvstore.admin.repair.reports import FollowReport
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.keys import NamespaceId, SegmentId
@@ -82,7 +82,7 @@ def test_a_copy_that_is_cut_and_goes_on_is_served_as_far_as_it_has_come(regions:
     here.fill(rng)
     total = len(regions.buckets[0].keys())
     with there.cache() as cache:
-        follower = Follower(cache)
+        follower = PayloadFollower(cache)
         assert follower.turn().listed.segments == 0
         # The copier comes as far as it comes, several times, between two ranks of a segment or not.
         for _ in range(3):
@@ -105,7 +105,7 @@ def test_what_is_deleted_there_is_named_no_longer(regions: Regions) -> None:
     here.fill(random.Random(5))
     regions.copy(random.Random(5))
     with there.cache() as cache:
-        follower = Follower(cache)
+        follower = PayloadFollower(cache)
         follower.turn()
         lost = here.written[::5]
         # Of one only a rank's payload: it is gone as a whole.
@@ -128,7 +128,7 @@ def test_a_bucket_that_looks_empty_takes_nothing_out_of_the_index(regions: Regio
         here.write(TWO_RANKS, chain(number, 3), 0)
     regions.copy(random.Random(1))
     with there.cache() as cache:
-        follower = Follower(cache)
+        follower = PayloadFollower(cache)
         follower.turn()
         regions.delete(regions.buckets[1].keys())
         report = follower.turn()
@@ -141,7 +141,7 @@ def test_a_turn_that_fails_is_told_and_the_next_one_goes_on(regions: Regions) ->
     regions.copy(random.Random(2))
     now = float(CREATED_S)
     with regions.there.cache() as cache:
-        follower = Follower(cache, clock=lambda: now)
+        follower = PayloadFollower(cache, clock=lambda: now)
         assert follower.last.behind_s is None and follower.is_turning(60.0)
         plan = Plan()
         put_faults(cache.payloads, plan)
@@ -164,7 +164,7 @@ def test_how_long_segments_were_on_their_way_is_told(regions: Regions) -> None:
     here.write(TWO_RANKS, chain("old", 3), 0)
     regions.copy(random.Random(1))
     with regions.there.cache() as cache:
-        report = Follower(cache).turn()
+        report = PayloadFollower(cache).turn()
     # They were made long ago, by their headers, and have come now.
     assert report.way_s > 10**7 and report.newest_s is not None and report.newest_s > 10**7
 
@@ -180,7 +180,7 @@ def test_a_notification_brings_a_segment_in_and_out(regions: Regions) -> None:
     one, other = here.written[3], here.written[20]
     root = regions.buckets[1].prefix
     with there.cache() as cache:
-        follower = Follower(cache)
+        follower = PayloadFollower(cache)
         lines = [json.dumps(event(f"{root}/{name}")) for each in (one, other) for name in each.names]
         report = follower.notice([*lines, *lines, "no JSON", json.dumps(event("elsewhere/x"))])
         assert (report.turns, report.notified, report.listed.segments) == (0, 2, 2) and not report.problem
@@ -196,7 +196,7 @@ def test_only_the_namespaces_that_are_asked_for_are_followed(regions: Regions) -
     regions.copy(random.Random(6))
     name = here.written[0].name
     with there.cache() as cache:
-        follower = Follower(cache, [name[:8].upper()])
+        follower = PayloadFollower(cache, [name[:8].upper()])
         follower.turn()
         other = next(one for one in here.written if one.name != name)
         line = json.dumps(event(f"{regions.buckets[1].prefix}/{other.names[0]}"))
