@@ -268,7 +268,10 @@ class Meter:
 
     def begin_probe(self, read: Hashable, nbytes: int, now: float, requests: int = 1) -> None:
         """Records that a read has begun that nobody waits for."""
-        self._probes[read] = _Read(nbytes, requests, now, alone=not self._flying)
+        for other in self._probes.values():
+            # A block beside much more delays that by little, and is delayed.
+            other.alone &= _APART * nbytes <= other.nbytes
+        self._probes[read] = _Read(nbytes, requests, now, alone=not self._flying and not self._probes)
 
     def end_probe(self, read: Hashable, now: float, *, arrived: bool) -> None:
         """Records that a probe has ended; `arrived`: with its bytes."""
@@ -280,7 +283,7 @@ class Meter:
         if not arrived or not (ended.alone or better):
             return
         if better:
-            for before in [one for one in self._probes.values() if one.began is not None]:
+            for before in self._probes.values():
                 before.alone = False
             if self._reads:
                 self._begin_window(now, first=False)
@@ -442,7 +445,7 @@ class Expected:
     def old(self, tier: Tier, now: float, seconds: float) -> bool:
         """Returns whether nothing was begun for so many seconds that has told how fast a tier is, or will.
         Probes that take long follow each other sooner than they end, evenly."""
-        evenly_s = max(seconds, self._speeds[tier].latency_s / _MOST_PROBES)
+        evenly_s = max(seconds, min(self._speeds[tier].latency_s / _MOST_PROBES, _HUNG_S))
         return not self.ahead(tier) and now - self._fresh_at[tier] >= (
             evenly_s if self._asked[tier] < _MOST_PROBES else _HUNG_S
         )

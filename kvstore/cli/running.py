@@ -56,29 +56,30 @@ def until_told() -> Iterator[threading.Event]:
 
 
 class PipedLines:
-    """The lines of a file or a pipe as they come; no more are read than are taken."""
+    """The lines of a file or a pipe as they come, also those that somebody adds later; no more are read than
+    are taken."""
 
     def __init__(self, file: Path) -> None:
         """`file` is - for stdin. Raises typer.BadParameter if it can't be read."""
         try:
-            self._file = sys.stdin.fileno() if str(file) == "-" else os.open(file, os.O_RDONLY)
+            # A pipe that nobody has opened for writing yet is waited for below, not here.
+            self._file = (
+                sys.stdin.fileno() if str(file) == "-" else os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+            )
         except OSError as exc:
             raise typer.BadParameter(f"{file} can't be read: {exc.strerror}") from None
         self._rest = b""
-        self._ended = False
 
     def take(self, wait_s: float) -> list[str]:
-        """Returns the lines that are there, waiting up to so many seconds for one. After the end it waits."""
-        if self._ended:
-            time.sleep(wait_s)
-            return []
+        """Returns the lines that are there, waiting up to so many seconds for one."""
         if not select.select([self._file], [], [], wait_s)[0]:
             return []
         read = os.read(self._file, _READ_BYTES)
-        self._ended = not read
+        if not read:
+            time.sleep(wait_s)
         *lines, self._rest = (self._rest + read).split(b"\n")
-        # A line without an end counts as one when it is long, or the last one.
-        if self._ended or len(self._rest) > _LONGEST:
+        # A line without an end counts as one when it is long, or nothing follows.
+        if not read or len(self._rest) > _LONGEST:
             lines, self._rest = [*lines, self._rest], b""
         return [line.decode(errors="replace") for line in lines if line]
 

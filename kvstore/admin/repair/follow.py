@@ -16,33 +16,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from urllib.parse import unquote_plus
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.counting import AmountSum, paged
-from kvstore.admin.progress import ProgressListener, Silent
-from kvstore.admin.repair.listing import Stock, StoredSegment, look_up, take_stock
+from kvstore.admin.repair.listing import Stock, look_up, take_stock
 from kvstore.admin.repair.rebuild import Rebuild
 from kvstore.admin.repair.reports import FollowReport
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import Listing
 from kvstore.keys import NamespaceId, SegmentId, parse_payload_name
 from kvstore.rules.lateness import is_late
+from kvstore.threads.each import for_each
 from kvstore.verify.payloads import are_there
 from schemas.urls import s3_location
 
-#: Longest time that a turn may take before it is taken to be stuck, in seconds.
-_TURN_S = 900.0
-#: If more segments than this seem gone, and they are most of a namespace, the payloads are likelier to be the
-#: wrong ones.
+#: Longest time without any progress before a follower is taken to be stuck, in seconds.
+_STUCK_S = 900.0
+#: If more segments than this seem gone, and they are most of all, the payloads are likelier to be the wrong
+#: ones.
 _FEW = 16
 
 
 class PayloadFollower:
-    """Follows the payloads of a store. For one thread; any may read `last`."""
+    """Follows the payloads of a store. For one thread; any may read `last` and ask `is_turning`."""
 
     def __init__(
         self,
@@ -50,122 +51,155 @@ class PayloadFollower:
         prefixes: Sequence[str] = (),
         *,
         jobs: int = 8,
-        progress: ProgressListener | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Follows the namespaces whose ids start with one of `prefixes`, or all, also those to come."""
         self._cache = cache
         self._starts = tuple(prefix.lower() for prefix in prefixes)
         self._jobs = jobs
-        self._progress = progress or Silent()
         self._clock = clock
         url = cache.settings.origin
         self._root = s3_location(url).root if url.startswith("s3://") else ""
         self._listed = AmountSum()
         self._turns = self._notified = self._gone = 0
+        self._incomplete = self._left_out = 0
+        self._problem = ""
         self._seen_s: float | None = None
-        self._newest_s = 0.0
-        self.last = self._report(None, "")
+        self._newest_s = self._way_s = 0.0
+        #: When something was done last.
+        self._busy_s = clock()
+        self.last = self._report("")
 
     def is_turning(self, every_s: float) -> bool:
-        """Returns whether something has ended within twice the time between turns, and a quarter of an hour
-        for a turn itself. Any thread may ask."""
-        return self._clock() - self.last.at_s < 2 * every_s + _TURN_S
+        """Returns whether something was done lately; turns begin every so many seconds."""
+        return self._clock() - self._busy_s < every_s + _STUCK_S
 
     def turn(self) -> FollowReport:
         """Looks at all payloads, and returns what became of them. A backend that fails ends the turn; the
         report says so."""
-        began, run, problem = self._clock(), self._rebuild(), ""
+        began, run, self._problem = self._clock(), None, ""
+        self._way_s = 0.0
         try:
+            run = self._rebuild()
             if not self._turns:
                 self._cache.record("rebuild", "follows the payloads")
-            stocks = take_stock(self._cache.payloads, self._progress)
-            problem = self._drop(stocks)
+            stocks = take_stock(self._cache.payloads, self)
+            self._problem = self._drop(stocks)
             run.commit(stocks, [name for name in sorted(stocks) if self._follows(name)])
             self._seen_s = began
         except KVStoreError as exc:
-            problem = str(exc)
+            self._problem = str(exc)
+        if run is not None:
+            self._count(run)
+            self._incomplete = sum(space.incomplete for space in run.spaces.values())
+            self._left_out = run.left.count
         self._turns += 1
-        return self._told(run, problem)
+        return self._told()
 
     def notice(self, lines: Iterable[str]) -> FollowReport:
         """Looks at the payloads that notifications name: S3's event messages, one JSON document a line. What
         is none, or of other objects, is passed over."""
-        run, problem = self._rebuild(), ""
-        named = {name for line in lines for name in payloads_named(line, self._root)}
+        named, run, problem = {name for line in lines for name in payloads_named(line, self._root)}, None, ""
         try:
+            run = self._rebuild()
             for name, segments in _by_namespace(named):
                 if self._follows(name):
                     for page in paged(sorted(segments)):
                         self._look(run, name, page)
         except KVStoreError as exc:
             problem = str(exc)
+        if run is not None:
+            self._count(run)
         self._notified += len(named)
-        return self._told(run, problem)
+        return self._told(problem)
+
+    def begin(self, what: str, total_bytes: int | None = None) -> None:
+        """Is told that a stage of a turn begins (kvstore.admin.progress)."""
+        self._busy_s = self._clock()
+
+    def advance(self, nbytes: int) -> None:
+        """Is told that a stage of a turn goes on."""
+        self._busy_s = self._clock()
 
     def _look(self, run: Rebuild, name: NamespaceId, segments: Sequence[SegmentId]) -> None:
         """Brings the index up with what is stored of these segments."""
-        index, payloads = self._cache.made_index(), self._cache.payloads
         stock = Stock()
         for segment in segments:
-            for rank, nbytes, modified_s in _payloads(look_up(payloads, name, segment)):
-                stock.add(segment, rank, nbytes, modified_s)
+            stored = look_up(self._cache.payloads, name, segment)
+            for rank, nbytes in stored.sizes.items():
+                stock.add(segment, rank, nbytes, stored.modified_s)
         stock.settle()
-        visible = [one for one in index.get(name, segments) if one is not None]
-        self._evict(name, [one.segment for one in visible if not self._is_there(name, one)])
+        self._evict(name, self._not_there(name, segments))
         run.commit({name: stock}, [name])
 
-    def _drop(self, stocks: dict[NamespaceId, Stock]) -> str:
-        """Evicts the segments of which some payload is gone. Returns why it left those of a namespace."""
-        index, problem = self._cache.made_index(), ""
-        nothing = Stock()
+    def _drop(self, stocks: Mapping[NamespaceId, Stock]) -> str:
+        """Evicts the segments of which some payload is gone. Returns why it left them."""
+        index, nothing = self._cache.made_index(), Stock()
         nothing.settle()
+        unlisted: dict[NamespaceId, list[SegmentId]] = {}
+        count = 0
         for name in filter(self._follows, sorted(index.namespaces())):
-            stock, gone, count = stocks.get(name, nothing), [], 0
+            stock = stocks.get(name, nothing)
             for listing in index.segments(name):
                 count += 1
                 sizes = stock.of(listing.segment).sizes
-                unlisted = any(sizes.get(rank) != one.nbytes for rank, one in enumerate(listing.record.parts))
-                # It may have come after the listing.
-                if unlisted and not self._is_there(name, listing):
-                    gone.append(listing.segment)
-            if len(gone) > _FEW and 2 * len(gone) > count:
-                problem = (
-                    f"{len(gone):,} of {count:,} segments of namespace {name} are gone: are these its "
-                    "payloads? They stay in the index; `cache-admin fsck --apply --force` evicts them"
-                )
-            else:
-                self._evict(name, gone)
-        return problem
+                if any(sizes.get(rank) != one.nbytes for rank, one in enumerate(listing.record.parts)):
+                    unlisted.setdefault(name, []).append(listing.segment)
+        gone = sum(map(len, unlisted.values()))
+        if gone > _FEW and 2 * gone > count:
+            return (
+                f"{gone:,} of {count:,} segments were not listed: are these the index's payloads? They stay "
+                "there; `cache-admin fsck --apply --force` evicts them"
+            )
+        for name, segments in unlisted.items():
+            for page in paged(segments):
+                # Some may have come after the listing.
+                self._evict(name, self._not_there(name, page))
+        return ""
 
-    def _is_there(self, name: NamespaceId, listing: Listing) -> bool:
-        """Returns whether a segment's payloads are there now, or on a node that has not uploaded them yet."""
-        return is_late(listing.record, self._cache.settings, self._clock()) or are_there(
-            self._cache.payloads, name, listing.segment, listing.record.parts
-        )
+    def _not_there(self, name: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentId]:
+        """Returns those that the index names and whose payloads are neither there nor on a node that has not
+        uploaded them yet."""
+        missing: list[SegmentId] = []
+
+        def look(one: Listing) -> None:
+            parts, late = one.record.parts, is_late(one.record, self._cache.settings, self._clock())
+            if not late and not are_there(self._cache.payloads, name, one.segment, parts):
+                missing.append(one.segment)
+            self.advance(0)
+
+        listed = [one for one in self._cache.made_index().get(name, segments) if one is not None]
+        for_each(look, listed, self._jobs)
+        return missing
 
     def _evict(self, name: NamespaceId, segments: Sequence[SegmentId]) -> None:
-        after = self._clock() + self._cache.settings.grace_s
-        for page in paged(segments):
-            self._gone += self._cache.made_index().evict(name, page, delete_after_s=after, rule="repair")
+        if segments:
+            after = self._clock() + self._cache.settings.grace_s
+            index = self._cache.made_index()
+            self._gone += index.evict(name, segments, delete_after_s=after, rule="repair")
 
     def _follows(self, name: NamespaceId) -> bool:
         return not self._starts or name.startswith(self._starts)
 
     def _rebuild(self) -> Rebuild:
-        index = self._cache.made_index()
-        return Rebuild(self._cache, index, self._jobs, False, self._progress, self._clock)
+        return Rebuild(self._cache, self._cache.made_index(), self._jobs, False, self, self._clock)
 
-    def _told(self, run: Rebuild, problem: str) -> FollowReport:
+    def _count(self, run: Rebuild) -> None:
+        """Adds what was committed."""
         for space in run.spaces.values():
             self._listed.segments += space.listed.segments
             self._listed.blocks += space.listed.blocks
             self._listed.nbytes += space.listed.nbytes
         self._newest_s = max(self._newest_s, run.newest_s)
-        self.last = self._report(run, problem)
+        if self._turns and run.oldest_s < inf:
+            self._way_s = max(self._way_s, self._clock() - run.oldest_s)
+
+    def _told(self, problem: str = "") -> FollowReport:
+        self._busy_s = self._clock()
+        self.last = self._report(self._problem or problem)
         return self.last
 
-    def _report(self, run: Rebuild | None, problem: str) -> FollowReport:
+    def _report(self, problem: str) -> FollowReport:
         now = self._clock()
         return FollowReport(
             at_s=now,
@@ -173,11 +207,11 @@ class PayloadFollower:
             notified=self._notified,
             listed=self._listed.amount,
             gone=self._gone,
-            incomplete=sum(space.incomplete for space in run.spaces.values()) if run else 0,
-            left_out=run.left.count if run else 0,
+            incomplete=self._incomplete,
+            left_out=self._left_out,
             behind_s=None if self._seen_s is None else now - self._seen_s,
             newest_s=now - self._newest_s if self._newest_s else None,
-            way_s=run.longest_way_s if run else 0.0,
+            way_s=self._way_s,
             problem=problem,
         )
 
@@ -192,7 +226,7 @@ def metrics_of(report: FollowReport) -> Iterator[Metric]:
     for name, (text, seconds) in times.items():
         if seconds is not None:
             yield GaugeMetricFamily(f"kvstore_follow_{name}", text, seconds + now_s - report.at_s)
-    way = "The longest time from a segment's making to its coming here, in the last turn"
+    way = "The longest time from a segment's making to its commit here, lately"
     yield GaugeMetricFamily("kvstore_follow_way_seconds", way, report.way_s)
     waiting = "Segments of which some payload has not come yet"
     yield GaugeMetricFamily("kvstore_follow_incomplete_segments", waiting, report.incomplete)
@@ -215,7 +249,7 @@ def payloads_named(line: str, root: str) -> Iterator[tuple[NamespaceId, SegmentI
     `root`; also of a message that another service has wrapped as text, as SNS and SQS do."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     for inner in ("Body", "Message"):
         if isinstance(message, dict) and isinstance(message.get(inner), str):
@@ -238,8 +272,3 @@ def _by_namespace(
     for name, segment in named:
         found.setdefault(name, set()).add(segment)
     yield from sorted(found.items())
-
-
-def _payloads(stored: StoredSegment) -> Iterator[tuple[int, int, float]]:
-    for rank, nbytes in stored.sizes.items():
-        yield rank, nbytes, stored.modified_s

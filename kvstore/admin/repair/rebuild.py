@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from kvstore.admin.backends import Cache, UnknownName
 from kvstore.admin.counting import AmountSum, LeftOut, paged
@@ -127,10 +128,9 @@ class Rebuild:
     problem: str = ""
     spaces: dict[NamespaceId, _Space] = field(default_factory=dict)
     left: LeftOut = field(default_factory=LeftOut)
-    #: Unix seconds at which the youngest segment was made that was committed; 0: none was.
+    #: Unix seconds at which the youngest and the oldest segment were made that were committed; none: 0, inf.
     newest_s: float = 0.0
-    #: Longest time from when one of them was made to when its last payload came to this store, in seconds.
-    longest_way_s: float = 0.0
+    oldest_s: float = inf
     _patience: Patience = field(default_factory=Patience)
     _forbidden: dict[NamespaceId, Mapping[SaltId, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -148,7 +148,7 @@ class Rebuild:
         texts = self.index.namespaces() if self.index is not None else {}
         self.progress.begin("rebuild", sum(stocks[name].nbytes for name in names))
         for name in names:
-            self.spaces[name] = _Space(described(texts.get(name))[1])
+            self.spaces.setdefault(name, _Space(described(texts.get(name))[1]))
             for_each(partial(self._segment, name), self._unknown(name, stocks[name]), self.jobs)
             del stocks[name]
 
@@ -201,8 +201,7 @@ class Rebuild:
                 if state is CommitState.VISIBLE and not erased:
                     space.listed.add(whole.record.slots, whole.record.nbytes)
                     self.newest_s = max(self.newest_s, whole.record.created_s)
-                    way_s = stored.modified_s - whole.record.created_s
-                    self.longest_way_s = max(self.longest_way_s, way_s)
+                    self.oldest_s = min(self.oldest_s, whole.record.created_s)
                 else:
                     space.refused += 1
                     space.erased += erased

@@ -226,8 +226,9 @@ class FollowReport(StrictModel):
     behind_s: float | None
     #: The age of the youngest segment that was ever committed; None: none was.
     newest_s: float | None
-    #: The longest time from when a segment was made to when its last payload came to this store, of those
-    #: that the last turn committed; 0: it committed none.
+    #: The longest time from when a segment was made to when it was committed here, of those that came since
+    #: the turn before the last one; 0: none did. The first turn finds what is old, and tells none.
     way_s: float
-    #: Why the last turn did not end, or left in the index what may be gone.
+    #: Why the last turn did not end, or left in the index what may be gone; or why the last notifications
+    #: could not be looked at.
     problem: str

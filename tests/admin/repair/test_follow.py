@@ -20,7 +20,7 @@ from kvstore.admin.repair.reports import FollowReport
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.keys import NamespaceId, SegmentId
 from tests.admin.conftest import Admin
-from tests.admin.repair.damage import CREATED_S, TWO_RANKS, RawBucket, RawSqlite, World, chain
+from tests.admin.repair.damage import CREATED_S, KV, TWO_RANKS, RawBucket, RawSqlite, World, chain
 from tests.servers.s3.bucket import S3Bucket
 from tests.servers.s3.servers import S3Server
 from tests.store.world import put_faults
@@ -132,7 +132,9 @@ def test_a_bucket_that_looks_empty_takes_nothing_out_of_the_index(regions: Regio
         follower.turn()
         regions.delete(regions.buckets[1].keys())
         report = follower.turn()
-        assert "20 of 20 segments" in report.problem and "fsck --apply --force" in report.problem
+        assert (
+            "20 of 20 segments were not listed" in report.problem and "fsck --apply --force" in report.problem
+        )
         assert report.gone == 0 and len(named(there)) == 20
 
 
@@ -155,18 +157,51 @@ def test_a_turn_that_fails_is_told_and_the_next_one_goes_on(regions: Regions) ->
         plan.replace(Rule("transient", ("list",)))
         failed = follower.turn()
         assert failed.problem and failed.behind_s == 100
+        assert follower.is_turning(60.0)
         now += 2000
         assert not follower.is_turning(60.0)
+        follower.advance(0)
+        assert follower.is_turning(60.0)
+
+
+def test_a_namespace_that_is_gone_as_a_whole_goes_while_others_stay(regions: Regions) -> None:
+    here, there = regions.here, regions.there
+    here.fill(random.Random(3))
+    for number in range(20):
+        here.write(KV, chain(("kept", number), 2), 0)
+    regions.copy(random.Random(3))
+    with there.cache() as cache:
+        follower = PayloadFollower(cache)
+        follower.turn()
+        regions.delete([name for one in here.written if one.namespace is TWO_RANKS for name in one.names])
+        assert not follower.turn().problem
+    assert named(there) == complete(there) != set()
+
+
+def test_a_message_does_not_hide_what_a_turn_has_found(regions: Regions) -> None:
+    for number in range(20):
+        regions.here.write(TWO_RANKS, chain(number, 3), 0)
+    regions.copy(random.Random(1))
+    with regions.there.cache() as cache:
+        follower = PayloadFollower(cache)
+        follower.turn()
+        regions.delete(regions.buckets[1].keys())
+        problem = follower.turn().problem
+        assert problem and follower.notice(["[" * 100_000, "{}"]).problem == problem
 
 
 def test_how_long_segments_were_on_their_way_is_told(regions: Regions) -> None:
-    here = regions.here
+    here, now = regions.here, CREATED_S + 5000.0
     here.write(TWO_RANKS, chain("old", 3), 0)
     regions.copy(random.Random(1))
     with regions.there.cache() as cache:
-        report = PayloadFollower(cache).turn()
-    # They were made long ago, by their headers, and have come now.
-    assert report.way_s > 10**7 and report.newest_s is not None and report.newest_s > 10**7
+        follower = PayloadFollower(cache, clock=lambda: now)
+        # What the first turn finds was there already.
+        assert (report := follower.turn()).way_s == 0 and report.newest_s == 5000
+        here.write(TWO_RANKS, chain("new", 3), 0, created_s=CREATED_S + 4000)
+        regions.copy(random.Random(1))
+        assert (report := follower.turn()).way_s == 1000 and report.newest_s == 1000
+        assert follower.turn().way_s == 0
 
 
 def event(key: str, what: str = "ObjectCreated:Put") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvstore.admin.repair.rebuild import rebuild
 from kvstore.admin.repair.reports import RebuildReport
 from kvstore.cli import exits
 from kvstore.conformance.faulty import FaultyPayloads, Plan, Rule
+from kvstore.index.contract import saved_minute
 from kvstore.keys import NamespaceId, namespace_id, new_segment_id, payload_name
 from schemas.records import pack_record
 from tests.admin.conftest import Admin
@@ -74,7 +75,9 @@ def test_what_comes_back_is_what_was_there(admin: Admin, world: World) -> None:
     assert known(world) == before
     assert sum(space.listed.segments for space in report.namespaces) == len(world.written)
     assert all(
-        used == CREATED_S // 60 * 60 for _, _, segments, _, _ in before.values() for *_, used, _ in segments
+        used == 60 * saved_minute(CREATED_S)
+        for _, _, segments, _, _ in before.values()
+        for *_, used, _ in segments
     )
     with world.cache() as cache:
         assert fsck(cache, depth=Depth(percent=100.0)).found == 0

@@ -289,6 +289,24 @@ def test_a_probe_beside_a_load_counts_only_if_the_tier_has_become_better() -> No
     assert meter.count == 2 and meter.better and faster.seconds(1 << 20) < before.seconds(1 << 20) / 4
 
 
+def test_probes_beside_each_other_are_not_taken_for_one_that_is_alone() -> None:
+    meter = Meter(FIRST["bucket"], 4)
+    before = probed(meter, 100.0, 0.2, 8 << 20)
+    # A large one and a block beside it: only the large one tells.
+    meter.begin_probe("large", 8 << 20, 110.0)
+    meter.begin_probe("small", 128 << 10, 110.1)
+    meter.end_probe("small", 110.19, arrived=True)
+    assert meter.count == 1
+    meter.end_probe("large", 110.2, arrived=True)
+    assert meter.count == 2 and near(meter.speed(110.2).seconds(8 << 20), before.seconds(8 << 20))
+    # Two of a size share the network: neither does.
+    for name in ("one", "other"):
+        meter.begin_probe(name, 8 << 20, 120.0)
+    for name in ("one", "other"):
+        meter.end_probe(name, 120.4, arrived=True)
+    assert meter.count == 2
+
+
 def test_what_began_before_a_tier_became_better_tells_nothing_of_it() -> None:
     meter = Meter(FIRST["bucket"], 4)
     probed(meter, 100.0, 3.0)
