@@ -243,7 +243,7 @@ def test_a_record_that_is_written_anew_keeps_its_use_and_its_pin(world: World) -
     assert listing is not None
     assert listing.record == one.record
     assert listing.pinned
-    assert listing.last_use_s == used_s // 60 * 60
+    assert listing.last_use_s == used_s // 15 * 15
 
 
 def test_what_a_repair_could_not_finish_is_found_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
