@@ -137,7 +137,7 @@ class Observer:
             position=have + served,
             missing=self._missing(names, group, block),
             detail=_detail(reason, weighed),
-            wanted=lambda: digests(names[have:blocks]),
+            wanted=partial(digests, names[have:blocks]),
         )
 
     def answered(self, request: RequestView, found: Found, pending: PendingMatch, decision: Decision) -> None:

@@ -43,6 +43,7 @@ from kvstore.admin.simulate.traces import Assumed, BadTrace
 from kvstore.admin.simulate.whatif import whatif
 from kvstore.errors import ConfigError
 from kvstore.index.demand import WINDOWS, Demand, together
+from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Account, Event, FullIndex
 from kvstore.rules.units import size
 from schemas.base import redact
@@ -51,8 +52,6 @@ from schemas.settings import Settings
 
 #: Namespaces, the largest, that are looked at: some round trips and up to half a MB each.
 MOST_NAMESPACES = 50
-#: Shares of the present capacity by which it might be larger.
-_MORE = (0.1, 0.25, 0.5, 1.0, 2.0)
 #: What a larger capacity must add to what the store is worth, to be recommended.
 _WORTH_IT = 0.02
 
@@ -105,7 +104,7 @@ def live(
         _look(index, account, texts.get(account.namespace), question.given, since_s, now_s, kept)
         for account in accounts[:MOST_NAMESPACES]
     ]
-    more = whatif(cache, [round(share * cache.settings.capacity_bytes) for share in _MORE])
+    more = whatif(cache, ())
     window = next((one for one in WINDOWS if one >= now_s - since_s), max(WINDOWS))
     periods = tuple(_period(spaces, one, question.given, cache.settings, now_s) for one in WINDOWS)
     period = next(one for one in periods if one.window_s == window)
@@ -114,8 +113,13 @@ def live(
     if best.net_month is None or best.net_month <= _WORTH_IT * abs(period.net_month or 0.0):
         best = capacities[0]
     verdict, because = _verdict(period, best, capacities[0], more)
+    settings, room = "", rounded(best.capacity_bytes)
+    if best is not capacities[0] and Scope.STORE in cache.quotas():
+        words = f"cache-admin quota set store {room} --apply"
+        because.append(f"a quota of the store holds, whatever the settings say: `{words}` raises it")
+    elif best is not capacities[0]:
+        settings = yaml.safe_dump({"capacity_bytes": room})
     recorded = _recorded(cache.settings, since_s, question, progress)
-    grows = best is not capacities[0]
     return LiveAdviceReport(
         version=__version__,
         at_s=now_s,
@@ -132,7 +136,7 @@ def live(
         best=best,
         by_model=tuple(_by_model(spaces, window, period, question.given)),
         missed=tuple(_missed(spaces)),
-        settings=yaml.safe_dump({"capacity_bytes": rounded(best.capacity_bytes)}) if grows else "",
+        settings=settings,
         recorded=recorded,
         basis=tuple(_basis(spaces, since_s, now_s, recorded, cache.settings)),
         caveats=(*_caveats(spaces, len(accounts), period, question.given), *more.caveats),
@@ -181,9 +185,9 @@ def _look(
     )
 
 
-def _months(demand: Demand) -> float:
-    """Returns how many such windows a month has."""
-    return MONTH_S / demand.seconds if demand.seconds else 0.0
+def _months(seconds: float) -> float:
+    """Returns how many times so long a month is: of all namespaces together, or new ones would count more."""
+    return MONTH_S / seconds if seconds else 0.0
 
 
 def _saved(space: _Space, blocks: float, months: float, given: Given) -> float:
@@ -197,7 +201,7 @@ def _period(
     """Returns what a window was worth and has cost, as if a month were like it."""
     demands = [space.of(window) for space in spaces]
     [total] = [one for one in together([[one] for one in demands]) if one.window_s == window]
-    months, prices = _months(total), given.prices
+    months, prices = _months(total.seconds), given.prices
     known = any(space.block_s is not None for space in spaces)
     gpu = saved = gets = download = puts = upload = 0.0
     for space, own in zip(spaces, demands, strict=True):
@@ -249,17 +253,19 @@ def _capacities(
         capacity_bytes=more.capacity_bytes, added_ratio=0.0, hit_ratio=period.hit_ratio,
         saved_month=0.0 if known else None, storage_month=0.0, net_month=0.0 if known else None,
     )  # fmt: skip
+    months = _months(period.seconds)
     by_name = {line.namespace: line for line in more.namespaces}
     for number, gain in enumerate(more.gains):
         blocks = saved = 0.0
         for space in spaces:
-            line, own = by_name[space.account.namespace], space.of(period.window_s)
-            share = line.gains[number].blocks / line.asked_blocks if line.asked_blocks else 0.0
+            # Of one that was erased meanwhile there is no line.
+            line, own = by_name.get(space.account.namespace), space.of(period.window_s)
+            share = line.gains[number].blocks / line.asked_blocks if line and line.asked_blocks else 0.0
             # More than the window's own ceiling leaves is of what was known before it.
             room = max(0, own.asked - own.served)
             added = min(share * own.asked, room)
             blocks += added
-            saved += _saved(space, added, _months(own), given)
+            saved += _saved(space, added, months, given)
         storage = gain.more_bytes / GB * given.prices.gb_month
         ratio = blocks / period.asked_blocks if period.asked_blocks else 0.0
         yield LiveCapacity(
@@ -310,7 +316,7 @@ def _by_model(
     for space in spaces:
         key = (space.model or space.account.namespace, space.account.tenant, space.account.kind)
         groups.setdefault(key, []).append(space)
-    months = MONTH_S / period.seconds if period.seconds else 0.0
+    months = _months(period.seconds)
     lines = []
     for (model, tenant, kind), own in groups.items():
         [total] = [one for one in together([[space.of(window)] for space in own]) if one.window_s == window]

@@ -19,6 +19,7 @@ from kvstore.index.contract import (
     SWEEP_MIN,
     check_segments,
 )
+from kvstore.index.demand import BUCKETS_S, kept_s
 from kvstore.index.maintenance import Entry, Erased, Reconciled, Usage
 from kvstore.index.redis.catalogue import usage_of
 from kvstore.index.redis.client import Script
@@ -217,9 +218,10 @@ class RedisMaintenance(RedisPart):
     @understood
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         state, dropped, looked = 1, 0, 0
+        asked = [word for length in BUCKETS_S for word in (length, kept_s(length))]
         budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
         while state == 1 and dropped < limit and looked < budget:
-            state, some, seen = self._run(_ERASE, namespace, limit - dropped, _SWEEP_SLICE)
+            state, some, seen = self._run(_ERASE, namespace, limit - dropped, _SWEEP_SLICE, *asked)
             dropped += some
             looked += seen
         if _ERASED[state] == "erased":

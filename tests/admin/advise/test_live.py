@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 import yaml
 
 from kvstore.admin.advise.reports import AdviceReport, LiveAdviceReport
+from kvstore.admin.backends import Cache
+from kvstore.admin.simulate.reports import WhatIfReport
+from kvstore.admin.simulate.whatif import whatif
 from kvstore.build import open_store
 from kvstore.format.segment import Slot
+from kvstore.index.demand import OwnDemand
 from kvstore.index.port import MISSING_DIGESTS, Outcome
-from kvstore.keys import block_key, digests
+from kvstore.keys import NamespaceId, block_key, digests
 from schemas.settings import parse_bytes
 from tests.admin.advise.test_cli import record
 from tests.admin.conftest import Admin, Filled
@@ -96,6 +101,59 @@ def test_more_room_is_recommended_where_it_pays(admin: Admin, either: Filled) ->
     # At a hundred thousand dollars a GB and month it isn't.
     dear = live(admin, either, "--gb-month", "100000", **SMALL)
     assert dear.verdict == "no" and dear.settings == "" and dear.best == dear.capacities[0]
+
+
+def asked_of_another(filled: Filled, model: str, ago_s: float) -> NamespaceId:
+    """Registers a namespace of which something was asked for, and nothing is stored."""
+    with closing(open_store(filled.settings)) as store:
+        space = store.open(namespace(model), block_bytes=BLOCK_BYTES)
+        space.register()
+        at_s = time.time() - ago_s
+        outcome = Outcome(at_s, "r", "match", 10, 0, "absent", 0, b"")
+        store.maintenance.tell(space.id, [outcome], OwnDemand().add(digests(hashes(list(range(10)))), at_s))
+        return space.id
+
+
+def test_a_block_of_more_room_is_worth_what_any_is(admin: Admin, either: Filled) -> None:
+    """Also in a namespace that is asked for the first time, of a store that has been for long."""
+    asked_of_another(either, "org/older", 20 * 3600)
+    _, served, _ = serve(either)
+    report = live(admin, either, **SMALL)
+    period, most = report.period, report.capacities[-1]
+    assert period.seconds > 20 * 3600 and most.added_ratio > 0.01
+    each = (period.saved_month or 0.0) / served
+    assert most.saved_month == pytest.approx(each * most.added_ratio * period.asked_blocks)
+
+
+def test_a_quota_is_the_capacity_that_is_weighed_and_changed(admin: Admin, either: Filled) -> None:
+    serve(either)
+    assert admin("quota", "set", "store", CAPACITY, "--apply", *either.options).code == 0
+    report = live(admin, either, KVSTORE_CAPACITY_BYTES="1MiB")
+    now = parse_bytes(CAPACITY)
+    assert [one.capacity_bytes / now for one in report.capacities] == pytest.approx([1, 1.1, 1.25, 1.5, 2, 3])
+    assert report.best.capacity_bytes > now and report.settings == ""
+    [words] = [one for one in report.because if "cache-admin quota set store" in one]
+    assert "--apply" in words
+
+
+def test_namespaces_may_come_and_go_meanwhile(
+    admin: Admin, either: Filled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, _, _ = serve(either)
+    gone = asked_of_another(either, "org/gone", 0)
+
+    def later(cache: Cache, more: Sequence[int]) -> WhatIfReport:
+        with closing(open_store(either.settings)) as store:
+            while (state := store.maintenance.erase(gone, 1000)) == "more":
+                pass
+            assert state == "erased"
+        asked_of_another(either, "org/new", 0)
+        return whatif(cache, more)
+
+    monkeypatch.setattr("kvstore.admin.advise.live.whatif", later)
+    report = live(admin, either, **SMALL)
+    assert report.period.asked_blocks == asked + 10
+    assert report.capacities[-1].added_ratio > 0.01
 
 
 def test_what_nobody_told_is_unknown(admin: Admin, either: Filled) -> None:
