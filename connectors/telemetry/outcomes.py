@@ -62,6 +62,7 @@ class _Noted:
     position: int
     missing: Missing
     detail: str
+    chain: Missing
 
     def outcome(self) -> Outcome:
         return Outcome(
@@ -74,6 +75,7 @@ class _Noted:
             self.position,
             self.missing() if self.reason else b"",
             self.detail if self.reason else "",
+            self.chain() if self.reason else b"",
         )
 
 
@@ -104,6 +106,7 @@ class Outcomes:
         position: int = 0,
         missing: Missing = nothing_missing,
         detail: str = "",
+        chain: Missing = nothing_missing,
     ) -> None:
         """Queue an outcome; the arguments are those of kvstore.index.port.Outcome.
 
@@ -115,7 +118,19 @@ class Outcomes:
             return
         reason = reason if served < asked else ""
         self._waiting.append(
-            _Noted(space, self._store.clock(), request, op, asked, served, reason, position, missing, detail)
+            _Noted(
+                space,
+                self._store.clock(),
+                request,
+                op,
+                asked,
+                served,
+                reason,
+                position,
+                missing,
+                detail,
+                chain,
+            )
         )
 
     def tick(self, *, idle: bool = False) -> None:

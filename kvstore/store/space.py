@@ -31,6 +31,7 @@ from kvstore.keys import (
     SaltId,
     SegmentId,
     SessionId,
+    digest,
     namespace_id,
     new_segment_id,
     payload_name,
@@ -147,8 +148,10 @@ class Space:
         counters.miss(reason, asked - blocks)
         return Match(runs, blocks, "complete" if blocks == asked else reason)
 
-    def find(self, digests: bytes) -> list[Run | None] | None:
+    def find(self, digests: bytes, chain: bytes = b"") -> list[Run | None] | None:
         """Looks up each packed digest by itself: a run of one slot (`start` = its position), None if absent.
+
+        `chain` begins with the first digest of the chain that all are of, if it is known and they are blocks.
 
         Returns None instead of a list, and counts misses, if the index or the payloads don't answer. Never
         raises.
@@ -160,7 +163,7 @@ class Space:
             reason = "breaker_open"
         else:
             try:
-                found = self.backends.index.find(self.id, digests)
+                found = self.backends.index.find(self.id, digests, chain)
                 bad = self._quarantine
                 return [None if run is None or run.segment in bad else run for run in found]
             except KVStoreError as exc:
@@ -404,7 +407,8 @@ class Space:
         counters = self.backends.counters
         try:
             created = int(self.backends.clock()) if created_s is None else created_s
-            part = Part(segment or new_segment_id(), depth, created, rank, ranks, cost_us, salt, session)
+            segment = segment or new_segment_id(digest(slots[0].key))
+            part = Part(segment, depth, created, rank, ranks, cost_us, salt, session)
             self._quarantine.tell(self.id)
             saved = self._writer.save(slots, part, insist=insist)
         except Exception as exc:
@@ -429,7 +433,7 @@ class Space:
         so that they are never visible, and deleted as all that is evicted. Raises KVStoreError.
         """
         index, clock = self.backends.index, self.backends.clock
-        part = Part(new_segment_id(), depth, int(clock()), ranks=2, salt=salt)
+        part = Part(new_segment_id(digest(slots[0].key)), depth, int(clock()), ranks=2, salt=salt)
         state = self._writer.commit(slots, part, self._writer.put(slots, part))
         if state is CommitState.REFUSED:
             # Erased meanwhile, all of its kind.

@@ -43,6 +43,8 @@ class Account:
     problem: str = ""
     #: The time to live that the index holds to there (Ages.age_out); 0: none.
     ttl_s: int = 0
+    #: In how many shards it lies (kvstore.index.sharding).
+    shards: int = 1
 
 
 @dataclass(frozen=True, slots=True)

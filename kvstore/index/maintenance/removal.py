@@ -24,6 +24,8 @@ class Candidate:
     keep_s: float
     #: Last use alone.
     used_s: float
+    #: Of its first block, at most 2**22 - 1.
+    depth: int = 0
 
 
 #: Result of `erase`: all is gone; call again; something is stored there, so nothing more was erased.

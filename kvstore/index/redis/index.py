@@ -105,14 +105,23 @@ from kvstore.index.contract import (
     minute,
 )
 from kvstore.index.eviction import worth
-from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import Claim, CommitState, Run
+from kvstore.index.redis.catalogue import shards_of
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
 from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
 from kvstore.index.redis.salts import RedisSalts
-from kvstore.index.redis.values import JOURNAL, MOST_BITS, NAMESPACES, key, record_of, understood
+from kvstore.index.redis.values import (
+    JOURNAL,
+    MOST_BITS,
+    NAMESPACES,
+    SHARDED_SCHEMA,
+    key,
+    record_of,
+    understood,
+)
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
+from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sketch import Marks, Window
 from kvstore.keys import (
     DIGEST_BYTES,
@@ -149,7 +158,7 @@ _NEWER = 2
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
 
-class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
+class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
     """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
 
     def __init__(
@@ -195,8 +204,21 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
     @understood
     def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
         name = namespace_id(namespace)
+        self._register(name, namespace, expected_blocks, 1)
+        return name
+
+    @understood
+    def lay_out(self, namespace: Namespace, *, expected_blocks: int, shards: int) -> int:
+        return self._register(namespace_id(namespace), namespace, expected_blocks, shards)
+
+    @understood
+    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
+        self._register(name, namespace, expected_blocks, 1)
+
+    def _register(self, name: NamespaceId, namespace: Namespace, expected_blocks: int, shards: int) -> int:
+        """Returns in how many shards it lies."""
         self._client.command("SADD", NAMESPACES, name)
-        begun = self._run(
+        begun: int = self._run(
             _REGISTER,
             name,
             canonical_json(namespace),
@@ -204,6 +226,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
             namespace.tenant,
             bucket_bits(expected_blocks),
             round(self._clock(), 3),
+            shards,
         )
         if begun == _NEWER:
             raise PermissionDenied(
@@ -213,7 +236,16 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
         if begun:
             # An `erase` that came between the two may have removed the id.
             self._client.command("SADD", NAMESPACES, name)
-        return name
+        return max(1, -begun)
+
+    @understood
+    def layout(self, namespace: NamespaceId) -> Layout | None:
+        schema, shards, kind = self._client.command(
+            "HMGET", key(namespace, "meta"), "schema", "shards", "kind"
+        )
+        if schema is None:
+            return None
+        return Layout(shards_of(shards) if int(schema) == SHARDED_SCHEMA else 1, items=kind == b"ec")
 
     @understood
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
@@ -234,7 +266,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
         return runs
 
     @understood
-    def find(self, namespace: NamespaceId, digests: bytes) -> list[Run | None]:
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         count = count_digests(digests)
         entries, segments, values = self._run(_FIND, namespace, digests)
         known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}

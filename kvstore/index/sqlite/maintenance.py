@@ -229,6 +229,11 @@ class SqliteMaintenance(SqliteCatalogue):
             moved += count
         return moved
 
+    def is_in_use(self, name: NamespaceId) -> bool:
+        with self._database.reading("is_in_use") as db:
+            place = place_of(db, name)
+            return place is not None and in_use(db, place, self._clock())
+
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         left = max(1, limit)
         while True:

@@ -22,6 +22,8 @@ SLICE = 64
 
 #: Before a namespace's id: the row of `quotas` that has the time to live to which the index holds there.
 LIVES = "lives/"
+#: The same of the row that says in how many shards it lies; without one, in one.
+SHARDS = "shards/"
 
 record_of = cached(unpack_record)
 
