@@ -24,7 +24,7 @@ class Candidate:
     keep_s: float
     #: Last use alone.
     used_s: float
-    #: Of its first block, at most 2**22 - 1.
+    #: Its depth in its chain, at most 2**22 - 1.
     depth: int = 0
 
 

@@ -333,9 +333,10 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
     if isinstance(known, DamagedIndex):
         return Account(name, "", "", Usage(0, 0, 0), 0, 0, 0.0, "meta: another type of key")
     schema, bits, shards, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
-    if schema is None or (known_schema := read("schema", schema, int, 0)) > SHARDED_SCHEMA:
+    version = 0 if schema is None else read("schema", schema, int, 0)
+    if schema is None or version > SHARDED_SCHEMA or (version == SHARDED_SCHEMA and shards is None):
         return None
-    if known_schema == SHARDED_SCHEMA:
+    if version == SHARDED_SCHEMA:
         read("shards", shards, shards_of, 1)
     else:
         read("bucket_bits", bits, _bits, 0)

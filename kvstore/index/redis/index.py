@@ -51,7 +51,11 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
                                       journal.ghosts of them
     kvs:{ns}:ghost           hash     step (kvstore.index.eviction.ghost_step) -> blocks
 
+    A namespace in several shards (kvstore.index.sharding) has these keys for each of them, under its name in
+    the place of the id. Under the id itself it has a meta without bucket_bits, of schema 3, and erased.
+
     meta's field             what
+    shards                   in how many it lies; only with schema 3
     schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
                              one of a newer schema is left alone
     json, kind, tenant       the namespace's
@@ -245,7 +249,8 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         )
         if schema is None:
             return None
-        return Layout(shards_of(shards) if int(schema) == SHARDED_SCHEMA else 1, items=kind == b"ec")
+        several = schema == b"%d" % SHARDED_SCHEMA and shards is not None
+        return Layout(shards_of(shards) if several else 1, items=kind == b"ec")
 
     @understood
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:

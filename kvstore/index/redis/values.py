@@ -131,7 +131,7 @@ class Use(NamedTuple):
 
     keep_s: float
     used_s: float
-    #: Of the first block of a segment; in a score as well.
+    #: The depth of the segment, which stands in its score as well.
     depth: int = 0
 
     @classmethod

@@ -23,7 +23,7 @@ from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId, tag_of
 
 #: A tag has a byte.
 MOST_SHARDS = 256
-#: Of a Redis Cluster, for ever.
+#: The number of slots of every Redis Cluster.
 SLOTS = 1 << 14
 
 _NAME = re.compile(r"([0-9a-f]{16})(?:\.(\d{1,3})\.(\d{1,3})\.\d{1,9})?")

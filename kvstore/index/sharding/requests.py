@@ -59,7 +59,7 @@ def unguarded(name: NamespaceId, *, may_probe: bool = True) -> AbstractContextMa
     return nullcontext()
 
 
-class Failures:
+class FailedShards:
     """Collects the failures of calls to several shards; the first one is raised at the end."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class ShardedRequests(EngineIndex):
 
     def _each(self, names: Iterable[NamespaceId], call: Callable[[NamespaceId], _T]) -> list[_T]:
         """Calls of each shard. Raises the first failure, after all were called."""
-        failures, answers = Failures(), []
+        failures, answers = FailedShards(), []
         for name in names:
             with failures.passed(), self._guard(name):
                 answers.append(call(name))
@@ -176,7 +176,7 @@ class ShardedRequests(EngineIndex):
             shards, share = shard_names(name, count), -(-expected_blocks // count)
             with self._guard(name):
                 forbidden = self._leaf.forbidden(name)
-            failures, done = Failures(), 0
+            failures, done = FailedShards(), 0
             for one in shards:
                 with failures.passed(), self._guard(one):
                     self._forbid_as_before(one, forbidden)
@@ -228,7 +228,7 @@ class ShardedRequests(EngineIndex):
         """Looks in one shard after the other for what is not found yet. One that fails has nothing, unless
         all do."""
         found: list[Run | None] = [None] * (len(digests) // DIGEST_BYTES)
-        failures, answered = Failures(), False
+        failures, answered = FailedShards(), False
         for name in shards:
             with failures.passed(), self._guard(name):
                 some, answered = self._leaf.find(name, digests), True

@@ -61,15 +61,15 @@ class Sharded(FullIndexConformance):
 class TestEightShardsInSqlite(Sharded):
     @pytest.fixture
     def index(self, request: pytest.FixtureRequest) -> Iterator[ShardedIndex]:
-        self.name = request.node.nodeid
+        self.where = request.node.nodeid
         with self.reopen() as index:
             yield index
 
     def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> ShardLeaf:
-        return SqliteIndex.in_memory(self.name, journal=journal, cost_aware=cost_aware, by=by)
+        return SqliteIndex.in_memory(self.where, journal=journal, cost_aware=cost_aware, by=by)
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        leaf = SqliteIndex.in_memory(self.name)
+        leaf = SqliteIndex.in_memory(self.where)
         with leaf._database.writing("miscount") as db:
             one = shard_names(name, self.shards)[-1]
             db.execute("UPDATE namespaces SET nbytes = nbytes + ? WHERE id = ?", (nbytes, one))

@@ -1,4 +1,4 @@
-"""What several shards are for: load that spreads over slots, and a shard that is down costs its own hits only."""
+"""What several shards are for: load spreads over slots, and one that is down costs its own hits only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.names import SLOTS, base_of, of_chain, place_of, shard_names, slot_of
 from kvstore.index.sharding.requests import LOOK_S, ShardedRequests
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import NO_SALT, NamespaceId, namespace_id, new_segment_id
+from kvstore.keys import NO_SALT, NamespaceId, SegmentId, namespace_id, new_segment_id
 from schemas.settings import BreakerSettings
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import PATIENT
@@ -36,10 +36,10 @@ def test_names_are_pinned() -> None:
     """They stand in Redis. Another spelling would be another place."""
     assert shard_names(ID, 1) == (ID,)
     assert shard_names(ID, 4) == (
-        "0123456789abcdef.4.0.2",
-        "0123456789abcdef.4.1.5",
-        "0123456789abcdef.4.2.0",
-        "0123456789abcdef.4.3.0",
+        "0123456789abcdef.4.0.3",
+        "0123456789abcdef.4.1.1",
+        "0123456789abcdef.4.2.3",
+        "0123456789abcdef.4.3.1",
     )
 
 
@@ -105,7 +105,8 @@ def test_what_nobody_would_find_is_refused(leaf: SqliteIndex) -> None:
         name = index.register(namespace(f"in {shards}"), expected_blocks=100)
         segment = bytearray(new_segment_id(chain(2)))
         segment[-1] ^= 0xFF
-        assert index.commit(name, bytes(segment), chain(2), record(2), rank=0, ranks=1) is state  # type: ignore[arg-type]
+        stray = SegmentId(bytes(segment))
+        assert index.commit(name, stray, chain(2), record(2), rank=0, ranks=1) is state
 
 
 def test_what_is_forbidden_before_is_forbidden_in_each_shard(leaf: SqliteIndex) -> None:
@@ -148,15 +149,9 @@ def test_one_shard_is_todays_schema(redis_url: str, raw: Any) -> None:
     ):
         with index:
             raw.flushall()
+            segment = SegmentId(b"segment" + chain(2)[13:14])
             name = index.register(namespace(), expected_blocks=100)
-            index.commit(
-                name,
-                new_segment_id(chain(2))[:0] + b"segment" + chain(2)[13:14],
-                chain(2),
-                record(2),
-                rank=0,
-                ranks=1,
-            )  # type: ignore[arg-type]
+            index.commit(name, segment, chain(2), record(2), rank=0, ranks=1)
             kept.append({key: raw.dump(key) for key in raw.keys() if b"events" not in key})
     assert kept[0] == kept[1]
 
@@ -204,16 +199,11 @@ def test_a_shard_that_is_down_costs_its_own_hits_only(tmp_path: Path) -> None:
             put(engine, name, one)
             assert served(engine.match(name, one)) == 4
         names = shard_names(name, 8)
-        nodes = {
-            one: leaf._client._current.get_node_from_key(f"{{{one}}}").port
-            for one in (name, "kvs:ns", "kvs:quotas", *names)
-        }
-        assert len(set(nodes[one] for one in names)) == 3
-        down = next(
-            port
-            for port in cluster.ports
-            if port not in [nodes[one] for one in (name, "kvs:ns", "kvs:quotas")]
-        )
+        whole_store = (name, "kvs:ns", "kvs:quotas")
+        find = leaf._client._current.get_node_from_key
+        nodes = {one: find(f"{{{one}}}").port for one in (*whole_store, *names)}
+        assert len({nodes[one] for one in names}) == 3
+        down = next(port for port in cluster.ports if port not in [nodes[one] for one in whole_store])
         lost = [one for one in chains if nodes[of_chain(names, one)] == down]
         left = [one for one in chains if one not in lost]
         assert 0 < len(lost) < 48

@@ -6,10 +6,11 @@
 -- Race closed: replicas that start together may expect different numbers of blocks, or ask for different numbers
 -- of shards. The first one fixes both for as long as the namespace exists; two values would split it in parts
 -- that don't see each other.
-local SCHEMA, SHARDED = '2', '3'
+local SCHEMA = '2'
+local SHARDED = '3'
 local known = redis.call('HMGET', meta, 'schema', 'bucket_bits', 'bits', 'shards')
 local schema, bits, shards = known[1], tonumber(known[2] or nil), tonumber(known[4] or nil)
-local asked = tonumber(ARGV[6])
+local asked = tonumber(ARGV[6] or 1)
 if schema == SHARDED then
   -- A number that can't be is damage: what asks for another is taken for the first registration.
   if not shards or shards < 2 or shards > 256 or shards % 1 > 0 then shards = asked end
