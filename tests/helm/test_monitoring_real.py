@@ -25,7 +25,7 @@ from connectors.kv.metrics import KVStorePromMetrics
 from connectors.tier import metrics as tier_metrics
 from kvstore.build import load_settings, open_index
 from kvstore.index.port import Outcome
-from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sharding.index import ShardedIndex
 from kvstore.keys import NamespaceId
 from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES
 from tests.admin.conftest import Filled, fill
@@ -161,7 +161,7 @@ def serving(folder: Path, redis: RedisServer) -> tuple[Filled, list[str]]:
     return filled, ["--settings", str(folder / "settings.yaml")]
 
 
-def told(index: RedisIndex, filled: Filled) -> None:
+def told(index: ShardedIndex, filled: Filled) -> None:
     """What became of some requests, with each reason and each outcome."""
     for reason in MISS_REASONS:
         index.tell(NamespaceId(filled.kv_id), [Outcome(time.time(), "r", "match", 20, 10, reason, 10, b"")])
@@ -187,7 +187,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         janitors = monitor("ServiceMonitor", "cache-kvstore")["spec"]["endpoints"][0]
         vllm = monitor("PodMonitor", "cache-kvstore-vllm")["spec"]["podMetricsEndpoints"][0]
         index = open_index(load_settings(filled.settings, {}))
-        assert isinstance(index, RedisIndex)
+        assert isinstance(index, ShardedIndex)
         with (
             index,
             ServeProcess(folder / "a", options) as first,
@@ -215,7 +215,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                     one.close()
 
 
-def ready(world: World, index: RedisIndex) -> None:
+def ready(world: World, index: ShardedIndex) -> None:
     """Until everything was scraped, and traffic was seen between two scrapes."""
     ask, serve = world.prometheus.query, world.servers[0]
     serve.until(lambda: [s.value for s in ask("up")] == [1.0] * 5)
