@@ -278,7 +278,7 @@ _METRIC = r"(?:vllm:kvstore_|(?<![\w:/.-])kvstore_)[a-z0-9_]++"
 def metrics() -> set[str]:
     """The names in the tables of metrics, which other tests compare with what is exported."""
     names = set()
-    for page in ("metrics.md", "tier.md", "router-feed.md"):
+    for page in ("metrics.md", "tier.md", "router-feed.md", "regions.md"):
         for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines():
             if line.startswith("|"):
                 names |= set(re.findall(f"`({_METRIC})`", line.split("|")[1]))

@@ -22,6 +22,10 @@ share, and would be taken for one of a long load.
 
 Reads that are still under way are evidence too: at best all of them end now, and if even that is slower
 than predicted, so is the tier.
+
+A probe is read for the sake of measuring, beside all that. It is measured by itself, from its first request
+on. If loads were read meanwhile, it only counts if it was faster than predicted: then the tier has become
+better, and what had begun before tells nothing of it any more.
 """
 
 from __future__ import annotations
@@ -44,8 +48,10 @@ _MUCH: Final = 2
 #: it is on the processor, what a network lets through at once. For a small read that is much.
 _NOISE: Final = 0.1
 _BLUR_S: Final = 0.005
-#: A measurement that is slower than predicted by this factor counts in full.
+#: A measurement that is slower than predicted by this factor counts in full. One that is faster by the second
+#: is of another network than those before it, as that is.
 _SLOWER: Final = 1.5
+_CHANGED: Final = 4
 #: So does one after so many seconds without any.
 _OLD_S: Final = 1.0
 #: Measurements tell latency from bandwidth if one has so many times the bytes of another, by round. The last
@@ -60,6 +66,8 @@ _LEAST: Final = 0.05
 #: A read that is overdue for longer than this has hung: it says how slow the tier is at most, and nothing
 #: later on.
 _HUNG_S: Final = 5.0
+#: Most probes of a tier that are on their way at a time.
+_MOST_PROBES: Final = 2
 #: Largest factor by which one measurement differs from its prediction, for the sake of arithmetic.
 _MOST: Final = 1e4
 
@@ -107,8 +115,10 @@ class Measured:
     speed: Speed
     #: Bytes of all reads that were ever asked for and have ended, whether they brought anything or not.
     done_bytes: int
-    #: How many measurements there were.
+    #: How many measurements there were, and whether the last one was much better than predicted: what it
+    #: says has to be seen again soon, as it counts by half.
     count: int
+    better: bool = False
 
 
 def corrected(
@@ -203,6 +213,8 @@ class _Read:
     nbytes: int
     requests: int
     began: float | None = None
+    #: (a probe) Whether nothing else was read since it began that could have delayed it.
+    alone: bool = True
 
 
 class Meter:
@@ -217,6 +229,8 @@ class Meter:
         self.tells_apart = False
         #: Reads that were asked for and have not ended.
         self._reads: dict[Hashable, _Read] = {}
+        #: Probes that have begun and have not ended.
+        self._probes: dict[Hashable, _Read] = {}
         #: The burst's present window: when it began, bytes that have arrived in it, the latencies of their
         #: reads, and whether it is the first one, which begins with those of a read.
         self._window_at = self._moved_at = 0.0
@@ -231,6 +245,7 @@ class Meter:
         self.left_bytes = 0
         self.done_bytes = 0
         self.count = 0
+        self.better = False
 
     def ask(self, read: Hashable, nbytes: int, now: float, requests: int = 1) -> None:
         """Records that a read of `nbytes` was queued, which is so many requests, one after the other."""
@@ -248,6 +263,28 @@ class Meter:
             self._flying += one.nbytes
             self._under_way += one.requests
             self._deepest = max(self._deepest, one.requests)
+            for probe in self._probes.values():
+                probe.alone = False
+
+    def begin_probe(self, read: Hashable, nbytes: int, now: float, requests: int = 1) -> None:
+        """Records that a read has begun that nobody waits for."""
+        self._probes[read] = _Read(nbytes, requests, now, alone=not self._flying)
+
+    def end_probe(self, read: Hashable, now: float, *, arrived: bool) -> None:
+        """Records that a probe has ended; `arrived`: with its bytes."""
+        ended = self._probes.pop(read)
+        assert ended.began is not None
+        took, settled = max(now - ended.began, 1e-9), self._settled
+        predicted = ended.requests * settled.latency_s + ended.nbytes / settled.bytes_per_s
+        better = _likely(took, predicted) * _SLOWER < predicted
+        if not arrived or not (ended.alone or better):
+            return
+        if better:
+            for before in [one for one in self._probes.values() if one.began is not None]:
+                before.alone = False
+            if self._reads:
+                self._begin_window(now, first=False)
+        self._learn(_Point(ended.nbytes, ended.requests, took, now), predicted)
 
     def end(self, read: Hashable, now: float, *, arrived: bool) -> None:
         """Records that a read has ended; `arrived`: with its bytes. Does nothing if it was given up."""
@@ -262,9 +299,9 @@ class Meter:
         if not self._reads:
             # The rest of a burst is too short to tell anything.
             if self._arrived and (self._first or seconds >= _WINDOW_S / 4):
-                self._learn(seconds, now)
+                self._learn(self._window(seconds, now), self._predicted())
         elif seconds >= _WINDOW_S and self._tells(seconds):
-            self._learn(seconds, now)
+            self._learn(self._window(seconds, now), self._predicted())
             self._begin_window(now, first=False)
 
     def speed(self, now: float) -> Speed:
@@ -321,6 +358,10 @@ class Meter:
             return False
         return not 1 / _SLOWER < seconds / self._predicted() < _SLOWER or seconds > _LONG_S
 
+    def _window(self, seconds: float, now: float) -> _Point:
+        """Returns the present window as a measurement."""
+        return _Point(self._arrived, self._rounds(self._ended), max(seconds, 1e-9), now)
+
     def _predicted(self) -> float:
         settled = self._settled
         return self._rounds(self._ended) * settled.latency_s + self._arrived / settled.bytes_per_s
@@ -334,20 +375,19 @@ class Meter:
             self._under_way -= one.requests
         return one
 
-    def _learn(self, seconds: float, now: float) -> None:
-        predicted, seconds = self._predicted(), max(seconds, 1e-9)
-        likely = _likely(seconds, predicted)
+    def _learn(self, point: _Point, predicted: float) -> None:
+        likely, now = _likely(point.seconds, predicted), point.at
         slower = likely > _SLOWER * predicted
         at_once = slower or now - self._learned_at > _OLD_S
-        point = _Point(self._arrived, self._rounds(self._ended), seconds, now)
-        if slower:
+        if slower or likely * _CHANGED < predicted:
             # What was measured before is of another network.
             self._points.clear()
-        self._points.add(point, _FADES if likely < predicted / _SLOWER else _KEEPS)
+        self.better = likely < predicted / _SLOWER
+        self._points.add(point, _FADES if self.better else _KEEPS)
         fits = self._points.speed()
         self.tells_apart = fits is not None
         self._settled = fits or corrected(
-            self._settled, point.nbytes, seconds, rounds=point.rounds, gain=1.0 if at_once else 0.5
+            self._settled, point.nbytes, point.seconds, rounds=point.rounds, gain=1.0 if at_once else 0.5
         )
         self._learned_at = now
         self.count += 1
@@ -362,6 +402,8 @@ class Expected:
         self._speeds: dict[Tier, Speed] = dict(FIRST)
         self._planned = dict.fromkeys(TIERS, 0)
         self._fresh_at = dict.fromkeys(TIERS, -math.inf)
+        #: Probes that were asked for since the last measurement.
+        self._asked = dict.fromkeys(TIERS, 0)
 
     def take(self, rank: int, measured: Mapping[Tier, Measured], now: float) -> None:
         """Takes a rank's report."""
@@ -370,7 +412,8 @@ class Expected:
             before = reports.get(rank)
             reports[rank] = one
             if before is None or before.count != one.count:
-                self._fresh_at[tier] = now
+                began = max(self._fresh_at[tier], now - one.speed.latency_s)
+                self._fresh_at[tier], self._asked[tier] = -math.inf if one.better else began, 0
             # Reads that hang may tell how slow a tier is before any has ended.
             speeds = [other.speed for other in reports.values() if other.count or other.speed != FIRST[tier]]
             if speeds:
@@ -397,9 +440,16 @@ class Expected:
         return max(0, self._planned[tier] - done)
 
     def old(self, tier: Tier, now: float, seconds: float) -> bool:
-        """Returns whether nothing was measured for so many seconds, and nothing is under way."""
-        return now - self._fresh_at[tier] >= seconds and not self.ahead(tier)
+        """Returns whether nothing was begun for so many seconds that has told how fast a tier is, or will.
+        Probes that take long follow each other sooner than they end, evenly."""
+        evenly_s = max(seconds, self._speeds[tier].latency_s / _MOST_PROBES)
+        return not self.ahead(tier) and now - self._fresh_at[tier] >= (
+            evenly_s if self._asked[tier] < _MOST_PROBES else _HUNG_S
+        )
 
-    def asked(self, tier: Tier, now: float) -> None:
-        """Records that a measurement is on its way."""
-        self._fresh_at[tier] = now
+    def asked(self, tier: Tier, now: float) -> bool:
+        """Records that a probe is on its way. Returns whether there is another one, of which nothing has been
+        heard yet."""
+        beside = self._asked[tier] > 0
+        self._fresh_at[tier], self._asked[tier] = now, self._asked[tier] + 1
+        return beside

@@ -10,12 +10,13 @@ Everything here runs on the scheduler's thread.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from connectors.ec.items import Item
 from connectors.ec.messages import ECStoreWorkerMetadata, StagedItem
 from connectors.ec.metrics import RENAMED
 from connectors.telemetry.metrics import Report, Tally, TierStates, merge
-from connectors.telemetry.outcomes import Outcomes
+from connectors.telemetry.outcomes import Missing, Outcomes, nothing_missing
 from kvstore.keys import ContentKey, digest
 from kvstore.rules.text import readable
 from kvstore.store.space import Space
@@ -131,6 +132,7 @@ class ECObserver:
         self, request_id: str, key: ContentKey | None, op: OutcomeOp, reason: str, *, served: bool
     ) -> None:
         if self._space is not None:
+            name: Missing = nothing_missing if key is None else partial(digest, key)
             self._outcomes.note(
                 self._space,
                 request_id,
@@ -138,7 +140,8 @@ class ECObserver:
                 asked=1,
                 served=int(served),
                 reason=reason,
-                missing=lambda: digest(key) if key is not None else b"",
+                missing=name,
+                wanted=name if op == "match" else nothing_missing,
             )
 
     def _gauges(self) -> dict[str, float]:

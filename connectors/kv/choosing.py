@@ -2,7 +2,8 @@
 
 The reading side of the scheduler half asks once per request; everything here is arithmetic on its thread.
 What is declined because a tier looks slow would never show that the tier is fast again. So while nothing else
-measures it, a few blocks are read beside a request that computes them (a probe), which delays nobody.
+measures it, a few blocks are read beside a request that computes them (a probe), again and again while it
+does, which delays nobody: the next request knows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final
 from connectors.choice.cost import Prefill, TokenCost
 from connectors.choice.decision import WAIT, Decision, Why, choose
 from connectors.choice.speeds import Expected
+from connectors.engine.names import BlockNames
 from connectors.kv.match import Found
 from connectors.kv.messages import GroupLoad, KVStoreWorkerMetadata
 from connectors.kv.requests import KVEngine, Tracked
@@ -60,7 +62,11 @@ class Choosing:
         self._expected = Expected(engine.ranks)
         #: What a load takes between the scheduler's steps, besides its reads, in seconds.
         self._detour_s = 0.0
-        self._probes: list[GroupLoad] = []
+        #: What was declined last: the request's names, what was found of it, the token from which on it was
+        #: declined, and until when computing that should take.
+        self._declined: tuple[BlockNames, Found, int, float] | None = None
+        #: When a step looks next at whether a probe is due.
+        self._look_at = 0.0
         #: Tier -> whether what was read there last for the sake of measuring was a single block.
         self._small: dict[Tier, bool] = {}
 
@@ -111,7 +117,9 @@ class Choosing:
         if 0 < decision.tokens < least:
             decision = replace(decision, tokens=0, why="computing_is_faster", load_s=0.0)
         if decision.tokens < decision.found:
-            self._probe(tracked, found, computed + decision.tokens, now)
+            until = now + prefill.seconds(computed, tracked.request.num_tokens)
+            self._declined = tracked.names, found, computed + decision.tokens, until
+            self._look_at = now
         return decision
 
     def pays_near(self, found: Found, prompt: int) -> bool:
@@ -139,9 +147,23 @@ class Choosing:
     def _prefill(self, found: Found) -> Prefill | None:
         return self._cost.prefill() or (Prefill(found.token_us) if found.token_us else None)
 
-    def _probe(self, tracked: Tracked, found: Found, stop: int, now: float) -> None:
-        """Have a few of the declined blocks read, from each tier of which nothing is known lately."""
-        size, hashes = self._groups[0].rule.block_tokens, tracked.names.all()
+    def take_probes(self) -> list[GroupLoad]:
+        """Returns the reads that this step begins for the sake of measuring."""
+        if self._declined is None or (now := self._clock()) < self._look_at:
+            return []
+        names, found, stop, until = self._declined
+        if now > until:
+            self.forget()  # after this look
+        self._look_at = now + _UNSEEN_S / 4
+        return self._probe(names.all(), found, stop, now)
+
+    def forget(self) -> None:
+        """Probe nothing of what was declined up to now."""
+        self._declined = None
+
+    def _probe(self, hashes: Sequence[bytes], found: Found, stop: int, now: float) -> list[GroupLoad]:
+        """Returns reads of a few of the declined blocks, from each tier of which nothing is known lately."""
+        size, probes = self._groups[0].rule.block_tokens, []
         ratio, nbytes = size // self._hash_tokens, self._groups[0].part_bytes
         lie = {found.tiers.get(one.segment, "bucket") for one in found.stretches if one.stop > stop}
         due = {tier for tier in lie if self._expected.old(tier, now, _UNSEEN_S)}
@@ -150,24 +172,19 @@ class Choosing:
             if tier not in due or (run.start + run.count) * size <= stop:
                 continue
             due.remove(tier)
-            self._expected.asked(tier, now)
             # A small one tells the latency, and one that should take as long for its bytes the bandwidth.
-            small, speed, most = not self._small.get(tier, True), self._expected.speed(tier), 1
-            self._small[tier] = small
-            if not small:
+            # Beside another one, which takes long, a small one tells whether that is over.
+            speed, most, beside = self._expected.speed(tier), 1, self._expected.asked(tier, now)
+            if not beside:
+                self._small[tier] = not self._small.get(tier, True)
+            if not (beside or self._small[tier]):
                 seconds = max(_PROBE_S, _LATENCIES * speed.latency_s)
                 most = max(_PROBE_BLOCKS, int(speed.bytes_per_s * seconds / nbytes))
             blocks = range(run.start, run.start + min(run.count, most))
             names = list(hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio])
-            probe = GroupLoad(
-                0, blocks.start, slice_runs([run], blocks), names, {}, {run.segment: tier}, nbytes
+            probes.append(
+                GroupLoad(0, blocks.start, slice_runs([run], blocks), names, {}, {run.segment: tier}, nbytes)
             )
-            self._probes.append(probe)
-            self._expected.plan(tier, len(blocks) * nbytes)
-
-    def take_probes(self) -> list[GroupLoad]:
-        """Returns the reads that this step begins for the sake of measuring."""
-        probes, self._probes = self._probes, []
         return probes
 
     def planned(self, tracked: Tracked, groups: Sequence[GroupLoad]) -> Prefill | None:

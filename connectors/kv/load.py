@@ -84,7 +84,7 @@ class Loading:
     def use(self, space: Space) -> None:
         """Match in this namespace from now on."""
         self._space = space
-        self._choosing.take_probes()  # they are of the former one
+        self._choosing.forget()  # what was declined is of the former one
         self._matcher = Matcher(space, self._groups, self._hash_tokens, self._engine.fits)
 
     @property

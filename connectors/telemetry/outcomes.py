@@ -63,6 +63,7 @@ class _Noted:
     missing: Missing
     detail: str
     chain: Missing
+    wanted: Missing
 
     def outcome(self) -> Outcome:
         return Outcome(
@@ -107,8 +108,10 @@ class Outcomes:
         missing: Missing = nothing_missing,
         detail: str = "",
         chain: Missing = nothing_missing,
+        wanted: Missing = nothing_missing,
     ) -> None:
-        """Queue an outcome; the arguments are those of kvstore.index.port.Outcome.
+        """Queue an outcome; the arguments are those of kvstore.index.port.Outcome. `wanted` returns the
+        packed digests of all that a match asked for.
 
         Nothing is queued if nothing was asked for, and `reason` is left out if all was served."""
         if asked <= 0:
@@ -130,6 +133,7 @@ class Outcomes:
                 missing,
                 detail,
                 chain,
+                wanted,
             )
         )
 
@@ -180,7 +184,7 @@ class Outcomes:
         if not self._answers(noted):
             kept = noted[: max(0, MOST - len(self._waiting))]
             self._waiting.extendleft(reversed(kept))
-        elif space.tell([one.outcome() for one in noted]):
+        elif space.tell([one.outcome() for one in noted], b"".join(one.wanted() for one in noted)):
             self._doubtful = False
             return True
         if lost := len(noted) - len(kept):

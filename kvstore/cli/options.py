@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +82,16 @@ def seconds_of(option: str, text: str) -> float:
     if match is None:
         raise typer.BadParameter(f"{text!r} is no time such as 30m, 12h, 7d or 1w", param_hint=option)
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+def moment_of(option: str, text: str, now_s: float) -> float:
+    """Returns a time such as 24h (ago) or 2026-11-01T08:00 (UTC, unless it says otherwise) in unix seconds.
+    Raises BadParameter."""
+    try:
+        at = datetime.fromisoformat(text.strip())
+    except ValueError:
+        return now_s - seconds_of(option, text)
+    return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
 
 
 def read_tokens(name: str) -> list[int]:

@@ -1,17 +1,26 @@
-"""Commands that run until they are stopped: where they listen, when they end, where their warnings go."""
+"""Commands that run until they are stopped: where they listen, what they read, when they end, where their
+warnings go."""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import typer
 
 from kvstore.cli.tables import plain
+
+#: Bytes of a line from which on it counts as one although it has no end, and bytes read at a time.
+_LONGEST, _READ_BYTES = 1 << 20, 1 << 16
 
 
 def place(listen: str, port: int) -> tuple[str, int]:
@@ -46,7 +55,35 @@ def until_told() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class _Lines(logging.Handler):
+class PipedLines:
+    """The lines of a file or a pipe as they come; no more are read than are taken."""
+
+    def __init__(self, file: Path) -> None:
+        """`file` is - for stdin. Raises typer.BadParameter if it can't be read."""
+        try:
+            self._file = sys.stdin.fileno() if str(file) == "-" else os.open(file, os.O_RDONLY)
+        except OSError as exc:
+            raise typer.BadParameter(f"{file} can't be read: {exc.strerror}") from None
+        self._rest = b""
+        self._ended = False
+
+    def take(self, wait_s: float) -> list[str]:
+        """Returns the lines that are there, waiting up to so many seconds for one. After the end it waits."""
+        if self._ended:
+            time.sleep(wait_s)
+            return []
+        if not select.select([self._file], [], [], wait_s)[0]:
+            return []
+        read = os.read(self._file, _READ_BYTES)
+        self._ended = not read
+        *lines, self._rest = (self._rest + read).split(b"\n")
+        # A line without an end counts as one when it is long, or the last one.
+        if self._ended or len(self._rest) > _LONGEST:
+            lines, self._rest = [*lines, self._rest], b""
+        return [line.decode(errors="replace") for line in lines if line]
+
+
+class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Says it as `say` does."""
         typer.echo(f"cache-admin: {record.levelname.lower()}: {plain(self.format(record))}", err=True)
@@ -55,7 +92,7 @@ class _Lines(logging.Handler):
 @contextmanager
 def logged() -> Iterator[None]:
     """Brings the store's warnings to stderr, as long as this runs."""
-    handler = _Lines(logging.INFO)
+    handler = _Warnings(logging.INFO)
     log = logging.getLogger("kvstore")
     log.addHandler(handler)
     try:

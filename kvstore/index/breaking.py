@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.breaker import Breaker
+from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
@@ -95,9 +96,9 @@ class BreakingIndex(EngineIndex):
                 namespace, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes
             )
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
         with self._breaker.guard():
-            self._inner.tell(namespace, outcomes)
+            self._inner.tell(namespace, outcomes, raised)
 
     def session(
         self,

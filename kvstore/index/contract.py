@@ -37,6 +37,10 @@ MAX_RANKS = 255
 MAX_SLOTS = 0xFFFF
 #: Most segments that one cull looks at: those that it evicts, and those that it spares for their last use.
 CULL_LOOKS = 4096
+#: Seconds to which the last use is known.
+QUARTER_S = 15
+#: Seconds before it was saved at which a segment counts as used, until it is used.
+UNUSED_S = 30
 #: When more than HOT_MOST segments are watched for how often they begin a load, the HOT_KEPT most used stay.
 HOT_MOST = 2048
 HOT_KEPT = 1024
@@ -189,9 +193,14 @@ def is_forbidden(forbidden: Mapping[SaltId, float], salt: SaltId, created_s: flo
     return created_s <= max(forbidden.get(NO_SALT, -1.0), forbidden.get(salt, -1.0))
 
 
-def minute(now_s: float) -> int:
-    """Returns the unix minute that a time falls into: the resolution of recency."""
-    return int(now_s // 60)
+def minute(now_s: float) -> float:
+    """Returns the unix minute of a time, down to the quarter: the resolution of recency."""
+    return now_s // QUARTER_S / 4
+
+
+def saved_minute(created_s: float) -> float:
+    """Returns the minute that counts as the last use of what was saved then and not used since."""
+    return max(0.0, minute(created_s - UNUSED_S))
 
 
 def whole_seconds(when_s: float) -> int:

@@ -7,6 +7,9 @@ The order inside a namespace sorts by
     minute of the last use                                     ascending
     segment id                                                 ascending
 
+Minutes are known to the quarter. What was saved and not used since counts as used half a minute before it was
+saved (kvstore.index.contract.saved_minute): what proves to be of use stays longer than what may never be.
+
 `worth` is 0 for blocks of a chain: otherwise a head whose cost was measured on a quiet day would go before
 its tail. An encoder item stands alone, and its worth is that of its own cost. In the order across namespaces
 every chain of a namespace is worth the same: the whole namespace is moved by the worth of its average

@@ -22,6 +22,7 @@ from kvstore.errors import (
     UnreadablePayload,
 )
 from kvstore.format.segment import Slot
+from kvstore.index.demand import OwnDemand
 from kvstore.index.port import CommitState, Outcome, Run
 from kvstore.index.sessions import USE, Hint, HintEffect
 from kvstore.keys import (
@@ -83,6 +84,7 @@ class Space:
         self.namespace = namespace
         self.id = namespace_id(namespace)
         self._expected_blocks = expected_blocks
+        self._asked = OwnDemand()
         self._sessions = SpaceSessions(backends, namespace, self.registered)
         self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
         #: HintEffect by whoever loads, of all that keeps promised blocks from being loaded.
@@ -368,15 +370,20 @@ class Space:
         backends.counters.add("note_failures")
         return 0
 
-    def tell(self, outcomes: Sequence[Outcome]) -> bool:
-        """Puts outcomes of requests into the index's journal; returns False if that fails. Never raises."""
+    def tell(self, outcomes: Sequence[Outcome], asked: bytes | None = None) -> bool:
+        """Puts outcomes of requests into the index's journal; returns False if that fails. Never raises.
+
+        `asked` are the packed digests of all blocks that the matches among them asked for; None: unknown, and
+        they don't count in the demand."""
         try:
-            self.backends.index.tell(self.id, outcomes)
+            raised = None if asked is None else self._asked.add(asked, self.backends.clock())
+            self.backends.index.tell(self.id, outcomes, raised)
             return True
         except KVStoreError as exc:
             log.debug("tell failed: %s", exc)
         except Exception:
             log.exception("tell failed unexpectedly")
+        self._asked.forget()
         return False
 
     def save(

@@ -1,6 +1,6 @@
 """What the planner is worth: time to the first token, by how fast the network to the payloads is.
 
-    python -m tests.benchmarks.bench_planner [--rounds 10] [--tokens 8192] [--json FILE] [--svg FILE]
+    python -m tests.benchmarks.bench_planner [--paced] [--rounds N] [--tokens N] [--json FILE] [--svg FILE]
 
 Three real engines on the CPU, of which one works at a time, share a bucket behind a network whose speed and
 latency change while requests run, and which can stall (tests.servers.link). Their `kv.load` differs:
@@ -16,7 +16,9 @@ so that whatever else the machine does happens to all. A ratio is
 
 of medians over the rounds next to it; 1 is as good as the better one. What a busy machine does to such a
 ratio is seen in that of `never` itself, to its own median; "right" is free of that, the share of requests
-that did as the better one does. `--quick` takes seconds and says nothing.
+that did as the better one does. With `--paced` the engines compute as on an accelerator (paced.py), which
+takes its time whatever the processor does: no noise of computing, and loads have the processor for
+themselves. `--quick` takes seconds and says nothing.
 
     steady     after a few requests at this speed
     change     of the first requests after a change: the one under way, and those begun within five seconds
@@ -33,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +54,8 @@ MODES: Final = ("never", "always", "adaptive")
 _COUNTED: Final = ("vllm:kvstore_kv_loaded_tokens_total", "vllm:kvstore_kv_loads_total")
 #: KV of one token of the model.
 _TOKEN_BYTES: Final = 4096
+#: What a token takes with --paced, in microseconds, and each token before it.
+_TOKEN_US, _DEPTH_US = 250.0, 0.03
 #: Seconds after a change in which the planner may still be learning.
 LEARNING_S: Final = 5.0
 #: Longest time that one speed may cost `always`, which may be slow beyond measure, in seconds.
@@ -76,6 +80,7 @@ class Plan:
     """How much is measured."""
 
     tokens: int = 8192
+    paced: bool = False
     prompts: int = 4
     rounds: int = 10
     settle: int = 4
@@ -85,13 +90,13 @@ class Plan:
     stalled: Network = Network(40)
     networks: Sequence[Network] = (
         *(Network(mb_s) for mb_s in (2, 5, 10, 20, 40, 100, _FAST)),
-        *(Network(_FAST, ms) for ms in (100, 300, 1000, 3000)),
+        *(Network(_FAST, ms) for ms in (100, 300, 1000, 1500, 3000)),
     )
     changes: Sequence[tuple[Network, Network]] = (
         (Network(100), Network(5)),
         (Network(5), Network(100)),
-        (Network(_FAST), Network(_FAST, 3000)),
-        (Network(_FAST, 3000), Network(_FAST)),
+        (Network(_FAST), Network(_FAST, 1500)),
+        (Network(_FAST, 1500), Network(_FAST)),
     )
 
 
@@ -184,6 +189,12 @@ def bed(plan: Plan) -> Iterator[Bed]:
             )
             for mode in MODES
         }
+        if plan.paced:
+            paces = (
+                f"__import__('tests.benchmarks.paced').benchmarks.paced.pace(llm, {_TOKEN_US}, {_DEPTH_US})"
+            )
+            for engine in engines.values():
+                engine.evaluate(paces)
         made = Bed(plan, engines, link)
         # Whoever stores them has computed them: so the planner knows what computing takes, as every engine
         # does that serves.
@@ -301,7 +312,7 @@ def change(bed: Bed, before: Network, after: Network, steady_best: float) -> Cha
         under_way.append(bed.ask("adaptive", now).ttft / min(always, never))
         while time.monotonic() < changed[0] + LEARNING_S:
             soon.append(bed.ask("adaptive").ttft / steady_best)
-            if bed.plan is QUICK:
+            if bed.plan.tokens == QUICK.tokens:
                 break
     return Change(before, after, under_way, soon or under_way)
 
@@ -327,7 +338,7 @@ def stall(bed: Bed, network: Network) -> Stall:
             soon.append(bed.ask("adaptive").ttft / never)
         bed.link.mend()
         began = time.monotonic()
-        until(lambda: bed.ask("adaptive").loaded > 0.5 or bed.plan is QUICK)
+        until(lambda: bed.ask("adaptive").loaded > 0.5 or bed.plan.tokens == QUICK.tokens)
         again.append(time.monotonic() - began)
     return Stall(under_way, soon or under_way, again)
 
@@ -357,6 +368,7 @@ def run(plan: Plan, say: Callable[[str], object]) -> dict[str, Any]:
     return {
         "machine": machine(Path("/tmp")),
         "tokens": plan.tokens,
+        "paced": plan.paced,
         "prompt_bytes": nbytes,
         "rounds": plan.rounds,
         "steady": [
@@ -429,11 +441,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=Plan.rounds)
     parser.add_argument("--tokens", type=int, default=Plan.tokens, help="of each prompt")
+    parser.add_argument("--paced", action="store_true", help="compute as an accelerator does")
     parser.add_argument("--quick", action="store_true", help="little of everything; says nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     given = parser.parse_args(arguments)
-    plan = QUICK if given.quick else Plan(tokens=given.tokens, rounds=given.rounds)
+    plan = replace(
+        QUICK if given.quick else Plan(tokens=given.tokens, rounds=given.rounds), paced=given.paced
+    )
     report = run(plan, lambda line: print(line, flush=True))
     if given.json:
         given.json.write_text(json.dumps(report, indent=2))

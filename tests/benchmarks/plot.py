@@ -82,3 +82,45 @@ def _words(x: float, y: float, text: str, pixels: float, anchor: str = "start") 
         f'<text x="{x:g}" y="{y:g}" font-size="{pixels:g}" fill="#222222" text-anchor="{anchor}">'
         f"{escape(text)}</text>"
     )
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A group of bars, one for each name of the plot; None leaves one out."""
+
+    name: str
+    values: Sequence[float | None]
+
+
+def bar_plot(title: str, subtitle: str, names: Sequence[str], groups: Sequence[Bars]) -> str:
+    """Returns an SVG document with groups of horizontal bars, on a linear axis from 0."""
+    return "\n".join(_bars(title, subtitle, names, groups)) + "\n"
+
+
+def _bars(title: str, subtitle: str, names: Sequence[str], groups: Sequence[Bars]) -> Iterator[str]:
+    left, thick = 210, 11
+    each = thick * len(names) + 14
+    height = _TOP + each * len(groups) + 50
+    most = max(value for group in groups for value in group.values if value is not None)
+    scale = (_WIDTH - left - 70) / most
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+        f'height="{height}" font-family="system-ui, Helvetica, Arial, sans-serif" role="img">'
+    )
+    yield f"<title>{escape(title)}</title>"
+    yield f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>'
+    yield _words(24, 30, title, 18)
+    yield _words(24, 52, subtitle, 12.5)
+    for number, group in enumerate(groups):
+        top = _TOP + each * number
+        yield _words(left - 10, top + thick * len(names) / 2 + 4, group.name, 12.5, "end")
+        for place, value in enumerate(group.values):
+            if value is not None:
+                y, long = top + place * thick, round(value * scale, 1)
+                yield f'<path d="M{left} {y}h{long}v{thick - 1}h-{long}z" fill="{_COLOURS[place]}"/>'
+                yield _words(left + long + 5, y + thick - 2, f"{value:.0f}", 10.5)
+    for place, name in enumerate(names):
+        at = left + place * 170
+        yield f'<rect x="{at}" y="{height - 32}" width="12" height="12" fill="{_COLOURS[place]}"/>'
+        yield _words(at + 18, height - 22, name, 12.5)
+    yield "</svg>"

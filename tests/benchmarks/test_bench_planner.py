@@ -15,7 +15,7 @@ from tests.benchmarks.bench_planner import MODES, QUICK, main
 @pytest.mark.servers
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = {"--json": tmp_path / "found.json", "--svg": tmp_path / "found.svg"}
-    assert main(["--quick", *(str(word) for pair in out.items() for word in pair)]) == 0
+    assert main(["--quick", "--paced", *(str(word) for pair in out.items() for word in pair)]) == 0
     found = json.loads(out["--json"].read_text())
     assert [(row["mb_s"], row["latency_ms"]) for row in found["steady"]] == [
         (network.mb_s, network.latency_ms) for network in QUICK.networks

@@ -158,11 +158,13 @@ class LMCache(System):
 
     def start(self, **more: Any) -> Engine:
         self.logs.mkdir(parents=True, exist_ok=True)
+        if not self.server_alive:
+            self._serve()
+        return super().start(**more)
+
+    def _serve(self) -> None:
         self._port, http = _free_port(), _free_port()
-        if self.redis is not None:
-            adapter = self._of_redis(self.redis.port)
-        else:
-            adapter = {"type": self.adapter, "base_path": str(self.folder), **self._sealed()}
+        adapter = self._behind()
         self.server_log = self.logs / f"lmcache-server-{next(_numbers)}.log"
         self._server = spawn_tied(
             [
@@ -171,16 +173,18 @@ class LMCache(System):
                 *("--l1-size-gb", "1", "--eviction-policy", "LRU"),
                 # What CPU engines speak; the default serves engines on CUDA alone.
                 *("--supported-transfer-mode", "auto", "--shm-name", f"kvpeers{os.getpid()}-{self._port}"),
-                *("--l2-adapter", json.dumps(adapter)),
+                *(("--l2-adapter", json.dumps(adapter)) if adapter else ()),
             ],
             self.server_log,
             {**os.environ, "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"},
         )
         _wait_for_http(f"http://127.0.0.1:{http}/healthcheck", self._server, self.server_log)
-        return super().start(**more)
 
     def stop(self) -> None:
         super().stop()
+        self.end_server()
+
+    def end_server(self) -> None:
         if self._server is not None:
             end_process(self._server, signal.SIGTERM)
             self._server = None
@@ -189,6 +193,12 @@ class LMCache(System):
 
     def pids(self) -> list[int]:
         return [*super().pids(), self._server.pid]
+
+    def _behind(self) -> dict[str, Any] | None:
+        """The adapter of the tier behind the server's memory."""
+        if self.redis is not None:
+            return self._of_redis(self.redis.port)
+        return {"type": self.adapter, "base_path": str(self.folder), **self._sealed()}
 
     def _of_redis(self, port: int) -> dict[str, Any]:
         return {"type": "resp", "host": "127.0.0.1", "port": port}
@@ -227,6 +237,12 @@ class LMCacheSealed(LMCache):
 
 class LMCacheValkey(LMCache):
     """The same with the adapter for Valkey, whose client has timeouts."""
+
+    def _behind(self) -> dict[str, Any] | None:
+        """The adapter of the tier behind the server's memory."""
+        if self.redis is not None:
+            return self._of_redis(self.redis.port)
+        return {"type": self.adapter, "base_path": str(self.folder), **self._sealed()}
 
     def _of_redis(self, port: int) -> dict[str, Any]:
         return {"type": "valkey", "startup_nodes": f"127.0.0.1:{port}"}

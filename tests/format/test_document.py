@@ -268,9 +268,9 @@ def test_bits_of_buckets(expected: int) -> None:
 def test_scores() -> None:
     for line in example("score"):
         _, minute, _, depth, _, worth, _, score = line.split()
-        assert f"{second.score(int(minute), int(depth), int(worth)):.17g}" == score
-        assert second.unscore(float(score)) == (int(minute), int(depth), int(worth))
-        assert redis_values.Use.of(score).used_s == int(minute) * 60
+        assert f"{second.score(float(minute), int(depth), int(worth)):.17g}" == score
+        assert second.unscore(float(score)) == (float(minute), int(depth), int(worth))
+        assert redis_values.Use.of(score).used_s == float(minute) * 60
 
 
 # Tables
@@ -320,7 +320,7 @@ def test_every_key_of_redis() -> None:
     found = {line.split("  ")[0] for line in golden.splitlines() if line.startswith("kvs:")}
     described = [re.escape(code(row[0])[0]) for row in rows("### Keys")]
     patterns = {re.sub(r"<[a-z]+>", "[^:]+", one).replace("ns\\}", "[A-Z]+\\}") for one in described}
-    patterns = {one.replace("use:[^:]+", "use:.+") for one in patterns}
+    patterns = {re.sub(r"(use|asked):\[\^:\]\+", r"\1:.+", one) for one in patterns}
     for key in found:
         assert sum(re.fullmatch(one, key) is not None for one in patterns) == 1, key
     for one in patterns:

@@ -80,12 +80,12 @@ def test_a_filled_index_is_read(
         assert entries[packed(hashes[5:6], 1)] == (window, 1)
         assert entries == {entry.digest: (entry.segment, entry.slot) for entry in ours.index.entries(name)}
 
-        (due, ranks), minute = theirs.trash(name)[gone], NOW_S // 60
+        (due, ranks), minute = theirs.trash(name)[gone], NOW_S // 15 / 4
         assert (due >= NOW_S + 10, ranks) == (True, 2)
         assert [each for each, _ in theirs.order(name, "pins")] == [pinned]
         order = theirs.order(name)
         assert [each for each, _ in order][-1] == two
-        assert dict(order)[one] == (minute, 0, 0)
+        assert dict(order)[one] == (minute - 0.5, 0, 0)
         assert dict(order)[two] == (minute + 10, 6, 0)
         assert [each for each, _ in order] == [each.segment for each in ours.index.order(name, 10)]
         events = theirs.events(name)
@@ -109,10 +109,10 @@ def test_items_and_their_worth_are_read(tmp_path: Path, redis_url: str, theirs: 
         (data,) = second.load(tmp_path, name, run, [key])
         assert data == content(key, 0, "F32", (7, 16))
         uses = dict(theirs.order(name))
-        assert uses[cheap] == (NOW_S // 60, 0, 0)
+        assert uses[cheap] == (second.saved_minute(NOW_S), 0, 0)
         worth = second.worth("ec", run.record)
         assert worth > 0
-        assert uses[dear] == (NOW_S // 60, 0, worth)
+        assert uses[dear] == (second.saved_minute(NOW_S), 0, worth)
 
 
 def segment_of(

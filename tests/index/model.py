@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.conformance.index.chains import blocks_of, part_of
+from kvstore.index.contract import saved_minute
 from kvstore.index.eviction import worth
 from kvstore.index.maintenance import Entry, Erased, SegmentState, Usage
 from kvstore.index.port import Claim, CommitState, Outcome, Run
@@ -58,7 +59,7 @@ class Space:
     #: By segment: what it holds, visible or not.
     contents: dict[SegmentId, bytes] = field(default_factory=dict)
     records: dict[SegmentId, SegmentRecord] = field(default_factory=dict)
-    used: dict[SegmentId, int] = field(default_factory=dict)
+    used: dict[SegmentId, float] = field(default_factory=dict)
     #: By segment: its ranks and the time of its deletion.
     trash: dict[SegmentId, tuple[int, int]] = field(default_factory=dict)
     incomplete: dict[SegmentId, dict[int, SegmentRecord]] = field(default_factory=dict)
@@ -180,7 +181,7 @@ class Space:
         self.incomplete.pop(segment, None)
         whole = tuple(part for rank in range(ranks) for part in parts[rank].parts)
         self.records[segment] = replace(one, parts=whole)
-        self.used[segment] = one.created_s // 60
+        self.used[segment] = saved_minute(one.created_s)
         self._enter(segment, digests)
         self._happened("commit", segment, None)
         if session:
@@ -286,19 +287,19 @@ class Space:
         stored = self.records or self.trash or self.bygone or self.incomplete or self.stale
         return "in_use" if stored else "erased"
 
-    def touch(self, segments: list[SegmentId], minute: int) -> None:
+    def touch(self, segments: list[SegmentId], minute: float) -> None:
         for at, segment in enumerate(segments):
             if segment in self.records:
                 self._use(segment, minute, minute, begins=not at)
                 self.owner.pop(segment, None)
 
-    def _use(self, segment: SegmentId, minute: int, counts: int, *, begins: bool) -> None:
-        if begins and self.used[segment] < counts:
+    def _use(self, segment: SegmentId, minute: float, counts: float, *, begins: bool) -> None:
+        if begins and self.used[segment] < int(counts):
             self.hot[segment] = self.hot.get(segment, 0.0) + 1
         self.used[segment] = max(self.used[segment], counts)
         if segment in self.kept:
             until, used = self.kept[segment]
-            self.kept[segment] = (until, max(used, min(minute, until // 60)))
+            self.kept[segment] = (until, max(used, min(int(minute), until // 60)))
 
     # sessions
 
@@ -306,7 +307,7 @@ class Space:
         return [segment for segment, owner in self.owner.items() if owner == session]
 
     def session(
-        self, session: SessionId, segments: list[SegmentId], minute: int, hint: Hint, allowance: Allowance
+        self, session: SessionId, segments: list[SegmentId], minute: float, hint: Hint, allowance: Allowance
     ) -> HintEffect:
         """What is told of a session; `hint.retain_until_s` is a whole number, less than a day from now."""
         one = self.sessions.get(session) or Session()
@@ -336,7 +337,7 @@ class Space:
         elif hinted:
             for segment in self.own(session):
                 self._restore(segment)
-        one.used = max(one.used, minute)
+        one.used = max(one.used, int(minute))
         own = self.own(session)
         if one.until or one.ended or one.priority != "normal" or own:
             self.sessions[session] = one
@@ -348,7 +349,7 @@ class Space:
     def _adopt(self, session: SessionId, segment: SegmentId, allowance: Allowance) -> None:
         one = self.sessions.setdefault(session, Session())
         self.owner[segment] = session
-        one.used = max(one.used, self.used[segment])
+        one.used = max(one.used, int(self.used[segment] + 0.5))
         if one.ended:
             self._demote(segment)
         elif one.priority == "low":
@@ -391,7 +392,7 @@ class Space:
                     continue
             done += one.nbytes
             last = upto // 60
-            self.kept[segment] = (upto, min(last, max(used, last - LONGEST_AGO_MINUTES)))
+            self.kept[segment] = (upto, min(last, max(int(used), last - LONGEST_AGO_MINUTES)))
             self.used[segment] = max(last, used)
         return done, refused
 
@@ -439,7 +440,7 @@ class Space:
                 self.seen[("unsaved:" if one.op == "save" else "miss:") + one.reason] += lost
                 self.outcomes.append(replace(one, missing=one.missing[:16]))
 
-    def keep(self, segment: SegmentId) -> int:
+    def keep(self, segment: SegmentId) -> float:
         """The minute that eviction orders by."""
         one = self.records[segment]
         return self.used[segment] + (10 * worth(one.cost_us, one.nbytes) if self.items else 0)
@@ -447,7 +448,7 @@ class Space:
     def in_order(self) -> list[SegmentId]:
         """The order of eviction."""
 
-        def age(segment: SegmentId) -> tuple[int, int, int, SegmentId]:
+        def age(segment: SegmentId) -> tuple[float, int, float, SegmentId]:
             return self.keep(segment), -self.records[segment].depth, self.used[segment], segment
 
         return sorted(self.records.keys() - self.pinned, key=age)

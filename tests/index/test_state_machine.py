@@ -339,7 +339,7 @@ class IndexMachine(RuleBasedStateMachine):
         now = max(0, self.minute + later)
         self.minute = max(self.minute, now)
         self.index.touch(name, some, now * 60 + 59.5)
-        self.space(name).touch(some, now)
+        self.space(name).touch(some, now + 0.75)
 
     @precondition(lambda self: self.sessions)
     @rule(
@@ -373,7 +373,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         used = space.usage().nbytes
         allowance = Allowance(int(used * share), int(used * salt_share))
-        right = space.session(session, some, now, hint, allowance)
+        right = space.session(session, some, now + 0.5, hint, allowance)
         assert self.index.session(name, session, some, now * 60 + 30.5, hint, allowance=allowance) == right
 
     @rule(

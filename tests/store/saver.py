@@ -1,8 +1,8 @@
 """A process that saves: `python -m tests.store.saver SETTINGS_JSON SEED`, until its standard input ends.
 
 Chains of all lengths with created times over the last hours, as if they had been saved then, so that the
-order of eviction has something to say. A segment's id begins with its created minute, so that whoever sees
-it go knows its place in that order.
+order of eviction has something to say. A segment's id begins with the quarter of a minute that counts as its
+last use, so that whoever sees it go knows its place in that order.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import count
 
 from kvstore.build import open_store
 from kvstore.errors import KVStoreError
+from kvstore.index.contract import saved_minute
 from kvstore.keys import SegmentId
 from tests.store.world import SLOT_BYTES, chain, namespace, slots
 
@@ -40,7 +41,7 @@ def main(settings: str, seed: str) -> None:
             first = 0
             while first < len(hashes):
                 some = hashes[first : first + 4]
-                segment = SegmentId((created // 60).to_bytes(4, "big") + source.randbytes(4))
+                segment = SegmentId(round(saved_minute(created) * 4).to_bytes(4, "big") + source.randbytes(4))
                 try:
                     saved = space.save(slots(some), depth=first, segment=segment, created_s=created)
                     stored += saved.stored > 0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvstore.build import load_settings, open_index
 from kvstore.conformance.index.chains import chain, namespace
+from kvstore.index.contract import QUARTER_S, UNUSED_S
 from kvstore.index.eviction import Holder, Scope, ghost_bytes, ghost_step, plan, watermarks, worth
 from kvstore.index.maintenance import Candidate, FullIndex
 from kvstore.index.port import EngineIndex
@@ -190,7 +191,16 @@ class World:
         )
         digests = chain(slots, seed=segment.hex())
         self.index.commit(name, segment, digests, record, rank=0, ranks=1)
-        self.held.append(Held(name, segment, record.nbytes, record.cost_us, depth, used_s // MINUTE * MINUTE))
+        self.held.append(
+            Held(
+                name,
+                segment,
+                record.nbytes,
+                record.cost_us,
+                depth,
+                (used_s - UNUSED_S) // QUARTER_S * QUARTER_S,
+            )
+        )
 
     def fill(self, names: list[NamespaceId], count: int) -> None:
         source = self.source

@@ -19,6 +19,8 @@ from tools.dashboards.queries import (
 )
 from tools.dashboards.stored import BYTES, UPKEEP
 
+#: Several servers export one index.
+_IN = "max by (release, window)"
 _CUT_OFF = (
     "sum by (instance, model_name, engine) ("
     f'increase(vllm:kvstore_kv_misses_total{{reason="breaker_open", {FLEET}}}[5m])) > bool 0'
@@ -132,6 +134,20 @@ _BRINGS = Row(
             "settings; `cache-admin namespaces diff` says which.",
             most=1,
             alerts=("KVStoreHitRatioCollapsed",),
+        ),
+        Panel(
+            "Hit ratio and its ceiling",
+            "timeseries",
+            "percentunit",
+            (
+                Query(f"{_IN} (kvstore_window_served_ratio{{{INDEX}}})", "served, {{window}}"),
+                Query(f"{_IN} (kvstore_ceiling_ratio{{{INDEX}}})", "ceiling, {{window}}"),
+            ),
+            "What came of what was asked for in the last 15 minutes, hour and day, and the most that a cache "
+            "of just that time could serve. Served far below the day's ceiling: more room would bring it, or "
+            "something keeps it from coming (Blocks missed). Above the ceiling of 15 minutes: what is "
+            "older pays. Only of engines that tell of their demand.",
+            most=1,
         ),
         Panel(
             "Hit ratio by tier and namespace",

@@ -62,6 +62,17 @@ class Pace:
             self._meters[tier].end(read, self._clock(), arrived=arrived)
             self._changed.add(tier)
 
+    def begin_probe(self, read: Hashable, tier: Tier, nbytes: int, requests: int = 1) -> None:
+        """Record that a read has begun for the sake of measuring."""
+        with self._lock:
+            self._meters[tier].begin_probe(read, nbytes, self._clock(), requests)
+
+    def end_probe(self, read: Hashable, tier: Tier, *, arrived: bool) -> None:
+        """Record that such a read has ended; `arrived`: with its bytes."""
+        with self._lock:
+            self._meters[tier].end_probe(read, self._clock(), arrived=arrived)
+            self._changed.add(tier)
+
     def late(self, left: Mapping[Tier, int], compute_s: float) -> bool:
         """Returns whether waiting for the bytes `left` of a load, and for what is before it, takes longer
         than the `compute_s` seconds that computing them takes."""
@@ -128,6 +139,7 @@ class Pace:
                     ),
                     meter.done_bytes,
                     meter.count,
+                    meter.better,
                 )
                 for tier, meter in self._meters.items()
                 if tier in changed

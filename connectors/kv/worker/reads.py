@@ -101,7 +101,7 @@ class KVReads:
             for piece in pieces:
                 if piece.tier is not None:
                     left[piece.tier] = left.get(piece.tier, 0) + piece.nbytes
-                    self._ask(piece, piece.tier)
+                    self._pace.ask(piece, piece.tier, piece.nbytes, self._requests(piece))
             reason = "error" if missing else ""
             ticket = Ticket(load, end, space, after, list(pieces), left, missing, reason=reason)
             with self._lock:
@@ -122,50 +122,46 @@ class KVReads:
             for tier in {tier for tier in tiers if tier is not None}:
                 counts = [run.count for run, one in zip(group.runs, tiers, strict=True) if one == tier]
                 pieces = self._pace.pieces(tier, sum(counts) * group.block_bytes)
-                most[tier] = min(fits, piece_blocks(counts, pieces))
+                # A smaller one's gap to its segment's header would be read as well, by several of them.
+                least = self._store.backends.gap_bytes // group.block_bytes + 1
+                most[tier] = min(fits, max(least, piece_blocks(counts, pieces)))
         return [
             Piece(group, part, tier)
             for run, tier in zip(group.runs, tiers, strict=True)
             for part in split_run(run, most.get(tier, fits))
         ]
 
-    def _ask(self, piece: Piece, tier: Tier) -> None:
-        """Have a queued read measured."""
-        requests = requests_of(piece.run, self._place.number, self._store.backends.gap_bytes)
-        self._pace.ask(piece, tier, piece.nbytes, requests)
+    def _requests(self, piece: Piece) -> int:
+        return requests_of(piece.run, self._place.number, self._store.backends.gap_bytes)
 
     def probe(self, groups: Sequence[GroupLoad]) -> None:
-        """Read blocks for the sake of measuring, beside everything else."""
+        """Read blocks for the sake of measuring, beside everything else, which goes first."""
         space = self._space
         assert space is not None, "reads before a namespace"
         end = time.monotonic() + self._store.settings.kv.load_deadline_s
         for group in groups:
             for piece in self._pieces(group):
-                if piece.tier is None:
-                    continue
-                self._ask(piece, piece.tier)
-                if not self._store.transfers.read(lambda p=piece: self._probe(space, p, end)):  # type: ignore[misc]
-                    self._pace.end(piece, piece.tier, arrived=False)
+                self._store.transfers.ahead(lambda p=piece: self._probe(space, p, end))  # type: ignore[misc]
 
     def _probe(self, space: Space, piece: Piece, end: float) -> None:
         """Read one piece and drop it. Runs on a transfer thread. Failures are found out by loads."""
         number, tier = piece.group.group, piece.tier
         assert tier is not None
-        slot_bytes, chunk, arrived = self._memory.caches[number].slot_bytes, None, False
+        chunk = self._memory.loads.try_acquire(piece.run.count * self._memory.caches[number].slot_bytes)
+        if chunk is None:
+            return
+        arrived = False
+        self._pace.begin_probe(piece, tier, piece.nbytes, self._requests(piece))
         try:
-            chunk = self._memory.loads.try_acquire(piece.run.count * slot_bytes)
-            if chunk is not None:
-                self._pace.begin(piece, tier)
-                self._read(space, piece, chunk, end, probe=True)
-                arrived = True
+            self._read(space, piece, chunk, end, probe=True)
+            arrived = True
         except KVStoreError as exc:
             log.debug("a read for the sake of measuring failed: %s", exc)
         except Exception:
             log.exception("a read for the sake of measuring failed unexpectedly")
         finally:
-            if chunk is not None:
-                self._memory.loads.release(chunk)
-            self._pace.end(piece, tier, arrived=arrived)
+            self._memory.loads.release(chunk)
+            self._pace.end_probe(piece, tier, arrived=arrived)
 
     def _read(
         self,

@@ -19,6 +19,7 @@ from kvstore.admin.advise.reports import (
     RedisSize,
     Verdict,
 )
+from kvstore.admin.advise.since import since
 from kvstore.admin.advise.worth import Given, Replayed, Worth
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.simulate.optimum import optimum
@@ -59,10 +60,18 @@ class Question:
 
 
 def advise(
-    paths: Sequence[Path], assumed: Assumed, question: Question, progress: ProgressListener
+    paths: Sequence[Path],
+    assumed: Assumed,
+    question: Question,
+    progress: ProgressListener,
+    *,
+    since_s: float | None = None,
 ) -> AdviceReport:
-    """Reads recordings and weighs what a store would bring. Raises ConfigError if a file is no recording."""
+    """Reads recordings, from `since_s` on if that is given, and weighs what a store would bring. Raises
+    ConfigError if a file is no recording, or nothing was recorded since then."""
     trace = read_traces(paths, assumed, progress)
+    if since_s is not None:
+        trace = since(trace, since_s)
     worth = Worth(trace, question.settings, question.given)
     capacities = sweep(trace.distinct_bytes, question.points)
     replays = {False: list[Replayed](), True: list[Replayed]()}
@@ -110,7 +119,7 @@ def advise(
         prompts=tuple(_prompts(worth)),
         reads=tuple(question.reads),
         redis=_redis(worth, replayed),
-        settings="" if verdict == "no" else _settings(question, best, objective),
+        settings="" if verdict == "no" else settings_to_paste(question, best, objective),
         caveats=tuple(_caveats(worth, question)),
     )
 
@@ -303,8 +312,9 @@ def _redis(worth: Worth, replayed: Replayed) -> RedisSize:
     )
 
 
-def _settings(question: Question, best: CapacityAdvice, objective: str | None) -> str:
-    """Returns the settings to paste, which are valid."""
+def settings_to_paste(question: Question, best: CapacityAdvice, objective: str | None = None) -> str:
+    """Returns the settings for a capacity, as YAML, which are valid. `objective` is `kv.objective`, None for
+    the default."""
     tree: dict[str, object] = {
         "index": question.index,
         "payloads": question.payloads,

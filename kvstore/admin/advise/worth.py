@@ -61,6 +61,9 @@ class Replayed:
     #: The number of blocks found, for each request.
     hits: Sequence[int]
     segments: int
+    #: Requests of an object store.
+    puts: int
+    gets: int
 
 
 class Worth:
@@ -69,9 +72,13 @@ class Worth:
     def __init__(self, trace: Trace, settings: Settings, given: Given) -> None:
         self.trace = trace
         self.given = given
-        self._settings = settings
         self._notes = noted(trace, settings.admission.window_s)
-        self._rules = Rules(cuts(trace, settings), retained_share=settings.sessions.retain_share)
+        self._rules = Rules(
+            cuts(trace, settings),
+            retained_share=settings.sessions.retain_share,
+            range_bytes=settings.s3.range_bytes,
+            gap_bytes=settings.s3.gap_bytes,
+        )
         self.costs = [self._cost_of(number) for number in range(len(trace.spaces))]
         span = trace.requests[-1].at_s - trace.requests[0].at_s
         self.seconds = max(_LEAST_S, span)
@@ -140,7 +147,7 @@ class Worth:
             found * tokens[request.space] for found, request in zip(hits, self.trace.requests, strict=True)
         )
         totals = ReplayTotals(sum(hits), saved, replay.stored_bytes, replay.evictions, replay.evicted_bytes)
-        return Replayed(capacity, second_use, totals, hits, replay.segments)
+        return Replayed(capacity, second_use, totals, hits, replay.segments, replay.puts, replay.gets)
 
     def gained(self, hits: Sequence[int]) -> list[int]:
         """Returns for each request how many of the blocks found its engine had not."""
@@ -173,10 +180,8 @@ class Worth:
             gain * trace.spaces[request.space].block_bytes
             for gain, request in zip(gained, trace.requests, strict=True)
         ]
-        ranges = sum(-(-nbytes // self._settings.s3.range_bytes) for nbytes in loaded)
-        puts = one.segments * max(space.parts for space in trace.spaces)
         storage = one.capacity / GB * prices.gb_month
-        requests = months * (puts * prices.put_1000 + ranges * prices.get_1000) / 1000
+        requests = months * (one.puts * prices.put_1000 + one.gets * prices.get_1000) / 1000
         moved = one.totals.stored_bytes * prices.upload_gb + sum(loaded) * prices.download_gb
         transfer = months * moved / GB
         gpu = months * sum(self.seconds_of(one.hits)) if self.known else None

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from kvstore.admin.feed.feed import RouterFeed
 from kvstore.admin.feed.reports import FeedReport
-from kvstore.admin.serve.listener import Listener, Response, sentence
 
 _GAUGES = {
     "segments": "Segments that routers are told are stored",
@@ -37,43 +32,16 @@ _COUNTERS = {
 }
 
 
-class FeedMetrics(Collector):
-    """Writes the metrics of a feed's last report. Any thread may call `text`."""
-
-    def __init__(self, report: Callable[[], FeedReport]) -> None:
-        self._report = report
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """Returns all metrics in the format that an Accept header asks for, and its content type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all metrics; called by prometheus-client."""
-        report = self._report()
-        values = {
-            **{name: value for name, value in report if isinstance(value, int)},
-            "lag_seconds": report.lag_s or 0.0,
-            "up": not report.problem,
-            "unreadable_segments": report.unreadable,
-            "crowded_out_segments": report.crowded_out,
-        }
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"kvstore_feed_{name}", text, values[name])
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"kvstore_feed_{name}", text, values[name])
-
-
-def listening(host: str, port: int, feed: RouterFeed) -> Listener:
-    """Returns a server of `/metrics`, and of `/healthz`, which is good while the feed turns. Raises
-    ConfigError if it can't listen there."""
-    metrics = FeedMetrics(lambda: feed.last)
-    return Listener(
-        host,
-        port,
-        {"/metrics": lambda request: Response(*metrics.text(request.accept))},
-        {"/healthz": lambda _: sentence("turning") if feed.turning() else sentence("stuck", 503)},
-    )
+def metrics_of(report: FeedReport) -> Iterator[Metric]:
+    """Yields the metrics of a report."""
+    values = {
+        **{name: value for name, value in report if isinstance(value, int)},
+        "lag_seconds": report.lag_s or 0.0,
+        "up": not report.problem,
+        "unreadable_segments": report.unreadable,
+        "crowded_out_segments": report.crowded_out,
+    }
+    for name, text in _GAUGES.items():
+        yield GaugeMetricFamily(f"kvstore_feed_{name}", text, values[name])
+    for name, text in _COUNTERS.items():
+        yield CounterMetricFamily(f"kvstore_feed_{name}", text, values[name])

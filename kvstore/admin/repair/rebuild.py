@@ -60,7 +60,7 @@ def rebuild(
     committed until then stays. Raises UnknownName.
     """
     index = cache.index if dry_run else cache.made_index()
-    run = _Rebuild(cache, index, jobs, dry_run, progress or Silent(), clock)
+    run = Rebuild(cache, index, jobs, dry_run, progress or Silent(), clock)
     began = time.monotonic()
     try:
         run.all(prefixes)
@@ -114,7 +114,7 @@ class _Space:
 
 
 @dataclass
-class _Rebuild:
+class Rebuild:
     """A run of `rebuild`. `_lock` guards the counts and the progress."""
 
     cache: Cache
@@ -127,17 +127,25 @@ class _Rebuild:
     problem: str = ""
     spaces: dict[NamespaceId, _Space] = field(default_factory=dict)
     left: LeftOut = field(default_factory=LeftOut)
+    #: Unix seconds at which the youngest segment was made that was committed; 0: none was.
+    newest_s: float = 0.0
+    #: Longest time from when one of them was made to when its last payload came to this store, in seconds.
+    longest_way_s: float = 0.0
     _patience: Patience = field(default_factory=Patience)
     _forbidden: dict[NamespaceId, Mapping[SaltId, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def all(self, prefixes: Sequence[str]) -> None:
         """Rebuilds every namespace that has payloads."""
-        texts = self.index.namespaces() if self.index is not None else {}
         stocks = take_stock(self.cache.payloads, self.progress)
         names = chosen(prefixes, stocks)
         if names and not self.dry_run:
             self.cache.record("rebuild", f"from the payloads of {among(names)}")
+        self.commit(stocks, names)
+
+    def commit(self, stocks: dict[NamespaceId, Stock], names: Sequence[NamespaceId]) -> None:
+        """Commits what the index does not know of these namespaces' payloads. Empties `stocks` on its way."""
+        texts = self.index.namespaces() if self.index is not None else {}
         self.progress.begin("rebuild", sum(stocks[name].nbytes for name in names))
         for name in names:
             self.spaces[name] = _Space(described(texts.get(name))[1])
@@ -192,6 +200,9 @@ class _Rebuild:
                 space.model = space.model or described(whole.headers[0].meta.namespace)[1]
                 if state is CommitState.VISIBLE and not erased:
                     space.listed.add(whole.record.slots, whole.record.nbytes)
+                    self.newest_s = max(self.newest_s, whole.record.created_s)
+                    way_s = stored.modified_s - whole.record.created_s
+                    self.longest_way_s = max(self.longest_way_s, way_s)
                 else:
                     space.refused += 1
                     space.erased += erased

@@ -206,3 +206,28 @@ class RebuildReport(StrictModel):
     left_out: int
     left: tuple[Left, ...]
     seconds: float
+
+
+class FollowReport(StrictModel):
+    """A turn of `cache-admin rebuild --follow`, and what was done since it began."""
+
+    at_s: float
+    #: Turns that looked at all payloads, and payloads that notifications named.
+    turns: int
+    notified: int
+    #: What was committed since it began, and segments that were evicted since their payloads are gone.
+    listed: Amount
+    gone: int
+    #: Segments of which some payload has not come yet, in the last turn; and all that it did not commit.
+    incomplete: int
+    left_out: int
+    #: How long ago the last turn began that ended: what was there by then is in the index, and what was gone
+    #: by then is not. None: none has ended.
+    behind_s: float | None
+    #: The age of the youngest segment that was ever committed; None: none was.
+    newest_s: float | None
+    #: The longest time from when a segment was made to when its last payload came to this store, of those
+    #: that the last turn committed; 0: it committed none.
+    way_s: float
+    #: Why the last turn did not end, or left in the index what may be gone.
+    problem: str

@@ -2,7 +2,7 @@
 
 The replay does what the index and the store do:
 
-    match   the leading blocks whose entries name living segments; these are used, to the minute
+    match   the leading blocks whose entries name living segments; these are used, to the quarter of a minute
     save    the rest, from the first missing block on, cut into segments as the connectors cut them; leading
             blocks of a segment that are there already are left out
     evict   after a commit that leaves more than the upper watermark of the capacity: segments in the order of
@@ -30,6 +30,7 @@ from kvstore.admin.simulate.replay import ReplayTotals
 from kvstore.admin.simulate.sessions import NONE, Heard
 from kvstore.admin.simulate.traces import Request, Trace
 from kvstore.format.segment import ALIGN
+from kvstore.index.contract import minute, saved_minute
 from kvstore.index.eviction import MINUTE_S, watermarks
 from kvstore.index.sessions import HIGH_S, LONGEST_RETAINED_S, LOW_S, Priority
 
@@ -55,6 +56,10 @@ class Rules:
     header_bytes: Callable[[int], int] = header_bytes
     #: The share of the capacity that sessions may retain.
     retained_share: float = 0.0
+    #: How many bytes one GET brings, and the largest gap that it reads through (`s3.range_bytes`,
+    #: `s3.gap_bytes`).
+    range_bytes: int = 8 << 20
+    gap_bytes: int = 1 << 20
 
 
 def noted(trace: Trace, window_s: float) -> list[int]:
@@ -93,7 +98,7 @@ class _Segment:
     end: int
     nbytes: int
     #: The minute of its last use.
-    minute: int
+    minute: float
     #: The session whose own it is; NONE if there is none.
     session: int
     living: bool = True
@@ -101,7 +106,7 @@ class _Segment:
     until_s: int = 0
 
     @property
-    def place(self) -> int:
+    def place(self) -> float:
         """The minute that counts as its last use."""
         return self.until_s // MINUTE_S if self.until_s else self.minute
 
@@ -140,12 +145,15 @@ class StoreReplay:
         self._expiries: list[tuple[int, int, int]] = []
         #: A heap of (minute of the last use, rank of the namespace, minus the depth, number of the segment).
         #: It still has the former places of segments that were used again.
-        self._order: list[tuple[int, int, int, int]] = []
+        self._order: list[tuple[float, int, int, int]] = []
         # Namespaces are merged in the order of their ids.
         ids = sorted((space.namespace, number) for number, space in enumerate(trace.spaces))
         self._rank = {number: rank for rank, (_, number) in enumerate(ids)}
         self.used_bytes = 0
         self.stored_bytes = 0
+        #: Requests of an object store: a PUT for each part of a segment, GETs by what of it is loaded.
+        self.puts = 0
+        self.gets = 0
         self.evictions = 0
         self.evicted_bytes = 0
 
@@ -180,7 +188,9 @@ class StoreReplay:
         """Serves a request whose first `worth` blocks are worth saving; returns how many blocks it found."""
         chain, now_s = request.chain, request.at_s
         self._expire(now_s)
-        segments, hits = self._match(chain, 0, len(chain))
+        segments, ends = self._match(chain, 0, len(chain))
+        hits = ends[-1] if ends else 0
+        self._count_gets(request, segments, ends)
         known = self._sessions.setdefault((request.space, session), _Session()) if session != NONE else None
         self._use(segments, known, session, now_s, request.space)
         if known is not None:
@@ -222,16 +232,16 @@ class StoreReplay:
         self, segments: Sequence[_Segment], known: _Session | None, session: int, now_s: float, space: int
     ) -> None:
         """Notes uses by a session, or by none."""
-        minute = int(now_s // MINUTE_S)
+        used = minute(now_s)
         for segment in segments:
             own = session != NONE and segment.session == session
             if not own:
                 segment.session = NONE
             low = known is not None and known.priority == "low" and own
-            counts = minute - LOW_S // MINUTE_S if low else minute
+            counts = used - LOW_S // MINUTE_S if low else used
             if segment.until_s:
                 # It counts as used later already; this is for when that is over.
-                segment.minute = max(segment.minute, min(minute, segment.place))
+                segment.minute = max(segment.minute, min(int(used), segment.place))
             elif segment.minute < counts:
                 segment.minute = counts
                 self._queue(segment, space)
@@ -246,6 +256,8 @@ class StoreReplay:
                 if full:
                     continue
                 self._retained_bytes += segment.nbytes
+                # Of what is retained the last use is known to the minute.
+                segment.minute = int(segment.minute)
             elif segment.session != session:
                 upto_s = max(until_s, segment.until_s)
             segment.until_s = upto_s
@@ -266,14 +278,29 @@ class StoreReplay:
             if segment.living and segment.until_s == until_s:
                 self._release(segment, space)
 
-    def _match(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[_Segment], int]:
-        """Returns the segments that serve a piece of a chain, and where the blocks end that they serve.
+    def _count_gets(self, request: Request, segments: Sequence[_Segment], ends: Sequence[int]) -> None:
+        """Counts the GETs that loads take, of what the engine has not itself (kvstore.store.reading,
+        kvstore.payloads.ranged)."""
+        space, rules, local = self._trace.spaces[request.space], self._rules, request.local or 0
+        first = 0
+        for segment, end in zip(segments, ends, strict=True):
+            begin, first = max(first, local), end
+            if begin >= end:
+                continue
+            gap = (begin - segment.begin) * space.block_bytes // space.parts
+            nbytes = (end - begin) * space.block_bytes // space.parts
+            through = gap <= rules.gap_bytes
+            nbytes += gap + rules.header_bytes(segment.end - segment.begin) if through else 0
+            self.gets += space.parts * (max(1, round(nbytes / rules.range_bytes)) + (not through))
+
+    def _match(self, chain: Sequence[int], begin: int, end: int) -> tuple[list[_Segment], list[int]]:
+        """Returns the segments that serve a piece of a chain, and where the blocks end that each serves.
 
         Each block is found by its own entry. The index's walk over entries finds no more: that would take an
         entry whose segment was evicted while an older one with the same block lives, and the older one is
         never used without the newer one, so it is evicted first.
         """
-        entries, found, at = self._entries, [], begin
+        entries, found, ends, at = self._entries, list[_Segment](), list[int](), begin
         while at < end:
             segment = entries[chain[at]]
             if segment is None or not segment.living:
@@ -290,20 +317,21 @@ class StoreReplay:
                     else:
                         high = middle
                 at = high
-        return found, at
+            ends.append(at)
+        return found, ends
 
     def _save(self, request: Request, begin: int, end: int, known: _Session | None, session: int) -> None:
-        begin = self._match(request.chain, begin, end)[1]
+        begin = max(self._match(request.chain, begin, end)[1], default=begin)
         if begin == end:
             return
         slots, space = end - begin, self._trace.spaces[request.space]
         nbytes = slots * space.block_bytes + space.parts * self._rules.header_bytes(slots)
-        minute, until_s = int(request.at_s // MINUTE_S), 0
+        used, until_s = saved_minute(request.at_s), 0
         if known is not None and known.priority == "low":
-            minute -= LOW_S // MINUTE_S
+            used -= LOW_S // MINUTE_S
         elif known is not None:
             until_s = known.retains_until_s(request.at_s)
-        segment = _Segment(len(self._segments), begin, end, nbytes, minute, session)
+        segment = _Segment(len(self._segments), begin, end, nbytes, used, session)
         self._segments.append(segment)
         for block in request.chain[begin:end]:
             self._entries[block] = segment
@@ -314,6 +342,7 @@ class StoreReplay:
             self._retain([segment], session, until_s, request.space)
         self.used_bytes += nbytes
         self.stored_bytes += nbytes
+        self.puts += space.parts
         if self.used_bytes > self._high:
             self._evict()
 
@@ -322,9 +351,9 @@ class StoreReplay:
 
     def _evict(self) -> None:
         while self.used_bytes > self._low:
-            minute, _, _, number = heappop(self._order)
+            place, _, _, number = heappop(self._order)
             segment = self._segments[number]
-            if segment.living and segment.place == minute:
+            if segment.living and segment.place == place:
                 segment.living = False
                 if segment.until_s:
                     segment.until_s = 0

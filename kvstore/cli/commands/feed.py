@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvstore.admin.feed.reports import FeedReport
+from kvstore.admin.serve.exposed import exposed
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ExitCode, of_report
 from kvstore.cli.running import logged, place, until_told
@@ -96,7 +97,7 @@ def _feed(
     try:
         # ZeroMQ is for this verb alone.
         from kvstore.admin.feed.feed import Choice, RouterFeed
-        from kvstore.admin.feed.metrics import listening
+        from kvstore.admin.feed.metrics import metrics_of
         from kvstore.admin.feed.sockets import Sockets
     except ImportError as exc:
         raise ConfigError(f"{exc.name} is not installed: the extra `feed` is pyzmq and msgspec") from exc
@@ -111,7 +112,7 @@ def _feed(
         with until_told() as stop, ExitStack() as open_, RouterFeed(cache, choice, sockets) as running:
             where = sockets.addresses
             if listen is not None:
-                listener = listening(*place(listen, _PORT), running)
+                listener = exposed(*place(listen, _PORT), lambda: metrics_of(running.last), running.turning)
                 open_.callback(listener.close)
                 where.append(listener.url)
             say(f"publishing at {', '.join(where)}")

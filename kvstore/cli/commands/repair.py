@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvstore.admin.repair import fsck, gc, rebuild
 from kvstore.admin.repair.check import Depth
+from kvstore.admin.repair.follow import PayloadFollower, metrics_of
 from kvstore.admin.repair.reports import FsckReport, GcReport, RebuildReport
+from kvstore.admin.serve.exposed import exposed
 from kvstore.cli import progress
-from kvstore.cli.call import Call
+from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ENDS, ExitCode, of_report
 from kvstore.cli.options import Apply, Namespaces, formerly, seconds_of
+from kvstore.cli.running import PipedLines, logged, place, until_told
 from kvstore.cli.text import repair as repair_text
 from kvstore.cli.verbs import verb
 from kvstore.rules.lateness import SETTLED_S
 
+_PORT = 9466
+#: Longest wait for a notification before it is seen that somebody has stopped the command, in seconds.
+_LOOK_S = 0.2
 Jobs = Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Read so many payloads side by side.")]
 
 
@@ -114,7 +123,11 @@ def _fsck(
 @verb(
     "rebuild",
     section="Maintain",
-    examples=("cache-admin rebuild --dry-run", "cache-admin rebuild --jobs 32"),
+    examples=(
+        "cache-admin rebuild --dry-run",
+        "cache-admin rebuild --jobs 32",
+        "cache-admin rebuild --follow --every 60 --listen 0.0.0.0:9466",
+    ),
     see_also=("fsck", "doctor"),
     exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
 )
@@ -123,6 +136,26 @@ def _rebuild(
     namespaces: Namespaces = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be committed.")] = False,
     jobs: Jobs = 8,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on, and keep up with what others bring and delete.")
+    ] = False,
+    every: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="(--follow) How often all payloads are listed."),
+    ] = 60.0,
+    notices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="(--follow) Where the bucket's notifications come in, one JSON message a line; - is stdin.",
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="(--follow) Where /metrics and /healthz are served. Default: nowhere."
+        ),
+    ] = None,
 ) -> None:
     """Restore the index from the headers of the payloads.
 
@@ -130,11 +163,44 @@ def _rebuild(
     skipped, so a rebuild that was cut short is continued by running it again. Engines may go on working.
     Records, entries and usage come back as they were; last uses begin with the time of writing, pins and
     quotas are to be set again. What had been evicted or invalidated and was not deleted yet comes back too.
+
+    With --follow it goes on until it is stopped, for an index whose payloads come from elsewhere, such as the
+    replication of a bucket from another region: it commits what has come, and evicts what is gone. It prints
+    a report a turn.
     """
+    if follow:
+        if dry_run:
+            raise typer.BadParameter("--follow commits; leave one of the two out", param_hint="--dry-run")
+        _follow(call, namespaces or [], jobs, every, notices, listen)
+        return
+    if notices or listen:
+        raise typer.BadParameter("goes with --follow", param_hint="--notices" if notices else "--listen")
     with call.cache() as cache, progress.shown() as shows:
         report = rebuild.rebuild(cache, namespaces or [], dry_run=dry_run, jobs=jobs, progress=shows)
     call.print(report, repair_text.rebuild)
     call.end(report)
+
+
+def _follow(
+    call: Call, namespaces: list[str], jobs: int, every: float, notices: Path | None, listen: str | None
+) -> None:
+    with call.cache() as cache, logged(), until_told() as stop, ExitStack() as open_:
+        follower = PayloadFollower(cache, namespaces, jobs=jobs)
+        if listen is not None:
+            server = exposed(
+                *place(listen, _PORT), lambda: metrics_of(follower.last), lambda: follower.is_turning(every)
+            )
+            open_.callback(server.close)
+            say(f"metrics at {server.url}")
+        lines = PipedLines(notices) if notices is not None else None
+        while not stop.is_set():
+            call.line(follower.turn(), repair_text.follow)
+            end = time.monotonic() + every
+            while not stop.is_set() and (left := end - time.monotonic()) > 0:
+                if lines is None:
+                    stop.wait(left)
+                elif some := lines.take(min(left, _LOOK_S)):
+                    call.line(follower.notice(some), repair_text.follow)
 
 
 def _percent(text: str) -> float:

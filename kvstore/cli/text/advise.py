@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 
 from rich.text import Text
 
 from kvstore.admin.advise.page import Table, html
-from kvstore.admin.advise.reports import AdviceReport, CapacityAdvice
+from kvstore.admin.advise.reports import AdviceReport, CapacityAdvice, LiveAdviceReport
 from kvstore.admin.simulate.plot import Plot, Series, text
 from kvstore.cli.tables import Column, Renderables, TableRows, pair, plain, span
+from kvstore.cli.text.inspect import window
 from kvstore.rules.units import size
 
 _WIDTH = 13
-_STYLES = {"yes": "bold green", "no": "bold red", "unclear": "bold yellow"}
+STYLES = {"yes": "bold green", "no": "bold red", "unclear": "bold yellow"}
 _NAMES = {"kvstore": "kvstore", "lru": "LRU of blocks", "optimum": "optimum", "endless": "ceiling"}
 
 
@@ -24,7 +26,7 @@ def headline(report: AdviceReport) -> str:
         return "Don't"
     if report.verdict == "unclear" or best.net_month is None:
         return f"Perhaps, with {size(best.capacity_bytes)}"
-    return f"Yes: {size(best.capacity_bytes)} save {_money(best.net_month)} a month"
+    return f"Yes: {size(best.capacity_bytes)} save {money(best.net_month)} a month"
 
 
 def plot_of(report: AdviceReport) -> Plot:
@@ -52,16 +54,33 @@ def plot_of(report: AdviceReport) -> Plot:
 def advise(report: AdviceReport, width: int) -> Renderables:
     """Yields the verdict and why, the plot, what capacities and models amount to, and what to set."""
     why = "" if report.verdict != "no" else ", because:"
-    yield Text(f"{headline(report)}{why}", style=_STYLES[report.verdict])
-    for sentence in report.because:
-        yield pair("-", plain(sentence[:1].upper() + sentence[1:]), width=3)
+    yield Text(f"{headline(report)}{why}", style=STYLES[report.verdict])
+    for one in report.because:
+        yield pair("-", plain(sentence(one)), width=3)
     yield ""
     for label, fact in facts(report):
         yield pair(label, plain(fact), width=_WIDTH)
     yield ""
     for line in text(plot_of(report), width):
         yield Text(line, no_wrap=True, overflow="crop")
-    for heading, (heads, rows) in tables(report):
+    yield from tables_of(tables(report))
+    if report.settings:
+        yield ""
+        yield Text("Settings to paste", style="bold")
+        yield Text(report.settings.rstrip())
+    yield ""
+    for caveat in report.caveats:
+        yield pair("-", plain(sentence(caveat)), width=3)
+
+
+def sentence(text: str) -> str:
+    """Returns a sentence as one begins."""
+    return text[:1].upper() + text[1:]
+
+
+def tables_of(found: Sequence[tuple[str, Table]]) -> Renderables:
+    """Yields tables with their titles."""
+    for heading, (heads, rows) in found:
         yield ""
         yield Text(heading, style="bold")
         columns = list(zip(*rows, strict=True))
@@ -71,13 +90,6 @@ def advise(report: AdviceReport, width: int) -> Renderables:
                 for number, (head, values) in enumerate(zip(heads, columns, strict=True))
             )
         )
-    if report.settings:
-        yield ""
-        yield Text("Settings to paste", style="bold")
-        yield Text(report.settings.rstrip())
-    yield ""
-    for caveat in report.caveats:
-        yield pair("-", plain(caveat[:1].upper() + caveat[1:]), width=3)
 
 
 def facts(report: AdviceReport) -> Iterator[tuple[str, str]]:
@@ -105,9 +117,9 @@ def facts(report: AdviceReport) -> Iterator[tuple[str, str]]:
 def page(report: AdviceReport) -> str:
     """Returns the report as a page."""
     title = f"Would a shared cache pay? {headline(report)}"
-    why = [sentence[:1].upper() + sentence[1:] for sentence in report.because]
+    why = [sentence(one) for one in report.because]
     why += [f"{label[:1].upper()}{label[1:]}: {fact}" for label, fact in facts(report)]
-    notes = [caveat[:1].upper() + caveat[1:] for caveat in report.caveats]
+    notes = [sentence(one) for one in report.caveats]
     return html(title, report.verdict, why, plot_of(report), tables(report), report.settings, notes)
 
 
@@ -120,10 +132,10 @@ def tables(report: AdviceReport) -> Sequence[tuple[str, Table]]:
             "second use" if one.second_use else "all",
             f"{one.hit_ratio:.1%}",
             f"{one.gained_ratio:.1%}",
-            _hours(one.gpu_seconds_month),
-            _money(one.saved_month),
-            _money(_bill(one)),
-            _money(one.net_month),
+            hours(one.gpu_seconds_month),
+            money(one.saved_month),
+            money(_bill(one)),
+            money(one.net_month),
         )
         for one in report.capacities
     ]
@@ -134,10 +146,10 @@ def tables(report: AdviceReport) -> Sequence[tuple[str, Table]]:
             "-" if one.local_ratio is None else f"{one.local_ratio:.1%}",
             f"{one.hit_ratio:.1%}",
             f"{one.ceiling_ratio:.1%}",
-            _hours(one.gpu_seconds_month),
-            _money(one.saved_month),
-            _money(one.cost_month),
-            _money(one.net_month),
+            hours(one.gpu_seconds_month),
+            money(one.saved_month),
+            money(one.cost_month),
+            money(one.net_month),
             "-" if one.break_even_bytes_s is None else _speed(one.break_even_bytes_s),
         )
         for one in report.by_model
@@ -165,16 +177,136 @@ def _bill(one: CapacityAdvice) -> float:
     return one.storage_month + one.requests_month + one.transfer_month
 
 
-def _money(amount: float | None) -> str:
+def money(amount: float | None) -> str:
+    """Returns an amount of money; "-" if it isn't known."""
     if amount is None:
         return "-"
     sign = "-" if amount < 0 else ""
     return f"{sign}${abs(amount):,.2f}" if abs(amount) < 100 else f"{sign}${abs(amount):,.0f}"
 
 
-def _hours(seconds: float | None) -> str:
+def hours(seconds: float | None) -> str:
+    """Returns seconds as hours; "-" if they aren't known."""
     return "-" if seconds is None else f"{seconds / 3600:,.1f}"
 
 
 def _speed(bytes_s: float) -> str:
     return f"{bytes_s / 1e6:,.0f} MB/s"
+
+
+def title(report: LiveAdviceReport) -> str:
+    """Returns the verdict in a sentence."""
+    net = report.period.net_month
+    if net is None or report.verdict == "unclear":
+        return "What this store is worth is not known"
+    return f"This store {'saves' if net > 0 else 'loses'} {money(abs(net))} a month"
+
+
+def live(report: LiveAdviceReport, width: int) -> Renderables:
+    """Yields the verdict and why, the plot, the tables, what to change, and what the numbers rest on."""
+    yield Text(title(report), style=STYLES[report.verdict])
+    for one in report.because:
+        yield pair("-", plain(sentence(one)), width=3)
+    yield ""
+    for label, fact in _live_facts(report):
+        yield pair(label, plain(fact), width=_WIDTH)
+    yield ""
+    for line in text(_live_plot(report), width):
+        yield Text(line, no_wrap=True, overflow="crop")
+    yield from tables_of(_live_tables(report))
+    if report.settings:
+        yield ""
+        yield Text("Settings to change", style="bold")
+        yield Text(report.settings.rstrip())
+    yield ""
+    yield Text("What these numbers rest on", style="bold")
+    for one in (*report.basis, *report.caveats):
+        yield pair("-", plain(sentence(one)), width=3)
+    if report.recorded is not None:
+        yield ""
+        yield Text("What the recordings say", style="bold")
+        yield from advise(report.recorded, width)
+
+
+def live_page(report: LiveAdviceReport) -> str:
+    """Returns the report as a page."""
+    why = [sentence(one) for one in report.because]
+    why += [f"{label[:1].upper()}{label[1:]}: {fact}" for label, fact in _live_facts(report)]
+    if report.recorded is not None:
+        why.append(f"Of the recordings alone: {headline(report.recorded)}")
+    notes = [sentence(one) for one in (*report.basis, *report.caveats)]
+    plot, found = _live_plot(report), _live_tables(report)
+    return html(title(report), report.verdict, why, plot, found, report.settings, notes)
+
+
+def _live_facts(report: LiveAdviceReport) -> Iterator[tuple[str, str]]:
+    yield "index", report.index
+    at = datetime.fromtimestamp(report.since_s, UTC)
+    yield "since", f"{at:%Y-%m-%d %H:%M} UTC; weighed are {window(report.period.window_s)}"
+    yield "stored", f"{size(report.used_bytes)} of {size(report.capacity_bytes)}"
+    prices = report.prices
+    yield "prices", f"${prices.gpu_hour:g} a GPU hour, ${prices.gb_month:g} a GB and month"
+
+
+def _live_plot(report: LiveAdviceReport) -> Plot:
+    points = [(max(1, one.capacity_bytes), min(1.0, one.hit_ratio)) for one in report.capacities]
+    ceiling = [(at, report.period.ceiling_ratio) for at, _ in points]
+    return Plot(
+        title="Hit ratio by capacity",
+        subtitle=f"{report.period.asked_blocks:,} blocks asked for in {window(report.period.window_s)}",
+        x_label="capacity (logarithmic)",
+        y_label="hit ratio (blocks found, of those asked for)",
+        series=[Series("this store", points), Series("ceiling of that time", ceiling, bound=True)],
+    )
+
+
+def _live_tables(report: LiveAdviceReport) -> Sequence[tuple[str, Table]]:
+    periods = [
+        (
+            window(one.window_s),
+            f"{one.asked_blocks:,}",
+            f"{one.hit_ratio:.1%}",
+            f"{one.ceiling_ratio:.1%}",
+            hours(one.gpu_seconds_month),
+            money(one.saved_month),
+            money(one.storage_month + one.requests_month + one.transfer_month),
+            money(one.net_month),
+        )
+        for one in report.periods
+    ]
+    capacities = [
+        (
+            f"{size(one.capacity_bytes)}{' *' if one == report.best else ''}",
+            f"{one.hit_ratio:.1%}",
+            f"{one.added_ratio:+.1%}",
+            money(one.saved_month),
+            money(one.storage_month),
+            money(one.net_month),
+        )
+        for one in report.capacities
+    ]
+    models = [
+        (
+            f"{one.model} ({one.kind}, {one.tenant})",
+            f"{one.asked_blocks:,}",
+            f"{one.hit_ratio:.1%}",
+            f"{one.ceiling_ratio:.1%}",
+            size(one.stored_bytes),
+            money(one.saved_month),
+        )
+        for one in report.by_model
+    ]
+    missed = [(one.reason, f"{one.blocks:,}") for one in report.missed]
+    found: list[tuple[str, Table]] = [
+        (
+            "What it is worth, a month",
+            (("in", "asked", "hits", "ceiling", "GPU hours", "saved", "costs", "net"), periods),
+        ),
+        (
+            "More room, a month",
+            (("capacity", "hits", "added", "saves more", "costs more", "net"), capacities),
+        ),
+        ("By model", (("model", "asked", "hits", "ceiling", "stored", "saved"), models)),
+        ("Why blocks were missed, lately", (("reason", "blocks"), missed)),
+    ]
+    return [(heading, table) for heading, table in found if table[1]]

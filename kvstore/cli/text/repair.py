@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from kvstore.admin.repair.reports import FAULTS, Counted, FaultCount, FsckReport, GcReport, RebuildReport
+from kvstore.admin.repair.reports import (
+    FAULTS,
+    Counted,
+    FaultCount,
+    FollowReport,
+    FsckReport,
+    GcReport,
+    RebuildReport,
+)
 from kvstore.cli.tables import SHOWN, Column, Renderables, TableRows, count, left_rows, pair
 from kvstore.rules.units import size
 
@@ -149,3 +157,19 @@ def rebuild(report: RebuildReport) -> Renderables:
     if report.dry_run:
         yield pair("rebuild", "nothing committed: a dry run", width=_WIDTH)
     yield pair("took", f"{report.seconds:.1f} s", width=_WIDTH)
+
+
+def follow(report: FollowReport) -> Renderables:
+    """Yields a turn in a line."""
+    parts = [f"{count(report.listed.segments, 'segment')} listed", f"{report.gone:,} gone"]
+    if report.incomplete:
+        parts.append(f"{report.incomplete:,} incomplete")
+    if report.left_out > report.incomplete:
+        parts.append(f"{report.left_out - report.incomplete:,} left out")
+    if report.behind_s is not None:
+        parts.append(f"{report.behind_s:.1f} s behind")
+    if report.way_s:
+        parts.append(f"{report.way_s:.1f} s on the way")
+    yield pair("follow", ", ".join(parts), width=_WIDTH)
+    if report.problem:
+        yield pair("problem", Text(report.problem, style="bold red"), width=_WIDTH)

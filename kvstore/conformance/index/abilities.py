@@ -29,6 +29,7 @@ from kvstore.conformance.index.maintained import (
     MADE_S,
     MINUTE,
     NOTHING,
+    SAVED_S,
     SOON_S,
     Maintained,
     cull,
@@ -145,7 +146,7 @@ class PinConformance(Maintained):
         assert [(one.segment, one.used_s) for one in catalogue.order(name, 9)] == [
             (tail, SOON_S),
             (head, SOON_S + MINUTE),
-            (fresh, SOON_S + 2 * MINUTE),
+            (fresh, SAVED_S + 3 * MINUTE),
         ]
         # An item keeps what its cost is worth.
         item = put(index, encoder, chain(1), cost_us=10**9)

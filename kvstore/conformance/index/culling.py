@@ -21,9 +21,9 @@ from kvstore.conformance.index.chains import (
 )
 from kvstore.conformance.index.maintained import (
     DELETE_AFTER_S,
-    MADE_S,
     MINUTE,
     NOTHING,
+    SAVED_S,
     SOON_S,
     Maintained,
     cull,
@@ -75,7 +75,7 @@ class CullConformance(Maintained):
         costly = put(index, encoder, chain(1, seed="c"), created_s=CREATED_S - MINUTE, cost_us=10**9)
         order = catalogue.order(encoder, 10)
         assert [one.segment for one in order] == [dear, cheap, costly]
-        assert [one.used_s for one in order] == [MADE_S, MADE_S + MINUTE, MADE_S - MINUTE]
+        assert [one.used_s for one in order] == [SAVED_S, SAVED_S + MINUTE, SAVED_S - MINUTE]
         assert [one.keep_s - one.used_s for one in order] == [0, 0, 150 * MINUTE]
 
     # cull
@@ -115,7 +115,7 @@ class CullConformance(Maintained):
     def test_cull_orders_segments_of_enormous_depth(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        depths = [0, 1, 2**22 - 2, 2**22 - 1]
+        depths = [0, 1, 2**20 - 2, 2**20 - 1]
         chains = [chain(1, seed=str(depth)) for depth in depths]
         segments = [new_segment_id(digests) for digests in chains]
         for segment, depth, digests in zip(segments, depths, chains, strict=True):
@@ -159,7 +159,7 @@ class CullConformance(Maintained):
         fill(index, encoder, source, 120)
         listed = {one.segment: one for one in catalogue.segments(encoder)}
         order = in_order(listed.values(), cost_counts=True)
-        spare_from_s = MADE_S - 17 * MINUTE
+        spare_from_s = SAVED_S - 17 * MINUTE
         expected = [segment for segment in order if listed[segment].last_use_s < spare_from_s]
         # Spared segments stand between them, and in front of them.
         assert expected != order[: len(expected)] and len(expected) > 30
@@ -177,7 +177,7 @@ class CullConformance(Maintained):
         assert cull(5, spare_from_s) == expected[:5]
         assert cull(1000, spare_from_s) == expected[5:]
         assert cull(1000, spare_from_s) == []
-        # A last use is known to the minute: all uses of a minute are before a moment in its middle.
+        # A last use is known to the quarter of a minute: all uses of one are before a moment in its middle.
         same = [s for s in order if listed[s].last_use_s == spare_from_s]
         assert same and cull(1000, spare_from_s + 0.5) == same
         assert {one.segment for one in catalogue.segments(encoder)} == set(order) - {*expected, *same}
@@ -195,7 +195,7 @@ class CullConformance(Maintained):
                 delete_after_s=DELETE_AFTER_S,
                 limit=10,
                 rule="capacity",
-                spare_from_s=MADE_S,
+                spare_from_s=SAVED_S,
             )
 
         assert [one.segment for one in catalogue.order(encoder, 5000)][-1] == old

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.conformance.index.chains import CREATED_S, EXPECTED_BLOCKS, chain, items, namespace, record
+from kvstore.index.contract import UNUSED_S
 from kvstore.index.eviction import WORTH_MINUTES, worth
 from kvstore.index.maintenance import Erased, Listing, Maintenance, Pins, Usage
 from kvstore.index.port import CommitState, Index
@@ -21,6 +22,8 @@ MINUTE = 60
 #: The minute in which the suites' segments were made, and the one after.
 MADE_S = CREATED_S // MINUTE * MINUTE
 SOON_S = MADE_S + MINUTE
+#: The last use of what was saved then and not used since.
+SAVED_S = MADE_S - UNUSED_S
 DELETE_AFTER_S = CREATED_S + 3600
 NOTHING = Usage(0, 0, 0)
 
@@ -89,19 +92,19 @@ def usage_of(listed: Iterable[Listing]) -> Usage:
     )
 
 
-def keep_minute(one: Listing, *, cost_counts: bool) -> int:
+def keep_minute(one: Listing, *, cost_counts: bool) -> float:
     """Returns the minute that eviction orders by. `cost_counts` is for encoder items."""
     extra = worth(one.record.cost_us, one.record.nbytes) if cost_counts else 0
-    return int(one.last_use_s) // MINUTE + WORTH_MINUTES * extra
+    return one.last_use_s / MINUTE + WORTH_MINUTES * extra
 
 
 def in_order(listed: Iterable[Listing], *, cost_counts: bool = False) -> list[SegmentId]:
     """Returns segments in the order of eviction, as kvstore.index.eviction describes it."""
 
-    def key(one: Listing) -> tuple[int, int, float, bytes]:
+    def key(one: Listing) -> tuple[float, int, float, bytes]:
         return (
             keep_minute(one, cost_counts=cost_counts),
-            -min(one.record.depth, 2**22 - 1),
+            -min(one.record.depth, 2**20 - 1),
             one.last_use_s,
             one.segment,
         )

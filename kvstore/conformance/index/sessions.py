@@ -23,6 +23,7 @@ from kvstore.conformance.index.chains import (
 from kvstore.conformance.index.maintained import (
     MADE_S,
     MINUTE,
+    SAVED_S,
     Maintained,
     cull,
     drain,
@@ -133,7 +134,7 @@ class SessionConformance(Maintained):
         segments = save(index, name, chain(6), ALICE)
         told = index.session(name, ALICE, [*segments[:2], new_segment_id()], MADE_S + 5 * MINUTE)
         assert (told.state, told.segments, told.demoted, told.retained_bytes) == ("live", 3, 0, 0)
-        assert self.used(catalogue, name, segments) == [MADE_S + 300, MADE_S + 300, MADE_S]
+        assert self.used(catalogue, name, segments) == [MADE_S + 300, MADE_S + 300, SAVED_S]
         assert catalogue.hottest(name, 9) == [(segments[0], 1)]
         index.session(name, BOB, segments[:1], MADE_S)
         assert self.used(catalogue, name, segments[:1]) == [MADE_S + 300]
@@ -265,7 +266,7 @@ class SessionConformance(Maintained):
         assert self.used(catalogue, name, [*hers, both]) == before
         # Who uses it and ends makes it shared, and no older than it was.
         index.session(name, BOB, [*hers, both], CREATED_S, END)
-        assert self.used(catalogue, name, [*hers, both]) == before
+        assert self.used(catalogue, name, [*hers, both]) == [MADE_S] * 3
         assert self.order(catalogue, name)[:2] == his[::-1]
 
     def test_a_later_use_revives(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
@@ -440,7 +441,7 @@ class SessionConformance(Maintained):
         hint = later(600)
         index.session(name, ALICE, [], CREATED_S, hint, allowance=ALL)
         own = save(index, name, chain(4), ALICE, allowance=self.allowance(ONE, 0))
-        assert self.used(catalogue, name, own) == [round(hint.retain_until_s or 0) // 60 * 60, MADE_S]
+        assert self.used(catalogue, name, own) == [round(hint.retain_until_s or 0) // 60 * 60, SAVED_S]
 
     def test_pinned_ones_are_none(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         own = save(index, name, chain(4), ALICE)
@@ -535,7 +536,7 @@ class SessionConformance(Maintained):
         low = Hint(priority="low")
         index.session(name, ALICE, [], CREATED_S, low)
         own = save(index, name, chain(4), ALICE)
-        assert self.used(catalogue, name, own) == [MADE_S - LOW_S] * 2
+        assert self.used(catalogue, name, own) == [SAVED_S - LOW_S] * 2
         shared = put(index, name, chain(2, seed="s"))
         index.session(name, ALICE, [shared, *own], MADE_S + MINUTE)
         assert self.used(catalogue, name, [shared, *own]) == [MADE_S + MINUTE, *[MADE_S + MINUTE - LOW_S] * 2]
@@ -561,7 +562,7 @@ class SessionConformance(Maintained):
         own = save(index, name, chain(8), ALICE, allowance=share)
         *kept, last = self.used(catalogue, name, own)
         assert all(before + HIGH_S - 60 <= used <= time.time() + HIGH_S for used in kept)
-        assert last == MADE_S
+        assert last == SAVED_S
         told = index.session(name, ALICE, own, before, allowance=share)
         assert (told.state, told.retained_bytes, told.refused_bytes) == ("live", 3 * ONE, ONE)
 

@@ -53,7 +53,7 @@ class Listing:
 
     segment: SegmentId
     record: SegmentRecord
-    #: Unix seconds, to the minute.
+    #: Unix seconds, to the quarter of a minute.
     last_use_s: float
     pinned: bool = False
 

@@ -20,7 +20,7 @@ class Candidate:
 
     segment: SegmentId
     nbytes: int
-    #: Last use plus what its cost is worth (kvstore.index.eviction), unix seconds, to the minute.
+    #: Last use plus what its cost is worth (kvstore.index.eviction), unix s, to a quarter of a minute.
     keep_s: float
     #: Last use alone.
     used_s: float
@@ -53,8 +53,8 @@ class Removal(ABC):
         """Evicts in the order of eviction until at most `keep_bytes` remain.
 
         `delete_after_s` as in Index.evict. At most `limit` per call, so that no call holds the index for
-        long. Returns those evicted. Segments whose last use, to the minute, is not before `spare_from_s` are
-        passed over; a call looks at no more than 4,096.
+        long. Returns those evicted. Segments whose last use, to the quarter of a minute, is not before
+        `spare_from_s` are passed over; a call looks at no more than 4,096.
         """
 
     @abstractmethod

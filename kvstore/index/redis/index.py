@@ -46,6 +46,9 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     kvs:{ns}:faults          stream   those of them whose reason means that something doesn't work, under the
                                       same ids; about a quarter as many
     kvs:{ns}:seen            hash     totals of outcomes, by the names in Journal.seen
+    kvs:{ns}:asked:<bucket>  hash     asked, served (blocks), registers (4096 bytes): what was asked for in a
+                                      time (kvstore.index.demand); expires. <bucket> is "<seconds>:<number
+                                      since 1970>"
     kvs:{ns}:ghosts          zset     first digest of a segment that a quota evicted -> how much quotas had
                                       evicted before, in units of 4 KiB, + slots (at most 4095) / 4096;
                                       journal.ghosts of them
@@ -75,10 +78,12 @@ so that buckets hold 32 to 64 entries when the namespace is full, well inside th
 in its compact encoding. Records are fields of one hash and not keys of their own so that a match
 fetches all of them in one call.
 
-A place in the order of eviction is keep - (depth * 16 + worth) / 2**26, where depth is at most 2**22 - 1,
-worth is that of index.eviction, from 0 to 15, and keep is the unix minute of the last use plus 10 * worth.
-Rounded up it is keep; the rest tells depth and worth, and keep and worth tell the last use. Worth is 0 except
-for encoder items (kind ec), and for these too if eviction.cost_aware is off.
+A place in the order of eviction is keep - (depth * 16 + worth) / 2**26, where depth is at most 2**20 - 1,
+worth is that of index.eviction, from 0 to 15, and keep is the unix minute of the last use, down to the
+quarter, plus 10 * worth. Rounded up to a quarter it is keep; the rest tells depth and worth, and keep and
+worth tell the last use. Worth is 0 except for encoder items (kind ec), and for these too if
+eviction.cost_aware is off. Releases that know whole minutes alone read such a score as of the minute that
+begins next.
 
 Scores are exact in a double: a minute takes 27 bits, depth and worth take 26; a second takes 31 and the ranks
 8; 8 PiB in units of 4 KiB take 41 and slots 12.
@@ -107,6 +112,7 @@ from kvstore.index.contract import (
     check_session,
     count_digests,
     minute,
+    saved_minute,
 )
 from kvstore.index.eviction import worth
 from kvstore.index.port import Claim, CommitState, Run
@@ -323,7 +329,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
             rank,
             ranks,
             INCOMPLETE_TTL_S,
-            minute(record.created_s),
+            saved_minute(record.created_s),
             worth(record.cost_us, record.nbytes) if self._cost_aware else 0,
             self._journal.events,
             session,

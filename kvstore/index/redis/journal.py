@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from kvstore.errors import DamagedIndex
 from kvstore.index.contract import (
     OPERATIONS_KEPT,
     BadArgument,
@@ -19,6 +20,7 @@ from kvstore.index.contract import (
     remembered,
     totals,
 )
+from kvstore.index.demand import Bucket, Raised, buckets, in_windows, kept_s
 from kvstore.index.eviction import ghost_bytes
 from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations
 from kvstore.index.port import Outcome
@@ -59,20 +61,23 @@ class RedisJournal(RedisPart, Journal, Operations):
     """The part of RedisIndex that reads the journal, and `tell`, which writes outcomes; operations."""
 
     @understood
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
+        if raised is not None:
+            raised.check()
         batch: list[Outcome] = []
         digests = 0
         for outcome in outcomes:
             missing = count_digests(outcome.missing)
             if batch and (len(batch) == _TELL_SLICE or digests + missing > _TELL_DIGESTS):
-                self._tell(namespace, batch)
+                self._tell(namespace, batch, raised)
+                raised = raised and raised.after()
                 batch, digests = [], 0
             batch.append(outcome)
             digests += missing
         if batch:
-            self._tell(namespace, batch)
+            self._tell(namespace, batch, raised)
 
-    def _tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+    def _tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None) -> None:
         sums: Counter[str] = Counter()
         kept: list[bytes | str | int] = []
         absent: list[bytes | int] = []
@@ -84,6 +89,11 @@ class RedisJournal(RedisPart, Journal, Operations):
                 kept += [one.asked, one.served, reason_kept(one), one.position, first]
             if missing := missed(one):
                 absent += [one.asked - one.served, missing]
+        asked: list[bytes | str | int] = ["", "", ""]
+        if raised is not None:
+            asked = [sums["asked"], sums["served"], raised.registers]
+            for length, bucket in buckets(raised.at_s):
+                asked += [f"{length}:{bucket}", kept_s(length)]
         flat = [word for pair in sums.items() if pair[1] for word in pair]
         self._run(
             _TELL,
@@ -93,6 +103,8 @@ class RedisJournal(RedisPart, Journal, Operations):
             len(flat) // 2,
             len(kept) // 9,
             len(absent) // 2,
+            len(asked),
+            *asked,
             *flat,
             *kept,
             *absent,
@@ -165,6 +177,14 @@ class RedisJournal(RedisPart, Journal, Operations):
         return seen | ({"evicted": evicted} if evicted else {})
 
     @understood
+    def asked(self, namespace: NamespaceId, now_s: float) -> dict[tuple[int, int], Bucket]:
+        names = in_windows(now_s)
+        kept = [key(namespace, f"asked:{length}:{bucket}") for length, bucket in names]
+        answers = self._client.many([("HMGET", one, "asked", "served", "registers") for one in kept])
+        found = {name: _bucket(answer) for name, answer in zip(names, answers, strict=True)}
+        return {name: one for name, one in found.items() if one is not None}
+
+    @understood
     def record_operation(self, verb: str, what: str) -> None:
         self._client.run(_OPERATION, OPERATIONS, OPERATIONS_KEPT, _OPERATIONS_S, self._by, verb, what)
 
@@ -182,6 +202,16 @@ class RedisJournal(RedisPart, Journal, Operations):
             if _WHOLE.fullmatch(step) and _WHOLE.fullmatch(blocks) and 0 <= int(step) <= _STEPS
         )
         return [Ghosts(ghost_bytes(step), blocks) for step, blocks in steps]
+
+
+def _bucket(answer: Sequence[bytes | None] | DamagedIndex) -> Bucket | None:
+    """Returns what a bucket counts; None if it isn't there, or is nothing that `tell` wrote."""
+    if isinstance(answer, DamagedIndex):
+        raise answer
+    asked, served, registers = answer
+    if asked is None or not _WHOLE.fullmatch(asked) or not _WHOLE.fullmatch(served or b"0"):
+        return None
+    return Bucket(int(asked), int(served or 0), registers or b"")
 
 
 def _after(position: str) -> str:

@@ -139,7 +139,7 @@ class Use(NamedTuple):
         exact = float(score)
         if not 0 <= exact < _UNIT * 2.0:
             return cls(0.0, 0.0)
-        keep = math.ceil(exact)
+        keep = math.ceil(exact * 4) / 4
         depth, worth = divmod(int((keep - exact) * _UNIT), _WORTHS)
         return cls(keep * float(MINUTE_S), (keep - worth * WORTH_MINUTES) * float(MINUTE_S), depth)
 

@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 
 from kvstore.errors import KVStoreError
 from kvstore.index.contract import check_commit, check_segments, count_digests
+from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
@@ -315,14 +316,20 @@ class ShardedRequests(EngineIndex):
 
         return max(self._each(self._shards(namespace), bits))
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
+        """What was raised goes to one of the shards: ShardedJournal.asked looks at all."""
         layout = self._layout(namespace)
         shards = shard_names(namespace, layout.shards)
         parts = defaultdict[NamespaceId, list[Outcome]](list)
         for one in outcomes:
             count_digests(one.missing)
             parts[_told(shards, one, items=layout.items)].append(one)
-        self._each(parts, lambda name: self._leaf.tell(name, parts[name]))
+        first = next(iter(parts), None)
+
+        def tell(name: NamespaceId) -> None:
+            self._leaf.tell(name, parts[name], raised if raised is None or name == first else raised.after())
+
+        self._each(parts, tell)
 
     def session(
         self,

@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.index.contract import INCOMPLETE_TTL_S, agreement, minute
+from kvstore.index.contract import INCOMPLETE_TTL_S, agreement, saved_minute
 from kvstore.index.eviction import WORTH_MINUTES, worth
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState
@@ -108,7 +108,7 @@ class RankCommit:
         packed = head + b"".join(parts)
         whole = unpack_record(packed)
         assert whole is not None
-        key, used = self.place.key, minute(whole.created_s)
+        key, used = self.place.key, saved_minute(whole.created_s)
         extra = worth(whole.cost_us, whole.nbytes) if self.cost_counts else 0
         self.db.execute(
             "INSERT INTO segments (namespace, id, checksum, record, nbytes, slots, ranks, used, depth, "

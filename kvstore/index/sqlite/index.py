@@ -26,6 +26,7 @@ from kvstore.index.contract import (
     count_digests,
     minute,
 )
+from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, Outcome, Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
@@ -242,14 +243,14 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
             if place is None:
                 return
             rows = [_recency(db, place, segment) for segment in segments]
-        new = [row[0] for row in rows if row and (row[1] < used or row[2] or (row[3] or used) < used)]
+        new = [row[0] for row in rows if row and (row[1] < used or row[2] or (row[3] or used) < int(used))]
         # Most touches fall into a minute that is noted already, and these don't wait for a writer.
         if new:
             with self._database.writing("touch") as db:
                 place = place_of(db, namespace)
                 note_uses(db, [(key, used) for key in new], used)
                 db.executemany("UPDATE segments SET owner = x'' WHERE key = ?", [(key,) for key in new])
-                if place and (first := rows[0]) and first[1] < used:
+                if place and (first := rows[0]) and first[1] < int(used):
                     note_load(db, place, first[0])
 
     def evict(
@@ -293,7 +294,9 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
             place = place_of(db, namespace)
             return 0 if place is None else sqlite_uses.bits(db, place.key, window)
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
+        if raised is not None:
+            raised.check()
         for outcome in outcomes:
             count_digests(outcome.missing)
         if not outcomes:
@@ -301,7 +304,7 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
         with self._database.writing("tell") as db:
             place = place_of(db, namespace)
             if place is not None:
-                self._writing.told(db, place, outcomes)
+                self._writing.told(db, place, outcomes, raised)
 
     def _oldest(self, db: sqlite3.Connection, namespace: NamespaceId) -> float:
         """Returns the unix second up to which what was created is too old to serve anybody."""
@@ -341,10 +344,10 @@ def _servable(db: sqlite3.Connection, place: NamespaceNumbers, digests: bytes, o
 
 def _recency(
     db: sqlite3.Connection, place: NamespaceNumbers, segment: SegmentId
-) -> tuple[int, int, bytes, int | None] | None:
+) -> tuple[int, float, bytes, int | None] | None:
     """Returns of a visible segment its key, the minute that counts as its last use, whose own it is and, if
     it is retained, the minute of its true last use."""
-    row: tuple[int, int, bytes, int | None] | None = db.execute(
+    row: tuple[int, float, bytes, int | None] | None = db.execute(
         "SELECT s.key, s.used, s.owner, r.used FROM segments AS s "
         "LEFT JOIN retained AS r ON r.segment = s.key WHERE s.namespace = ? AND s.id = ?",
         (place.generation, segment),

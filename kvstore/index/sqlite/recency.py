@@ -21,14 +21,14 @@ _GONE = (
 )
 
 
-def count_as_used(db: sqlite3.Connection, key: int, used: int) -> None:
+def count_as_used(db: sqlite3.Connection, key: int, used: float) -> None:
     """Sets the minute that counts as a segment's last use."""
     db.execute(
         "UPDATE segments SET used = ?, keep = ? + worth * ? WHERE key = ?", (used, used, WORTH_MINUTES, key)
     )
 
 
-def note_uses(db: sqlite3.Connection, uses: Iterable[tuple[int, int]], used: int) -> None:
+def note_uses(db: sqlite3.Connection, uses: Iterable[tuple[int, float]], used: float) -> None:
     """Notes uses of segments, by key, in the minute `used`, with the minute that each counts as.
 
     A segment that is retained counts as used later already; its true last use is set.
@@ -40,7 +40,7 @@ def note_uses(db: sqlite3.Connection, uses: Iterable[tuple[int, int]], used: int
         )
         db.execute(
             "UPDATE retained SET used = min(?, until / ?) WHERE segment = ? AND used < ?",
-            (used, MINUTE_S, key, used),
+            (int(used), MINUTE_S, key, int(used)),
         )
 
 

@@ -5,7 +5,7 @@
                  `swept`: the digest where the sweep goes on; `seen`: unix s of the last registration
     generations  segments and parts name one of these numbers as their `namespace`. A new one makes everything
                  invisible at once; the old one stays until its segments are in the trash
-    segments     `used`: minute of the last use; `keep`: that plus what its cost is worth
+    segments     `used`: minute of the last use, down to the quarter; `keep`: that plus what its cost is worth
                  (kvstore.index.eviction); `first`: its first block's digest, empty if a migration could not
                  tell; `salt`: id of the salt that it was saved under, empty without one
     blocks       a block's entry: where the index says that it is
@@ -24,6 +24,7 @@
     fates        of some events, by their number: see Event
     operations   ring of what operators did in the whole store
     totals, credits             counters of outcomes; blocks by ghost step
+    asked        what was asked for lately, by buckets of time: `bucket` is the time over `length`, in seconds
 
 In every table but segments and parts `namespace` is namespaces.key.
 """
@@ -174,9 +175,16 @@ CREATE TABLE fates (
     PRIMARY KEY (namespace, number)) WITHOUT ROWID;
 """
 
+# What is asked for, by buckets of time (kvstore.index.demand).
+_SCHEMA_8 = """
+CREATE TABLE asked (
+    namespace INTEGER NOT NULL, length INTEGER NOT NULL, bucket INTEGER NOT NULL, asked INTEGER NOT NULL,
+    served INTEGER NOT NULL, registers BLOB NOT NULL, PRIMARY KEY (namespace, length, bucket)) WITHOUT ROWID;
+"""
+
 #: What each version added to the one before. The first process of this release that opens an older file
 #: brings it up to date; releases older than a file refuse it.
-SCHEMAS = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7)
+SCHEMAS = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7, _SCHEMA_8)
 #: Raised with every change of the schema (golden test: tests/index/sqlite/test_index.py).
 SCHEMA_VERSION = len(SCHEMAS)
 

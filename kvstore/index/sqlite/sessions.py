@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.errors import NamespaceUnknown
-from kvstore.index.contract import check_segments, check_session, minute
+from kvstore.index.contract import UNUSED_S, check_segments, check_session, minute
 from kvstore.index.eviction import MINUTE_S
 from kvstore.index.sessions import (
     ENDED_MINUTE,
@@ -53,7 +53,7 @@ class SegmentRow(NamedTuple):
     """What a session's call needs to know of a visible segment."""
 
     key: int
-    used: int
+    used: float
     pinned: int
     owner: bytes
     nbytes: int
@@ -209,9 +209,9 @@ def retain(
     return done, refused
 
 
-def _bounded(used: int, until: int) -> int:
+def _bounded(used: float, until: int) -> int:
     last = until // MINUTE_S
-    return min(last, max(used, last - LONGEST_AGO_MINUTES))
+    return min(last, max(int(used), last - LONGEST_AGO_MINUTES))
 
 
 def demote(db: sqlite3.Connection, rows: Sequence[SegmentRow]) -> int:
@@ -242,7 +242,7 @@ def adopt(
     )
     row = row_of(db, place, segment)
     assert row is not None
-    record.used = max(record.used, row.used)
+    record.used = max(record.used, int(row.used + UNUSED_S / MINUTE_S))
     if record.ended:
         demote(db, [row])
     elif record.priority == "low":
@@ -303,7 +303,7 @@ class SqliteSessions(SqliteMaintenance):
         place: NamespaceNumbers,
         session: SessionId,
         segments: Sequence[SegmentId],
-        used: int,
+        used: float,
         hint: Hint,
         allowance: Allowance,
         *,
@@ -329,7 +329,7 @@ class SqliteSessions(SqliteMaintenance):
         low = LOW_S // MINUTE_S if record.priority == "low" else 0
         note_uses(db, [(row.key, max(0, used - (low if row.owner == session else 0))) for row in rows], used)
         # Compared with what it counts as: else every use by a low session would be a minute's first.
-        if head and head.used < max(0, used - (low if head.owner == session else 0)):
+        if head and head.used < max(0, int(used) - (low if head.owner == session else 0)):
             note_load(db, place, head.key)
         db.executemany(
             "UPDATE segments SET owner = x'' WHERE key = ? AND owner <> ?",
@@ -344,7 +344,7 @@ class SqliteSessions(SqliteMaintenance):
             retained, refused = retain(db, place, rows, session, until, allowance)
         elif hint.retain_until_s is not None:
             restore_retained(db, [row.key for row in own])
-        record.used = max(record.used, used)
+        record.used = max(record.used, int(used))
         remember(db, place, session, record, now)
         return HintEffect(record.state, len(own), demoted, retained, refused)
 

@@ -309,8 +309,7 @@ class Walks(StoreReplay):
             return name, begin + position - segment.begin
 
         runs = walk(end - begin, lookup, lambda name: LIVING)
-        served = runs[-1].start + runs[-1].count if runs else 0
-        return [named[run.segment] for run in runs], begin + served
+        return [named[run.segment] for run in runs], [begin + run.start + run.count for run in runs]
 
     def _save(self, request: Request, *where: int) -> None:
         before = {block: self._entries[block] for block in request.chain}

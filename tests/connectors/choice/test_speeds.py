@@ -253,3 +253,66 @@ def test_reads_that_hang_are_believed_before_any_has_ended() -> None:
     meter.begin("read", 1.0)
     expected.take(0, {"bucket": Measured(meter.speed(3.0), meter.done_bytes, meter.count)}, 3.0)
     assert expected.speed("bucket").seconds(1 << 20) >= 1.9
+
+
+def probed(meter: Meter, began: float, seconds: float, nbytes: int = 1 << 20) -> Speed:
+    """Returns the estimate after a probe by itself."""
+    meter.begin_probe(began, nbytes, began)
+    meter.end_probe(began, began + seconds, arrived=True)
+    return meter.speed(began + seconds)
+
+
+def test_a_probe_is_measured_by_itself() -> None:
+    meter = Meter(FIRST["bucket"], 4)
+    for began in (100.0, 102.0, 104.0):
+        probed(meter, began, 0.3, 128 << 10)
+        speed = probed(meter, began + 1, 1.3, 10 << 20)
+    assert near(speed.latency_s, 0.287) and near(speed.bytes_per_s, (10 << 20) / 1.013)
+    assert (meter.done_bytes, meter.left_bytes, meter.count) == (0, 0, 6)
+
+
+def test_a_probe_beside_a_load_counts_only_if_the_tier_has_become_better() -> None:
+    meter = Meter(FIRST["bucket"], 4)
+    before = probed(meter, 100.0, 1.0)
+    meter.ask("load", 32 << 20, 101.0)
+    meter.begin("load", 101.0)
+    probed(meter, 101.1, 4.0)
+    assert meter.count == 1 and meter._settled == before
+    # A load that begins beside it delays it just as well.
+    meter.begin_probe("slow", 1 << 20, 106.0)
+    meter.end("load", 106.0, arrived=False)
+    meter.ask("load", 32 << 20, 106.0)
+    meter.begin("load", 106.0)
+    meter.end_probe("slow", 110.0, arrived=True)
+    assert meter.count == 1 and meter._settled == before
+    faster = probed(meter, 111.0, 0.01)
+    assert meter.count == 2 and meter.better and faster.seconds(1 << 20) < before.seconds(1 << 20) / 4
+
+
+def test_what_began_before_a_tier_became_better_tells_nothing_of_it() -> None:
+    meter = Meter(FIRST["bucket"], 4)
+    probed(meter, 100.0, 3.0)
+    meter.begin_probe("old", 1 << 20, 110.0)
+    better = probed(meter, 111.0, 0.01)
+    meter.end_probe("old", 113.0, arrived=True)
+    assert meter.speed(113.0) == better
+    meter.begin_probe("failed", 1 << 20, 120.0)
+    meter.end_probe("failed", 150.0, arrived=False)
+    assert meter.speed(150.0) == better
+
+
+def test_few_probes_are_on_their_way_at_a_time() -> None:
+    expected = Expected()
+    assert expected.old("bucket", 100.0, 0.5) and not expected.asked("bucket", 100.0)
+    assert not expected.old("bucket", 100.4, 0.5)
+    assert expected.old("bucket", 100.5, 0.5) and expected.asked("bucket", 100.5)
+    assert not expected.old("bucket", 104.0, 0.5)
+    # Perhaps nothing will be heard of them.
+    assert expected.old("bucket", 105.5, 0.5)
+    expected.take(0, {"bucket": Measured(FIRST["bucket"], 0, 1)}, 106.0)
+    assert not expected.old("bucket", 106.4, 0.5) and expected.old("bucket", 106.5, 0.5)
+    # What is better than expected is looked at again at once, as long as no load will tell.
+    expected.take(0, {"bucket": Measured(FIRST["bucket"], 0, 2, better=True)}, 107.0)
+    assert expected.old("bucket", 107.0, 0.5)
+    expected.plan("bucket", 1)
+    assert not expected.old("bucket", 200.0, 0.5)

@@ -25,6 +25,7 @@ from kvstore.index.port import Run
 from kvstore.keys import SegmentId
 from kvstore.rules.prefix import PrefixRule
 from kvstore.rules.tiers import Tier
+from kvstore.threads.transfers import AHEAD_THREADS
 from schemas.namespace import GroupSpec
 from schemas.records import EqualSizes, PartRecord, SegmentRecord
 from schemas.settings import KVSettings
@@ -46,6 +47,7 @@ class Read:
     whole: bool
     latency_s: float = 0.0
     left: float = 0.0
+    probe: bool = False
     ended: bool = False
     skipped: bool = False
 
@@ -60,6 +62,8 @@ class Network:
     now: float = 1000.0
     waiting: list[Read] = field(default_factory=list)
     flying: list[Read] = field(default_factory=list)
+    #: Probes, which have threads of their own and give way to other reads.
+    ahead: list[Read] = field(default_factory=list)
     pace: Pace | None = None
     tier: Tier = "bucket"
 
@@ -71,16 +75,18 @@ class Network:
 
     def tick(self) -> None:
         assert self.pace is not None
-        while self.waiting and len(self.flying) < _THREADS:
+        while self.waiting and sum(not read.probe for read in self.flying) < _THREADS:
             read = self.waiting.pop(0)
             if read.skipped:
                 self.pace.end(read, self.tier, arrived=False)
                 continue
-            # The header of its segment is asked for first.
-            requests = 1 if read.whole else PART_REQUESTS[self.tier]
-            read.latency_s, read.left = requests * self.latency_s, float(read.nbytes)
             self.pace.begin(read, self.tier)
-            self.flying.append(read)
+            self._begin(read)
+        while self.ahead and not self.waiting and sum(read.probe for read in self.flying) < AHEAD_THREADS:
+            read = self.ahead.pop(0)
+            requests = 1 if read.whole else PART_REQUESTS[self.tier]
+            self.pace.begin_probe(read, self.tier, read.nbytes, requests)
+            self._begin(read)
         self.now += _TICK_S
         if self.stalled:
             return
@@ -94,7 +100,14 @@ class Network:
             if read.left <= 0:
                 read.ended = True
                 self.flying.remove(read)
-                self.pace.end(read, self.tier, arrived=True)
+                ends = self.pace.end_probe if read.probe else self.pace.end
+                ends(read, self.tier, arrived=True)
+
+    def _begin(self, read: Read) -> None:
+        # The header of its segment is asked for first.
+        requests = 1 if read.whole else PART_REQUESTS[self.tier]
+        read.latency_s, read.left = requests * self.latency_s, float(read.nbytes)
+        self.flying.append(read)
 
     def loads_all_s(self) -> float:
         """What a load of all blocks takes at best."""
@@ -157,6 +170,13 @@ class Simulated:
             while self.network.now < min(step, end):
                 self.network.tick()
             self._report()
+            self._probe()
+
+    def _probe(self) -> None:
+        for probe in self.choosing.take_probes():
+            for run in probe.runs:
+                blocks = range(run.start, run.start + run.count)
+                self.network.ahead.append(Read(blocks, run.count * BLOCK_BYTES, not run.slot, probe=True))
 
     def request(self) -> float:
         """Returns a request's seconds, by what the best of computing all and loading all would take now."""
@@ -175,11 +195,7 @@ class Simulated:
             request=SimpleNamespace(num_tokens=prompt), names=names,
         )  # fmt: skip
         decision = self.choosing.decide(tracked, found, 0)
-        for probe in self.choosing.take_probes():
-            for run in probe.runs:
-                network.ask(
-                    Read(range(run.start, run.start + run.count), run.count * BLOCK_BYTES, not run.slot)
-                )
+        self._probe()
         computed = 0
         if decision.tokens:
             stop = decision.tokens

@@ -71,17 +71,45 @@ def test_a_network_that_gets_worse_costs_one_request_and_not_its_deadline(
     assert all(made.seconds() < 1.05 * COMPUTE_S for _ in range(10))
 
 
-@pytest.mark.parametrize("latency_s", [0.0, 3.0])
-def test_a_network_that_is_back_is_noticed_within_seconds_at_no_requests_cost(latency_s: float) -> None:
-    made = engine(400, latency_s) if latency_s else engine(2)
+def test_a_network_whose_latency_is_seconds_is_noticed_within_seconds() -> None:
+    """At no request's cost: those that compute take no longer for it."""
+    made = engine(400, 3.0)
     for _ in range(8):
         made.request()
     network = made.network
-    network.bytes_per_s, network.latency_s, back = 400e6, 0.0, made.network.now
+    network.latency_s, back = 0.0, made.network.now
     while made.loaded[-1] < 1.0:
         assert made.seconds() < 1.02 * COMPUTE_S or made.loaded[-1]
-        assert network.now - back < 8.0
+        assert network.now - back < 5.0
     assert made.request() < 1.05
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, 0.0), (400, 0.0)), ((5, 0.0), (100, 0.0)), ((10, 0.0), (40, 0.0)), ((2, 1.0), (100, 0.0)),
+        ((400, 1.6), (400, 0.1)), ((400, 2.0), (50, 0.0)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at", [0.1, 0.4])
+def test_a_network_that_is_back_is_noticed_by_the_next_request(
+    before: tuple[float, float], after: tuple[float, float], at: float
+) -> None:
+    """While one is computed, that is, and at no request's cost."""
+    made = engine(*before)
+    for _ in range(8):
+        made.request()
+    network, changes_at, tick = made.network, made.network.now + at, made.network.tick
+
+    def ticks() -> None:
+        if network.now >= changes_at:
+            network.bytes_per_s, network.latency_s = after[0] * 1e6, after[1]
+        tick()
+
+    network.tick = ticks  # type: ignore[method-assign]
+    assert made.seconds() < 1.02 * COMPUTE_S
+    soon = [made.request() for _ in range(6)]
+    assert max(soon) < 1.2 and max(soon[2:]) < 1.05, soon
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,17 @@ def test_what_is_served_in_full_counts_and_is_not_kept(store: Store, space: Spac
     assert store.maintenance.seen(space.id) == {"requests": 1, "asked": 6, "served": 6}
 
 
+def test_what_requests_share_is_one_block_of_the_demand(store: Store, space: Space) -> None:
+    scheduler = half(store, space)
+    for name in "abc":
+        request = FakeRequest(name, list(range(8)))
+        answer(scheduler, request, 16)
+        finish(scheduler, request)
+    told(store, space)
+    # What the engine has itself, the first two, is not asked of the store.
+    assert {(one.asked, one.distinct) for one in store.maintenance.demand(space.id, time.time())} == {(18, 6)}
+
+
 def test_an_answer_that_never_came_is_told_as_late(opened: Any) -> None:
     store = opened(kv={"match_deadline_s": 0.05})
     space = open_space(store)
@@ -277,7 +288,7 @@ class Recorded:
         self.works = True
         space.tell = self._tell  # type: ignore[method-assign]
 
-    def _tell(self, outcomes: Any) -> bool:
+    def _tell(self, outcomes: Any, asked: bytes = b"") -> bool:
         self.threads.add(threading.get_ident())
         self.go.wait(PATIENCE_S)
         self.batches.append([one.request for one in outcomes])
@@ -616,6 +627,8 @@ def test_items_are_told_one_by_one(store: Store, tmp_path: Path) -> None:
     ]
     seen = store.maintenance.seen(open_space(store).id)
     assert seen == {"requests": 3, "asked": 3, "served": 1, "miss:mismatch": 1, "miss:absent": 1}
+    demand = store.maintenance.demand(open_space(store).id, time.time())
+    assert {(one.asked, one.served, one.distinct) for one in demand} == {(3, 1, 3)}
     # In the engine's own cache now: nothing is asked for.
     engine.run(ItemRequest("s", ["here"]))
     assert store.maintenance.seen(open_space(store).id)["requests"] == 3

@@ -112,13 +112,17 @@ def worth(kind: str, record: Record) -> int:
     return min(15, int(np.log2(1 + record.cost_us * 1024 / record.nbytes)))
 
 
-def score(minute: int, depth: int, worth: int) -> float:
-    return minute + 10 * worth - (min(depth, (1 << 22) - 1) * 16 + worth) / (1 << 26)
+def saved_minute(created_s: int) -> float:
+    return max(0, (created_s - 30) // 15) / 4
 
 
-def unscore(value: float) -> tuple[int, int, int]:
+def score(minute: float, depth: int, worth: int) -> float:
+    return minute + 10 * worth - (min(depth, (1 << 20) - 1) * 16 + worth) / (1 << 26)
+
+
+def unscore(value: float) -> tuple[float, int, int]:
     """Minute of the last use, depth, worth."""
-    keep = -int(-value // 1)
+    keep = -(-value * 4 // 1) / 4
     x = round((keep - value) * (1 << 26))
     return keep - 10 * (x % 16), x // 16, x % 16
 

@@ -19,6 +19,7 @@ from tests.format.second.records import (
     pack_parts,
     record_of,
     retention,
+    saved_minute,
     score,
     session_record,
     simple_match,
@@ -168,7 +169,7 @@ class RedisStore:
         found = self.client.zrange(self.key(namespace, "trash"), 0, -1, withscores=True)
         return {segment: (int(due), round(due % 1 * 256)) for segment, due in found}
 
-    def order(self, namespace: str, key: str = "lru") -> list[tuple[bytes, tuple[int, int, int]]]:
+    def order(self, namespace: str, key: str = "lru") -> list[tuple[bytes, tuple[float, int, int]]]:
         found = self.client.zrange(self.key(namespace, key), 0, -1, withscores=True)
         return [(segment, unscore(one)) for segment, one in found]
 
@@ -239,7 +240,7 @@ class RedisStore:
                 meta["rank"],
                 ranks,
                 3600,
-                meta["created_s"] // 60,
+                saved_minute(meta["created_s"]),
                 worth(meta["kind"], record),
                 4096,
                 session,
@@ -279,7 +280,7 @@ class RedisStore:
                 pipe.hset(bucket, field, segment + slot.to_bytes(2, "big"))
             value = b"%d:%d:" % (record.nbytes, record.slots) + first
             pipe.hset(place("segs"), segment, value + agreement(digests, record, 1) + pack_parts(record))
-            minute, extra = meta["created_s"] // 60, worth(meta["kind"], record)
+            minute, extra = saved_minute(meta["created_s"]), worth(meta["kind"], record)
             pipe.execute_command("ZADD", place("lru"), f"{score(minute, record.depth, extra):.17g}", segment)
             if record.salt:
                 pipe.zadd(place("salts"), {record.salt + segment: 0})

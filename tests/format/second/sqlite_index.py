@@ -14,6 +14,7 @@ from tests.format.second.records import (
     agreement,
     pack_parts,
     record_of,
+    saved_minute,
     simple_match,
     unpack_record,
     worth,
@@ -27,7 +28,7 @@ class SqliteStore:
     def __init__(self, path: Path) -> None:
         self.db = sqlite3.connect(path, isolation_level=None, timeout=2)
         need(
-            self._pragma("application_id") == 0x6B767369 and self._pragma("user_version") == 7, "not an index"
+            self._pragma("application_id") == 0x6B767369 and self._pragma("user_version") == 8, "not an index"
         )
 
     def _pragma(self, name: str) -> int:
@@ -125,7 +126,7 @@ class SqliteStore:
                 self.db.execute("ROLLBACK")
                 return False
             agreed = agreement(digests, record, 1)
-            used, extra = meta["created_s"] // 60, worth(meta["kind"], record)
+            used, extra = saved_minute(meta["created_s"]), worth(meta["kind"], record)
             row = {
                 "namespace": number, "id": segment, "checksum": agreed[:8],
                 "record": agreed[8:] + pack_parts(record), "nbytes": record.nbytes, "slots": record.slots,

@@ -153,9 +153,9 @@ def test_the_schema_is_pinned(index: SqliteIndex, path: str) -> None:
 def test_a_file_of_a_newer_release_is_a_config_error(index: SqliteIndex, path: str) -> None:
     index.close()
     raw = sqlite3.connect(path)
-    raw.execute("PRAGMA user_version = 8")
+    raw.execute("PRAGMA user_version = 9")
     raw.close()
-    with pytest.raises(ConfigError, match=r"schema 8.*knows 7.*delete"):
+    with pytest.raises(ConfigError, match=r"schema 9.*knows 8.*delete"):
         SqliteIndex(path)
 
 
@@ -340,7 +340,7 @@ def test_reading_does_not_wait_for_a_writer(
     began = time.monotonic()
     assert served(patient.match(name, digests)) == 5
     assert patient.usage(name).segments == 1
-    patient.touch(name, [segment], CREATED_S)
+    patient.touch(name, [segment], CREATED_S - 30)
     assert time.monotonic() - began < PATIENCE_S / 2
     for call in (
         lambda: put(index, name, chain(1)),
@@ -629,7 +629,7 @@ def test_a_cull_of_nothing_and_a_noted_touch_do_not_wait_for_a_writer(
     raw.execute("BEGIN IMMEDIATE")
     began = time.monotonic()
     assert patient.cull(name, keep_bytes=10**9, delete_after_s=DELETE_AFTER_S, limit=9, rule="capacity") == []
-    patient.touch(name, [segment], SOON_S + 59)
+    patient.touch(name, [segment], SOON_S + 14)
     assert patient.reconcile(name).counted == patient.usage(name)
     assert len(patient.accounts()) == 1
     assert time.monotonic() - began < PATIENCE_S / 2

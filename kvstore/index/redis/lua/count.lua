@@ -5,6 +5,7 @@
 --
 -- Race closed: an eviction between the look and the repair would leave a last use without a segment. The
 -- first write is one that a full Redis accepts (ZREM).
+local UNUSED_S = 30
 local segments = items(ARGV[1], 8)
 if #segments == 0 then return {'0', '0', '0', '0', '0', 0} end
 
@@ -28,8 +29,8 @@ for i, value in ipairs(values) do
       if listed[i] then redis.call('ZREM', lru, segments[i]) end
     elseif not listed[i] then
       redis.call('ZREM', lru, segments[i])
-      redis.call('ZADD', lru, score_of(math.floor(created_of(value, rest) / 60), depth_of(value, rest), 0),
-        segments[i])
+      local minute = math.max(0, math.floor((created_of(value, rest) - UNUSED_S) / 15) / 4)
+      redis.call('ZADD', lru, score_of(minute, depth_of(value, rest), 0), segments[i])
       mended = mended + 1
     end
   end

@@ -5,7 +5,7 @@
 local AGES, EXPIRED_AT_ONCE = 2 ^ 21, 200
 
 local function retention(ends, minute)
-  local age = math.max(0, math.min(math.floor(ends / 60) - minute, AGES - 1))
+  local age = math.max(0, math.min(math.floor(ends / 60) - math.floor(minute), AGES - 1))
   return string.format('%.17g', ends + age / AGES)
 end
 
@@ -23,7 +23,7 @@ local function used_while_retained(segments, minute)
     for i, score in ipairs(redis.call('ZMSCORE', kept, unpack(some))) do
       if score then
         local ends, used = ends_of(tonumber(score))
-        if used < minute then redis.call('ZADD', kept, retention(ends, minute), some[i]) end
+        if used < math.floor(minute) then redis.call('ZADD', kept, retention(ends, minute), some[i]) end
       end
     end
   end

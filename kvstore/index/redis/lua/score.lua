@@ -1,7 +1,8 @@
 -- Shared by the scripts that read or write scores of `lru` and `pins`; the schema says what they hold.
-local DEEPEST, UNIT, WORTH_MINUTES = 2 ^ 22 - 1, 2 ^ 26, 10
+local DEEPEST, UNIT, WORTH_MINUTES = 2 ^ 20 - 1, 2 ^ 26, 10
 
--- score_of(minute, depth, worth): of a segment that was used last in that minute.
+-- score_of(minute, depth, worth): of a segment that was used last in that minute, a multiple of a quarter. The fraction
+-- of depth and worth is less than a quarter.
 local function score_of(minute, depth, worth)
   local fraction = (math.min(depth, DEEPEST) * 16 + worth) / UNIT
   return string.format('%.17g', minute + worth * WORTH_MINUTES - fraction)
@@ -9,7 +10,7 @@ end
 
 -- use_of(score): the minute of the last use, and what must be taken from a minute to make a score of it.
 local function use_of(score)
-  local keep = math.ceil(score)
+  local keep = math.ceil(score * 4) / 4
   local fraction = keep - score
   local moved = fraction * UNIT % 16 * WORTH_MINUTES
   return keep - moved, fraction - moved

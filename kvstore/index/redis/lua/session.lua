@@ -49,7 +49,7 @@ local function use(where)
         changes[#changes + 1] = string.format('%.17g', counts - less)
         changes[#changes + 1] = segment
       end
-      if begins and i == 1 and used < counts then redis.call('ZINCRBY', hot, 1, segment) end
+      if begins and i == 1 and used < math.floor(counts) then redis.call('ZINCRBY', hot, 1, segment) end
     end
   end
   if #changes > 0 then redis.call('ZADD', where, unpack(changes)) end
@@ -85,7 +85,7 @@ elseif ends > 0 then
 elseif ARGV[6] ~= '' then
   restore_kept(own)
 end
-record.used = math.max(record.used, minute)
+record.used = math.max(record.used, math.floor(minute))
 remember(session, record)
 return {record.ended and 2 or record.ends > 0 and 1 or 0, #own, demoted, string.format('%.0f', nbytes),
   string.format('%.0f', refused)}

@@ -6,6 +6,7 @@
 -- the hash of the window in which the session was used last; `meta` has that window's number in `window`. When it
 -- changes, the hash of the one before last goes as a whole.
 local ENDED_MINUTE, LOW_MINUTES, HIGH_S, LONGEST_RETAINED_S = 1, 60, 3600, 86400
+local UNUSED_MINUTES = 0.5
 local WINDOW_S, MOST_SESSIONS, MOST_SEGMENTS = 86400, 2 ^ 20, 1024
 local LOW, NORMAL, HIGH = 0, 1, 2
 local RECORD, RECORD_BYTES, ENDED = '>I4I4', 8, 4
@@ -153,7 +154,7 @@ local function demote(own)
 end
 
 -- adopt(session, segment, minute, most, most_of_salt): a request of the session has saved the segment, which is
--- visible and in `lru` as used in that minute; it counts as the session's others do.
+-- visible and in `lru` as used in that minute, UNUSED_MINUTES before it was saved; it counts as the session's others do.
 local function adopt(session, segment, minute, most, most_of_salt)
   local now = expire_retained()
   local record = recall(session, now)
@@ -174,6 +175,6 @@ local function adopt(session, segment, minute, most, most_of_salt)
   elseif ends > 0 then
     retain({segment}, ends, {[segment] = true}, most, most_of_salt)
   end
-  record.used = math.max(record.used, minute)
+  record.used = math.max(record.used, math.floor(minute + UNUSED_MINUTES))
   remember(session, record)
 end

@@ -1,6 +1,9 @@
--- tell: KEYS[1] meta, ARGV how many outcomes and how many faults are kept, numbers of the three lists that
--- follow, and they: totals (name, amount), outcomes to keep (whether it is a fault, 8 fields), chains that were absent (how many blocks from the
--- first missing one on, packed digests of these).
+-- tell: KEYS[1] meta, ARGV how many outcomes and how many faults are kept, numbers of the three last lists, how
+-- many words follow about what was asked for, and they: blocks asked for and served, the registers that they
+-- raised (3 bytes each: number, rank), and of each bucket of time what follows "asked:" in its key and for how
+-- many seconds it is kept; '' thrice and no bucket: nothing is known of it. Then the lists: totals
+-- (name, amount), outcomes to keep (whether it is a fault, 8 fields), chains that were absent (how many blocks
+-- from the first missing one on, packed digests of these).
 --
 -- Race closed: an outcome is counted and kept in one step; and a ghost's credit is computed from the bytes
 -- evicted at that moment.
@@ -9,7 +12,7 @@
 if redis.call('HEXISTS', meta, 'bucket_bits') == 0 then return 0 end
 
 local most, totals, kept, absent = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local at = 6
+local at = 7 + tonumber(ARGV[6])
 for _ = 1, totals do
   counted(ARGV[at], ARGV[at + 1], prefix .. 'seen')
   at = at + 2
@@ -25,6 +28,37 @@ for _ = 1, kept do
     end
   end
   at = at + 9
+end
+
+-- A register is the highest rank of all: kvstore.index.demand.
+local raised, REGISTERS = ARGV[9], 4096
+for bucket = 10, 5 + tonumber(ARGV[6]), 2 do
+  local key = prefix .. 'asked:' .. ARGV[bucket]
+  counted('asked', tonumber(ARGV[7]), key)
+  counted('served', tonumber(ARGV[8]), key)
+  redis.call('EXPIRE', key, ARGV[bucket + 1])
+  local now = #raised > 0 and redis.call('HGET', key, 'registers')
+  if now == false or type(now) == 'string' and #now ~= REGISTERS then now = string.rep('\0', REGISTERS) end
+  if now and #raised > 0 then
+    local rose = {}
+    for i = 1, #raised, 3 do
+      local high, low, rank = string.byte(raised, i, i + 2)
+      local number = high * 256 + low
+      if number < REGISTERS and rank > string.byte(now, number + 1) then rose[#rose + 1] = {number, rank} end
+    end
+    if #rose > 0 then
+      local bytes, piece = {}, 1024
+      for first = 1, REGISTERS, piece do
+        local some = {string.byte(now, first, first + piece - 1)}
+        for i = 1, piece do bytes[first + i - 1] = some[i] end
+      end
+      for _, one in ipairs(rose) do
+        if one[2] > bytes[one[1] + 1] then bytes[one[1] + 1] = one[2] end
+      end
+      for i = 1, REGISTERS do bytes[i] = string.char(bytes[i]) end
+      redis.call('HSET', key, 'registers', table.concat(bytes))
+    end
+  end
 end
 if absent == 0 or redis.call('EXISTS', ghosts) == 0 then return 1 end
 

@@ -24,7 +24,7 @@ local function touch(where)
         local at = first + i - 1
         changes[#changes + 1] = string.format('%.17g', minute - less)
         changes[#changes + 1] = segments[at]
-        if begins and at == 1 then redis.call('ZINCRBY', hot, 1, segments[at]) end
+        if begins and at == 1 and used < math.floor(minute) then redis.call('ZINCRBY', hot, 1, segments[at]) end
       end
     end
     if #changes > 0 then redis.call('ZADD', where, unpack(changes)) end

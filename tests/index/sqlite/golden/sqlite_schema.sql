@@ -1,4 +1,7 @@
--- application_id 0x6b767369, user_version 7, journal_mode wal
+-- application_id 0x6b767369, user_version 8, journal_mode wal
+CREATE TABLE asked (
+    namespace INTEGER NOT NULL, length INTEGER NOT NULL, bucket INTEGER NOT NULL, asked INTEGER NOT NULL,
+    served INTEGER NOT NULL, registers BLOB NOT NULL, PRIMARY KEY (namespace, length, bucket)) WITHOUT ROWID;
 CREATE TABLE blocks (
     namespace INTEGER NOT NULL, digest BLOB NOT NULL, segment BLOB NOT NULL, slot INTEGER NOT NULL,
     PRIMARY KEY (namespace, digest)) WITHOUT ROWID;
