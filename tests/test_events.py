@@ -183,8 +183,8 @@ def test_follow_waits_for_what_comes_and_outlasts_a_failing_index(
                 raise TransientError("gone for a moment")
             return index.events(*args, **options)
 
-        def last_position(self, namespace: NamespaceId) -> str:
-            return index.last_position(namespace)
+        def has_lost(self, namespace: NamespaceId, after: str) -> bool:
+            return index.has_lost(namespace, after)
 
     found: list[Event | Gap] = []
 

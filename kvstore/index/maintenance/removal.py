@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,8 +49,10 @@ class Removal(ABC):
         limit: int,
         rule: EvictionRule,
         spare_from_s: float | None = None,
+        among: Collection[NamespaceId] = (),
     ) -> list[SegmentId]:
-        """Evicts in the order of eviction until at most `keep_bytes` remain.
+        """Evicts in the order of eviction until at most `keep_bytes` remain, in all or `among` its shards
+        (Account.summed).
 
         `delete_after_s` as in Index.evict. At most `limit` per call, so that no call holds the index for
         long. Returns those evicted. Segments whose last use, to the quarter of a minute, is not before

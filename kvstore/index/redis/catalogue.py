@@ -334,11 +334,12 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         return Account(name, "", "", Usage(0, 0, 0), 0, 0, 0.0, "meta: another type of key")
     schema, bits, shards, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
     version = 0 if schema is None else read("schema", schema, int, 0)
-    if schema is None or version > SHARDED_SCHEMA or (version == SHARDED_SCHEMA and shards is None):
+    if schema is None or version > SHARDED_SCHEMA:
         return None
     if version == SHARDED_SCHEMA:
-        read("shards", shards, shards_of, 1)
+        several = read("shards", shards, shards_of, 1)
     else:
+        several = 1
         read("bucket_bits", bits, _bits, 0)
     for field, value in zip(_NUMBERS, numbers, strict=True):
         read(field, value, number, 0)
@@ -352,6 +353,7 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         seen_s=read("seen", seen, _time, 0.0),
         ttl_s=read("ttl", ttl, number, 0),
         problem="; ".join(problems),
+        shards=several,
     )
 
 

@@ -59,6 +59,7 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
 
     meta's field             what
     shards                   in how many it lies; only with schema 3
+    erasing                  1: an erase has begun, and nobody has registered it since; only with schema 3
     schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
                              one of a newer schema is left alone
     json, kind, tenant       the namespace's
@@ -154,6 +155,7 @@ BUCKET_ENTRIES = 64
 _TOUCH_SLICE = 1000
 
 _REGISTER = Script.load("register")
+_BEGIN_ERASING = Script.load("erasing")
 _MATCH = Script.load("match", "age", "walk")
 _FIND = Script.load("find", "age")
 _CLAIM = Script.load("claim", "holder", "age", "walk")
@@ -255,8 +257,15 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         )
         if schema is None:
             return None
-        several = schema == b"%d" % SHARDED_SCHEMA and shards is not None
-        return Layout(shards_of(shards) if several else 1, items=kind == b"ec")
+        if schema != b"%d" % SHARDED_SCHEMA:
+            return Layout(1, items=kind == b"ec")
+        if shards is None:
+            raise ValueError(f"schema {SHARDED_SCHEMA} without shards")
+        return Layout(shards_of(shards), items=kind == b"ec")
+
+    @understood
+    def begin_erasing(self, namespace: NamespaceId) -> None:
+        self._run(_BEGIN_ERASING, namespace)
 
     @understood
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:

@@ -6,7 +6,7 @@ A script does at most a slice of what a verb was asked for: Redis answers nobody
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from math import floor, isfinite
 from typing import Any
@@ -87,6 +87,7 @@ class RedisMaintenance(RedisPart):
         limit: int,
         rule: EvictionRule,
         spare_from_s: float | None = None,
+        among: Collection[NamespaceId] = (),
     ) -> list[SegmentId]:
         gone: list[SegmentId] = []
         spare = "" if spare_from_s is None else f"{spare_from_s:.17g}"

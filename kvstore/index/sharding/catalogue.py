@@ -10,7 +10,7 @@ from heapq import merge
 from itertools import islice
 from typing import TypeVar
 
-from kvstore.errors import KVStoreError, TransientError
+from kvstore.errors import DamagedIndex, KVStoreError, TransientError
 from kvstore.index.contract import check_salt, check_session
 from kvstore.index.maintenance import (
     Account,
@@ -21,12 +21,17 @@ from kvstore.index.maintenance import (
     Usage,
 )
 from kvstore.index.sessions import SessionListing
+from kvstore.index.sharding.leaf import Layout
 from kvstore.index.sharding.names import base_of, place_of
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.keys import NamespaceId, SaltId, SegmentId, SessionId
 
 #: Sessions of a shard that the others are asked for at a time.
 _PAGE = 200
+
+_LOST = (
+    "the shards of namespace {} are there, but not what lays them out; an engine that registers it mends that"
+)
 
 _T = TypeVar("_T")
 
@@ -38,12 +43,23 @@ class ShardedCatalogue(ShardedRequests):
         return {name: text for name, text in self._leaf.namespaces().items() if base_of(name) == name}
 
     def accounts(self) -> list[Account]:
-        return _whole(self._leaf.accounts())
+        return _whole(self._leaf.accounts(), complete=True)
 
     def reachable(self) -> tuple[list[Account], KVStoreError | None]:
         """A namespace of which some shards answer is there with what these hold."""
         found, failure = self._leaf.reachable()
-        return _whole(found), failure
+        return _whole(found, complete=failure is None), failure
+
+    def _unknown(self, namespace: NamespaceId) -> Layout:
+        """Raises DamagedIndex if there are shards of it: that it has lost what lays it out must not look as
+        if there was nothing."""
+        if self._named(namespace):
+            raise DamagedIndex(f"{self._leaf!r}: {_LOST.format(namespace)}")
+        return super()._unknown(namespace)
+
+    def _named(self, namespace: NamespaceId) -> set[NamespaceId]:
+        """Returns all shards of a namespace that are there, of whatever layout."""
+        return {one for one in self._leaf.namespaces() if base_of(one) == namespace != one}
 
     def usage(self, namespace: NamespaceId) -> Usage:
         return summed(self._each(self._shards(namespace), self._leaf.usage))
@@ -177,7 +193,9 @@ class ShardedCatalogue(ShardedRequests):
         return self._leaf.memory()
 
     def warnings(self) -> list[str]:
-        return self._leaf.warnings()
+        names = set(self._leaf.namespaces())
+        lost = sorted({base_of(one) for one in names} - names)
+        return [*self._leaf.warnings(), *map(_LOST.format, lost)]
 
 
 def in_order(one: Candidate) -> tuple[float, int, float, SegmentId]:
@@ -195,30 +213,45 @@ def summed(usages: Sequence[Usage]) -> Usage:
     )
 
 
-def _whole(accounts: Sequence[Account]) -> list[Account]:
-    """Returns an account for each namespace, with the sums over its shards."""
+def _whole(accounts: Sequence[Account], *, complete: bool) -> list[Account]:
+    """Returns an account for each namespace, with the sums over its shards.
+
+    Shards of another layout than the namespace's are nobody's. If these are not all accounts that there are,
+    one that tells the layout may be missing: then all shards have to agree on it.
+    """
     members = defaultdict[NamespaceId, list[Account]](list)
     for one in accounts:
         members[base_of(one.namespace)].append(one)
-    return [_together(name, members[name]) for name in sorted(members)]
+    found = []
+    for name, some in sorted(members.items()):
+        own = next((one for one in some if one.namespace == name), None)
+        if own is None:
+            layouts = {place_of(one.namespace)[0] for one in some}
+            if complete or len(layouts) == 1:
+                problem = _LOST.format(name) if complete else ""
+                found.append(_together(name, replace(some[0], problem=problem), layouts.pop(), some))
+        elif own.shards == 1:
+            found.append(own)
+        else:
+            shards = [one for one in some if place_of(one.namespace)[0] == own.shards]
+            found.append(_together(name, own, own.shards, [own, *shards]))
+    return found
 
 
-def _together(name: NamespaceId, members: Sequence[Account]) -> Account:
-    if len(members) == 1 and members[0].namespace == name:
-        return members[0]
-    shards = [one for one in members if one.namespace != name]
-    lives = [one.ttl_s for one in shards]
+def _together(name: NamespaceId, own: Account, shards: int, members: Sequence[Account]) -> Account:
+    lives = [one.ttl_s for one in members if one.namespace != name]
     return replace(
-        next((one for one in members if one.namespace == name), members[0]),
+        own,
         namespace=name,
         usage=summed([one.usage for one in members]),
         trashed=sum(one.trashed for one in members),
         bygone=sum(one.bygone for one in members),
         seen_s=max(one.seen_s for one in members),
-        problem="; ".join(one.problem for one in members if one.problem),
+        problem="; ".join(dict.fromkeys(one.problem for one in (own, *members) if one.problem)),
         # One that has lost what it was told makes the namespace one that has to be told again.
-        ttl_s=max(lives) if all(lives) else 0,
-        shards=max(place_of(one.namespace)[0] for one in shards),
+        ttl_s=max(lives) if lives and all(lives) else 0,
+        shards=shards,
+        summed=tuple(one.namespace for one in members if one.namespace != name),
     )
 
 

@@ -33,6 +33,11 @@ class ShardedJournal(ShardedRequests):
             self._leaf.events(name, after=place, limit=limit)
             for name, place in zip(shards, places, strict=True)
         ]
+        # What isn't read yet of a shard is no longer lost in silence from here on.
+        places = [
+            place or (_before(some[0].position) if some else "")
+            for place, some in zip(places, found, strict=True)
+        ]
         numbered = [[(one, number) for one in some] for number, some in enumerate(found)]
         merged = merge(*numbered, key=lambda item: item[0].at_s)
         return list(_placed(islice(merged, max(0, limit)), places))
@@ -42,6 +47,15 @@ class ShardedJournal(ShardedRequests):
         if len(shards) == 1:
             return self._leaf.last_position(namespace)
         return _join(self._each(shards, self._leaf.last_position))
+
+    def has_lost(self, namespace: NamespaceId, after: str) -> bool:
+        """Each shard tells it of its part. In one that had no event then, nothing that is known can be out of
+        date."""
+        shards = self._shards(namespace)
+        if len(shards) == 1:
+            return self._leaf.has_lost(namespace, after)
+        places = dict(zip(shards, _split(after, len(shards)), strict=True))
+        return any(self._each(shards, lambda name: self._leaf.has_lost(name, places[name])))
 
     def outcomes(self, namespace: NamespaceId, limit: int, *, faults: bool = False) -> list[Outcome]:
         shards = self._shards(namespace)
@@ -84,6 +98,14 @@ def _placed(found: Iterator[tuple[Event, int]], places: Sequence[str]) -> Iterat
     for one, number in found:
         known[number] = one.position
         yield replace(one, position=_join(known))
+
+
+def _before(position: str) -> str:
+    """Returns the position right before that of an event."""
+    *most, last = position.split("-")
+    if int(last) or not most:
+        return "-".join([*most, str(int(last) - 1)])
+    return "-".join([_before("-".join(most)), str((1 << 64) - 1)])
 
 
 def _join(places: Sequence[str]) -> str:

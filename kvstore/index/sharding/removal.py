@@ -8,12 +8,12 @@ does, after all others have done it; asked for again, it is done in the rest.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import chain, islice, zip_longest
 
-from kvstore.errors import CapacityExceeded
+from kvstore.errors import CapacityExceeded, TransientError
 from kvstore.index.contract import CULL_LOOKS
 from kvstore.index.maintenance import (
     Candidate,
@@ -22,8 +22,14 @@ from kvstore.index.maintenance import (
     Reconciled,
 )
 from kvstore.index.sharding.catalogue import ShardedCatalogue, in_order, summed
+from kvstore.index.sharding.layouts import split
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.records import EvictionRule
+
+#: Of each order a cull looks at so many more than at its equal part of twice what is to be evicted.
+_FEW_LOOKS = 16
+#: Segments or entries of a layout that is gone that one call drops.
+_STEP = 256
 
 
 @dataclass(slots=True)
@@ -48,6 +54,7 @@ class ShardedRemoval(ShardedCatalogue):
         limit: int,
         rule: EvictionRule,
         spare_from_s: float | None = None,
+        among: Collection[NamespaceId] = (),
     ) -> list[SegmentId]:
         """Looks at the orders first and at the usage after that, as kvstore.store.housekeeping does over
         namespaces: two that do this at once have one plan, or the second finds it carried out."""
@@ -67,11 +74,16 @@ class ShardedRemoval(ShardedCatalogue):
             return cull(namespace, keep_bytes, limit)
         # What each leaf does in its own order, and here has to be done before any order is read.
         self.expire(namespace)
-        looks = CULL_LOOKS if spare_from_s is not None else min(limit, CULL_LOOKS)
-        orders = self._orders(shards, looks)
-        usages = self._answering(shards, self._leaf.usage)
-        excess = sum(one.nbytes for one in usages.values()) - keep_bytes
-        parts = _plan(orders, excess, limit, spare_from_s)
+        some = [name for name in shards if not among or name in among]
+        # Chains spread evenly, so about an equal part of each is looked at; of all of them more, if need be.
+        looks, enough = _FEW_LOOKS + 2 * limit // len(shards), False
+        while not enough:
+            looks = min(looks, CULL_LOOKS)
+            orders = self._orders(some, looks)
+            usages = self._answering(some, self._leaf.usage)
+            excess = sum(one.nbytes for one in usages.values()) - keep_bytes
+            parts, enough = _plan(orders, looks, excess, limit, spare_from_s)
+            enough, looks = enough or looks == CULL_LOOKS, 4 * looks
         gone: set[SegmentId] = set()
         for name, part in parts.items():
             if name in usages:
@@ -85,19 +97,24 @@ class ShardedRemoval(ShardedCatalogue):
         shards = self._shards(namespace)
         if len(shards) == 1:
             return self._leaf.age_out(namespace, ttl_s, delete_after_s=delete_after_s, after=after)
-        gone, place, rest = 0, 0, ""
-        if after:
-            number, _, rest = after.partition(":")
-            place = min(int(number), len(shards) - 1)
-        else:
+        if not after:
             told = self._answering(
-                shards[1:], lambda name: self._leaf.age_out(name, ttl_s, delete_after_s=delete_after_s)
+                shards, lambda name: self._leaf.age_out(name, ttl_s, delete_after_s=delete_after_s)
             )
-            gone = sum(count for count, _ in told.values())
-        count, rest = self._leaf.age_out(shards[place], ttl_s, delete_after_s=delete_after_s, after=rest)
-        if not rest and place + 1 < len(shards):
-            return gone + count, f"{place + 1}:"
-        return gone + count, f"{place}:{rest}" if rest else ""
+            gone, place = sum(count for count, _ in told.values()), 0
+            _, rest = told.get(shards[0], (0, ""))
+        else:
+            number, _, rest = after.partition(":")
+            gone, place = 0, min(int(number), len(shards) - 1)
+            try:
+                gone, rest = self._leaf.age_out(
+                    shards[place], ttl_s, delete_after_s=delete_after_s, after=rest
+                )
+            except TransientError:
+                rest = ""  # its turn comes again in the next pass
+        if rest:
+            return gone, f"{place}:{rest}"
+        return gone, f"{place + 1}:" if place + 1 < len(shards) else ""
 
     # Deletion
 
@@ -112,7 +129,7 @@ class ShardedRemoval(ShardedCatalogue):
         return list(islice((one for one in turns if one is not None), max(0, limit)))
 
     def reaped(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> None:
-        parts = self._split(namespace, segments)
+        parts = split(self._shards(namespace), segments)
         self._each(parts, lambda name: self._leaf.reaped(name, parts[name]))
 
     def sweep(self, namespace: NamespaceId, limit: int) -> int:
@@ -143,8 +160,10 @@ class ShardedRemoval(ShardedCatalogue):
         return sum(self._each(self._shards(namespace), self._leaf.invalidate))
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
-        """Erases the shards, and then what says that there are any. Nothing goes if something is stored in
-        one of them now."""
+        """Erases the shards, and then what says that there are any, if nobody has registered the namespace
+        meanwhile (ShardedLayouts.register). Nothing goes if something is stored in one of them now."""
+        self._leaf.begin_erasing(namespace)
+        self._forget_layouts(namespace)
         shards = self._shards(namespace)
         if len(shards) > 1:
             if any(self._each(shards, self._leaf.is_in_use)):
@@ -156,6 +175,23 @@ class ShardedRemoval(ShardedCatalogue):
                 return "more"
         self._known.pop(namespace, None)
         return self._leaf.erase(namespace, limit)
+
+    def _forget_layouts(self, namespace: NamespaceId) -> None:
+        """Drops what lies in shards of another layout than the namespace's: it had lost what laid it out, and
+        was registered with another number. Nobody looks there. Payloads of theirs are strays, but for those
+        that are stored again.
+        """
+        # Asked before the layout: one that begins meanwhile is not among them.
+        named = self._named(namespace)
+        self._known.pop(namespace, None)
+        for name in sorted(named.difference(self._shards(namespace))):
+            self._leaf.invalidate(name)
+            while self._leaf.drain(name, delete_after_s=0, limit=_STEP):
+                pass
+            while due := self._leaf.reapable(name, None, _STEP):
+                self._leaf.reaped(name, [segment for segment, _ in due])
+            while self._leaf.erase(name, _STEP) == "more":
+                pass
 
     # Pins
 
@@ -172,11 +208,11 @@ class ShardedRemoval(ShardedCatalogue):
                 f"{self._leaf!r}: pin: {whole} bytes of namespace {namespace} would be pinned; at most "
                 f"{most_bytes} may be"
             )
-        parts = self._split(namespace, [one.segment for one in fresh])
+        parts = split(self._shards(namespace), [one.segment for one in fresh])
         return sum(self._each(parts, lambda name: self._leaf.pin(name, parts[name], most_bytes=most_bytes)))
 
     def unpin(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
-        parts = self._split(namespace, segments)
+        parts = split(self._shards(namespace), segments)
         return sum(self._each(parts, lambda name: self._leaf.unpin(name, parts[name])))
 
     # Salts
@@ -196,7 +232,7 @@ class ShardedRemoval(ShardedCatalogue):
     # Repair
 
     def unlist(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
-        parts = self._split(namespace, segments)
+        parts = split(self._shards(namespace), segments)
         return sum(self._each(parts, lambda name: self._leaf.unlist(name, parts[name])))
 
     def unlink(self, namespace: NamespaceId, entries: Sequence[Entry]) -> int:
@@ -205,6 +241,7 @@ class ShardedRemoval(ShardedCatalogue):
         return sum(self._each(shards, lambda name: self._leaf.unlink(name, entries)))
 
     def reconcile(self, namespace: NamespaceId) -> Reconciled:
+        self._forget_layouts(namespace)
         shards = self._shards(namespace)
         if len(shards) == 1:
             return self._leaf.reconcile(namespace)
@@ -219,10 +256,19 @@ class ShardedRemoval(ShardedCatalogue):
 
 
 def _plan(
-    orders: Mapping[NamespaceId, Sequence[Candidate]], excess: int, limit: int, spare_from_s: float | None
-) -> dict[NamespaceId, _Part]:
+    orders: Mapping[NamespaceId, Sequence[Candidate]],
+    looks: int,
+    excess: int,
+    limit: int,
+    spare_from_s: float | None,
+) -> tuple[dict[NamespaceId, _Part], bool]:
     """Returns what each shard gives so that together they give `excess` bytes, in the order over all of them
-    and up to `limit` segments."""
+    and up to `limit` segments.
+
+    Returns as well whether the orders tell enough: of each that has `looks` there may be more, and what comes
+    after its last one can't be told.
+    """
+    last = {some[-1].segment for some in orders.values() if some and len(some) >= looks}
 
     def listed(name: NamespaceId) -> list[tuple[Candidate, NamespaceId]]:
         return [(one, name) for one in orders[name]]
@@ -236,4 +282,6 @@ def _plan(
             part = parts.setdefault(name, _Part())
             part.nbytes, part.segments = part.nbytes + one.nbytes, part.segments + 1
             excess, chosen = excess - one.nbytes, chosen + 1
-    return parts
+        if one.segment in last:
+            return parts, excess <= 0 or chosen >= limit
+    return parts, True

@@ -6,196 +6,29 @@
 
 What goes to one shard takes one call of the leaf, as without shards. What goes to several goes to one after
 the other, and to all of them though one fails; the failure is raised at the end.
-
-How many shards a namespace has is asked of the leaf, and again LOOK_S later: somebody may have erased it and
-registered it with another number. While the leaf can't say, what it said last counts.
 """
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
 
-from kvstore.errors import KVStoreError
 from kvstore.index.contract import check_commit, check_segments, count_digests
 from kvstore.index.demand import Raised
-from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Run
+from kvstore.index.port import Claim, CommitState, Outcome, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
-from kvstore.index.sharding.leaf import Layout, ShardLeaf
+from kvstore.index.sharding.layouts import FailedShards, ShardedLayouts, split
 from kvstore.index.sharding.names import of_chain, of_segment, shard_names
-from kvstore.keys import (
-    DIGEST_BYTES,
-    NO_SESSION,
-    NamespaceId,
-    SaltId,
-    SegmentId,
-    SessionId,
-    namespace_id,
-    split_digests,
-)
-from schemas.namespace import Namespace
+from kvstore.keys import DIGEST_BYTES, NO_SESSION, NamespaceId, SegmentId, SessionId, split_digests
 from schemas.records import EvictionRule, SegmentRecord
 
-#: Seconds for which the number of a namespace's shards is believed.
-LOOK_S = 10.0
-#: Namespaces of which it is remembered.
-_MOST = 4096
 
-_T = TypeVar("_T")
-_Key = TypeVar("_Key")
-
-
-class Guard(Protocol):
-    """Guards a call to a shard, as kvstore.breaker.Breaker.guard does."""
-
-    def __call__(self, name: NamespaceId, *, may_probe: bool = True) -> AbstractContextManager[None]: ...
-
-
-def unguarded(name: NamespaceId, *, may_probe: bool = True) -> AbstractContextManager[None]:
-    """Lets every call pass: for maintenance."""
-    return nullcontext()
-
-
-class FailedShards:
-    """Collects the failures of calls to several shards; the first one is raised at the end."""
-
-    def __init__(self) -> None:
-        self.first: KVStoreError | None = None
-
-    @contextmanager
-    def passed(self) -> Iterator[None]:
-        """Goes on after a failure."""
-        try:
-            yield
-        except KVStoreError as exc:
-            self.first = self.first or exc
-
-    def end(self) -> None:
-        """Raises the first failure, if there was one."""
-        if self.first is not None:
-            raise self.first
-
-
-class ShardedRequests(EngineIndex):
-    """An index whose namespaces have `shards` shards if they are registered here first. Safe for threads."""
-
-    def __init__(
-        self,
-        leaf: ShardLeaf,
-        *,
-        shards: int = 1,
-        guard: Guard = unguarded,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._leaf = leaf
-        self._asked = shards
-        self._guard = guard
-        self._monotonic = monotonic
-        #: Each entry is replaced as a whole: threads may look at the same time, and nothing is lost by that.
-        self._known: dict[NamespaceId, tuple[float, Layout]] = {}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._leaf!r})"
-
-    # Where
-
-    def _layout(self, namespace: NamespaceId) -> Layout:
-        now = self._monotonic()
-        at, known = self._known.get(namespace, (0.0, None))
-        if known is not None and now - at < LOOK_S:
-            return known
-        try:
-            with self._guard(namespace, may_probe=False):
-                found = self._leaf.layout(namespace)
-        except KVStoreError:
-            if known is None:
-                raise
-            found = known
-        if found is None:
-            # Not remembered: it may be registered any moment.
-            self._known.pop(namespace, None)
-            return Layout(1, items=False)
-        return self._remember(namespace, found)
-
-    def _remember(self, namespace: NamespaceId, layout: Layout) -> Layout:
-        if len(self._known) >= _MOST:
-            self._known = {}
-        self._known[namespace] = self._monotonic(), layout
-        return layout
-
-    def _shards(self, namespace: NamespaceId) -> tuple[NamespaceId, ...]:
-        return shard_names(namespace, self._layout(namespace).shards)
-
-    def _of_chain(self, namespace: NamespaceId, chain: bytes) -> NamespaceId:
-        return of_chain(self._shards(namespace), chain)
-
-    def _split(
-        self, namespace: NamespaceId, segments: Sequence[SegmentId]
-    ) -> dict[NamespaceId, list[SegmentId]]:
-        """Returns which of some segments are in which shard, in their order."""
-        check_segments(segments)
-        shards, parts = self._shards(namespace), defaultdict[NamespaceId, list[SegmentId]](list)
-        for segment in segments:
-            parts[of_segment(shards, segment)].append(segment)
-        return parts
-
-    def _each(self, names: Iterable[NamespaceId], call: Callable[[NamespaceId], _T]) -> list[_T]:
-        """Calls of each shard. Raises the first failure, after all were called."""
-        failures, answers = FailedShards(), []
-        for name in names:
-            with failures.passed(), self._guard(name):
-                answers.append(call(name))
-        failures.end()
-        return answers
-
-    def _gathered(
-        self,
-        namespace: NamespaceId,
-        segments: Sequence[SegmentId],
-        ask: Callable[[NamespaceId, list[SegmentId]], Sequence[_T]],
-    ) -> list[_T]:
-        """Asks each shard about its segments, and returns the answers in step with `segments`."""
-        parts = self._split(namespace, segments)
-        answers = dict(zip(parts, self._each(parts, lambda name: iter(ask(name, parts[name]))), strict=True))
-        shards = self._shards(namespace)
-        return [next(answers[of_segment(shards, segment)]) for segment in segments]
-
-    # The index
-
-    def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
-        """Registers every shard that answers. Raises if none does: one that is down costs no other's hits."""
-        name = namespace_id(namespace)
-        items = namespace.kind == "ec"
-        with self._guard(name):
-            count = self._leaf.lay_out(namespace, expected_blocks=expected_blocks, shards=self._asked)
-        self._remember(name, Layout(count, items))
-        if count > 1:
-            shards, share = shard_names(name, count), -(-expected_blocks // count)
-            with self._guard(name):
-                forbidden = self._leaf.forbidden(name)
-            failures, done = FailedShards(), 0
-            for one in shards:
-                with failures.passed(), self._guard(one):
-                    self._forbid_as_before(one, forbidden)
-                    self._leaf.register_shard(one, namespace, expected_blocks=share)
-                    done += 1
-            if not done:
-                failures.end()
-        return name
-
-    def _forbid_as_before(self, name: NamespaceId, forbidden: Mapping[SaltId, float]) -> None:
-        """Forbids in a shard, before it begins, what was forbidden before. ShardedIndex.forbid is the other
-        half of this: one of the two comes after the other's first step."""
-        if forbidden:
-            for salt in forbidden.keys() - self._leaf.forbidden(name).keys():
-                self._leaf.forbid(name, salt)
+class ShardedRequests(ShardedLayouts):
+    """The part of ShardedIndex that engines use."""
 
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
-        name = self._of_chain(namespace, digests)
+        name = of_chain(self._shards(namespace, may_probe=False), digests)
         with self._guard(name, may_probe=False):
             return self._leaf.match(name, digests)
 
@@ -281,7 +114,7 @@ class ShardedRequests(EngineIndex):
             )
 
     def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
-        parts = self._split(namespace, segments)
+        parts = split(self._shards(namespace), segments)
         self._each(parts, lambda name: self._leaf.touch(name, parts[name], now_s))
 
     def evict(
@@ -292,7 +125,7 @@ class ShardedRequests(EngineIndex):
         delete_after_s: float,
         rule: EvictionRule,
     ) -> int:
-        parts = self._split(namespace, segments)
+        parts = split(self._shards(namespace), segments)
 
         def evict(name: NamespaceId) -> int:
             return self._leaf.evict(name, parts[name], delete_after_s=delete_after_s, rule=rule)
@@ -304,7 +137,7 @@ class ShardedRequests(EngineIndex):
     def note(
         self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int
     ) -> int:
-        name = self._of_chain(namespace, digests)
+        name = of_chain(self._shards(namespace), digests)
         with self._guard(name):
             return self._leaf.note(name, digests, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes)
 
@@ -343,7 +176,8 @@ class ShardedRequests(EngineIndex):
     ) -> HintEffect:
         """Each shard allows an equal part of the allowance. A use is told to the shards of its segments, and
         its effect says what is there; what is told of the session goes to all."""
-        parts, shards = self._split(namespace, segments), self._shards(namespace)
+        shards = self._shards(namespace)
+        parts = split(shards, segments)
         share = _share(allowance, len(shards))
         names = shards if hint != USE else list(parts) or shards[:1]
 

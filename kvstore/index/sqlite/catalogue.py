@@ -47,12 +47,23 @@ class SqliteCatalogue(SqlitePart):
                 "(SELECT count(*) FROM trash WHERE namespace = n.key), "
                 "(SELECT coalesce(sum(g.segments), 0) FROM generations AS g "
                 "WHERE g.namespace = n.key AND g.number <> n.generation), "
-                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{LIVES}' || n.id), 0), {USAGE} "
+                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{LIVES}' || n.id), 0), "
+                f"coalesce((SELECT abs(nbytes) FROM quotas WHERE scope = '{SHARDS}' || n.id), 1), {USAGE} "
                 "FROM namespaces AS n ORDER BY id"
             ).fetchall()
         return [
-            Account(NamespaceId(name), kind, tenant, Usage(*usage), trashed, bygone, seen, ttl_s=ttl_s)
-            for name, kind, tenant, seen, trashed, bygone, ttl_s, *usage in rows
+            Account(
+                NamespaceId(name),
+                kind,
+                tenant,
+                Usage(*usage),
+                trashed,
+                bygone,
+                seen,
+                ttl_s=ttl_s,
+                shards=shards,
+            )
+            for name, kind, tenant, seen, trashed, bygone, ttl_s, shards, *usage in rows
         ]
 
     def reachable(self) -> tuple[list[Account], None]:

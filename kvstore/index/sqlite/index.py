@@ -37,7 +37,15 @@ from kvstore.index.sqlite.evictions import evict, evict_incomplete
 from kvstore.index.sqlite.file import IndexFile, IndexMemory
 from kvstore.index.sqlite.journal import SqliteJournal
 from kvstore.index.sqlite.recency import note_load, note_uses
-from kvstore.index.sqlite.rows import LIVES, SHARDS, NamespaceNumbers, new_generation, place_of, record_of
+from kvstore.index.sqlite.rows import (
+    LIVES,
+    SHARDS,
+    NamespaceNumbers,
+    new_generation,
+    place_of,
+    record_of,
+    shards_of,
+)
 from kvstore.index.sqlite.salts import SqliteSalts
 from kvstore.index.sqlite.sessions import adopt
 from kvstore.index.walk import walk
@@ -130,7 +138,12 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
         with self._database.writing("register") as db:
             if self._register(db, name, namespace) and shards > 1:
                 db.execute("INSERT INTO quotas VALUES (?, ?)", (f"{SHARDS}{name}", shards))
-            return self._shards_of(db, name)
+            db.execute("UPDATE quotas SET nbytes = abs(nbytes) WHERE scope = ?", (f"{SHARDS}{name}",))
+            return shards_of(db, name)
+
+    def begin_erasing(self, namespace: NamespaceId) -> None:
+        with self._database.writing("erase") as db:
+            db.execute("UPDATE quotas SET nbytes = -abs(nbytes) WHERE scope = ?", (f"{SHARDS}{namespace}",))
 
     def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
         with self._database.writing("register") as db:
@@ -150,11 +163,7 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
     def layout(self, namespace: NamespaceId) -> Layout | None:
         with self._database.reading("layout") as db:
             row = db.execute("SELECT kind FROM namespaces WHERE id = ?", (namespace,)).fetchone()
-            return Layout(self._shards_of(db, namespace), items=row[0] == "ec") if row else None
-
-    def _shards_of(self, db: sqlite3.Connection, namespace: NamespaceId) -> int:
-        row = db.execute("SELECT nbytes FROM quotas WHERE scope = ?", (f"{SHARDS}{namespace}",)).fetchone()
-        return row[0] if row else 1
+            return Layout(shards_of(db, namespace), items=row[0] == "ec") if row else None
 
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
         count_digests(digests)

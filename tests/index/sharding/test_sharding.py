@@ -18,8 +18,9 @@ from kvstore.index.port import CommitState
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.index.sharding.index import ShardedIndex
+from kvstore.index.sharding.layouts import LOOK_S
 from kvstore.index.sharding.names import SLOTS, base_of, of_chain, place_of, shard_names, slot_of
-from kvstore.index.sharding.requests import LOOK_S, ShardedRequests
+from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, SegmentId, namespace_id, new_segment_id
 from schemas.settings import BreakerSettings

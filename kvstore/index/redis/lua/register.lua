@@ -15,6 +15,7 @@ if schema == SHARDED then
   -- A number that can't be is damage: what asks for another is taken for the first registration.
   if not shards or shards < 2 or shards > 256 or shards % 1 > 0 then shards = asked end
   if shards > 1 then
+    redis.call('HDEL', meta, 'erasing')
     redis.call('HSET', meta, 'json', ARGV[1], 'kind', ARGV[2], 'tenant', ARGV[3], 'seen', ARGV[5], 'shards', shards)
     return -shards
   end
