@@ -179,6 +179,12 @@ def new_segment_id(chain: bytes = b"") -> SegmentId:
     return SegmentId(secrets.token_bytes(SEGMENT_ID_BYTES - 1) + tag)
 
 
+def chain_like(segment: SegmentId) -> bytes:
+    """Returns what has the tag of a segment's chain, for who looks in that chain and doesn't know its first
+    digest. Of a segment of a release without tags, that of any."""
+    return bytes(TAG_AT) + segment[-1:] + bytes(DIGEST_BYTES - TAG_AT - 1)
+
+
 def tag_of(chain: bytes) -> int:
     """Returns the tag of a chain's segments, from packed digests that begin with its first; 0 of none."""
     return chain[TAG_AT] if chain else 0

@@ -84,6 +84,8 @@ class Space:
         self.namespace = namespace
         self.id = namespace_id(namespace)
         self._expected_blocks = expected_blocks
+        #: When it may be registered again on a thread, by time.monotonic.
+        self._register_from = 0.0
         self._asked = OwnDemand()
         self._sessions = SpaceSessions(backends, namespace, self.registered)
         self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
@@ -99,8 +101,15 @@ class Space:
         self.backends.index.register(self.namespace, expected_blocks=self._expected_blocks)
 
     def register_soon(self) -> None:
-        """Registers on a thread for calls: before anything is saved, and to find out if the index is back."""
-        self.backends.transfers.call(self._register_quietly)
+        """Registers on a thread for calls: before anything is saved, and to find out if the index is back.
+
+        At most once in a breaker's shortest backoff: a namespace in many shards takes many calls, and while
+        one of them is down every match in it asks for this.
+        """
+        now = time.monotonic()
+        if now >= self._register_from:
+            self._register_from = now + self.backends.settings.breaker.backoff_s
+            self.backends.transfers.call(self._register_quietly)
 
     def _register_quietly(self) -> None:
         try:

@@ -87,8 +87,8 @@ class Intake:
         shards = shard_names(name, self._shards(name))
         if not record.depth and of_segment(shards, segment) != of_chain(shards, digests):
             raise Untagged(
-                "an older release saved it, under an id that doesn't tell its shard, and its namespace lies in "
-                "several here (redis.shards): nobody would find it"
+                "an older release saved it, under an id that doesn't tell its shard, and its namespace lies "
+                "in several here (redis.shards): nobody would find it"
             )
         ttl = store.settings.claim_ttl_s
         claim = space.registered(lambda: store.index.claim(space.id, digests, segment, ttl))
