@@ -201,6 +201,13 @@ class JournalConformance(Maintained):
         put_all(small, name, chain(600, seed="more"), [1] * 600)
         later = catalogue.events(name, after=early, limit=10_000)
         assert 20 <= len(later) <= 20 + SLACK
+        # Who has read all that is there has lost nothing, nor has who has read nothing.
+        assert not catalogue.has_lost(name, catalogue.last_position(name))
+        assert not catalogue.has_lost(name, "")
+        assert not catalogue.has_lost(name, catalogue.events(name)[0].position)
+        assert catalogue.has_lost(name, early)
+        with pytest.raises(ValueError, match="x"):
+            catalogue.has_lost(name, "x")
         before = catalogue.last_position(name)
         put(forgetful, name, chain(1, seed="unseen"))
         evict(forgetful, name, segments[:5])

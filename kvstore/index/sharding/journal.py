@@ -49,13 +49,19 @@ class ShardedJournal(ShardedRequests):
         return _join(self._each(shards, self._leaf.last_position))
 
     def has_lost(self, namespace: NamespaceId, after: str) -> bool:
-        """Each shard tells it of its part. In one that had no event then, nothing that is known can be out of
-        date."""
+        """Each shard tells it of its part. Of one that had no event then it can't be told whether its first
+        is still there: it may be lost, as soon as there is any."""
         shards = self._shards(namespace)
-        if len(shards) == 1:
+        if len(shards) == 1 or not after:
             return self._leaf.has_lost(namespace, after)
         places = dict(zip(shards, _split(after, len(shards)), strict=True))
-        return any(self._each(shards, lambda name: self._leaf.has_lost(name, places[name])))
+
+        def has_lost(name: NamespaceId) -> bool:
+            if not places[name]:
+                return bool(self._leaf.last_position(name))
+            return self._leaf.has_lost(name, places[name])
+
+        return any(self._each(shards, has_lost))
 
     def outcomes(self, namespace: NamespaceId, limit: int, *, faults: bool = False) -> list[Outcome]:
         shards = self._shards(namespace)

@@ -21,7 +21,7 @@ from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import of_chain, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id
+from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id, session_id
 from schemas.settings import BreakerSettings, JournalSettings
 from tests.index.sharding.flaky import FlakyLeaf
 from tests.servers.redis import PATIENT
