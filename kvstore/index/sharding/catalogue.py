@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import merge
 from itertools import islice
@@ -43,19 +43,23 @@ class ShardedCatalogue(ShardedRequests):
         return {name: text for name, text in self._leaf.namespaces().items() if base_of(name) == name}
 
     def accounts(self) -> list[Account]:
-        return _whole(self._leaf.accounts(), complete=True)
+        return _whole(self._leaf.accounts())
 
     def reachable(self) -> tuple[list[Account], KVStoreError | None]:
         """A namespace of which some shards answer is there with what these hold."""
         found, failure = self._leaf.reachable()
-        return _whole(found, complete=failure is None), failure
+        return _whole(found), failure
 
     def _unknown(self, namespace: NamespaceId) -> Layout:
-        """Raises DamagedIndex if there are shards of it: that it has lost what lays it out must not look as
-        if there was nothing."""
-        if self._named(namespace):
+        """Goes by the names of the shards that there are: a namespace that has lost what lays it out must not
+        look as if it was empty. Raises DamagedIndex if these are of several layouts."""
+        names = self._named(namespace)
+        if not names:
+            return super()._unknown(namespace)
+        if (shards := _agreed(names)) is None:
             raise DamagedIndex(f"{self._leaf!r}: {_LOST.format(namespace)}")
-        return super()._unknown(namespace)
+        one = self._leaf.layout(min(names))
+        return Layout(shards, items=one is not None and one.items)
 
     def _named(self, namespace: NamespaceId) -> set[NamespaceId]:
         """Returns all shards of a namespace that are there, of whatever layout."""
@@ -213,29 +217,32 @@ def summed(usages: Sequence[Usage]) -> Usage:
     )
 
 
-def _whole(accounts: Sequence[Account], *, complete: bool) -> list[Account]:
-    """Returns an account for each namespace, with the sums over its shards.
-
-    Shards of another layout than the namespace's are nobody's. If these are not all accounts that there are,
-    one that tells the layout may be missing: then all shards have to agree on it.
-    """
+def _whole(accounts: Sequence[Account]) -> list[Account]:
+    """Returns an account for each namespace, with the sums over its shards. Shards of another layout than the
+    namespace's are nobody's."""
     members = defaultdict[NamespaceId, list[Account]](list)
     for one in accounts:
         members[base_of(one.namespace)].append(one)
-    found = []
-    for name, some in sorted(members.items()):
-        own = next((one for one in some if one.namespace == name), None)
-        if own is None:
-            layouts = {place_of(one.namespace)[0] for one in some}
-            if complete or len(layouts) == 1:
-                problem = _LOST.format(name) if complete else ""
-                found.append(_together(name, replace(some[0], problem=problem), layouts.pop(), some))
-        elif own.shards == 1:
-            found.append(own)
-        else:
-            shards = [one for one in some if place_of(one.namespace)[0] == own.shards]
-            found.append(_together(name, own, own.shards, [own, *shards]))
-    return found
+    return [_account(name, some) for name, some in sorted(members.items())]
+
+
+def _account(name: NamespaceId, members: Sequence[Account]) -> Account:
+    own = next((one for one in members if one.namespace == name), None)
+    if own is None:
+        shards = _agreed([one.namespace for one in members])
+        if shards is None:
+            return _together(name, replace(members[0], problem=_LOST.format(name)), 1, members)
+        return _together(name, members[0], shards, members)
+    if own.shards == 1:
+        return own
+    some = [one for one in members if place_of(one.namespace)[0] == own.shards]
+    return _together(name, own, own.shards, [own, *some])
+
+
+def _agreed(names: Iterable[NamespaceId]) -> int | None:
+    """Returns of how many shards all of these are; None if some are of another number than others."""
+    layouts = {place_of(name)[0] for name in names}
+    return layouts.pop() if len(layouts) == 1 else None
 
 
 def _together(name: NamespaceId, own: Account, shards: int, members: Sequence[Account]) -> Account:

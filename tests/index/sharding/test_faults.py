@@ -253,15 +253,41 @@ def test_a_cull_goes_on_where_what_goes_first_is_fresh(leaf: FlakyLeaf) -> None:
 # Lost
 
 
-def test_what_is_laid_out_nowhere_is_damage_and_not_empty(place: Place) -> None:
+def test_what_is_laid_out_nowhere_is_not_empty(place: Place) -> None:
+    with place.leaf() as leaf:
+        index = sharded(leaf)
+        name, chains = filled(index)
+        segments = list(chains.values())
+        place.lose_layout(name)
+        index = sharded(leaf, 8)
+        assert set(index.states(name, segments)) == {"visible"}
+        assert {one.segment for one in index.segments(name)} == set(segments)
+        assert index.erase(name, 1000) == "in_use"
+        (account,) = index.accounts()
+        assert (account.usage.segments, account.shards, account.problem) == (len(chains), SHARDS, "")
+        assert any("lays them out" in text for text in index.warnings())
+        # To an engine it is a namespace that it doesn't know, which it registers.
+        engine = ShardedRequests(leaf, shards=SHARDS)
+        assert engine.match(name, next(iter(chains))) == []
+        engine.register(namespace(), expected_blocks=1000)
+        assert served(engine.match(name, next(iter(chains)))) == 2
+        (account,) = index.accounts()
+        assert (account.problem, account.usage.segments) == ("", len(chains))
+        assert index.warnings() == leaf.warnings()
+
+
+def test_what_may_be_laid_out_in_two_ways_is_damage(place: Place) -> None:
     with place.leaf() as leaf:
         index = sharded(leaf)
         name, chains = filled(index)
         place.lose_layout(name)
+        sharded(leaf, 8).register(namespace(), expected_blocks=1000)
+        place.lose_layout(name)
         index = sharded(leaf)
+        segments = list(chains.values())
         for ask in (
-            lambda: index.states(name, list(chains.values())),
-            lambda: index.get(name, list(chains.values())),
+            lambda: index.states(name, segments),
+            lambda: index.get(name, segments),
             lambda: list(index.segments(name)),
             lambda: index.reapable(name, None, 10),
             lambda: index.erase(name, 10),
@@ -271,14 +297,8 @@ def test_what_is_laid_out_nowhere_is_damage_and_not_empty(place: Place) -> None:
         (account,) = index.accounts()
         assert account.usage.segments == len(chains)
         assert "lays them out" in account.problem
-        assert any("lays them out" in text for text in index.warnings())
-        # To an engine it is a namespace that it doesn't know, which it registers.
-        engine = ShardedRequests(leaf, shards=SHARDS)
-        assert engine.match(name, next(iter(chains))) == []
-        engine.register(namespace(), expected_blocks=1000)
-        assert served(engine.match(name, next(iter(chains)))) == 2
-        (account,) = index.accounts()
-        assert (account.problem, account.usage.segments) == ("", len(chains))
+        index.register(namespace(), expected_blocks=1000)
+        assert set(index.states(name, segments)) == {"visible"}
 
 
 @pytest.mark.servers
