@@ -241,10 +241,10 @@ class ShardedRemoval(ShardedCatalogue):
         return sum(self._each(shards, lambda name: self._leaf.unlink(name, entries)))
 
     def reconcile(self, namespace: NamespaceId) -> Reconciled:
-        self._forget_layouts(namespace)
         shards = self._shards(namespace)
         if len(shards) == 1:
             return self._leaf.reconcile(namespace)
+        self._forget_layouts(namespace)
         found = self._each([namespace, *shards], self._leaf.reconcile)
         counted = [one.counted for one in found if one.counted is not None]
         return Reconciled(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import pytest
 import redis
 
 from kvstore.breaker import Breaker
+from kvstore.build import load_settings
 from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain, namespace, put, record, served
 from kvstore.errors import BreakerOpen, DamagedIndex, NamespaceUnknown, TransientError
 from kvstore.events import EventReader, Gap
@@ -21,7 +23,9 @@ from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import of_chain, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id, session_id
+from kvstore.keys import NO_SALT, NamespaceId, SegmentId, chain_like, new_segment_id, session_id
+from kvstore.metrics import Counters
+from kvstore.store.housekeeping import Housekeeping
 from schemas.settings import BreakerSettings, JournalSettings
 from tests.index.sharding.flaky import FlakyLeaf
 from tests.servers.redis import PATIENT
@@ -496,3 +500,37 @@ def test_a_layout_that_changes_in_a_call_is_looked_at_once(leaf: FlakyLeaf) -> N
     for _ in range(2):
         assert len(hasty.states(name, segments)) == len(segments)
         hasty.session(name, session_id(NO_SALT, "one"), segments, CREATED_S)
+
+
+def test_quotas_take_of_the_shards_that_they_have_seen(leaf: FlakyLeaf) -> None:
+    """A node times out at the look at the accounts, and answers at the evictions."""
+    index = sharded(leaf)
+    name, _ = filled(index, 80)
+    shards = shard_names(name, SHARDS)
+    whole, away = index.usage(name), leaf.leaf.usage(shards[0])
+    seen = whole.nbytes - away.nbytes
+    leaf.reachable = lambda: (  # type: ignore[method-assign]
+        [one for one in leaf.leaf.accounts() if one.namespace != shards[0]],
+        TransientError("no answer"),
+    )
+    settings = load_settings({"payloads": "file:///nowhere", "capacity_bytes": seen - 1}, environ={})
+    housekeeping = Housekeeping(index, None, settings, Counters(), lambda: LATER_S)  # type: ignore[arg-type]
+    gone, _ = housekeeping.evict()
+    assert 1 <= gone <= 3
+    assert leaf.leaf.usage(shards[0]) == away
+
+
+def test_who_knows_a_segment_looks_in_its_chain(leaf: FlakyLeaf) -> None:
+    index = sharded(leaf)
+    name, chains = filled(index)
+    leaf.calls.clear()
+    for digests, segment in chains.items():
+        assert all(index.find(name, digests, chain_like(segment)))
+    assert len(leaf.calls) == len(chains)
+    (_, of_one), (other, _) = next(
+        pair
+        for pair in combinations(chains.items(), 2)
+        if len({of_chain(shard_names(name, SHARDS), digests) for digests, _ in pair}) == 2
+    )
+    assert all(index.find(name, other))
+    assert not any(index.find(name, other, chain_like(of_one)))
