@@ -55,7 +55,7 @@ class EventReader:
     def read(self, limit: int = _PAGE) -> list[Event | Gap]:
         """Returns the events since, at most `limit`, oldest first; a Gap stands where some may be missing.
 
-        Takes two or three calls of the index. An empty list means that there is nothing new. Raises
+        Takes two to four calls of the index. An empty list means that there is nothing new. Raises
         ValueError if `after` is not spelled as a position, and what the index raises; nothing is skipped by
         asking again.
         """
@@ -67,11 +67,12 @@ class EventReader:
             lost = bool(before) and self._index.has_lost(self._namespace, before)
         except ValueError:
             # A position of an index that was emptied since.
-            events, lost = [], True
+            lost = True
         if not lost:
             self._move(events)
             return list(events)
-        events = events or self._index.events(self._namespace, limit=limit)
+        # From the beginning: of several shards those that have lost nothing go on from there as well.
+        events = self._index.events(self._namespace, limit=limit)
         self.position = ""
         self._move(events)
         return [Gap(before, events[0].position if events else ""), *events]

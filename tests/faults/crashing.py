@@ -23,7 +23,7 @@ _NAMED = 5
 def crash(
     verb: Verb, folder: Path, place: Place, *, every: int = 1, most: int = 0, of_buckets: bool = False
 ) -> Result:
-    """Kills the verb at every step, at one in so many, at about `most`, or at every step that changes a bucket.
+    """Kills the verb at every step, at one in so many, at about `most`, or at each that changes a bucket.
 
     What could be matched before and can be after a verb that is over can be in between. All of what is
     matched is loaded and compared: by a process that comes at once, when the verb was done again, and when a

@@ -360,8 +360,8 @@ def test_a_hole_in_one_shard_is_a_gap(place: Place, hot: int) -> None:
         assert not isinstance(event, Gap)
         for one in fitting[1:300]:
             put(index, name, one)
-        assert isinstance(reader.read()[0], Gap)
-        while found := reader.read():
+        assert isinstance(reader.read(7)[0], Gap)
+        while found := reader.read(7):
             assert not any(isinstance(one, Gap) for one in found)
 
 

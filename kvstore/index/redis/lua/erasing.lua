@@ -3,7 +3,7 @@
 -- Race closed: who registers it takes the mark away, and without it erase.lua lets `meta` stand.
 --
 -- The first write is one that a full Redis accepts (HDEL).
-if redis.call('HEXISTS', meta, 'shards') == 1 then
+if redis.call('HGET', meta, 'shards') then
   redis.call('HDEL', meta, 'erasing')
   redis.call('HSET', meta, 'erasing', 1)
 end
