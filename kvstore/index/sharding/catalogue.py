@@ -22,7 +22,7 @@ from kvstore.index.maintenance import (
 )
 from kvstore.index.sessions import SessionListing
 from kvstore.index.sharding.leaf import Layout
-from kvstore.index.sharding.names import base_of, place_of
+from kvstore.index.sharding.names import base_of, place_of, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.keys import NamespaceId, SaltId, SegmentId, SessionId
 
@@ -52,8 +52,12 @@ class ShardedCatalogue(ShardedRequests):
 
     def _unknown(self, namespace: NamespaceId) -> Layout:
         """Goes by the names of the shards that there are: a namespace that has lost what lays it out must not
-        look as if it was empty. Raises DamagedIndex if these are of several layouts."""
-        names = self._named(namespace)
+        look as if it was empty. Raises DamagedIndex if these are of several layouts.
+
+        The list of names may have been on the same node. Then it is looked where this process would put it.
+        """
+        asked = shard_names(namespace, self._asked)
+        names = self._named(namespace) or {one for one in asked if self._leaf.layout(one) is not None}
         if not names:
             return super()._unknown(namespace)
         if (shards := _agreed(names)) is None:

@@ -26,7 +26,7 @@ from kvstore.index.sharding.layouts import split
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.records import EvictionRule
 
-#: Of each order a cull looks at so many more than at its equal part of twice what is to be evicted.
+#: How many more of each order a cull looks at than its equal part of twice what is to be evicted.
 _FEW_LOOKS = 16
 #: Segments or entries of a layout that is gone that one call drops.
 _STEP = 256

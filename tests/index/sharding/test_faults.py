@@ -306,6 +306,16 @@ def test_what_may_be_laid_out_in_two_ways_is_damage(place: Place) -> None:
 
 
 @pytest.mark.servers
+def test_what_is_neither_laid_out_nor_listed_is_not_empty(redis_url: str) -> None:
+    """One node may have had both."""
+    with sharded(RedisIndex.from_settings(redis_url, PATIENT)) as index:
+        name, chains = filled(index)
+        with redis.Redis.from_url(redis_url, protocol=2) as client:
+            client.delete(f"kvs:{{{name}}}:meta", "kvs:ns")
+        assert set(sharded(index.leaf).states(name, list(chains.values()))) == {"visible"}
+
+
+@pytest.mark.servers
 @pytest.mark.parametrize("shards", [None, b"", b"x", b"0", b"1", b"257"])
 def test_a_number_that_can_not_be_is_damage(redis_url: str, shards: bytes | None) -> None:
     with sharded(RedisIndex.from_settings(redis_url, PATIENT)) as index:
