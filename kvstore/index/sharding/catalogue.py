@@ -232,11 +232,13 @@ def _whole(accounts: Sequence[Account]) -> list[Account]:
 
 def _account(name: NamespaceId, members: Sequence[Account]) -> Account:
     own = next((one for one in members if one.namespace == name), None)
-    if own is None:
-        shards = _agreed([one.namespace for one in members])
-        if shards is None:
-            return _together(name, replace(members[0], problem=_LOST.format(name)), 1, members)
-        return _together(name, members[0], shards, members)
+    shards = [one for one in members if one.namespace != name]
+    if shards and (own is None or (own.problem and own.shards == 1)):
+        number = _agreed([one.namespace for one in shards])
+        if number is None:
+            return _together(name, replace(own or shards[0], problem=_LOST.format(name)), 1, members)
+        return _together(name, own or shards[0], number, members)
+    assert own is not None, "there is one at least"
     if own.shards == 1:
         return own
     some = [one for one in members if place_of(one.namespace)[0] == own.shards]

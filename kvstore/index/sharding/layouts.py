@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
-from kvstore.errors import KVStoreError, TransientError
+from kvstore.errors import DamagedIndex, KVStoreError, TransientError
 from kvstore.index.contract import check_segments
 from kvstore.index.port import EngineIndex
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
@@ -90,6 +90,8 @@ class ShardedLayouts(EngineIndex):
         try:
             with self._guard(namespace, may_probe=may_probe):
                 found = self._leaf.layout(namespace)
+        except DamagedIndex:
+            found = known
         except KVStoreError:
             # A single shard that can't tell this can't tell anything else either.
             if known is None or known.shards == 1:
@@ -103,8 +105,8 @@ class ShardedLayouts(EngineIndex):
         return self._remember(namespace, found)
 
     def _unknown(self, namespace: NamespaceId) -> Layout:
-        """Returns the layout of a namespace that isn't registered. Under its own id there is nothing, and
-        the leaf says so."""
+        """Returns the layout of a namespace that isn't registered, or of which that can't be read. What of it
+        is under its own id, or is not, the leaf says."""
         return Layout(1, items=False)
 
     def _remember(self, namespace: NamespaceId, layout: Layout) -> Layout:

@@ -317,20 +317,22 @@ def test_what_is_neither_laid_out_nor_listed_is_not_empty(redis_url: str) -> Non
 
 @pytest.mark.servers
 @pytest.mark.parametrize("shards", [None, b"", b"x", b"0", b"1", b"257"])
-def test_a_number_that_can_not_be_is_damage(redis_url: str, shards: bytes | None) -> None:
+def test_a_number_that_can_not_be_is_told_by_the_names(redis_url: str, shards: bytes | None) -> None:
     with sharded(RedisIndex.from_settings(redis_url, PATIENT)) as index:
         name, chains = filled(index)
         with redis.Redis.from_url(redis_url, protocol=2) as client:
             client.hdel(f"kvs:{{{name}}}:meta", "shards")
             if shards is not None:
                 client.hset(f"kvs:{{{name}}}:meta", "shards", shards)
-        fresh = sharded(index.leaf)
-        with pytest.raises(DamagedIndex):
-            fresh.states(name, list(chains.values()))
+        fresh, segments = sharded(index.leaf), list(chains.values())
+        assert set(fresh.states(name, segments)) == {"visible"}
         (account,) = fresh.accounts()
         assert account.problem
+        assert account.usage.segments == len(chains)
         fresh.register(namespace(), expected_blocks=1000)
-        assert set(fresh.states(name, list(chains.values()))) == {"visible"}
+        assert set(fresh.states(name, segments)) == {"visible"}
+        (account,) = fresh.accounts()
+        assert (account.problem, account.usage.segments) == ("", len(chains))
 
 
 def test_another_layout_does_not_count_and_is_forgotten(place: Place) -> None:
