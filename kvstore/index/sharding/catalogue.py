@@ -40,7 +40,8 @@ class ShardedCatalogue(ShardedRequests):
     """The part of ShardedIndex that only reads, or looks after what reads have left."""
 
     def namespaces(self) -> dict[NamespaceId, str]:
-        return {name: text for name, text in self._leaf.namespaces().items() if base_of(name) == name}
+        found = self._leaf.namespaces()
+        return {base_of(name): found.get(base_of(name), text) for name, text in found.items()}
 
     def accounts(self) -> list[Account]:
         return _whole(self._leaf.accounts())

@@ -23,7 +23,15 @@ from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import of_chain, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import NO_SALT, NamespaceId, SegmentId, chain_like, new_segment_id, session_id
+from kvstore.keys import (
+    NO_SALT,
+    NamespaceId,
+    SegmentId,
+    canonical_json,
+    chain_like,
+    new_segment_id,
+    session_id,
+)
 from kvstore.metrics import Counters
 from kvstore.store.housekeeping import Housekeeping
 from schemas.settings import BreakerSettings, JournalSettings
@@ -267,6 +275,7 @@ def test_what_is_laid_out_nowhere_is_not_empty(place: Place) -> None:
         assert set(index.states(name, segments)) == {"visible"}
         assert {one.segment for one in index.segments(name)} == set(segments)
         assert index.erase(name, 1000) == "in_use"
+        assert index.namespaces() == {name: canonical_json(namespace())}
         (account,) = index.accounts()
         assert (account.usage.segments, account.shards, account.problem) == (len(chains), SHARDS, "")
         assert any("lays them out" in text for text in index.warnings())
