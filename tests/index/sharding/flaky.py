@@ -18,6 +18,8 @@ class FlakyLeaf:
         self.leaf = leaf
         self.down: set[str] = set()
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        #: What answers calls of a verb to a place, which are not passed on.
+        self.instead: dict[tuple[str, Any], Callable[[], Any]] = {}
         self.between: Callable[[str, Any], None] = lambda verb, name: None
 
     def __getattr__(self, verb: str) -> Any:
@@ -31,6 +33,7 @@ class FlakyLeaf:
             where = args[0] if args else None
             if (namespace_id(where) if isinstance(where, Namespace) else where) in self.down:
                 raise TransientError(f"{verb}: {where} is down")
-            return call(*args, **options)
+            instead = self.instead.get((verb, where)) if isinstance(where, str) else None
+            return instead() if instead else call(*args, **options)
 
         return passed
