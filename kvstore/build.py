@@ -1,6 +1,6 @@
 """The composition root: settings from their sources, and the stack that they describe.
 
-    index     BreakingIndex(RedisIndex | SqliteIndex)
+    index     BreakingIndex(SqliteIndex), or ShardedRequests(RedisIndex) with a breaker for each shard
     payloads  origin, or TieredPayloads(BreakingPayloads(LocalPayloads), origin)
     origin    BreakingPayloads(LocalPayloads | MemoryPayloads), or
               RangedPayloads(RetryingPayloads(BreakingPayloads(S3Payloads)))
@@ -29,8 +29,12 @@ from kvstore.errors import ConfigError
 from kvstore.files import access_of
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.maintenance import FullIndex
+from kvstore.index.port import EngineIndex
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sharding.breakers import ShardBreakers
+from kvstore.index.sharding.index import ShardedIndex
+from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keyfiles import open_keyring
 from kvstore.metrics import Counters
@@ -169,7 +173,9 @@ def open_index(settings: Settings, *, by: str = "", clock: Callable[[], float] =
         return SqliteIndex(path, busy_timeout_s=busy_timeout_s, access=access, **options)
     if url.startswith("memory://"):
         return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
-    return RedisIndex.from_settings(url, settings.redis, **options)
+    return ShardedIndex(
+        RedisIndex.from_settings(url, settings.redis, **options), shards=settings.redis.shards
+    )
 
 
 def open_redis(settings: Settings) -> RedisClient | None:
@@ -339,8 +345,8 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
         settings = load_settings(settings)
     keyring = open_keyring(settings.signing)
     index = open_index(settings)
+    requests, index_breaker = _for_requests(index, settings)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
-    index_breaker = Breaker("index", settings.breaker)
     transfers, counters = Transfers(settings.transfers), Counters()
     origin = _origin(settings, breaker, crew)
     tiers = settings.tiers
@@ -349,7 +355,7 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
         Backends(
             settings=settings,
             payloads=tier or origin,
-            index=BreakingIndex(index, index_breaker),
+            index=requests,
             maintenance=index,
             transfers=transfers,
             counters=counters,
@@ -364,6 +370,15 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
             trace=_trace(settings, transfers, counters),
         )
     )
+
+
+def _for_requests(index: FullIndex, settings: Settings) -> tuple[EngineIndex, Breaker | ShardBreakers]:
+    """Returns the index as engines use it, and what refuses their calls while it fails."""
+    if isinstance(index, ShardedIndex):
+        breakers = ShardBreakers(lambda name: Breaker(name, settings.breaker))
+        return ShardedRequests(index.leaf, shards=settings.redis.shards, guard=breakers.guard), breakers
+    breaker = Breaker("index", settings.breaker)
+    return BreakingIndex(index, breaker), breaker
 
 
 def _trace(settings: Settings, transfers: Transfers, counters: Counters) -> TraceRecorder | None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.errors import TransientError
-from kvstore.index.maintenance import Event, Journal
+from kvstore.index.maintenance import Event, Journal, position_order
 from kvstore.keys import NamespaceId
 
 __all__ = ["Event", "EventReader", "Gap", "follow"]
@@ -55,34 +55,27 @@ class EventReader:
     def read(self, limit: int = _PAGE) -> list[Event | Gap]:
         """Returns the events since, at most `limit`, oldest first; a Gap stands where some may be missing.
 
-        Takes two or three calls of the index. An empty list means that there is nothing new. Raises
+        Takes two to four calls of the index. An empty list means that there is nothing new. Raises
         ValueError if `after` is not spelled as a position, and what the index raises; nothing is skipped by
         asking again.
         """
         before = self.position
-        place = _order(before)
+        position_order(before)  # raises for what is none
         try:
             events = self._index.events(self._namespace, after=before, limit=limit)
+            # Asked afterwards: what the ring has lost until now may have been lost before those were read.
+            lost = bool(before) and self._index.has_lost(self._namespace, before)
         except ValueError:
             # A position of an index that was emptied since.
-            events, lost = [], True
-        else:
-            lost = bool(before) and self._has_lost(place, events)
+            lost = True
         if not lost:
             self._move(events)
             return list(events)
-        events = events or self._index.events(self._namespace, limit=limit)
+        # From the beginning: of several shards those that have lost nothing go on from there as well.
+        events = self._index.events(self._namespace, limit=limit)
         self.position = ""
         self._move(events)
         return [Gap(before, events[0].position if events else ""), *events]
-
-    def _has_lost(self, place: tuple[int, ...], events: list[Event]) -> bool:
-        """Tells whether there may have been events after `place` that were not read, and never will be."""
-        if not events:
-            return _order(self._index.last_position(self._namespace)) < place
-        # Asked afterwards: what the ring has lost until now may have been lost before those were read.
-        oldest = self._index.events(self._namespace, limit=1)
-        return not oldest or _order(oldest[0].position) > place
 
     def _move(self, events: list[Event]) -> None:
         if events:
@@ -121,8 +114,3 @@ def follow(
             yield event
         if not found:
             stop.wait(poll_s)
-
-
-def _order(position: str) -> tuple[int, ...]:
-    """Returns what positions are compared by: they are numbers joined by hyphens. Raises ValueError."""
-    return tuple(int(part) for part in position.split("-")) if position else ()

@@ -9,7 +9,8 @@ digest        16 bytes, the key in the index: the first 16 bytes of the content 
 salt id       16 bytes: the first of SHA-256 of a request's `cache_salt`; empty without one.
 session id    16 bytes: 4 that all sessions of a salt share, then 12 of SHA-256 of the salt's id and the
               session's name. Names stay in the process that was told them.
-segment id    8 fresh random bytes per save, so deleting an old copy can never hit a newer one.
+segment id    7 fresh random bytes per save, so deleting an old copy can never hit a newer one, and a tag:
+              byte TAG_AT of its chain's first digest, by which an index in shards knows where the segment is.
 payload name  `<namespace id>/<2 hex>/<segment id>.<rank>`
 
 The golden test tests/test_keys.py pins all of this; a change is a new format version.
@@ -46,6 +47,9 @@ SESSION_NAME_CHARS = 256
 DIGEST_BYTES = 16
 SEGMENT_ID_BYTES = 8
 GROUP_BYTES = 2
+#: The byte of a chain's first digest that is the tag: the last one that the group has no part in, so that
+#: chains of a request's groups lie together, and none of those that say in which bucket an entry is.
+TAG_AT = 13
 CONTENT_BYTES = 32
 MAX_GROUPS = 1 << 16
 
@@ -165,9 +169,25 @@ def split_digests(packed: bytes) -> list[Digest]:
     return [Digest(packed[i : i + DIGEST_BYTES]) for i in range(0, len(packed), DIGEST_BYTES)]
 
 
-def new_segment_id() -> SegmentId:
-    """Returns eight random bytes."""
-    return SegmentId(secrets.token_bytes(SEGMENT_ID_BYTES))
+def new_segment_id(chain: bytes = b"") -> SegmentId:
+    """Returns random bytes and a tag. `chain` begins with the first digest of the chain whose blocks are
+    saved, be they its first ones or not, or is the item's digest.
+
+    Without one the tag is random as well: for what nobody is to find by its chain.
+    """
+    tag = bytes([tag_of(chain)]) if chain else secrets.token_bytes(1)
+    return SegmentId(secrets.token_bytes(SEGMENT_ID_BYTES - 1) + tag)
+
+
+def chain_like(segment: SegmentId) -> bytes:
+    """Returns what has the tag of a segment's chain, for who looks in that chain and doesn't know its first
+    digest. Of a segment of a release without tags, that of any."""
+    return bytes(TAG_AT) + segment[-1:] + bytes(DIGEST_BYTES - TAG_AT - 1)
+
+
+def tag_of(chain: bytes) -> int:
+    """Returns the tag of a chain's segments, from packed digests that begin with its first; 0 of none."""
+    return chain[TAG_AT] if chain else 0
 
 
 def payload_name(namespace: NamespaceId, segment: SegmentId, rank: int) -> str:

@@ -16,7 +16,7 @@ from kvstore.build import load_settings, open_index, open_payloads
 from kvstore.errors import TransientError
 from kvstore.events import EventReader, Gap, follow
 from kvstore.index.maintenance import Event, FullIndex
-from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import Digest, NamespaceId, SegmentId, digest, namespace_id, payload_name
 from schemas.records import PartRecord, SegmentRecord
@@ -36,7 +36,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def index(settings: dict[str, Any]) -> Iterator[RedisIndex | SqliteIndex]:
+def index(settings: dict[str, Any]) -> Iterator[ShardedIndex | SqliteIndex]:
     with closing(open_index(load_settings(settings, {}))) as opened:
         opened.register(kv_space(), expected_blocks=100)
         yield opened
@@ -133,8 +133,8 @@ def test_one_that_keeps_up_is_told_of_no_gap(index: FullIndex) -> None:
 
 
 def emptied(index: Any, settings: dict[str, Any]) -> None:
-    if isinstance(index, RedisIndex):
-        index._client.command("FLUSHDB")
+    if isinstance(index, ShardedIndex):
+        index.leaf._client.command("FLUSHDB")  # type: ignore[attr-defined]
     else:
         with index._database.writing("test") as db:
             db.execute("DELETE FROM events")
@@ -183,8 +183,8 @@ def test_follow_waits_for_what_comes_and_outlasts_a_failing_index(
                 raise TransientError("gone for a moment")
             return index.events(*args, **options)
 
-        def last_position(self, namespace: NamespaceId) -> str:
-            return index.last_position(namespace)
+        def has_lost(self, namespace: NamespaceId, after: str) -> bool:
+            return index.has_lost(namespace, after)
 
     found: list[Event | Gap] = []
 

@@ -325,6 +325,20 @@ def test_segment_ids_are_fresh() -> None:
     assert {len(each) for each in ids} == {keys.SEGMENT_ID_BYTES}
 
 
+def test_segment_ids_end_with_the_tag_of_their_chain() -> None:
+    hashes = [bytes(range(first, first + 32)) for first in (0, 100)]
+    assert keys.TAG_AT == 13
+    for group in (0, 1, 300):
+        chain = keys.digests(hashes, group)
+        made = {keys.new_segment_id(chain) for _ in range(1000)}
+        assert len(made) == 1000
+        assert {len(each) for each in made} == {keys.SEGMENT_ID_BYTES}
+        # The groups of a request have chains of one tag.
+        assert {each[-1] for each in made} == {keys.tag_of(chain)} == {13}
+    assert keys.tag_of(b"") == 0
+    assert len({each[-1] for each in (keys.new_segment_id() for _ in range(1000))}) > 100
+
+
 @given(
     st.from_regex("[0-9a-f]{16}", fullmatch=True), st.binary(min_size=8, max_size=8), st.integers(0, 99999)
 )

@@ -241,7 +241,8 @@ class _Spans:
             return
         self._calls += 1
         packed = self._packed.get(group) or self._packed.setdefault(group, self._digests(group))
-        found = self._space.find(b"".join(packed[16 * block : 16 * block + 16] for block in wanted))
+        asked = b"".join(packed[16 * block : 16 * block + 16] for block in wanted)
+        found = self._space.find(asked, packed)
         if found is None:
             self.failure = "unavailable"
             return

@@ -136,6 +136,7 @@ class Observer:
             reason=reason,
             position=have + served,
             missing=self._missing(names, group, block),
+            chain=self._missing(names, group, 0, 1),
             detail=_detail(reason, weighed),
             wanted=partial(digests, names[have:blocks]),
         )
@@ -341,9 +342,11 @@ class Observer:
     def _size(self, group: int) -> int:
         return self._groups[group].rule.block_tokens
 
-    def _missing(self, names: Sequence[bytes], group: int, block: int) -> Missing:
+    def _missing(
+        self, names: Sequence[bytes], group: int, block: int, most: int = MISSING_DIGESTS
+    ) -> Missing:
         ratio = self._size(group) // self._hash_tokens
-        some = names[(block + 1) * ratio - 1 : (block + MISSING_DIGESTS) * ratio : ratio]
+        some = names[(block + 1) * ratio - 1 : (block + most) * ratio : ratio]
         return lambda: digests(some, group)
 
 

@@ -22,7 +22,16 @@ from dataclasses import dataclass, field
 from connectors.engine.layout import Group
 from connectors.kv.messages import Save
 from connectors.planning import EVERY_BLOCK, ranges, saves_due
-from kvstore.keys import NO_SALT, NO_SESSION, SaltId, SegmentId, SessionId, new_segment_id
+from kvstore.keys import (
+    NO_SALT,
+    NO_SESSION,
+    SaltId,
+    SegmentId,
+    SessionId,
+    block_key,
+    digest,
+    new_segment_id,
+)
 from kvstore.metrics import Counters
 from kvstore.rules.prefix import alignment, most_tokens
 from schemas.records import rounded_cost
@@ -274,6 +283,7 @@ class Saving:
         """Returns saves of the blocks of `run` that are there and that this engine isn't saving just now."""
         ratio = self.groups[number].rule.block_tokens // self.hash_tokens
         names = {block: hashes[(block + 1) * ratio - 1] for block in run}
+        chain = digest(block_key(hashes[ratio - 1], number))
 
         def wanted(block: int) -> bool:
             if (busy := self._busy.get((number, names[block]))) is not None:
@@ -283,7 +293,7 @@ class Saving:
 
         saves = []
         for piece in ranges(run, wanted):
-            segment = new_segment_id()
+            segment = new_segment_id(chain)
             own = [names[block] for block in piece]
             keys = [(number, name) for name in own]
             before = (number, hashes[piece.start * ratio - 1]) if piece.start else None

@@ -68,6 +68,7 @@ class _Noted:
     position: int
     missing: Missing
     detail: str
+    chain: Missing
     #: None: too many blocks waited already.
     wanted: Missing | None
 
@@ -87,6 +88,7 @@ class _Noted:
             self.position,
             self.missing() if self.reason else b"",
             self.detail if self.reason else "",
+            self.chain() if self.reason else b"",
         )
 
 
@@ -121,6 +123,7 @@ class Outcomes:
         position: int = 0,
         missing: Missing = nothing_missing,
         detail: str = "",
+        chain: Missing = nothing_missing,
         wanted: Missing = nothing_missing,
     ) -> None:
         """Queue an outcome; the arguments are those of kvstore.index.port.Outcome. `wanted` returns the
@@ -145,6 +148,7 @@ class Outcomes:
             position,
             missing,
             detail,
+            chain,
             wanted if fits else None,
         )
         self._queued += noted.holds

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from connectors.planning import slice_runs
 from kvstore.index.port import Run
-from kvstore.keys import SegmentId
+from kvstore.keys import SEGMENT_ID_BYTES, SegmentId, tag_of
 from kvstore.store.space import Match
 
 #: The name of this rule in the namespace: blocks named by another rule are never found by this one.
@@ -139,14 +139,14 @@ def segments(slots: int, segment_blocks: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-def segment_id(nonce: int, step: int, prompt: int, number: int) -> SegmentId:
+def segment_id(nonce: int, step: int, prompt: int, number: int, chain: bytes) -> SegmentId:
     """Returns what every rank calls the same segment of the same save, without a word between them.
 
     `nonce` is drawn at random for the engine's lifetime and `step` counts its saves, so an id belongs to one
-    save for ever.
+    save for ever. `chain` is the name of its chain's first block (kvstore.keys.new_segment_id).
     """
     text = f"{nonce} {step} {prompt} {number}".encode()
-    return SegmentId(hashlib.sha256(text).digest()[:8])
+    return SegmentId(hashlib.sha256(text).digest()[: SEGMENT_ID_BYTES - 1] + bytes([tag_of(chain)]))
 
 
 def rows_suffice(selected: Sequence[int], prompts: Sequence[Prompt]) -> bool:

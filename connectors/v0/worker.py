@@ -203,7 +203,7 @@ class V0Worker:
                 continue
             for count, span in enumerate(segments(len(hashes), most)):
                 if span.stop > found.get(hashes[-1], 0):
-                    segment = segment_id(nonce, number, place, count)
+                    segment = segment_id(nonce, number, place, count, hashes[0])
                     if not self._queue(stage, step, prompt, hashes, span, tensors, segment, created_s):
                         counters.saved("dropped", len(span))
 

@@ -35,9 +35,9 @@ class BreakingIndex(EngineIndex):
         with self._breaker.guard(may_probe=False):
             return self._inner.match(namespace, digests)
 
-    def find(self, namespace: NamespaceId, digests: bytes) -> list[Run | None]:
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         with self._breaker.guard():
-            return self._inner.find(namespace, digests)
+            return self._inner.find(namespace, digests, chain)
 
     def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:
         with self._breaker.guard():

@@ -86,6 +86,9 @@ class Outcome:
     #: What goes with the reason, such as the numbers that led to a decision; at most DETAIL_CHARS are kept,
     #: and of a fault nothing is.
     detail: str = ""
+    #: Packed digests that begin with the first of the chain that `missing` is of; b"" if that isn't known:
+    #: then it may not be recognised. It is not remembered.
+    chain: bytes = b""
 
 
 REQUEST_CHARS = 128
@@ -114,8 +117,12 @@ class Index(ABC):
         """
 
     @abstractmethod
-    def find(self, namespace: NamespaceId, digests: bytes) -> list[Run | None]:
-        """Finds each digest by itself, no chain assumed: a run of one slot (`start`: its place) or None."""
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
+        """Finds each digest by itself: a run of one slot (`start`: its place) or None.
+
+        `chain` begins with the first digest of the chain that all of them are of. Without it, an index that
+        keeps chains in several places looks in each of them, unless they are items.
+        """
 
     @abstractmethod
     def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:

@@ -11,6 +11,7 @@ from kvstore.breaker import Breaker
 from kvstore.format.keyring import NO_KEYS, Keyring
 from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import EngineIndex
+from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.metrics import Counters
 from kvstore.payloads.port import PayloadStore
 from kvstore.store.trace import TraceRecorder
@@ -46,7 +47,7 @@ class Backends:
     crew: Crew | None = None
     #: The payloads' breaker; None if some can be read while it is open.
     breaker: Breaker | None = None
-    #: The index's breaker.
-    index_breaker: Breaker | None = None
+    #: The index's breaker, or those of its shards.
+    index_breaker: Breaker | ShardBreakers | None = None
     #: The recorder of what requests ask for; None if nothing is recorded.
     trace: TraceRecorder | None = None

@@ -7,6 +7,7 @@ import threading
 
 from kvstore.breaker import Breaker
 from kvstore.errors import KVStoreError
+from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.store.backends import Backends
 
 log = logging.getLogger(__name__)
@@ -70,5 +71,5 @@ class Health:
             self._probing = False
 
 
-def _is_down(breaker: Breaker | None) -> bool:
+def _is_down(breaker: Breaker | ShardBreakers | None) -> bool:
     return breaker is not None and not breaker.is_closed

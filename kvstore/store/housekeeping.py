@@ -290,7 +290,7 @@ class Housekeeping:
         """
         usage, name, gone = member.usage, member.namespace, 0
         with self._noting_damage(name):
-            gone = self._cull(name, usage.nbytes - share, rule, spare_from_s)
+            gone = self._cull(member, usage.nbytes - share, rule, spare_from_s)
         # Two threads may lose a count here; the next round of housekeeping sweeps anyway.
         unswept = self._unswept.get(name, 0) + gone * usage.blocks // max(1, usage.segments)
         self._unswept[name] = unswept if unswept < SWEEP_STEP else 0
@@ -300,19 +300,18 @@ class Housekeeping:
                 self._index.sweep(name, unswept)
         return gone
 
-    def _cull(
-        self, namespace: NamespaceId, keep_bytes: int, rule: EvictionRule, spare_from_s: float | None
-    ) -> int:
+    def _cull(self, member: Account, keep_bytes: int, rule: EvictionRule, spare_from_s: float | None) -> int:
         evicted = 0
         while True:
             self._proceed()
             gone = self._index.cull(
-                namespace,
+                member.namespace,
                 keep_bytes=max(0, keep_bytes),
                 delete_after_s=self._delete_after_s(),
                 limit=_CULL_STEP,
                 rule=rule,
                 spare_from_s=spare_from_s,
+                among=member.summed,
             )
             evicted += len(gone)
             if len(gone) < _CULL_STEP:

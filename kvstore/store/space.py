@@ -32,6 +32,7 @@ from kvstore.keys import (
     SaltId,
     SegmentId,
     SessionId,
+    digest,
     namespace_id,
     new_segment_id,
     payload_name,
@@ -83,6 +84,8 @@ class Space:
         self.namespace = namespace
         self.id = namespace_id(namespace)
         self._expected_blocks = expected_blocks
+        #: When it may be registered again on a thread, by time.monotonic.
+        self._register_from = 0.0
         self._asked = OwnDemand()
         self._sessions = SpaceSessions(backends, namespace, self.registered)
         self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
@@ -98,8 +101,15 @@ class Space:
         self.backends.index.register(self.namespace, expected_blocks=self._expected_blocks)
 
     def register_soon(self) -> None:
-        """Registers on a thread for calls: before anything is saved, and to find out if the index is back."""
-        self.backends.transfers.call(self._register_quietly)
+        """Registers on a thread for calls: before anything is saved, and to find out if the index is back.
+
+        At most once in a breaker's shortest backoff: a namespace in many shards takes many calls, and while
+        one of them is down every match in it asks for this.
+        """
+        now = time.monotonic()
+        if now >= self._register_from:
+            self._register_from = now + self.backends.settings.breaker.backoff_s
+            self.backends.transfers.call(self._register_quietly)
 
     def _register_quietly(self) -> None:
         try:
@@ -149,8 +159,10 @@ class Space:
         counters.miss(reason, asked - blocks)
         return Match(runs, blocks, "complete" if blocks == asked else reason)
 
-    def find(self, digests: bytes) -> list[Run | None] | None:
+    def find(self, digests: bytes, chain: bytes = b"") -> list[Run | None] | None:
         """Looks up each packed digest by itself: a run of one slot (`start` = its position), None if absent.
+
+        `chain` begins with the first digest of the chain that all are of, if it is known and they are blocks.
 
         Returns None instead of a list, and counts misses, if the index or the payloads don't answer. Never
         raises.
@@ -162,7 +174,7 @@ class Space:
             reason = "breaker_open"
         else:
             try:
-                found = self.backends.index.find(self.id, digests)
+                found = self.backends.index.find(self.id, digests, chain)
                 bad = self._quarantine
                 return [None if run is None or run.segment in bad else run for run in found]
             except KVStoreError as exc:
@@ -411,7 +423,8 @@ class Space:
         counters = self.backends.counters
         try:
             created = int(self.backends.clock()) if created_s is None else created_s
-            part = Part(segment or new_segment_id(), depth, created, rank, ranks, cost_us, salt, session)
+            segment = segment or new_segment_id(digest(slots[0].key))
+            part = Part(segment, depth, created, rank, ranks, cost_us, salt, session)
             self._quarantine.tell(self.id)
             saved = self._writer.save(slots, part, insist=insist)
         except Exception as exc:
@@ -436,7 +449,7 @@ class Space:
         so that they are never visible, and deleted as all that is evicted. Raises KVStoreError.
         """
         index, clock = self.backends.index, self.backends.clock
-        part = Part(new_segment_id(), depth, int(clock()), ranks=2, salt=salt)
+        part = Part(new_segment_id(digest(slots[0].key)), depth, int(clock()), ranks=2, salt=salt)
         state = self._writer.commit(slots, part, self._writer.put(slots, part))
         if state is CommitState.REFUSED:
             # Erased meanwhile, all of its kind.

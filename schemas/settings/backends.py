@@ -29,6 +29,9 @@ class RedisSettings(StrictModel):
     #: Deadline of one call, the reply included; `connect_timeout_s` more if it has to connect. A match
     #: has the smaller `kv.match_deadline_s` as well.
     timeout_s: Seconds = 1.0
+    #: In how many shards a namespace lies that is registered for the first time, each in a slot of its own,
+    #: so that the masters of a Redis Cluster share its load. One that is there keeps the number it has.
+    shards: int = Field(default=1, ge=1, le=256)
     #: Most connections of one process; a call waits up to `timeout_s` for a free one.
     max_connections: int = Field(default=16, ge=1)
     #: File with the CA certificates to trust with `rediss://`, in PEM. Left out: the system's.

@@ -20,8 +20,10 @@ Place = Callable[[int, Path], dict[str, Any]]
 _NAMED = 5
 
 
-def crash(verb: Verb, folder: Path, place: Place, *, every: int = 1, of_buckets: bool = False) -> Result:
-    """Kills the verb at every step, at one in so many, or at every step that changes a bucket.
+def crash(
+    verb: Verb, folder: Path, place: Place, *, every: int = 1, most: int = 0, of_buckets: bool = False
+) -> Result:
+    """Kills the verb at every step, at one in so many, at about `most`, or at each that changes a bucket.
 
     What could be matched before and can be after a verb that is over can be in between. All of what is
     matched is loaded and compared: by a process that comes at once, when the verb was done again, and when a
@@ -45,7 +47,7 @@ def crash(verb: Verb, folder: Path, place: Place, *, every: int = 1, of_buckets:
     asked(own, partial(verb.meanwhile, whole))
     after = asked(own, whole.look)["blocks"]
 
-    steps = range(0, count, every)
+    steps = range(0, count, max(every, count // most if most else 1))
     grounds = [prepare(at + 1) for at in steps]
     time.sleep(verb.wait_s)
     for at, (own, made) in zip(steps, grounds, strict=True):

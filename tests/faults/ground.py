@@ -25,7 +25,7 @@ from kvstore.build import load_settings, open_strays
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import FullIndex
 from kvstore.janitor.janitor import Janitor
-from kvstore.keys import NamespaceId, SegmentId, namespace_id, payload_name
+from kvstore.keys import NamespaceId, SegmentId, digests, namespace_id, payload_name, tag_of
 from kvstore.metrics import Counters
 from kvstore.rules.lateness import SETTLED_S
 from kvstore.store.housekeeping import Housekeeping
@@ -67,7 +67,9 @@ def hashes(which: str, number: int) -> list[bytes]:
 
 
 def segment_of(which: str, number: int, first: int, attempt: int = 0) -> SegmentId:
-    return SegmentId(hashlib.sha256(f"{which}/{number}/{first}/{attempt}".encode()).digest()[:8])
+    """Ends with the chain's tag, as every id."""
+    name = hashlib.sha256(f"{which}/{number}/{first}/{attempt}".encode()).digest()
+    return SegmentId(name[:7] + bytes([tag_of(digests(hashes(which, number)))]))
 
 
 def later() -> float:

@@ -122,7 +122,7 @@ def _drop(ground: Ground) -> None:
 def _lose_the_index(ground: Ground) -> None:
     with ground.index() as index, ground.cache() as cache:
         if cache.index_file is None:
-            index._client.command("FLUSHDB")  # type: ignore[attr-defined]
+            index.leaf._client.command("FLUSHDB")  # type: ignore[attr-defined]
             return
     for end in ("", "-wal", "-shm"):
         Path(f"{cache.index_file}{end}").unlink(missing_ok=True)

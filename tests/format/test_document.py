@@ -44,6 +44,7 @@ from kvstore.index.redis import (
     values as redis_values,
 )
 from kvstore.index.redis.client import Script
+from kvstore.index.sharding.names import shard_names
 from kvstore.index.sqlite import schema as sqlite_schema
 from kvstore.payloads.tiered import schema as ledger_schema
 from schemas.archive import Manifest
@@ -136,6 +137,12 @@ def test_keys() -> None:
             found = second.item_key(bytes.fromhex(name), more[0] if how == "salt" else "")
         assert key == f"key {found.hex()}"
         assert made == f"digest {second.digest(found).hex()}"
+
+
+def test_shards_come_out_as_said() -> None:
+    (head, *names) = example("shards")
+    namespace, _, shards, _ = head.split()
+    assert shard_names(keys.NamespaceId(namespace), int(shards)) == tuple(names)
 
 
 def test_salts() -> None:

@@ -27,7 +27,7 @@ from connectors.tier import metrics as tier_metrics
 from kvstore.build import load_settings, open_index
 from kvstore.index.demand import OwnDemand
 from kvstore.index.port import Outcome
-from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sharding.index import ShardedIndex
 from kvstore.keys import DIGEST_BYTES, NamespaceId
 from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES
 from tests.admin.conftest import Filled, fill
@@ -163,7 +163,7 @@ def serving(folder: Path, redis: RedisServer) -> tuple[Filled, list[str]]:
     return filled, ["--settings", str(folder / "settings.yaml")]
 
 
-def told(index: RedisIndex, filled: Filled) -> None:
+def told(index: ShardedIndex, filled: Filled) -> None:
     """What became of some requests, with each reason and each outcome."""
     for reason in MISS_REASONS:
         index.tell(NamespaceId(filled.kv_id), [Outcome(time.time(), "r", "match", 20, 10, reason, 10, b"")])
@@ -189,7 +189,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         janitors = monitor("ServiceMonitor", "cache-kvstore")["spec"]["endpoints"][0]
         vllm = monitor("PodMonitor", "cache-kvstore-vllm")["spec"]["podMetricsEndpoints"][0]
         index = open_index(load_settings(filled.settings, {}))
-        assert isinstance(index, RedisIndex)
+        assert isinstance(index, ShardedIndex)
         # What is asked for lately is looked at seldom, so it is there from the beginning.
         raised = OwnDemand().add(os.urandom(20 * DIGEST_BYTES), time.time())
         asked = Outcome(time.time(), "r", "match", 20, 10, "absent", 10, b"")
@@ -221,7 +221,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                     one.close()
 
 
-def ready(world: World, index: RedisIndex) -> None:
+def ready(world: World, index: ShardedIndex) -> None:
     """Until everything was scraped, and traffic was seen between two scrapes."""
     ask, serve = world.prometheus.query, world.servers[0]
     serve.until(lambda: [s.value for s in ask("up")] == [1.0] * 5)

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.errors import (
+    BreakerOpen,
     CapacityExceeded,
     CorruptPayload,
     DeadlineExceeded,
@@ -385,6 +386,31 @@ def test_a_broken_index_costs_its_deadline_a_few_times_and_then_nothing(tmp_path
     with pytest.raises(TransientError):
         space.save(slots(A[:4]))
     with_parts(store, index=store.maintenance).close()
+
+
+def test_who_is_refused_registers_no_more_often_than_a_breaker_backs_off(tmp_path: Path) -> None:
+    """One shard of many that is down refuses every match in it, and to register asks all of them."""
+
+    class OneShardIsDown:
+        registered = 0
+
+        def match(self, *args: object) -> None:
+            raise BreakerOpen("index shard 3 of 8")
+
+        def register(self, *args: object, **options: object) -> None:
+            self.registered += 1
+
+        def close(self) -> None:
+            pass
+
+    down: Any = OneShardIsDown()
+    whole = make_store(tmp_path, breaker={"backoff_s": 3600.0, "max_backoff_s": 3600.0})
+    store = with_parts(whole, index=down)
+    space = open_space(store)
+    for _ in range(50):
+        assert match(space, A[:4]).reason == "breaker_open"
+    with_parts(store, index=store.maintenance).close()  # waits for the threads
+    assert down.registered == 1
 
 
 def test_an_item_of_any_shape(store: Store) -> None:

@@ -15,6 +15,7 @@ from connectors.kv.handoff.prompts import PromptNames
 from connectors.kv.match import Found
 from connectors.planning import joined
 from kvstore.index.port import Run
+from kvstore.keys import tag_of
 from kvstore.rules.prefix import PrefixRule
 from kvstore.rules.text import readable
 from kvstore.store.space import Space
@@ -164,7 +165,10 @@ class Receiver:
             self._names.packed(names, number, rule.needed(tokens)[-1:])
             for number, rule in enumerate(self._rules)
         ]
-        found = self._space.find(b"".join(last))
+        firsts = [self._names.packed(names, number, range(1)) for number in range(len(self._rules))]
+        # Chains of groups whose blocks end alike lie together; others' last blocks are looked for everywhere.
+        together = firsts[0] if len(set(map(tag_of, firsts))) == 1 else b""
+        found = self._space.find(b"".join(last), together)
         if found is None:
             return "failed"
         if None in found:
@@ -173,19 +177,19 @@ class Receiver:
         runs: list[list[Run]] = []
         for number, rule in enumerate(self._rules):
             blocks = rule.needed(tokens)
-            got = self._runs(number, blocks, self._names.packed(names, number, blocks))
+            got = self._runs(number, blocks, self._names.packed(names, number, blocks), firsts[number])
             if got is None or not all(self._fits(number, len(run.record.parts)) for run in got):
                 return "missing"
             runs.append(got)
         stored = tuple(tokens // rule.block_tokens for rule in self._rules)
         return Found(tokens, tuple(runs), stored, "complete", tiers=self._space.tiers(chain(*runs)))
 
-    def _runs(self, number: int, blocks: range, packed: bytes) -> list[Run] | None:
+    def _runs(self, number: int, blocks: range, packed: bytes, first: bytes) -> list[Run] | None:
         """Returns runs that cover `blocks`, or None if some are missing."""
         if self._rules[number].reach == "prefix":
             match = self._space.match(packed)
             return match.runs if match.blocks == len(blocks) else None
-        found = self._space.find(packed)
+        found = self._space.find(packed, first)
         if found is None:
             return None
         runs = []

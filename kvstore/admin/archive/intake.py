@@ -8,6 +8,7 @@ from functools import cached_property
 from kvstore.format.segment import Header
 from kvstore.index.contract import is_forbidden
 from kvstore.index.port import CommitState
+from kvstore.index.sharding.names import of_chain, of_segment, shard_names
 from kvstore.keys import NamespaceId, SaltId, SegmentId, payload_name
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -36,6 +37,10 @@ class NotNow(NotLetIn):
     """This segment may be imported a little later."""
 
 
+class Untagged(NotLetIn):
+    """This segment can't be imported where a namespace lies in several shards."""
+
+
 class Erased(NotLetIn):
     """This segment can't be imported any more."""
 
@@ -49,6 +54,7 @@ class Intake:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._spaces: dict[NamespaceId, Space] = {}
+        self._in_shards: dict[NamespaceId, int] = {}
         self._filled = 0
 
     @cached_property
@@ -66,10 +72,11 @@ class Intake:
         """Claims a segment's blocks, given rank 0's header and the record of it.
 
         Raises Present if all of them are stored already, NotLetIn if there is no room, NotNow if another
-        process saves them, and Erased.
+        process saves them, Untagged, and Erased.
         """
         name = NamespaceId(header.meta.namespace_id)
         self._check_erased(name, record)
+        digests = digests_of(header)
         store, nbytes = self._store, record.nbytes * header.meta.ranks
         if self._filled + nbytes > store.settings.capacity_bytes * _FILL_TO:
             raise NotLetIn(
@@ -77,12 +84,24 @@ class Intake:
                 f"{store.settings.capacity_bytes}"
             )
         space = self._space(name, header)
-        digests, ttl = digests_of(header), store.settings.claim_ttl_s
+        shards = shard_names(name, self._shards(name))
+        if not record.depth and of_segment(shards, segment) != of_chain(shards, digests):
+            raise Untagged(
+                "an older release saved it, under an id that doesn't tell its shard, and its namespace lies "
+                "in several here (redis.shards): nobody would find it"
+            )
+        ttl = store.settings.claim_ttl_s
         claim = space.registered(lambda: store.index.claim(space.id, digests, segment, ttl))
         if claim.present == record.slots:
             raise Present(record.slots, nbytes)
         if not claim.granted:
             raise NotNow("an engine is saving these blocks just now; import again for what is left")
+
+    def _shards(self, name: NamespaceId) -> int:
+        if name not in self._in_shards:
+            accounts = self._store.maintenance.accounts()
+            self._in_shards |= {account.namespace: account.shards for account in accounts}
+        return self._in_shards.get(name, 1)
 
     def _space(self, name: NamespaceId, header: Header) -> Space:
         """Returns the header's namespace, which is opened and registered once."""

@@ -22,6 +22,7 @@ from kvstore.keys import (
     SegmentId,
     block_key,
     canonical_json,
+    digest,
     namespace_id,
     new_segment_id,
     payload_name,
@@ -179,7 +180,7 @@ class Material:
 
     def segment(self) -> tuple[BenchSegment, Sequence[memoryview]]:
         """Makes a fresh segment as an engine would save it; returns it and its payload's buffers."""
-        shape, segment = self.shape, new_segment_id()
+        shape = self.shape
         with self._lock:
             number, self._made = self._made, self._made + 1
         slots = []
@@ -188,6 +189,7 @@ class Material:
             at = (number * shape.segment_blocks + i) * 64 * 4099 % (self.pool.nbytes - shape.block_bytes)
             data = self.pool[at // 2 * 2 :][: shape.block_bytes]
             slots.append(codec.Slot(block_key(os.urandom(32)), data, "BF16", (shape.block_bytes // 2,)))
+        segment = new_segment_id(digest(slots[0].key))
         encoded = codec.encode(
             slots,
             namespace_json=canonical_json(self.namespace),

@@ -97,7 +97,7 @@ def index(index: FullIndex, space: NamespaceId, seconds: float) -> IndexSpeed:
     record = SegmentRecord((part,), _SEGMENT_BLOCKS, "none", int(time.time()), raw_bytes=_SEGMENT_BLOCKS)
     step = DIGEST_BYTES * _SEGMENT_BLOCKS
     blobs = [digests[at : at + step] for at in range(0, len(digests), step)]
-    segments = [new_segment_id() for _ in blobs]
+    segments = [new_segment_id(digests) for _ in blobs]
     left = iter(list(zip(segments, blobs, strict=True)))
 
     def commit() -> None:

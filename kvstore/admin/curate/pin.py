@@ -109,7 +109,8 @@ def choose_prompt(
     for number, group in enumerate(space.groups):
         # A block that spans several hashes has the last one as its key.
         ratio = max(1, group.block_tokens // space.block_tokens)
-        runs = cache.index.find(name, digests(hashes[ratio - 1 :: ratio], number))
+        chain = digests(hashes[ratio - 1 :: ratio], number)
+        runs = cache.index.find(name, chain, chain)
         found.update(dict.fromkeys(run.segment for run in runs if run is not None))
     listings = cache.index.get(name, list(found))
     chosen = [(name, listing) for listing in listings if listing is not None]

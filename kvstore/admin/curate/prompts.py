@@ -119,7 +119,7 @@ def _needed(
 ) -> tuple[int, list[SegmentId]]:
     """Returns how many leading tokens an engine would load, and the segments that hold them."""
     assert cache.index is not None, "a namespace is known, so there is an index"
-    runs = [cache.index.find(name, each) for each in prompt.digests(space)]
+    runs = [cache.index.find(name, each, each) for each in prompt.digests(space)]
     tokens = prompt.loadable(space, [[run is not None for run in one] for one in runs])
     needed = dict.fromkeys(
         run.segment

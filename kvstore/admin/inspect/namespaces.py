@@ -72,6 +72,7 @@ def namespace(cache: Cache, name: NamespaceId, now_s: float) -> NamespaceReport:
         upkeep=waiting_in([account]),
         cost_s=account.usage.cost_us / 1e6,
         seen_s=account.seen_s or None,
+        shards=account.shards,
         quotas=quotas_of(account, lines),
         namespace=fields_of(held.texts.get(name)),
     )

@@ -51,6 +51,8 @@ class NamespaceStatus(NamespaceSummary):
     cost_s: float
     #: When an engine opened it last; None: unknown.
     seen_s: float | None
+    #: In how many shards it lies (redis.shards).
+    shards: int = 1
     #: Last use of the segment that would be evicted first, a minute after 1970 began if a session has ended
     #: that alone used it; None: there is none, or the namespace is not among the largest, which are the only
     #: ones that are asked.
@@ -120,6 +122,7 @@ class NamespaceReport(StrictModel):
     upkeep: Waiting
     cost_s: float
     seen_s: float | None
+    shards: int = 1
     #: The quotas that bound it, the smallest scope first.
     quotas: tuple[QuotaLine, ...]
     #: Its canonical JSON, parsed.

@@ -84,6 +84,7 @@ def _statuses(index: FullIndex, held: Overview, quotas: Sequence[QuotaLine]) -> 
                 ttl_s=account.ttl_s or None,
                 cost_s=account.usage.cost_us / 1e6,
                 seen_s=account.seen_s or None,
+                shards=account.shards,
                 oldest_use_s=first[0].used_s if first else None,
             )
         )

@@ -40,7 +40,7 @@ def plan_prompt(
     for name, (space, _) in spaces_of(cache, prompt, () if prefix is None else (prefix,)).items():
         assert index is not None, "a namespace is known, so there is an index"
         for group in prompt.digests(space):
-            runs = index.find(name, group)
+            runs = index.find(name, group, group)
             segments = list(dict.fromkeys(run.segment for run in runs if run is not None))
             listings = [one for one in index.get(name, segments) if one is not None]
             ends = bool(runs) and runs[-1] is not None

@@ -21,7 +21,7 @@ from kvstore.admin.repair.reports import FaultKind
 from kvstore.errors import CorruptPayload, PayloadMissing, PermissionDenied, TransientError, UnreadablePayload
 from kvstore.format.keyring import Keyring
 from kvstore.index.maintenance import Entry, FullIndex, Listing, Usage
-from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, split_digests
+from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, chain_like, split_digests
 from kvstore.payloads.port import PayloadStore
 from kvstore.rules.lateness import SETTLED_S, is_late
 from kvstore.threads.each import for_each
@@ -363,14 +363,15 @@ class _Run:
         for page in paged(differences.hidden.items()):
             visible = index.get(self.name, [segment for segment, _ in page])
             for (segment, digests), listing in zip(page, visible, strict=True):
-                lost = b"" if listing is None else self._lost(digests, wrong)
+                lost = b"" if listing is None else self._lost(segment, digests, wrong)
                 if lost:
                     detail = f"no entry leads to {len(lost) // DIGEST_BYTES} of its blocks"
                     self.found.findings.append(FoundFault(self.name, "hidden", detail, segment, lost))
 
-    def _lost(self, digests: bytes, wrong: set[Digest]) -> bytes:
-        """Returns the digests that still no entry leads to, or only a wrong one."""
-        found = self.check.index.find(self.name, digests)
+    def _lost(self, segment: SegmentId, digests: bytes, wrong: set[Digest]) -> bytes:
+        """Returns the digests that still no entry leads to, or only a wrong one, where a match of the
+        segment's chain would look."""
+        found = self.check.index.find(self.name, digests, chain_like(segment))
         return b"".join(
             digest
             for digest, run in zip(split_digests(digests), found, strict=True)

@@ -28,7 +28,7 @@ from kvstore.admin.repair.reports import CollectedNamespace, Counted, GcReport, 
 from kvstore.admin.reports import NAMED, Ended
 from kvstore.admin.selection import needed_index
 from kvstore.build import open_strays
-from kvstore.errors import KVStoreError
+from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.contract import SWEEP_MIN
 from kvstore.index.maintenance import Account, FullIndex
 from kvstore.keys import NamespaceId, payload_name
@@ -142,12 +142,18 @@ class _Gc:
                 self.progress.begin(f"leave {name} alone")
                 stocks.pop(name, None)
                 continue
-            self.spaces[name] = space = _Space(accounts.get(name))
+            space = _Space(accounts.get(name))
             stock = stocks.pop(name, None)
-            if stock is not None:
-                self._payloads += len(stock)
-                self._find_strays(name, space, stock)
-            space.due = len(self.index.reapable(name, self.clock(), _MOST_DUE))
+            try:
+                if stock is not None:
+                    self._find_strays(name, space, stock)
+                space.due = len(self.index.reapable(name, self.clock(), _MOST_DUE))
+            except DamagedIndex as exc:
+                # It can't be told which payloads are needed there. What is elsewhere is not to wait for that.
+                self.problem = f"{name} is left alone: {exc}"
+                continue
+            self._payloads += len(stock or ())
+            self.spaces[name] = space
         self.progress.begin("look beside the payloads")
         strays = open_strays(self.cache.settings)
         try:

@@ -145,6 +145,7 @@ def _namespace_table(report: StatusReport) -> Renderables:
         Column("share", shares, right=True),
         Column("pinned", [_bytes(line.upkeep.pinned_bytes) for line in lines], right=True, plain="-"),
         Column("trash", trash, right=True, plain="-"),
+        Column("shards", [line.shards for line in lines], right=True, plain=1),
         Column("ttl", [span(line.ttl_s or 0) for line in lines], right=True, plain="-"),
         Column("cost", [span(line.cost_s) for line in lines], right=True, plain="-"),
         Column("opened", [_age_or_dash(report.at_s, line.seen_s) for line in lines], right=True),
@@ -223,6 +224,8 @@ def show(report: NamespaceReport | SegmentReport) -> Renderables:
             yield pair("cost", f"{span(report.cost_s)} to compute it again")
         if report.seen_s is not None:
             yield pair("opened", f"{age(report.at_s, report.seen_s)} ago, by an engine")
+        if report.shards > 1:
+            yield pair("shards", str(report.shards))
         yield ""
         yield quota_rows(report.quotas)
         yield ""

@@ -295,7 +295,7 @@ class AgeConformance(Maintained):
             *[tail] * 2,
         ]
         # Who computes it again may save it at once, and what it saves serves.
-        fresh = new_segment_id()
+        fresh = new_segment_id(digests)
         claim = index.claim(name, digests, fresh, 60.0)
         assert (claim.present, claim.granted) == (3, True)
         put(index, name, digests, 3, 2, segment=fresh, created_s=int(time.time()))
@@ -413,7 +413,7 @@ class HeatConformance(Maintained):
             index.touch(name, touched, SOON_S + MINUTE * minutes)
         # A use that is told late counts no new minute, and a segment that is not there begins no load.
         index.touch(name, [a, b], SOON_S)
-        index.touch(name, [new_segment_id(), d], SOON_S + MINUTE)
+        index.touch(name, [new_segment_id(chain(8)), d], SOON_S + MINUTE)
         assert catalogue.hottest(name, 10) == [(a, 3.0), (b, 1.0)]
         assert catalogue.hottest(name, 1) == [(a, 3.0)]
         assert catalogue.hottest(name, 0) == []
@@ -486,9 +486,10 @@ class OperationsConformance(Maintained):
         assert len(anna.cull(name, keep_bytes=kept, **rest)) == 1
         visible = [one.segment for one in catalogue.segments(name)]
         assert anna.unlist(name, visible[:1]) == 1
-        put(anna, name, chain(1, seed="by anna"))
+        begin = chain(1)
+        put(anna, name, chain(1, seed="by anna", after=begin), 1)
         assert anna.invalidate(name) > 0
-        put(index, name, chain(1, seed="by an engine"))
+        put(index, name, chain(1, seed="by an engine", after=begin), 1)
         done = [(one.op, one.rule, one.by) for one in catalogue.events(name)][6:]
         assert done == [
             ("evict", "admin", _ANNA),

@@ -65,7 +65,8 @@ class CatalogueConformance(Maintained):
     def test_usage_counts_all_ranks_once_complete(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        digests, segment = chain(3), new_segment_id()
+        digests = chain(3)
+        segment = new_segment_id(digests)
         parts = [record(3, sizes=[2**31, rank, 5], codec="lz4") for rank in range(3)]
         for rank in range(3):
             assert catalogue.usage(name) == NOTHING
@@ -80,7 +81,8 @@ class CatalogueConformance(Maintained):
     def test_usage_of_refused_commits_is_nothing(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
-        digests, segment = chain(3), new_segment_id()
+        digests = chain(3)
+        segment = new_segment_id(digests)
         index.commit(name, segment, digests, record(3), rank=0, ranks=2)
         index.commit(name, segment, digests, record(3, depth=7), rank=1, ranks=2)
         index.evict(name, [segment], delete_after_s=DELETE_AFTER_S, rule="admin")
@@ -191,16 +193,17 @@ class CatalogueConformance(Maintained):
         self.pin_some(catalogue, name, [pinned])
         evict(index, name, [buried])
         catalogue.reaped(name, [buried])
-        incomplete, dropped = new_segment_id(), new_segment_id()
+        other = chain(2, seed="i")
+        incomplete, dropped = new_segment_id(other), new_segment_id(other)
         for segment in (incomplete, dropped):
-            index.commit(name, segment, chain(2, seed="i"), record(2), rank=1, ranks=2)
+            index.commit(name, segment, other, record(2), rank=1, ranks=2)
         evict(index, name, [trashed, dropped])
         asked = [visible, trashed, buried, pinned, incomplete, dropped, old, new_segment_id(), visible]
         states = ["visible", "trash", None, "visible", "incomplete", "trash", "bygone", None, "visible"]
         assert catalogue.states(name, asked) == states
         assert catalogue.states(name, []) == []
         assert catalogue.states(UNKNOWN, asked) == [None] * 9
-        index.commit(name, incomplete, chain(2, seed="i"), record(2), rank=0, ranks=2)
+        index.commit(name, incomplete, other, record(2), rank=0, ranks=2)
         catalogue.drain(name, delete_after_s=DELETE_AFTER_S, limit=100)
         assert catalogue.states(name, [incomplete, old]) == ["visible", "trash"]
 

@@ -89,7 +89,7 @@ def put(
 ) -> SegmentId:
     """Commits blocks of a chain as one segment of one rank, and returns its id."""
     mine = part_of(digests, first, count)
-    segment = segment or new_segment_id()
+    segment = segment or new_segment_id(digests)
     state = index.commit(
         name,
         segment,

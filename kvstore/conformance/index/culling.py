@@ -116,9 +116,9 @@ class CullConformance(Maintained):
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         depths = [0, 1, 2**20 - 2, 2**20 - 1]
-        segments = [new_segment_id() for _ in depths]
-        for segment, depth in zip(segments, depths, strict=True):
-            digests = chain(1, seed=str(depth))
+        chains = [chain(1, seed=str(depth)) for depth in depths]
+        segments = [new_segment_id(digests) for digests in chains]
+        for segment, depth, digests in zip(segments, depths, chains, strict=True):
             index.commit(name, segment, digests, record(1, depth=depth), rank=0, ranks=1)
         assert cull(catalogue, name) == segments[::-1]
 
@@ -260,12 +260,12 @@ class CullConformance(Maintained):
     def test_reapable_tells_the_ranks(self, index: Index, catalogue: Maintenance, name: NamespaceId) -> None:
         expected = {}
         for ranks in (1, 2, 3, 64, 255):
-            segment = new_segment_id()
+            digests = chain(1, seed=str(ranks))
+            segment = new_segment_id(digests)
             expected[segment] = ranks
             for rank in range(ranks):
-                digests = chain(1, seed=str(ranks))
                 index.commit(name, segment, digests, record(1), rank=rank, ranks=ranks)
-        incomplete = new_segment_id()
+        incomplete = new_segment_id(chain(1, seed="x"))
         expected[incomplete] = 7
         index.commit(name, incomplete, chain(1, seed="x"), record(1), rank=6, ranks=7)
         assert index.evict(name, list(expected), delete_after_s=DELETE_AFTER_S, rule="admin") == 5
@@ -280,13 +280,13 @@ class CullConformance(Maintained):
         assert catalogue.reapable(name, DELETE_AFTER_S, 10) == [(segments[1], 1)]
         catalogue.reaped(name, segments)
         assert catalogue.reapable(name, DELETE_AFTER_S, 10) == []
-        assert served(index.match(name, part_of(chain(4), 3))) == 1
+        assert index.find(name, part_of(chain(4), 3), chain(4)) != [None]
 
     def test_an_incomplete_commit_that_was_reaped_begins_anew(
         self, index: Index, catalogue: Maintenance, name: NamespaceId
     ) -> None:
         """The first rank's payload is deleted by then, so it must be written and committed again."""
-        segment = new_segment_id()
+        segment = new_segment_id(chain(2))
         index.commit(name, segment, chain(2), record(2), rank=0, ranks=2)
         index.evict(name, [segment], delete_after_s=DELETE_AFTER_S, rule="admin")
         catalogue.reaped(name, [segment])
@@ -343,7 +343,7 @@ class CullConformance(Maintained):
         )
         assert catalogue.sweep(name, 0) == 0
         first = catalogue.sweep(name, 100)
-        assert 100 <= first < 1000
+        assert 100 <= first < (1000 if self.shards == 1 else 1500)
         assert first + self.sweep(catalogue, name, 100) == 2000
 
     def test_sweep_goes_on_where_it_stopped(

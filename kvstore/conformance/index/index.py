@@ -292,7 +292,7 @@ class IndexConformance(CommitConformance):
             for step in range(40):
                 digests = branches[(worker + step) % 4]
                 first = 8 * ((worker * 5 + step * 3) % (blocks_of(digests) // 8 - 2))
-                segment = new_segment_id()
+                segment = new_segment_id(digests)
                 contents[segment] = part_of(digests, first, 16)
                 mine.append(put(handle, name, digests, first, 16, segment=segment))
                 runs = handle.match(name, digests)

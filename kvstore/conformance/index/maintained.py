@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,14 @@ NOTHING = Usage(0, 0, 0)
 
 class Maintained:
     """The base of the suites of kvstore.index.maintenance. Subclasses define one fixture and a method."""
+
+    #: In how many shards the index keeps a namespace (kvstore.index.sharding).
+    shards = 1
+
+    def in_step(self, some: Iterable[Any]) -> list[Any]:
+        """Returns what happened in that order, or if several shards say so, who can't be told apart by their
+        clocks, in any one."""
+        return list(some) if self.shards == 1 else sorted(some)
 
     @pytest.fixture
     def index(self) -> Index | Iterator[Index]:
@@ -114,8 +123,8 @@ def fill(index: Index, name: NamespaceId, source: random.Random, count: int) -> 
             sizes=[source.choice([500, 60_000])],
             cost_us=rounded_cost(source.choice([0, 3, 70, 2000, 90_000, 10**8])),
         )
-        segments.append(new_segment_id())
-        digests = chain(1, seed=segments[-1].hex())
+        digests = chain(1, seed=secrets.token_hex(8))
+        segments.append(new_segment_id(digests))
         assert index.commit(name, segments[-1], digests, one, rank=0, ranks=1) is CommitState.VISIBLE
     return segments
 

@@ -55,7 +55,7 @@ class RepairConformance(Maintained):
         catalogue.invalidate(name)
         visible, trashed, twice = put_all(index, name, digests, [4] * 3)
         self.pin_some(catalogue, name, [visible])
-        incomplete = new_segment_id()
+        incomplete = new_segment_id(chain(2, seed="i"))
         index.commit(name, incomplete, chain(2, seed="i"), record(2), rank=1, ranks=2)
         evict(index, name, [trashed])
         some = [visible, trashed, incomplete, bygone, new_segment_id(), visible]
@@ -91,7 +91,7 @@ class RepairConformance(Maintained):
     def test_what_was_invalidated_half_done_and_deleted_is_not_unlisted(
         self, index: Index, catalogue: Any, name: NamespaceId
     ) -> None:
-        segment = new_segment_id()
+        segment = new_segment_id(chain(2))
         index.commit(name, segment, chain(2), record(2), rank=0, ranks=3)
         catalogue.invalidate(name)
         evict(index, name, [segment], "abandoned")

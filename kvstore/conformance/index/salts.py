@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Any
 
@@ -81,7 +82,8 @@ class SaltConformance(Maintained):
     def test_ranks_of_one_segment_have_one_salt(
         self, index: Index, catalogue: Any, name: NamespaceId
     ) -> None:
-        segment, digests, hers = new_segment_id(), chain(2), record(2, salt=ALICE)
+        digests, hers = chain(2), record(2, salt=ALICE)
+        segment = new_segment_id(digests)
         assert index.commit(name, segment, digests, hers, rank=0, ranks=2) is CommitState.WAITING
         theirs = index.commit(name, segment, digests, record(2, salt=BOB), rank=1, ranks=2)
         assert theirs is CommitState.REFUSED
@@ -100,9 +102,9 @@ class SaltConformance(Maintained):
     # forbid
 
     def _commit(self, index: Index, name: NamespaceId, salt: bytes, created_s: float) -> CommitState:
-        segment = new_segment_id()
+        digests = chain(1, seed=secrets.token_hex(8))
         made = record(1, salt=salt, created_s=int(created_s))
-        return index.commit(name, segment, chain(1, seed=segment.hex()), made, rank=0, ranks=1)
+        return index.commit(name, new_segment_id(digests), digests, made, rank=0, ranks=1)
 
     def test_what_is_forbidden_is_refused(self, index: Index, catalogue: Any, name: NamespaceId) -> None:
         before = time.time()
@@ -147,13 +149,13 @@ class SaltConformance(Maintained):
     def test_what_waits_for_other_ranks_goes_at_once(
         self, index: Index, catalogue: Any, name: NamespaceId
     ) -> None:
-        hers, his, later = new_segment_id(), new_segment_id(), new_segment_id()
+        chains = {new_segment_id(digests): digests for digests in (chain(2, seed=seed) for seed in "abc")}
+        hers, his, later = chains
         future = int(time.time()) + 3600
 
         def commit(segment: SegmentId, salt: bytes, rank: int) -> CommitState:
-            digests = chain(2, seed=segment.hex())
             made = record(2, salt=salt, created_s=future if segment == later else CREATED_S)
-            return index.commit(name, segment, digests, made, rank=rank, ranks=2)
+            return index.commit(name, segment, chains[segment], made, rank=rank, ranks=2)
 
         for segment, salt in ((hers, ALICE), (his, BOB), (later, ALICE)):
             assert commit(segment, salt, 0) is CommitState.WAITING

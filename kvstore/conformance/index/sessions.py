@@ -77,7 +77,7 @@ def save(
     for at in range(first, blocks_of(digests), 2):
         mine = part_of(digests, at, 2)
         made = record(blocks_of(mine), depth=at, created_s=created_s, salt=salt)
-        segments.append(new_segment_id())
+        segments.append(new_segment_id(digests))
         index.commit(name, segments[-1], mine, made, rank=0, ranks=1, session=session, allowance=allowance)
     return segments
 
@@ -92,6 +92,10 @@ class SessionConformance(Maintained):
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         """Makes the accounts wrong behind the index's back, if it has any."""
+
+    def allowance(self, namespace_bytes: int, salt_bytes: int) -> Allowance:
+        """Returns one of which each shard has so much."""
+        return Allowance(namespace_bytes * self.shards, salt_bytes * self.shards)
 
     def order(self, catalogue: Any, name: NamespaceId) -> list[SegmentId]:
         return [one.segment for one in catalogue.order(name, 10_000)]
@@ -170,9 +174,10 @@ class SessionConformance(Maintained):
         assert (told.segments, told.demoted) == (3, 3)
         # It counts once against the most that a record lists, as what was saved last.
         most = MOST_SEGMENTS - len(own)
-        more = save(index, name, chain(2 * most, seed="more"), ALICE)
+        begin = part_of(digests, 0, 1)
+        more = save(index, name, chain(2 * most, seed="more", after=begin), ALICE, first=1)
         assert set(catalogue.owners(name, [*own, *more])) == {ALICE}
-        save(index, name, chain(4, seed="over"), ALICE)
+        save(index, name, chain(4, seed="over", after=begin), ALICE, first=1)
         assert catalogue.owners(name, own) == [ALICE, NO_SESSION, NO_SESSION]
 
     def test_nothing_is_remembered_of_a_session_that_owns_nothing(
@@ -435,7 +440,7 @@ class SessionConformance(Maintained):
     def test_what_is_saved_meanwhile_is_retained(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         hint = later(600)
         index.session(name, ALICE, [], CREATED_S, hint, allowance=ALL)
-        own = save(index, name, chain(4), ALICE, allowance=Allowance(ONE, 0))
+        own = save(index, name, chain(4), ALICE, allowance=self.allowance(ONE, 0))
         assert self.used(catalogue, name, own) == [round(hint.retain_until_s or 0) // 60 * 60, SAVED_S]
 
     def test_pinned_ones_are_none(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
@@ -451,7 +456,7 @@ class SessionConformance(Maintained):
     def test_who_retains_everything_is_stopped_at_his_share(
         self, index: Any, catalogue: Any, name: NamespaceId
     ) -> None:
-        share = Allowance(5 * ONE + 1, 1 << 60)
+        share = self.allowance(5 * ONE + 1, 1 << 60)
         shown = [save(index, name, chain(8, seed=str(i)), session_id(NO_SALT, str(i))) for i in range(10)]
         told = [
             index.session(name, session_id(NO_SALT, str(i)), own, CREATED_S, later(600), allowance=share)
@@ -474,7 +479,7 @@ class SessionConformance(Maintained):
 
     def test_a_salt_has_a_share_of_its_own(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         salts = [salt_id("greedy"), salt_id("modest")]
-        share = Allowance(6 * ONE, 4 * ONE)
+        share = self.allowance(6 * ONE, 4 * ONE)
         for salt, blocks in zip(salts, (40, 4), strict=True):
             session = session_id(salt, "chat")
             own = save(index, name, chain(blocks, seed=salt.hex()), session, salt=salt)
@@ -496,7 +501,7 @@ class SessionConformance(Maintained):
         hint = later(600)
         index.session(name, session, own, CREATED_S, hint, allowance=ALL)
         before = self.used(catalogue, name, own)
-        for less in (Allowance(4 * ONE - 1, 1 << 60), Allowance(1 << 60, 4 * ONE - 1)):
+        for less in (self.allowance(4 * ONE - 1, 1 << 60), self.allowance(1 << 60, 4 * ONE - 1)):
             told = index.session(name, session, own, CREATED_S, later(9000), allowance=less)
             assert (told.retained_bytes, told.refused_bytes) == (0, 4 * ONE)
             assert self.used(catalogue, name, own) == before
@@ -512,7 +517,7 @@ class SessionConformance(Maintained):
         told = index.session(name, session, own, CREATED_S, short := later(120), allowance=less)
         assert (told.retained_bytes, told.refused_bytes) == (4 * ONE, 0)
         assert self.used(catalogue, name, own) == [round(short.retain_until_s or 0) // 60 * 60] * 4
-        exact = Allowance(4 * ONE, 4 * ONE)
+        exact = self.allowance(4 * ONE, 4 * ONE)
         told = index.session(name, session, own, CREATED_S, long := later(9000), allowance=exact)
         assert (told.retained_bytes, told.refused_bytes) == (4 * ONE, 0)
         assert self.used(catalogue, name, own) == [round(long.retain_until_s or 0) // 60 * 60] * 4
@@ -552,7 +557,7 @@ class SessionConformance(Maintained):
         self, index: Any, catalogue: Any, name: NamespaceId
     ) -> None:
         before = time.time()
-        share = Allowance(3 * ONE, 0)
+        share = self.allowance(3 * ONE, 0)
         index.session(name, ALICE, [], before, Hint(priority="high"), allowance=share)
         own = save(index, name, chain(8), ALICE, allowance=share)
         *kept, last = self.used(catalogue, name, own)

@@ -42,7 +42,15 @@ from kvstore.index.maintenance.catalogue import (
     SegmentState,
     Usage,
 )
-from kvstore.index.maintenance.journal import Event, Fate, Ghosts, Journal, Operation, Operations
+from kvstore.index.maintenance.journal import (
+    Event,
+    Fate,
+    Ghosts,
+    Journal,
+    Operation,
+    Operations,
+    position_order,
+)
 from kvstore.index.maintenance.removal import Candidate, Erased, Removal
 from kvstore.index.maintenance.repair import Reconciled, Repair
 from kvstore.index.port import EngineIndex
@@ -77,6 +85,7 @@ __all__ = [
     "SegmentState",
     "Sessions",
     "Usage",
+    "position_order",
 ]
 
 

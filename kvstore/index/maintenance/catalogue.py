@@ -43,6 +43,9 @@ class Account:
     problem: str = ""
     #: The time to live that the index holds to there (Ages.age_out); 0: none.
     ttl_s: int = 0
+    #: In how many shards it lies (kvstore.index.sharding), and those of them that these are the sums of.
+    shards: int = 1
+    summed: tuple[NamespaceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

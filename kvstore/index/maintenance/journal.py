@@ -86,6 +86,20 @@ class Journal(OutcomeSink):
     def last_position(self, namespace: NamespaceId) -> str:
         """Returns the newest event's position, "" if there is none: for a reader of what is to come."""
 
+    def has_lost(self, namespace: NamespaceId, after: str) -> bool:
+        """Tells whether events after a position may be lost: the ring has moved on past it, or what it was a
+        position of is gone. Of a reader that has read nothing ("") nothing is. Raises ValueError for a text
+        that is no position. Takes one or two calls of the index.
+        """
+        place = position_order(after)
+        last = self.last_position(namespace) if place else after
+        if last == after:
+            return False
+        oldest = self.events(namespace, limit=1)
+        if not oldest or place > position_order(last):
+            return True
+        return position_order(oldest[0].position) > _next(place)
+
     @abstractmethod
     def outcomes(self, namespace: NamespaceId, limit: int, *, faults: bool = False) -> list[Outcome]:
         """Returns what became of requests, newest first. `missing` holds the first digest only.
@@ -114,6 +128,17 @@ class Journal(OutcomeSink):
     @abstractmethod
     def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:
         """Returns the blocks that more capacity would have served since the namespace was made; ascending."""
+
+
+def position_order(position: str) -> tuple[int, ...]:
+    """Returns what positions are compared by. Raises ValueError."""
+    return tuple(int(part) for part in position.split("-")) if position else ()
+
+
+def _next(place: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the position after one: no event is between the two."""
+    *most, last = place
+    return (*most, last + 1) if last + 1 < 1 << 64 or not most else (*_next(tuple(most)), 0)
 
 
 class Operations(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,8 @@ class Candidate:
     keep_s: float
     #: Last use alone.
     used_s: float
+    #: Its depth in its chain, at most 2**22 - 1.
+    depth: int = 0
 
 
 #: Result of `erase`: all is gone; call again; something is stored there, so nothing more was erased.
@@ -47,8 +49,10 @@ class Removal(ABC):
         limit: int,
         rule: EvictionRule,
         spare_from_s: float | None = None,
+        among: Collection[NamespaceId] = (),
     ) -> list[SegmentId]:
-        """Evicts in the order of eviction until at most `keep_bytes` remain.
+        """Evicts in the order of eviction until at most `keep_bytes` remain, in all or `among` its shards
+        (Account.summed).
 
         `delete_after_s` as in Index.evict. At most `limit` per call, so that no call holds the index for
         long. Returns those evicted. Segments whose last use, to the quarter of a minute, is not before

@@ -16,7 +16,7 @@ from kvstore.index.redis.values import (
     NAMESPACES,
     NAMESPACES_PAGE,
     QUOTAS,
-    SCHEMA,
+    SHARDED_SCHEMA,
     RedisPart,
     Use,
     is_namespace,
@@ -26,6 +26,7 @@ from kvstore.index.redis.values import (
     segment_ids,
     understood,
 )
+from kvstore.index.sharding.names import MOST_SHARDS, base_of
 from kvstore.keys import DIGEST_BYTES, SEGMENT_ID_BYTES, Digest, NamespaceId, SegmentId
 from kvstore.rules.units import batches
 
@@ -85,7 +86,18 @@ class RedisCatalogue(RedisPart):
         return sorted(found, key=lambda account: account.namespace), failure
 
     def _accounts(self, names: Sequence[NamespaceId]) -> Iterator[Account]:
-        fields = ("schema", "bucket_bits", "kind", "tenant", "seen", *_NUMBERS, "bygone", "ttl", *_USAGE)
+        fields = (
+            "schema",
+            "bucket_bits",
+            "shards",
+            "kind",
+            "tenant",
+            "seen",
+            *_NUMBERS,
+            "bygone",
+            "ttl",
+            *_USAGE,
+        )
         asked: list[tuple[str, ...]] = []
         for name in names:
             asked += [("HMGET", key(name, "meta"), *fields), ("ZCARD", key(name, "trash"))]
@@ -194,7 +206,7 @@ class RedisCatalogue(RedisPart):
                     use, nbytes = Use.of(score), value.split(b":", 1)[0]
                     # A damaged value says 0 bytes, as in the scripts: it must not end all evictions.
                     size = int(nbytes) if nbytes.isdigit() else 0
-                    found[segment] = Candidate(SegmentId(segment), size, use.keep_s, use.used_s)
+                    found[segment] = Candidate(SegmentId(segment), size, *use)
             if len(values) <= last - first:
                 break
         return list(found.values())
@@ -270,8 +282,8 @@ class RedisCatalogue(RedisPart):
         for account in self.reachable()[0]:
             if account.problem:
                 found.append(
-                    f"namespace {account.namespace} is damaged: {account.problem}; "
-                    f"`cache-admin fsck {account.namespace} --apply` mends it"
+                    f"namespace {base_of(account.namespace)} is damaged: {account.problem}; "
+                    f"`cache-admin fsck {base_of(account.namespace)} --apply` mends it"
                 )
         found += [text for namespace in self.namespaces() if (text := self._overfull(namespace))]
         return found
@@ -320,10 +332,15 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
 
     if isinstance(known, DamagedIndex):
         return Account(name, "", "", Usage(0, 0, 0), 0, 0, 0.0, "meta: another type of key")
-    schema, bits, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
-    if schema is None or read("schema", schema, int, 0) > SCHEMA:
+    schema, bits, shards, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
+    version = 0 if schema is None else read("schema", schema, int, 0)
+    if schema is None or version > SHARDED_SCHEMA:
         return None
-    read("bucket_bits", bits, _bits, 0)
+    if version == SHARDED_SCHEMA:
+        several = read("shards", shards, shards_of, 1)
+    else:
+        several = 1
+        read("bucket_bits", bits, _bits, 0)
     for field, value in zip(_NUMBERS, numbers, strict=True):
         read(field, value, number, 0)
     return Account(
@@ -336,7 +353,16 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         seen_s=read("seen", seen, _time, 0.0),
         ttl_s=read("ttl", ttl, number, 0),
         problem="; ".join(problems),
+        shards=several,
     )
+
+
+def shards_of(value: bytes) -> int:
+    """Returns the number of shards in `meta`. Raises ValueError for one that can't be."""
+    found = int(value)
+    if not 1 < found <= MOST_SHARDS:
+        raise ValueError(f"{found} shards")
+    return found
 
 
 def _bits(value: bytes) -> int:

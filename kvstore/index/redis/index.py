@@ -54,7 +54,12 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
                                       journal.ghosts of them
     kvs:{ns}:ghost           hash     step (kvstore.index.eviction.ghost_step) -> blocks
 
+    A namespace in several shards (kvstore.index.sharding) has these keys for each of them, under its name in
+    the place of the id. Under the id itself it has a meta without bucket_bits, of schema 3, and erased.
+
     meta's field             what
+    shards                   in how many it lies; only with schema 3
+    erasing                  1: an erase has begun, and nobody has registered it since; only with schema 3
     schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
                              one of a newer schema is left alone
     json, kind, tenant       the namespace's
@@ -111,14 +116,23 @@ from kvstore.index.contract import (
     saved_minute,
 )
 from kvstore.index.eviction import worth
-from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import Claim, CommitState, Run
+from kvstore.index.redis.catalogue import shards_of
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
 from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
 from kvstore.index.redis.salts import RedisSalts
-from kvstore.index.redis.values import JOURNAL, MOST_BITS, NAMESPACES, key, record_of, understood
+from kvstore.index.redis.values import (
+    JOURNAL,
+    MOST_BITS,
+    NAMESPACES,
+    SHARDED_SCHEMA,
+    key,
+    record_of,
+    understood,
+)
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
+from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sketch import Marks, Window
 from kvstore.keys import (
     DIGEST_BYTES,
@@ -141,6 +155,7 @@ BUCKET_ENTRIES = 64
 _TOUCH_SLICE = 1000
 
 _REGISTER = Script.load("register")
+_BEGIN_ERASING = Script.load("erasing")
 _MATCH = Script.load("match", "age", "walk")
 _FIND = Script.load("find", "age")
 _CLAIM = Script.load("claim", "holder", "age", "walk")
@@ -155,7 +170,7 @@ _NEWER = 2
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
 
-class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
+class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
     """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
 
     def __init__(
@@ -201,8 +216,21 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
     @understood
     def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
         name = namespace_id(namespace)
+        self._register(name, namespace, expected_blocks, 1)
+        return name
+
+    @understood
+    def lay_out(self, namespace: Namespace, *, expected_blocks: int, shards: int) -> int:
+        return self._register(namespace_id(namespace), namespace, expected_blocks, shards)
+
+    @understood
+    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
+        self._register(name, namespace, expected_blocks, 1)
+
+    def _register(self, name: NamespaceId, namespace: Namespace, expected_blocks: int, shards: int) -> int:
+        """Returns in how many shards it lies."""
         self._client.command("SADD", NAMESPACES, name)
-        begun = self._run(
+        begun: int = self._run(
             _REGISTER,
             name,
             canonical_json(namespace),
@@ -210,6 +238,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
             namespace.tenant,
             bucket_bits(expected_blocks),
             round(self._clock(), 3),
+            shards,
         )
         if begun == _NEWER:
             raise PermissionDenied(
@@ -219,7 +248,24 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
         if begun:
             # An `erase` that came between the two may have removed the id.
             self._client.command("SADD", NAMESPACES, name)
-        return name
+        return max(1, -begun)
+
+    @understood
+    def layout(self, namespace: NamespaceId) -> Layout | None:
+        schema, shards, kind = self._client.command(
+            "HMGET", key(namespace, "meta"), "schema", "shards", "kind"
+        )
+        if schema is None:
+            return None
+        if schema != b"%d" % SHARDED_SCHEMA:
+            return Layout(1, items=kind == b"ec")
+        if shards is None:
+            raise ValueError(f"schema {SHARDED_SCHEMA} without shards")
+        return Layout(shards_of(shards), items=kind == b"ec")
+
+    @understood
+    def begin_erasing(self, namespace: NamespaceId) -> None:
+        self._run(_BEGIN_ERASING, namespace)
 
     @understood
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
@@ -240,7 +286,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, FullIndex):
         return runs
 
     @understood
-    def find(self, namespace: NamespaceId, digests: bytes) -> list[Run | None]:
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         count = count_digests(digests)
         entries, segments, values = self._run(_FIND, namespace, digests)
         known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}

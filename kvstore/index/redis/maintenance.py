@@ -6,7 +6,7 @@ A script does at most a slice of what a verb was asked for: Redis answers nobody
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from math import floor, isfinite
 from typing import Any
@@ -33,6 +33,7 @@ from kvstore.index.redis.values import (
     segment_ids,
     understood,
 )
+from kvstore.index.sharding.names import base_of
 from kvstore.keys import SEGMENT_ID_BYTES, NamespaceId, SegmentId, namespace_id
 from kvstore.rules.units import batches
 from schemas.namespace import Namespace
@@ -87,6 +88,7 @@ class RedisMaintenance(RedisPart):
         limit: int,
         rule: EvictionRule,
         spare_from_s: float | None = None,
+        among: Collection[NamespaceId] = (),
     ) -> list[SegmentId]:
         gone: list[SegmentId] = []
         spare = "" if spare_from_s is None else f"{spare_from_s:.17g}"
@@ -232,6 +234,12 @@ class RedisMaintenance(RedisPart):
                     self._unregister(name)
         return _ERASED[state]
 
+    @understood
+    def is_in_use(self, name: NamespaceId) -> bool:
+        """Asks `erase` for what it does first."""
+        state, _, _ = self._run(_ERASE, name, 0, 0)
+        return bool(_ERASED[state] == "in_use")
+
     def _unregister(self, namespace: NamespaceId) -> None:
         self._client.command("SREM", NAMESPACES, namespace)
         # If it was registered meanwhile, its id belongs there. See register for the other half of this.
@@ -301,7 +309,7 @@ class RedisMaintenance(RedisPart):
             said = Namespace.model_validate_json(text or b"")
         except ValueError:
             said = None
-        if said is not None and namespace_id(said) == namespace:
+        if said is not None and namespace_id(said) == base_of(namespace):
             right = {"kind": said.kind, "tenant": said.tenant}
             wrong = [name for name, value in zip(right, known, strict=True) if value != right[name].encode()]
             for name in wrong:

@@ -47,11 +47,18 @@ class RedisSalts(RedisSessions):
 
     @understood
     def forbid(self, namespace: NamespaceId, salt: SaltId) -> float:
+        return self._forbid(namespace, salt)
+
+    @understood
+    def forbid_until(self, name: NamespaceId, salt: SaltId, until_s: float) -> None:
+        self._forbid(name, salt, f"{until_s:.0f}")
+
+    def _forbid(self, namespace: NamespaceId, salt: SaltId, until: str = "") -> float:
         if salt:
             check_salt(salt)
-        until = float(self._run(_FORBID, namespace, salt, CLOCKS_DIFFER_S, round(self._grace_s)))
+        told = self._run(_FORBID, namespace, salt, CLOCKS_DIFFER_S, round(self._grace_s), until)
         self._forget_sessions(namespace, salt)
-        return until
+        return float(told)
 
     @understood
     def forbidden(self, namespace: NamespaceId) -> dict[SaltId, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -12,6 +11,7 @@ from kvstore.errors import DamagedIndex
 from kvstore.index.contract import QUOTA_RULES, BadArgument, cached, whole_seconds
 from kvstore.index.eviction import MINUTE_S, WORTH_MINUTES
 from kvstore.index.redis.client import RedisClient, Script
+from kvstore.index.sharding.names import base_of, is_name
 from kvstore.keys import SEGMENT_ID_BYTES, NamespaceId, SegmentId
 from kvstore.rules.units import batches
 from schemas.records import EvictionRule, SegmentRecord, unpack_record
@@ -19,6 +19,8 @@ from schemas.settings import JournalSettings
 
 #: Raised with every change that an older release would misread (golden: tests/index/redis/test_index.py).
 SCHEMA = 2
+#: That of the meta of a namespace which lies in several shards, and of which nothing else is there.
+SHARDED_SCHEMA = 3
 NAMESPACES = "kvs:ns"
 #: Namespaces that one round trip asks for.
 NAMESPACES_PAGE = 256
@@ -34,7 +36,6 @@ _UNIT = 1 << 26
 #: What Python raises when an answer is taken apart that none of the schema's values explains.
 _SENSELESS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _TEXT_CHARS = 200
-_NAME = re.compile("[0-9a-f]{16}")
 #: The greatest whole number up to which Lua counts exactly.
 _MOST = 1 << 53
 
@@ -89,9 +90,10 @@ class RedisPart:
     def damaged(self, verb: str, why: object, where: str = "") -> DamagedIndex:
         """Returns the error that says what could not be read; `where` is the namespace, if it is in one."""
         found = why if isinstance(why, str) else repr(why)
-        named = bool(_NAME.fullmatch(where))
-        mend = f"; `cache-admin fsck {where} --apply` mends it" if named else ""
-        of = f"namespace {where} is damaged" if named else "what it holds can't be read"
+        named = is_name(where)
+        name = base_of(NamespaceId(where))
+        mend = f"; `cache-admin fsck {name} --apply` mends it" if named else ""
+        of = f"namespace {name} is damaged" if named else "what it holds can't be read"
         return DamagedIndex(f"redis {self._client.where}: {verb}: {of} ({found[:_TEXT_CHARS]}){mend}")
 
     def _run(self, script: Script, namespace: NamespaceId, *args: bytes | str | int | float) -> Any:
@@ -129,6 +131,8 @@ class Use(NamedTuple):
 
     keep_s: float
     used_s: float
+    #: The depth of the segment, which stands in its score as well.
+    depth: int = 0
 
     @classmethod
     def of(cls, score: bytes | str | float) -> Use:
@@ -136,8 +140,8 @@ class Use(NamedTuple):
         if not 0 <= exact < _UNIT * 2.0:
             return cls(0.0, 0.0)
         keep = math.ceil(exact * 4) / 4
-        worth = int((keep - exact) * _UNIT) % _WORTHS
-        return cls(keep * float(MINUTE_S), (keep - worth * WORTH_MINUTES) * float(MINUTE_S))
+        depth, worth = divmod(int((keep - exact) * _UNIT), _WORTHS)
+        return cls(keep * float(MINUTE_S), (keep - worth * WORTH_MINUTES) * float(MINUTE_S), depth)
 
 
 def number(value: bytes | None) -> int:
@@ -149,8 +153,8 @@ def number(value: bytes | None) -> int:
 
 
 def is_namespace(name: bytes) -> bool:
-    """Tells whether a member of `kvs:ns` has the form of a namespace's id."""
-    return bool(_NAME.fullmatch(name.decode("ascii", "replace")))
+    """Tells whether a member of `kvs:ns` has the form of a namespace's id or of a shard's name."""
+    return is_name(name.decode("ascii", "replace"))
 
 
 def segment_ids(found: Sequence[bytes]) -> list[SegmentId]:

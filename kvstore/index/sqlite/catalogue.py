@@ -10,6 +10,7 @@ from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Account, Candidate, Entry, Listing, SegmentState, Usage
 from kvstore.index.sqlite.rows import (
     LIVES,
+    SHARDS,
     NamespaceNumbers,
     SqlitePart,
     invalidated_generations,
@@ -46,12 +47,23 @@ class SqliteCatalogue(SqlitePart):
                 "(SELECT count(*) FROM trash WHERE namespace = n.key), "
                 "(SELECT coalesce(sum(g.segments), 0) FROM generations AS g "
                 "WHERE g.namespace = n.key AND g.number <> n.generation), "
-                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{LIVES}' || n.id), 0), {USAGE} "
+                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{LIVES}' || n.id), 0), "
+                f"coalesce((SELECT abs(nbytes) FROM quotas WHERE scope = '{SHARDS}' || n.id), 1), {USAGE} "
                 "FROM namespaces AS n ORDER BY id"
             ).fetchall()
         return [
-            Account(NamespaceId(name), kind, tenant, Usage(*usage), trashed, bygone, seen, ttl_s=ttl_s)
-            for name, kind, tenant, seen, trashed, bygone, ttl_s, *usage in rows
+            Account(
+                NamespaceId(name),
+                kind,
+                tenant,
+                Usage(*usage),
+                trashed,
+                bygone,
+                seen,
+                ttl_s=ttl_s,
+                shards=shards,
+            )
+            for name, kind, tenant, seen, trashed, bygone, ttl_s, shards, *usage in rows
         ]
 
     def reachable(self) -> tuple[list[Account], None]:
@@ -119,8 +131,8 @@ class SqliteCatalogue(SqlitePart):
             place = place_of(db, namespace)
             rows = in_order(db, place, limit).fetchall() if place else []
         return [
-            Candidate(SegmentId(segment), nbytes, keep * _MINUTE_S, used * _MINUTE_S)
-            for segment, nbytes, keep, used in rows
+            Candidate(SegmentId(segment), nbytes, keep * _MINUTE_S, used * _MINUTE_S, depth)
+            for segment, nbytes, keep, used, depth in rows
         ]
 
     def hottest(self, namespace: NamespaceId, limit: int) -> list[tuple[SegmentId, float]]:
@@ -135,8 +147,10 @@ class SqliteCatalogue(SqlitePart):
 
     def quotas(self) -> dict[str, int]:
         with self._database.reading("quotas") as db:
-            query = "SELECT scope, nbytes FROM quotas WHERE scope NOT GLOB ? ORDER BY scope"
-            return dict(db.execute(query, (f"{LIVES}*",)).fetchall())
+            query = (
+                "SELECT scope, nbytes FROM quotas WHERE scope NOT GLOB ? AND scope NOT GLOB ? ORDER BY scope"
+            )
+            return dict(db.execute(query, (f"{LIVES}*", f"{SHARDS}*")).fetchall())
 
     def ping(self) -> None:
         """Raises CapacityExceeded as well, if the disk is full."""
@@ -146,9 +160,10 @@ class SqliteCatalogue(SqlitePart):
 
 
 def in_order(db: sqlite3.Connection, place: NamespaceNumbers, limit: int) -> sqlite3.Cursor:
-    """Selects unpinned segments in the order of eviction: id, bytes, `keep` and `used` (unix minutes)."""
+    """Selects unpinned segments in the order of eviction: id, bytes, `keep` and `used` (unix minutes),
+    depth."""
     return db.execute(
-        "SELECT id, nbytes, keep, used FROM segments WHERE namespace = ? AND pinned = 0 "
+        "SELECT id, nbytes, keep, used, min(depth, 4194303) FROM segments WHERE namespace = ? AND pinned = 0 "
         "ORDER BY keep, min(depth, 4194303) DESC, used, id LIMIT ?",
         (place.generation, max(0, limit)),
     )

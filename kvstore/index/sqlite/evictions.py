@@ -14,7 +14,14 @@ from kvstore.index.maintenance import Fate, Usage
 from kvstore.index.sessions import ENDED_MINUTE
 from kvstore.index.sqlite.catalogue import USAGE, in_order
 from kvstore.index.sqlite.journal import Evicted, Writing
-from kvstore.index.sqlite.rows import LIVES, NamespaceNumbers, account, add_to_trash, invalidated_generations
+from kvstore.index.sqlite.rows import (
+    LIVES,
+    SHARDS,
+    NamespaceNumbers,
+    account,
+    add_to_trash,
+    invalidated_generations,
+)
 from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
 from schemas.records import CREATED_AT, EvictionRule
 
@@ -64,7 +71,7 @@ def first_to_go(
     spare_from = math.inf if spare_from_s is None else spare_from_s
     chosen: list[SegmentId] = []
     over = usage_of(db, place.key).nbytes - keep_bytes
-    for segment, nbytes, _, used in in_order(db, place, looks):
+    for segment, nbytes, _, used, _ in in_order(db, place, looks):
         if over <= 0 or len(chosen) >= limit:
             break
         if used * MINUTE_S < spare_from:
@@ -294,5 +301,6 @@ def erase_rest(db: sqlite3.Connection, place: NamespaceNumbers) -> None:
     for table in ("generations", "claims", "hot", "totals", "credits", "asked", "retained", "sessions"):
         db.execute(f"DELETE FROM {table} WHERE namespace = ?", (place.key,))
     of_id = "(SELECT id FROM namespaces WHERE key = ?)"
-    db.execute(f"DELETE FROM quotas WHERE scope = '{LIVES}' || {of_id}", (place.key,))
+    for kind in (LIVES, SHARDS):
+        db.execute(f"DELETE FROM quotas WHERE scope = '{kind}' || {of_id}", (place.key,))
     db.execute("DELETE FROM namespaces WHERE key = ?", (place.key,))

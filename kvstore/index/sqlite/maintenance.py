@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple
 
 from kvstore.errors import CapacityExceeded
@@ -41,7 +41,15 @@ from kvstore.index.sqlite.evictions import (
 )
 from kvstore.index.sqlite.journal import Writing
 from kvstore.index.sqlite.recency import expire_retained, release_gone, retained_and_gone
-from kvstore.index.sqlite.rows import LIVES, SLICE, NamespaceNumbers, account, new_generation, place_of
+from kvstore.index.sqlite.rows import (
+    LIVES,
+    SLICE,
+    NamespaceNumbers,
+    account,
+    is_laid_out,
+    new_generation,
+    place_of,
+)
 from kvstore.keys import NamespaceId, SegmentId
 from kvstore.rules.units import batches
 from kvstore.sqlite import SqliteDatabase
@@ -78,6 +86,7 @@ class SqliteMaintenance(SqliteCatalogue):
         limit: int,
         rule: EvictionRule,
         spare_from_s: float | None = None,
+        among: Collection[NamespaceId] = (),
     ) -> list[SegmentId]:
         gone: list[SegmentId] = []
         if limit <= 0 or self.usage(namespace).nbytes <= keep_bytes:
@@ -229,6 +238,11 @@ class SqliteMaintenance(SqliteCatalogue):
             moved += count
         return moved
 
+    def is_in_use(self, name: NamespaceId) -> bool:
+        with self._database.reading("is_in_use") as db:
+            place = place_of(db, name)
+            return place is not None and in_use(db, place, self._clock())
+
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         left = max(1, limit)
         while True:
@@ -236,7 +250,7 @@ class SqliteMaintenance(SqliteCatalogue):
                 place = place_of(db, namespace)
                 if place is None:
                     return "erased"
-                if in_use(db, place, self._clock()):
+                if in_use(db, place, self._clock()) or is_laid_out(db, namespace):
                     return "in_use"
                 count = erase_some(db, place, min(PAGE, left))
                 if not count:

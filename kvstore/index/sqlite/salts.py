@@ -45,10 +45,15 @@ class SqliteSalts(SqliteSessions):
         return {SaltId(salt): held for salt, held in rows}
 
     def forbid(self, namespace: NamespaceId, salt: SaltId) -> float:
+        return self._forbid(namespace, salt, math.ceil(self._clock()) + CLOCKS_DIFFER_S)
+
+    def forbid_until(self, name: NamespaceId, salt: SaltId, until_s: float) -> None:
+        self._forbid(name, salt, math.ceil(until_s))
+
+    def _forbid(self, namespace: NamespaceId, salt: SaltId, until: float) -> float:
         if salt:
             check_salt(salt)
         now = self._clock()
-        until = math.ceil(now) + CLOCKS_DIFFER_S
         with self._database.writing("forbid") as db:
             db.execute(
                 "INSERT INTO forbidden VALUES (?, ?, ?) "

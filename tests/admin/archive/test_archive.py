@@ -25,7 +25,7 @@ from kvstore.admin.curate.plan import plan
 from kvstore.build import load_settings, open_store
 from kvstore.errors import TransientError
 from kvstore.format.segment import Slot
-from kvstore.keys import digest, namespace_id, new_segment_id
+from kvstore.keys import SegmentId, digest, namespace_id, new_segment_id
 from schemas.namespace import Namespace
 from schemas.records import PartRecord, SegmentRecord
 from tests.admin.conftest import (
@@ -524,3 +524,26 @@ def test_an_archive_of_300_namespaces_brings_none(admin: Admin, filled: Filled, 
     there = ["--payloads", f"file://{tmp_path / 'there'}"]
     ran = admin("import", str(archive), "--new-namespaces", "--json", *there)
     assert (ran.code, ran.json["imported"]["segments"]) == (0, 300)
+
+
+@pytest.mark.servers
+def test_what_nobody_would_find_in_its_shard_is_left_out_before_it_is_put(
+    admin: Admin, filled: Filled, tmp_path: Path, redis_url: str
+) -> None:
+    """Releases that knew no shards gave ids that don't tell one."""
+    another, untagged = kv_space(model="another"), bytearray(new_segment_id(digest(CHAIN[0].key)))
+    untagged[-1] ^= 0x80
+    with closing(open_store(filled.settings)) as store:
+        space = store.open(another, block_bytes=4096)
+        space.save(CHAIN[:4], segment=SegmentId(bytes(untagged)))
+        space.save(kv_slots(4, seed=9))
+    archive = archive_of(admin, filled, tmp_path / "all.tar", namespace_id(another))
+    folder = tmp_path / "there"
+    settings = {"payloads": f"file://{folder}", "index": redis_url, "redis": {"shards": 8}}
+    with closing(open_store(settings)) as store:
+        store.open(another, block_bytes=4096).register()
+    ran = admin("import", str(archive), "--json", "--payloads", f"file://{folder}", "--index", redis_url)
+    report = ImportReport.model_validate_json(ran.out)
+    assert (report.imported.segments, report.left_out) == (1, 1)
+    assert "redis.shards" in str(ran.json)
+    assert len(list(folder.glob("*/??/*.*"))) == 1

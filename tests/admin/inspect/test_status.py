@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.admin.inspect import namespaces, status
 from kvstore.admin.inspect.reports import DiffReport, ListReport, NamespacesReport, StatusReport
-from kvstore.build import load_settings, open_index
+from kvstore.build import load_settings, open_index, open_store
 from kvstore.conformance.index.chains import chain, record
 from kvstore.index.sessions import Hint
 from kvstore.index.sqlite.index import SqliteIndex
@@ -271,3 +271,18 @@ def test_what_only_an_ended_session_used_is_the_oldest(admin: Admin, either: Fil
     assert row(status.out, name)[-1] == "ended"
     assert "ended" in shown.out
     assert admin("status", "--json", *either.options).code == 0
+
+
+@pytest.mark.servers
+def test_in_how_many_shards_a_namespace_lies(admin: Admin, tmp_path: Path, redis_url: str) -> None:
+    folder = f"file://{tmp_path}"
+    with closing(open_store({"payloads": folder, "index": redis_url, "redis": {"shards": 8}})) as store:
+        space = store.open(kv_space(), block_bytes=4096)
+        for seed in range(9):
+            space.save(kv_slots(2, seed=seed))
+    options = ["--payloads", folder, "--index", redis_url]
+    (line,) = admin("status", "--json", *options).json["namespaces"]
+    assert (line["shards"], line["usage"]["segments"]) == (8, 9)
+    assert "shards" in admin("status", *options).out
+    assert admin("show", line["id"], "--json", *options).json["shards"] == 8
+    assert "shards" in admin("show", line["id"], *options).out

@@ -129,7 +129,7 @@ def test_watching_begins_anew_with_an_index_that_was_emptied(
 
     def emptied(_: float) -> None:
         with closing(open_index(load_settings(filled.settings, {}))) as index:
-            index._client.command("FLUSHDB")  # type: ignore[union-attr]
+            index.leaf._client.command("FLUSHDB")  # type: ignore[union-attr]
             index.register(filled.kv, expected_blocks=10)
         tell(filled, filled.kv, outcome("match", 7, 7))
 

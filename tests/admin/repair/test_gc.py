@@ -6,6 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from kvstore.admin.repair.check import Depth
 from kvstore.admin.repair.fsck import fsck
 from kvstore.admin.repair.gc import gc
 from kvstore.admin.repair.reports import GcReport
+from kvstore.build import open_store
 from kvstore.cli import exits
 from kvstore.conformance.faulty import FaultyPayloads, Plan, Rule
 from kvstore.keys import namespace_id, new_segment_id, payload_name
 from kvstore.payloads.local import LocalPayloads
 from schemas.records import SegmentRecord
-from tests.admin.conftest import Admin
+from tests.admin.conftest import Admin, kv_slots, kv_space
 from tests.admin.repair.damage import (
     KV,
     TWO_RANKS,
@@ -107,7 +109,7 @@ def test_what_a_newer_release_has_written_is_no_waste(redis_url: str, tmp_path: 
     age(world, newer.names[0], 2 * HOUR_S)
     with redis.Redis.from_url(redis_url, protocol=2) as client:
         where = f"kvs:{{{newer.name}}}:"
-        client.hset(f"{where}meta", "schema", "3")
+        client.hset(f"{where}meta", "schema", "4")
         client.hdel(f"{where}meta", "bucket_bits")
         client.rename(f"{where}segs", f"{where}segments")
     assert run(world, delete=True).deleted.objects == len(done.names)
@@ -383,3 +385,41 @@ def check_bucket(world: World, bucket: S3Bucket) -> None:
 
 def test_a_bucket(s3_bucket: S3Bucket, tmp_path: Path) -> None:
     check_bucket(in_bucket(s3_bucket, tmp_path), s3_bucket)
+
+
+@pytest.mark.servers
+def test_what_shards_name_is_no_waste(redis_url: str, tmp_path: Path) -> None:
+    """The node that says in how many shards a namespace lies has lost it, and the shards' nodes nothing.
+    What is elsewhere doesn't wait for that."""
+    world = World.of(tmp_path / "cache", redis_url)
+    world.settings["redis"]["shards"] = 4
+    with closing(open_store(world.settings)) as store:
+        space = store.open(kv_space(), block_bytes=4096)
+        for seed in range(12):
+            space.save(kv_slots(2, seed=seed))
+    saved = sorted(folder(world).glob("*/??/*.*"))
+    assert len(saved) == 12
+    for path in saved:
+        age(world, str(path.relative_to(folder(world))), 2 * HOUR_S)
+    done = orphan(world, 2 * HOUR_S, TWO_RANKS)
+    assert run(world, delete=False).waste.objects == len(done.names)
+    where = f"kvs:{{{namespace_id(kv_space())}}}:meta"
+    with redis.Redis.from_url(redis_url, protocol=2) as client:
+        client.hdel(where, "shards")
+        assert run(world).waste.objects == len(done.names)
+        client.delete(where)
+        assert run(world).waste.objects == len(done.names)
+        # Who asks for another number begins anew, and may be lost as well.
+        with closing(open_store({**world.settings, "redis": {"shards": 2}})) as store:
+            store.open(kv_space(), block_bytes=4096).register()
+        client.delete(where)
+    report = run(world, delete=True, force=True)
+    assert namespace_id(kv_space()) in report.problem
+    assert "left alone" in report.problem
+    assert report.deleted.objects == len(done.names)
+    assert sorted(folder(world).glob("*/??/*.*")) == saved
+    with closing(open_store(world.settings)) as store:
+        store.open(kv_space(), block_bytes=4096).register()
+    report = run(world, delete=True)
+    assert (report.problem, report.deleted.objects) == ("", 0)
+    assert sorted(folder(world).glob("*/??/*.*")) == saved

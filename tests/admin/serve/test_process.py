@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore.admin.serve.reports import ServingReport
 from kvstore.build import load_settings, open_index
 from kvstore.index.port import Outcome
-from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Hint
+from kvstore.index.sharding.index import ShardedIndex
 from kvstore.keys import NO_SALT, NamespaceId, namespace_id, session_id
 from kvstore.rules.units import size
 from schemas.records import OutcomeOp
@@ -42,19 +42,19 @@ class World:
 
     redis: RedisServer
     filled: Filled
-    index: RedisIndex
+    index: ShardedIndex
     hostile: NamespaceId
     serve: ServeProcess
 
 
 def tell(
-    index: RedisIndex, name: NamespaceId, asked: int, served: int, reason: str, *, op: OutcomeOp = "match"
+    index: ShardedIndex, name: NamespaceId, asked: int, served: int, reason: str, *, op: OutcomeOp = "match"
 ) -> None:
     """What became of one request."""
     index.tell(name, [Outcome(time.time(), HOSTILE, op, asked, served, reason, served, b"")])
 
 
-def end(redis: RedisServer, index: RedisIndex, name: NamespaceId) -> None:
+def end(redis: RedisServer, index: ShardedIndex, name: NamespaceId) -> None:
     """Ends a session that alone has used the first segment in the order."""
     session, [first] = session_id(NO_SALT, "chat"), index.order(name, 1)
     with raw_redis.Redis(port=redis.port) as raw:
@@ -70,7 +70,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         strange = kv_space(model=HOSTILE, tenant=HOSTILE)
         filled.save(strange, kv_slots(2, seed=7))
         index = open_index(load_settings(filled.settings, {}))
-        assert isinstance(index, RedisIndex)
+        assert isinstance(index, ShardedIndex)
         name = namespace_id(strange)
         end(redis, index, NamespaceId(filled.kv_id))
         # Before the server begins: it reads what became of requests at first and then now and then.

@@ -146,7 +146,7 @@ def test_segments_that_this_engine_cannot_read_end_the_match(space: Space) -> No
 
 
 def failing(space: Space, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    def find(namespace: str, digests: bytes) -> list[Run | None]:
+    def find(namespace: str, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         act()
         raise TransientError("no answer")
 
@@ -178,7 +178,7 @@ def test_lookups_of_one_request_are_bounded(space: Space, store: Store) -> None:
     calls: list[int] = []
     inner = store.index.find
 
-    def counted(namespace: str, digests: bytes) -> list[Run | None]:
+    def counted(namespace: str, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         calls.append(len(digests) // 16)
         return inner(namespace, digests)  # type: ignore[arg-type]
 

@@ -161,9 +161,10 @@ def test_matches_are_joined_and_cut_and_no_slot_is_lost(chains: list[list[int]],
 
 
 def test_names_of_segments_never_repeat() -> None:
-    made = {segment_id(n, s, p, c) for n in (1, 11) for s in (1, 11) for p in (1, 11) for c in (1, 11)}
+    some = (1, 11)
+    made = {segment_id(n, s, p, c, bytes(32)) for n in some for s in some for p in some for c in some}
     assert len(made) == 16 and {len(one) for one in made} == {8}
-    assert segment_id(1, 2, 3, 4) == segment_id(1, 2, 3, 4)
+    assert segment_id(1, 2, 3, 4, bytes(32)) == segment_id(1, 2, 3, 4, bytes(32))
 
 
 def test_the_sampler_may_read_last_rows_and_no_others() -> None:

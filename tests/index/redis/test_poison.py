@@ -129,6 +129,8 @@ POISONS = [
     *(_field(name, b"\xff\x00") for name in (*TEXTS, "cursor", "erased")),
     *(_field("bucket_bits", bad) for bad in (b"-1", b"60", HUGE, b"1.5")),
     *(_field("seen", bad) for bad in (b"nan", b"inf", b"-inf")),
+    *(_field("shards", bad) for bad in (b"x", b"-5", b"0", b"8", b"1.5", HUGE)),
+    *(_field("erasing", bad) for bad in (b"1", b"\xff")),
     _field("epoch", b"1000000000000"),
     _field("cursor", b"0:" + HUGE),
     _field("erased", HUGE + b":" + HUGE),

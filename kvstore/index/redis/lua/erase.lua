@@ -8,8 +8,13 @@
 -- What `erased` forbids outlives the namespace: archives and folders of other machines may still have it.
 --
 -- The first write is one that a full Redis accepts (UNLINK).
-local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased')
-if not known[1] then return {0, 0, 0} end
+local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased', 'shards', 'erasing')
+if not known[1] then
+  -- Its shards, which are asked first, held nothing. Who has registered it since then may have filled them.
+  if known[4] and not known[5] then return {2, 0, 0} end
+  if known[4] then redis.call('UNLINK', meta) end
+  return {0, 0, 0}
+end
 
 local now = redis.call('TIME')[1]
 local first, last = generations()

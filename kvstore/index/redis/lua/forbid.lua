@@ -1,5 +1,5 @@
 -- forbid: KEYS[1] meta, ARGV salt id or '' for the whole namespace, seconds by which clocks may differ, seconds
--- that payloads stay in the trash.
+-- that payloads stay in the trash, unix second instead of now and the first of these, or ''.
 -- Answers the unix second until which what was created is forbidden.
 --
 -- Race closed: a commit looks at `erased` in the step in which it shows a segment, so none that it forbids comes
@@ -8,7 +8,8 @@
 --
 -- The first write is one that a full Redis accepts (HDEL).
 local salt, now = ARGV[1], tonumber(redis.call('TIME')[1])
-local last = math.max(now + tonumber(ARGV[2]), tonumber(redis.call('HGET', prefix .. 'erased', salt) or 0) or 0)
+local asked = tonumber(ARGV[4]) or now + tonumber(ARGV[2])
+local last = math.max(asked, tonumber(redis.call('HGET', prefix .. 'erased', salt) or 0) or 0)
 redis.call('HDEL', prefix .. 'erased', salt)
 redis.call('HSET', prefix .. 'erased', salt, string.format('%.0f', last))
 

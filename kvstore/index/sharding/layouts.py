@@ -1,0 +1,210 @@
+"""ShardedLayouts: how namespaces lie, and calls to several shards of one.
+
+How many shards a namespace has is asked of the leaf, and again LOOK_S later: somebody may have erased it and
+registered it with another number. While the leaf can't say, what it said last counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TypeVar
+
+from kvstore.errors import DamagedIndex, KVStoreError, TransientError
+from kvstore.index.contract import check_segments
+from kvstore.index.port import EngineIndex
+from kvstore.index.sharding.leaf import Layout, ShardLeaf
+from kvstore.index.sharding.names import of_segment, shard_names
+from kvstore.keys import NamespaceId, SaltId, SegmentId, namespace_id
+from schemas.namespace import Namespace
+
+#: Seconds for which the number of a namespace's shards is believed.
+LOOK_S = 10.0
+#: Namespaces of which it is remembered.
+_MOST = 4096
+
+_T = TypeVar("_T")
+
+
+class Guard(Protocol):
+    """Guards a call to a shard, as kvstore.breaker.Breaker.guard does."""
+
+    def __call__(self, name: NamespaceId, *, may_probe: bool = True) -> AbstractContextManager[None]: ...
+
+
+def unguarded(name: NamespaceId, *, may_probe: bool = True) -> AbstractContextManager[None]:
+    """Lets every call pass: for maintenance."""
+    return nullcontext()
+
+
+class FailedShards:
+    """Collects the failures of calls to several shards; the first one is raised at the end."""
+
+    def __init__(self) -> None:
+        self.first: KVStoreError | None = None
+
+    @contextmanager
+    def passed(self) -> Iterator[None]:
+        """Goes on after a failure."""
+        try:
+            yield
+        except KVStoreError as exc:
+            self.first = self.first or exc
+
+    def end(self) -> None:
+        """Raises the first failure, if there was one."""
+        if self.first is not None:
+            raise self.first
+
+
+class ShardedLayouts(EngineIndex):
+    """An index whose namespaces have `shards` shards if they are registered here first. Safe for threads."""
+
+    def __init__(
+        self,
+        leaf: ShardLeaf,
+        *,
+        shards: int = 1,
+        guard: Guard = unguarded,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._leaf = leaf
+        self._asked = shards
+        self._guard = guard
+        self._monotonic = monotonic
+        #: Each entry is replaced as a whole: threads may look at the same time, and nothing is lost by that.
+        self._known: dict[NamespaceId, tuple[float, Layout]] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._leaf!r})"
+
+    # Where
+
+    def _layout(self, namespace: NamespaceId, *, may_probe: bool = True) -> Layout:
+        now = self._monotonic()
+        at, known = self._known.get(namespace, (0.0, None))
+        if known is not None and now - at < LOOK_S:
+            return known
+        try:
+            with self._guard(namespace, may_probe=may_probe):
+                found = self._leaf.layout(namespace)
+        except DamagedIndex:
+            found = known
+        except KVStoreError:
+            # A single shard that can't tell this can't tell anything else either.
+            if known is None or known.shards == 1:
+                raise
+            # Believed for as long again: not every call is to wait for a node that is down.
+            found = known
+        if found is None:
+            # Not remembered: it may be registered any moment.
+            self._known.pop(namespace, None)
+            return self._unknown(namespace)
+        return self._remember(namespace, found)
+
+    def _unknown(self, namespace: NamespaceId) -> Layout:
+        """Returns the layout of a namespace that isn't registered, or of which that can't be read. What of it
+        is under its own id, or is not, the leaf says."""
+        return Layout(1, items=False)
+
+    def _remember(self, namespace: NamespaceId, layout: Layout) -> Layout:
+        if len(self._known) >= _MOST:
+            self._known = {}
+        self._known[namespace] = self._monotonic(), layout
+        return layout
+
+    def _shards(self, namespace: NamespaceId, *, may_probe: bool = True) -> tuple[NamespaceId, ...]:
+        return shard_names(namespace, self._layout(namespace, may_probe=may_probe).shards)
+
+    # Several
+
+    def _each(self, names: Iterable[NamespaceId], call: Callable[[NamespaceId], _T]) -> list[_T]:
+        """Calls of each shard. Raises the first failure, after all were called."""
+        failures, answers = FailedShards(), []
+        for name in names:
+            with failures.passed(), self._guard(name):
+                answers.append(call(name))
+        failures.end()
+        return answers
+
+    def _gathered(
+        self,
+        namespace: NamespaceId,
+        segments: Sequence[SegmentId],
+        ask: Callable[[NamespaceId, list[SegmentId]], Sequence[_T]],
+    ) -> list[_T]:
+        """Asks each shard about its segments, and returns the answers in step with `segments`."""
+        shards = self._shards(namespace)
+        parts = split(shards, segments)
+        answers = dict(zip(parts, self._each(parts, lambda name: iter(ask(name, parts[name]))), strict=True))
+        return [next(answers[of_segment(shards, segment)]) for segment in segments]
+
+    # Registration
+
+    def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
+        """Registers every shard that answers. Raises if none does: one that is down costs no other's hits.
+
+        Raises as well if how the namespace lies can't be told. If it is known of before, the shards are asked
+        whether they are back, which closes their breakers.
+
+        Race closed: an `erase` that falls in between has erased some of the shards, or all. It ends with what
+        lays them out, and only if nobody has done that since it began: so that is done last here as well.
+        """
+        name = namespace_id(namespace)
+        _, known = self._known.get(name, (0.0, None))
+        try:
+            layout = self._lay_out(name, namespace, expected_blocks)
+        except TransientError:
+            if known is not None and known.shards > 1:
+                self._ask(shard_names(name, known.shards))
+            raise
+        before = None
+        while layout.shards > 1 and layout != before:
+            self._register_shards(name, namespace, layout.shards, expected_blocks)
+            before, layout = layout, self._lay_out(name, namespace, expected_blocks)
+        return name
+
+    def _lay_out(self, name: NamespaceId, namespace: Namespace, expected_blocks: int) -> Layout:
+        with self._guard(name):
+            count = self._leaf.lay_out(namespace, expected_blocks=expected_blocks, shards=self._asked)
+        return self._remember(name, Layout(count, items=namespace.kind == "ec"))
+
+    def _ask(self, names: Iterable[NamespaceId]) -> None:
+        failures = FailedShards()
+        for name in names:
+            with failures.passed(), self._guard(name):
+                self._leaf.layout(name)
+
+    def _register_shards(
+        self, name: NamespaceId, namespace: Namespace, shards: int, expected_blocks: int
+    ) -> None:
+        with self._guard(name):
+            forbidden = self._leaf.forbidden(name)
+        failures, done, share = FailedShards(), 0, -(-expected_blocks // shards)
+        for one in shard_names(name, shards):
+            with failures.passed(), self._guard(one):
+                self._forbid_as_before(one, forbidden)
+                self._leaf.register_shard(one, namespace, expected_blocks=share)
+                done += 1
+        if not done:
+            failures.end()
+
+    def _forbid_as_before(self, name: NamespaceId, forbidden: Mapping[SaltId, float]) -> None:
+        """Forbids in a shard, before it begins, what was forbidden before, and what it was down for.
+        ShardedIndex.forbid is the other half of this: one of the two comes after the other's first step."""
+        if forbidden:
+            there = self._leaf.forbidden(name)
+            for salt, until in forbidden.items():
+                if there.get(salt, 0.0) < until:
+                    self._leaf.forbid_until(name, salt, until)
+
+
+def split(shards: Sequence[NamespaceId], segments: Sequence[SegmentId]) -> dict[NamespaceId, list[SegmentId]]:
+    """Returns which of some segments are in which shard, in their order."""
+    check_segments(segments)
+    parts = defaultdict[NamespaceId, list[SegmentId]](list)
+    for segment in segments:
+        parts[of_segment(shards, segment)].append(segment)
+    return parts

@@ -1,0 +1,287 @@
+"""ShardedRemoval: evicts, deletes and mends in namespaces that lie in several shards.
+
+Upkeep goes on with the shards that answer: what a node that is down holds stays as it is, and
+Catalogue.reachable says so. What somebody asked for by name (`evict`, `invalidate`, `erase`) fails if a shard
+does, after all others have done it; asked for again, it is done in the rest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from itertools import chain, islice, zip_longest
+
+from kvstore.errors import CapacityExceeded, TransientError
+from kvstore.index.contract import CULL_LOOKS
+from kvstore.index.maintenance import (
+    Candidate,
+    Entry,
+    Erased,
+    Reconciled,
+)
+from kvstore.index.sharding.catalogue import ShardedCatalogue, in_order, summed
+from kvstore.index.sharding.layouts import split
+from kvstore.keys import NamespaceId, SaltId, SegmentId
+from schemas.records import EvictionRule
+
+#: How many more of each order a cull looks at than its equal part of twice what is to be evicted.
+_FEW_LOOKS = 16
+#: Segments or entries of a layout that is gone that one call drops.
+_STEP = 256
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one shard gives of what is to be evicted."""
+
+    nbytes: int = 0
+    segments: int = 0
+
+
+class ShardedRemoval(ShardedCatalogue):
+    """The part of ShardedIndex that changes what is there."""
+
+    # Evictions
+
+    def cull(
+        self,
+        namespace: NamespaceId,
+        *,
+        keep_bytes: int,
+        delete_after_s: float,
+        limit: int,
+        rule: EvictionRule,
+        spare_from_s: float | None = None,
+        among: Collection[NamespaceId] = (),
+    ) -> list[SegmentId]:
+        """Looks at the orders first and at the usage after that, as kvstore.store.housekeeping does over
+        namespaces: two that do this at once have one plan, or the second finds it carried out."""
+
+        def cull(name: NamespaceId, keep: int, most: int) -> list[SegmentId]:
+            return self._leaf.cull(
+                name,
+                keep_bytes=keep,
+                delete_after_s=delete_after_s,
+                limit=most,
+                rule=rule,
+                spare_from_s=spare_from_s,
+            )
+
+        shards = self._shards(namespace)
+        if len(shards) == 1:
+            return cull(namespace, keep_bytes, limit)
+        # What each leaf does in its own order, and here has to be done before any order is read.
+        self.expire(namespace)
+        some = [name for name in shards if not among or name in among]
+        # Chains spread evenly, so about an equal part of each is looked at; of all of them more, if need be.
+        looks, enough = _FEW_LOOKS + 2 * limit // len(shards), False
+        while not enough:
+            looks = min(looks, CULL_LOOKS)
+            orders = self._orders(some, looks)
+            usages = self._answering(some, self._leaf.usage)
+            excess = sum(one.nbytes for one in usages.values()) - keep_bytes
+            parts, enough = _plan(orders, looks, excess, limit, spare_from_s)
+            enough, looks = enough or looks == CULL_LOOKS, 4 * looks
+        gone: set[SegmentId] = set()
+        for name, part in parts.items():
+            if name in usages:
+                gone.update(cull(name, max(0, usages[name].nbytes - part.nbytes), part.segments))
+        return [one.segment for one in merge(*orders.values(), key=in_order) if one.segment in gone]
+
+    def age_out(
+        self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
+    ) -> tuple[int, str]:
+        """Goes through one shard after the other. The time to live is told to all of them first."""
+        shards = self._shards(namespace)
+        if len(shards) == 1:
+            return self._leaf.age_out(namespace, ttl_s, delete_after_s=delete_after_s, after=after)
+        if not after:
+            told = self._answering(
+                shards, lambda name: self._leaf.age_out(name, ttl_s, delete_after_s=delete_after_s)
+            )
+            gone, place = sum(count for count, _ in told.values()), 0
+            _, rest = told.get(shards[0], (0, ""))
+        else:
+            number, _, rest = after.partition(":")
+            gone, place = 0, min(int(number), len(shards) - 1)
+            try:
+                gone, rest = self._leaf.age_out(
+                    shards[place], ttl_s, delete_after_s=delete_after_s, after=rest
+                )
+            except TransientError:
+                rest = ""  # its turn comes again in the next pass
+        if rest:
+            return gone, f"{place}:{rest}"
+        return gone, f"{place + 1}:" if place + 1 < len(shards) else ""
+
+    # Deletion
+
+    def reapable(
+        self, namespace: NamespaceId, now_s: float | None, limit: int
+    ) -> list[tuple[SegmentId, int]]:
+        """Takes turns, so that payloads of one shard that can't be deleted don't keep the others' waiting."""
+        found = self._answering(
+            self._shards(namespace), lambda name: self._leaf.reapable(name, now_s, limit)
+        ).values()
+        turns = chain.from_iterable(zip_longest(*found))
+        return list(islice((one for one in turns if one is not None), max(0, limit)))
+
+    def reaped(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> None:
+        parts = split(self._shards(namespace), segments)
+        self._each(parts, lambda name: self._leaf.reaped(name, parts[name]))
+
+    def sweep(self, namespace: NamespaceId, limit: int) -> int:
+        return self._in_turn(namespace, limit, self._leaf.sweep)
+
+    def drain(self, namespace: NamespaceId, *, delete_after_s: float, limit: int) -> int:
+        return self._in_turn(
+            namespace,
+            limit,
+            lambda name, most: self._leaf.drain(name, delete_after_s=delete_after_s, limit=most),
+        )
+
+    def _in_turn(self, namespace: NamespaceId, limit: int, work: Callable[[NamespaceId, int], int]) -> int:
+        """Works in one shard after the other up to a limit in all, beginning with any."""
+        shards, done = self._shards(namespace), 0
+
+        def some(name: NamespaceId) -> int:
+            nonlocal done
+            if done < limit:
+                done += work(name, limit - done)
+            return done
+
+        self._answering(random.sample(shards, len(shards)), some)
+        return done
+
+    def invalidate(self, namespace: NamespaceId) -> int:
+        """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
+        return sum(self._each(self._shards(namespace), self._leaf.invalidate))
+
+    def erase(self, namespace: NamespaceId, limit: int) -> Erased:
+        """Erases the shards, and then what says that there are any, if nobody has registered the namespace
+        meanwhile (ShardedLayouts.register). Nothing goes if something is stored in one of them now."""
+        self._leaf.begin_erasing(namespace)
+        self._forget_layouts(namespace)
+        shards = self._shards(namespace)
+        if len(shards) > 1:
+            if any(self._each(shards, self._leaf.is_in_use)):
+                return "in_use"
+            erased = self._each(shards, lambda name: self._leaf.erase(name, limit))
+            if "in_use" in erased:
+                return "in_use"
+            if "more" in erased:
+                return "more"
+        self._known.pop(namespace, None)
+        return self._leaf.erase(namespace, limit)
+
+    def _forget_layouts(self, namespace: NamespaceId) -> None:
+        """Drops what lies in shards of another layout than the namespace's: it had lost what laid it out, and
+        was registered with another number. Nobody looks there. Payloads of theirs are strays, but for those
+        that are stored again.
+        """
+        # Asked before the layout: one that begins meanwhile is not among them.
+        named = self._named(namespace)
+        self._known.pop(namespace, None)
+        for name in sorted(named.difference(self._shards(namespace))):
+            self._leaf.invalidate(name)
+            while self._leaf.drain(name, delete_after_s=0, limit=_STEP):
+                pass
+            while due := self._leaf.reapable(name, None, _STEP):
+                self._leaf.reaped(name, [segment for segment, _ in due])
+            while self._leaf.erase(name, _STEP) == "more":
+                pass
+
+    # Pins
+
+    def pin(self, namespace: NamespaceId, segments: Sequence[SegmentId], *, most_bytes: int) -> int:
+        shards = self._shards(namespace)
+        if len(shards) == 1:
+            return self._leaf.pin(namespace, segments, most_bytes=most_bytes)
+        some = list(dict.fromkeys(segments))
+        fresh = [one for one in self.get(namespace, some) if one is not None and not one.pinned]
+        pinned = self.usage(namespace).pinned_bytes
+        whole = pinned + sum(one.record.nbytes for one in fresh)
+        if fresh and whole > most_bytes:
+            raise CapacityExceeded(
+                f"{self._leaf!r}: pin: {whole} bytes of namespace {namespace} would be pinned; at most "
+                f"{most_bytes} may be"
+            )
+        parts = split(self._shards(namespace), [one.segment for one in fresh])
+        return sum(self._each(parts, lambda name: self._leaf.pin(name, parts[name], most_bytes=most_bytes)))
+
+    def unpin(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
+        parts = split(self._shards(namespace), segments)
+        return sum(self._each(parts, lambda name: self._leaf.unpin(name, parts[name])))
+
+    # Salts
+
+    def forbid(self, namespace: NamespaceId, salt: SaltId) -> float:
+        """Writes it under the namespace's own id first, so that shards that begin later forbid it too."""
+        until = self._leaf.forbid(namespace, salt)
+        self._known.pop(namespace, None)
+        shards = self._shards(namespace)
+        if len(shards) == 1:
+            return until
+        return min([until, *self._each(shards, lambda name: self._leaf.forbid(name, salt))])
+
+    def forbidden(self, namespace: NamespaceId) -> dict[SaltId, float]:
+        return self._leaf.forbidden(namespace)
+
+    # Repair
+
+    def unlist(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
+        parts = split(self._shards(namespace), segments)
+        return sum(self._each(parts, lambda name: self._leaf.unlist(name, parts[name])))
+
+    def unlink(self, namespace: NamespaceId, entries: Sequence[Entry]) -> int:
+        """Drops an entry wherever it stands: one that leads astray need not be where its segment is."""
+        shards = self._shards(namespace)
+        return sum(self._each(shards, lambda name: self._leaf.unlink(name, entries)))
+
+    def reconcile(self, namespace: NamespaceId) -> Reconciled:
+        shards = self._shards(namespace)
+        if len(shards) == 1:
+            return self._leaf.reconcile(namespace)
+        self._forget_layouts(namespace)
+        found = self._each([namespace, *shards], self._leaf.reconcile)
+        counted = [one.counted for one in found if one.counted is not None]
+        return Reconciled(
+            summed([one.recorded for one in found]),
+            summed(counted) if len(counted) == len(found) else None,
+            sum(one.mended for one in found),
+            tuple(dict.fromkeys(name for one in found for name in one.replaced)),
+        )
+
+
+def _plan(
+    orders: Mapping[NamespaceId, Sequence[Candidate]],
+    looks: int,
+    excess: int,
+    limit: int,
+    spare_from_s: float | None,
+) -> tuple[dict[NamespaceId, _Part], bool]:
+    """Returns what each shard gives so that together they give `excess` bytes, in the order over all of them
+    and up to `limit` segments.
+
+    Returns as well whether the orders tell enough: of each that has `looks` there may be more, and what comes
+    after its last one can't be told.
+    """
+    last = {some[-1].segment for some in orders.values() if some and len(some) >= looks}
+
+    def listed(name: NamespaceId) -> list[tuple[Candidate, NamespaceId]]:
+        return [(one, name) for one in orders[name]]
+
+    parts: dict[NamespaceId, _Part] = {}
+    chosen = 0
+    for one, name in islice(merge(*map(listed, orders), key=lambda item: in_order(item[0])), CULL_LOOKS):
+        if excess <= 0 or chosen >= limit:
+            break
+        if spare_from_s is None or one.used_s < spare_from_s:
+            part = parts.setdefault(name, _Part())
+            part.nbytes, part.segments = part.nbytes + one.nbytes, part.segments + 1
+            excess, chosen = excess - one.nbytes, chosen + 1
+        if one.segment in last:
+            return parts, excess <= 0 or chosen >= limit
+    return parts, True

@@ -1,0 +1,221 @@
+"""ShardedRequests: what engines ask of an index that keeps namespaces in several shards.
+
+    by the chain's tag        match, find, note, tell
+    by the segment's tag      claim, commit, touch, evict, session
+    in all shards             register, a hint about a session, owned, find of blocks whose chain isn't known
+
+What goes to one shard takes one call of the leaf, as without shards. What goes to several goes to one after
+the other, and to all of them though one fails; the failure is raised at the end.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from kvstore.index.contract import check_commit, check_segments, count_digests
+from kvstore.index.demand import Raised
+from kvstore.index.port import Claim, CommitState, Outcome, Run
+from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
+from kvstore.index.sharding.layouts import FailedShards, ShardedLayouts, split
+from kvstore.index.sharding.names import of_chain, of_segment, shard_names
+from kvstore.keys import DIGEST_BYTES, NO_SESSION, NamespaceId, SegmentId, SessionId, split_digests
+from schemas.records import EvictionRule, SegmentRecord
+
+
+class ShardedRequests(ShardedLayouts):
+    """The part of ShardedIndex that engines use."""
+
+    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
+        name = of_chain(self._shards(namespace, may_probe=False), digests)
+        with self._guard(name, may_probe=False):
+            return self._leaf.match(name, digests)
+
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
+        layout = self._layout(namespace)
+        shards = shard_names(namespace, layout.shards)
+        if chain or len(shards) == 1:
+            name = of_chain(shards, chain)
+            with self._guard(name):
+                return self._leaf.find(name, digests)
+        if layout.items:
+            return self._find_items(shards, digests)
+        return self._find_anywhere(shards, digests)
+
+    def _find_items(self, shards: Sequence[NamespaceId], digests: bytes) -> list[Run | None]:
+        places: Mapping[NamespaceId, list[int]] = defaultdict(list)
+        items = split_digests(digests)
+        for place, item in enumerate(items):
+            places[of_chain(shards, item)].append(place)
+        found: list[Run | None] = [None] * len(items)
+
+        def find(name: NamespaceId) -> None:
+            some = self._leaf.find(name, b"".join(items[place] for place in places[name]))
+            for place, run in zip(places[name], some, strict=True):
+                found[place] = _at(place, run)
+
+        self._each(places, find)
+        return found
+
+    def _find_anywhere(self, shards: Sequence[NamespaceId], digests: bytes) -> list[Run | None]:
+        """Looks in one shard after the other for what is not found yet. One that fails has nothing, unless
+        all do."""
+        found: list[Run | None] = [None] * (len(digests) // DIGEST_BYTES)
+        failures, answered = FailedShards(), False
+        for name in shards:
+            with failures.passed(), self._guard(name):
+                some, answered = self._leaf.find(name, digests), True
+                found = [one or other for one, other in zip(found, some, strict=True)]
+            if None not in found:
+                break
+        if not answered:
+            failures.end()
+        return found
+
+    def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:
+        name = self._of_segment(namespace, segment)
+        with self._guard(name):
+            return self._leaf.claim(name, digests, segment, ttl_s)
+
+    def _of_segment(self, namespace: NamespaceId, segment: SegmentId) -> NamespaceId:
+        check_segments([segment])
+        return of_segment(self._shards(namespace), segment)
+
+    def commit(
+        self,
+        namespace: NamespaceId,
+        segment: SegmentId,
+        digests: bytes,
+        record: SegmentRecord,
+        *,
+        rank: int,
+        ranks: int,
+        session: SessionId = NO_SESSION,
+        allowance: Allowance = NOTHING_RETAINED,
+    ) -> CommitState:
+        """In a namespace of several shards, a segment that begins a chain and has another's tag is REFUSED:
+        nobody would find it. Releases that knew no tags wrote such."""
+        check_commit(segment, digests, record, rank, ranks)
+        shards = self._shards(namespace)
+        name = of_segment(shards, segment)
+        if not record.depth and of_chain(shards, digests) != name:
+            return CommitState.REFUSED
+        with self._guard(name):
+            return self._leaf.commit(
+                name,
+                segment,
+                digests,
+                record,
+                rank=rank,
+                ranks=ranks,
+                session=session,
+                allowance=_share(allowance, len(shards)),
+            )
+
+    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+        parts = split(self._shards(namespace), segments)
+        self._each(parts, lambda name: self._leaf.touch(name, parts[name], now_s))
+
+    def evict(
+        self,
+        namespace: NamespaceId,
+        segments: Sequence[SegmentId],
+        *,
+        delete_after_s: float,
+        rule: EvictionRule,
+    ) -> int:
+        parts = split(self._shards(namespace), segments)
+
+        def evict(name: NamespaceId) -> int:
+            return self._leaf.evict(name, parts[name], delete_after_s=delete_after_s, rule=rule)
+
+        return sum(self._each(parts, evict))
+
+    # Notes, outcomes, sessions
+
+    def note(
+        self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int
+    ) -> int:
+        name = of_chain(self._shards(namespace), digests)
+        with self._guard(name):
+            return self._leaf.note(name, digests, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes)
+
+    def sketch_bits(self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int) -> int:
+        """Returns those of the fullest shard."""
+
+        def bits(name: NamespaceId) -> int:
+            return self._leaf.sketch_bits(name, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes)
+
+        return max(self._each(self._shards(namespace), bits))
+
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
+        """What was raised goes to one of the shards: ShardedJournal.asked looks at all."""
+        layout = self._layout(namespace)
+        shards = shard_names(namespace, layout.shards)
+        parts = defaultdict[NamespaceId, list[Outcome]](list)
+        for one in outcomes:
+            count_digests(one.missing)
+            parts[_told(shards, one, items=layout.items)].append(one)
+        first = next(iter(parts), None)
+
+        def tell(name: NamespaceId) -> None:
+            self._leaf.tell(name, parts[name], raised if raised is None or name == first else raised.after())
+
+        self._each(parts, tell)
+
+    def session(
+        self,
+        namespace: NamespaceId,
+        session: SessionId,
+        segments: Sequence[SegmentId],
+        now_s: float,
+        hint: Hint = USE,
+        *,
+        allowance: Allowance = NOTHING_RETAINED,
+    ) -> HintEffect:
+        """Each shard allows an equal part of the allowance. A use is told to the shards of its segments, and
+        its effect says what is there; what is told of the session goes to all."""
+        shards = self._shards(namespace)
+        parts = split(shards, segments)
+        share = _share(allowance, len(shards))
+        names = shards if hint != USE else list(parts) or shards[:1]
+
+        def tell(name: NamespaceId) -> HintEffect:
+            some = parts.get(name, [])
+            return self._leaf.session(name, session, some, now_s, hint, allowance=share)
+
+        told = self._each(names, tell)
+        return HintEffect(
+            min((one.state for one in told), key=("retained", "live", "ended").index),
+            sum(one.segments for one in told),
+            sum(one.demoted for one in told),
+            sum(one.retained_bytes for one in told),
+            sum(one.refused_bytes for one in told),
+        )
+
+    def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
+        found: dict[SegmentId, SegmentRecord] = {}
+        for some in self._each(self._shards(namespace), lambda name: self._leaf.owned(name, session)):
+            found |= some
+        return found
+
+    def close(self) -> None:
+        self._leaf.close()
+
+
+def _share(allowance: Allowance, shards: int) -> Allowance:
+    return Allowance(allowance.namespace_bytes // shards, allowance.salt_bytes // shards)
+
+
+def _at(place: int, run: Run | None) -> Run | None:
+    return None if run is None else Run(place, run.segment, run.slot, run.count, run.record)
+
+
+def _told(shards: Sequence[NamespaceId], one: Outcome, *, items: bool) -> NamespaceId:
+    """Returns the shard that remembers an outcome: that which remembers what was evicted of its chain, if the
+    chain is known, or else any, but the same for all that becomes of a request."""
+    chain = one.chain or (one.missing if items or not one.position else b"")
+    if chain:
+        return of_chain(shards, chain)
+    return shards[zlib.crc32(one.request.encode("utf-8", "surrogatepass")) % len(shards)]

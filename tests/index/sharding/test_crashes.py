@@ -1,0 +1,34 @@
+"""Processes that are killed in the middle of what they do in namespaces of eight shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.crashing import crash
+from tests.faults.verbs import VERBS, Verb
+from tests.servers.redis import RedisServer
+
+#: Each killed process has a database of its own.
+_DATABASES = "4096"
+#: About so many steps of each verb are killed: with eight shards it has hundreds.
+_KILLS = 12
+
+
+@pytest.mark.servers
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_who_is_killed_leaves_nothing_that_is_not_mended(verb: Verb, tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis", "--databases", _DATABASES) as server:
+
+        def place(number: int, own: Path) -> dict[str, Any]:
+            return {
+                "payloads": f"file://{own}/payloads",
+                "index": f"redis://127.0.0.1:{server.port}/{number}",
+                "redis": {"shards": 8},
+            }
+
+        result = crash(verb, tmp_path, place, most=_KILLS)
+    assert result.holds, result
