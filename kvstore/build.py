@@ -29,6 +29,7 @@ from kvstore.errors import ConfigError
 from kvstore.files import access_of
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.maintenance import FullIndex
+from kvstore.index.near import NearRuns
 from kvstore.index.port import EngineIndex
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
@@ -149,10 +150,17 @@ def _leaves(model: type[BaseModel], prefix: str) -> list[str]:
     return names
 
 
-def open_index(settings: Settings, *, by: str = "", clock: Callable[[], float] = time.time) -> FullIndex:
+def open_index(
+    settings: Settings,
+    *,
+    by: str = "",
+    clock: Callable[[], float] = time.time,
+    count: Callable[[str], None] | None = None,
+) -> FullIndex:
     """Returns the leaf index of these settings, for reading, writing and maintenance. No I/O for Redis.
 
-    `by` says in the journal who does what is done with it; "" is for engines.
+    `by` says in the journal who does what is done with it; "" is for engines. With `count`, which is told of
+    that, replicas are read where the settings say so; without, as tools need it, nothing is behind.
     """
     url = settings.index_url
     if settings.nowhere:
@@ -174,7 +182,7 @@ def open_index(settings: Settings, *, by: str = "", clock: Callable[[], float] =
     if url.startswith("memory://"):
         return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
     return ShardedIndex(
-        RedisIndex.from_settings(url, settings.redis, **options), shards=settings.redis.shards
+        RedisIndex.from_settings(url, settings.redis, count=count, **options), shards=settings.redis.shards
     )
 
 
@@ -344,10 +352,10 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     if not isinstance(settings, Settings):
         settings = load_settings(settings)
     keyring = open_keyring(settings.signing)
-    index = open_index(settings)
-    requests, index_breaker = _for_requests(index, settings)
-    breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     transfers, counters = Transfers(settings.transfers), Counters()
+    index = open_index(settings, count=counters.add)
+    requests, index_breaker = _for_requests(index, settings, counters)
+    breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     origin = _origin(settings, breaker, crew)
     tiers = settings.tiers
     tier = _tiered(settings, tiers, origin, transfers, counters) if tiers else None
@@ -372,11 +380,15 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     )
 
 
-def _for_requests(index: FullIndex, settings: Settings) -> tuple[EngineIndex, Breaker | ShardBreakers]:
+def _for_requests(
+    index: FullIndex, settings: Settings, counters: Counters
+) -> tuple[EngineIndex, Breaker | ShardBreakers]:
     """Returns the index as engines use it, and what refuses their calls while it fails."""
     if isinstance(index, ShardedIndex):
         breakers = ShardBreakers(lambda name: Breaker(name, settings.breaker))
-        return ShardedRequests(index.leaf, shards=settings.redis.shards, guard=breakers.guard), breakers
+        near = NearRuns(settings.redis.near_s, count=counters.add)
+        shards = settings.redis.shards
+        return ShardedRequests(index.leaf, shards=shards, guard=breakers.guard, near=near), breakers
     breaker = Breaker("index", settings.breaker)
     return BreakingIndex(index, breaker), breaker
 

@@ -32,6 +32,14 @@ class RedisSettings(StrictModel):
     #: In how many shards a namespace lies that is registered for the first time, each in a slot of its own,
     #: so that the masters of a Redis Cluster share its load. One that is there keeps the number it has.
     shards: int = Field(default=1, ge=1, le=256)
+    #: Whom an engine asks what is stored, where a Cluster or Sentinels name replicas: these, in turns, or the
+    #: `master` alone. What changes something goes to the master, and so do tools.
+    read_from: Literal["replicas", "master"] = "replicas"
+    #: How far a replica may be behind its master; one further behind is not read, nor one that can't be told.
+    max_lag_s: Seconds = Field(default=10.0, ge=1.0)
+    #: For how long a process remembers which beginnings of prompts were stored, and asks for what follows
+    #: them alone. 0: every prompt is asked for from its first block on.
+    near_s: float = Field(default=5.0, ge=0.0, allow_inf_nan=False)
     #: Most connections of one process; a call waits up to `timeout_s` for a free one.
     max_connections: int = Field(default=16, ge=1)
     #: File with the CA certificates to trust with `rediss://`, in PEM. Left out: the system's.

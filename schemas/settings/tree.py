@@ -151,7 +151,19 @@ class Settings(StrictModel):
                 f"{self.kv.load_deadline_s:g} must not add up to more than grace_s = {self.grace_s:g}, or "
                 "a run that is evicted after its match vanishes under its load"
             )
+        if (self.index or "").startswith(("redis", "unix")):
+            self._check_grace()
         return self
+
+    def _check_grace(self) -> None:
+        redis, kv = self.redis, self.kv
+        lag_s = redis.max_lag_s if redis.read_from == "replicas" else 0.0
+        if lag_s + redis.near_s + kv.match_ttl_s + kv.load_deadline_s > self.grace_s:
+            raise ValueError(
+                f"redis.max_lag_s = {lag_s:g}, redis.near_s = {redis.near_s:g}, kv.match_ttl_s = "
+                f"{kv.match_ttl_s:g} and kv.load_deadline_s = {kv.load_deadline_s:g} must not add up to more "
+                f"than grace_s = {self.grace_s:g}, or a run that was evicted unseen vanishes under its load"
+            )
 
     def _check_redis(self, location: RedisLocation) -> None:
         if self.redis.tls_cert is not None and not location.tls:

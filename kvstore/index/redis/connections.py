@@ -117,6 +117,39 @@ def pool(
     )
 
 
+def replica(
+    location: RedisLocation, settings: RedisSettings, wait_s: float
+) -> Callable[[tuple[str, int], bool], redis.Redis]:
+    """Returns a function that makes a client of one replica, of a Cluster's if its second argument is true.
+    A call waits up to `wait_s` for a free connection. Raises ConfigError."""
+    options = _login(location, settings) | _options(settings, tls=location.tls)
+    kind: Any = TlsConnection if location.tls else TcpConnection
+
+    def make(address: tuple[str, int], of_cluster: bool) -> redis.Redis:
+        host, port = address
+        more = {"redis_connect_func": _read_only} if of_cluster else {"db": location.db}
+        return redis.Redis(
+            connection_pool=redis.BlockingConnectionPool(  # type: ignore[no-untyped-call]
+                connection_class=kind,
+                max_connections=settings.max_connections,
+                timeout=wait_s,
+                host=host,
+                port=port,
+                **options,
+                **more,
+            )
+        )
+
+    return make
+
+
+def _read_only(connection: Any) -> None:
+    """Logs in, and has a replica in a Cluster answer reads of its master's slots."""
+    connection.on_connect()
+    connection.send_command("READONLY", check_health=False)
+    connection.read_response()
+
+
 def cluster(location: RedisLocation, settings: RedisSettings) -> Callable[[], RedisCluster]:
     """Returns a function that asks the hosts for the nodes of their Cluster and makes a client of it."""
     options = _login(location, settings) | _options(settings, tls=location.tls)

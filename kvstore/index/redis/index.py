@@ -196,9 +196,13 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         grace_s: float = 0.0,
         by: str = "",
         clock: Callable[[], float] = time.time,
+        count: Callable[[str], None] | None = None,
     ) -> Self:
-        """Returns the index at a URL of Redis (schemas.urls). Does no I/O. Raises ConfigError."""
-        client = RedisClient.from_settings(url, settings)
+        """Returns the index at a URL of Redis (schemas.urls). Does no I/O. Raises ConfigError.
+
+        With `count`, match and find may be answered by replicas: see RedisClient.from_settings.
+        """
+        client = RedisClient.from_settings(url, settings, count=count)
         return cls(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, by=by, clock=clock)
 
     def __repr__(self) -> str:
@@ -270,7 +274,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
     @understood
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
         asked = count_digests(digests)
-        segments, places, values = self._run(_MATCH, namespace, digests)
+        segments, places, values = self._client.read(_MATCH, key(namespace, "meta"), digests)
         if not all(isinstance(one, bytes) and len(one) == SEGMENT_ID_BYTES for one in segments):
             raise ValueError("ids of segments have another length")
         runs: list[Run] = []
@@ -288,7 +292,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
     @understood
     def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         count = count_digests(digests)
-        entries, segments, values = self._run(_FIND, namespace, digests)
+        entries, segments, values = self._client.read(_FIND, key(namespace, "meta"), digests)
         known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}
         runs: list[Run | None] = [None] * count
         for start, entry in enumerate(entries):

@@ -4,8 +4,9 @@
     by the segment's tag      claim, commit, touch, evict, session
     in all shards             register, a hint about a session, owned, find of blocks whose chain isn't known
 
-What goes to one shard takes one call of the leaf, as without shards. What goes to several goes to one after
-the other, and to all of them though one fails; the failure is raised at the end.
+What goes to one shard takes one call of the leaf, as without shards; a match may take none (NearRuns). What
+goes to several goes to one after the other, and to all of them though one fails; the failure is raised at the
+end.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ class ShardedRequests(ShardedLayouts):
     """The part of ShardedIndex that engines use."""
 
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
-        name = of_chain(self._shards(namespace, may_probe=False), digests)
-        with self._guard(name, may_probe=False):
-            return self._leaf.match(name, digests)
+        def ask(rest: bytes) -> list[Run]:
+            name = of_chain(self._shards(namespace, may_probe=False), digests)
+            with self._guard(name, may_probe=False):
+                return self._leaf.match(name, rest)
+
+        return self._near.match(namespace, digests, ask)
 
     def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         layout = self._layout(namespace)
@@ -125,6 +129,7 @@ class ShardedRequests(ShardedLayouts):
         delete_after_s: float,
         rule: EvictionRule,
     ) -> int:
+        self._near.forget(namespace, segments)
         parts = split(self._shards(namespace), segments)
 
         def evict(name: NamespaceId) -> int:
