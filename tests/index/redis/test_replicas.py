@@ -1,0 +1,322 @@
+"""What is read from replicas: the contract where they are in step, and whom is asked where they are not."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from kvstore.build import load_settings, open_index, open_store
+from kvstore.conformance.index.chains import LATER_S, chain, namespace, put, put_all, served
+from kvstore.errors import ConfigError, PayloadMissing, TransientError
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sharding.index import ShardedIndex
+from kvstore.index.sharding.names import shard_names
+from kvstore.keys import NamespaceId
+from kvstore.store.housekeeping import Housekeeping
+from kvstore.testing import FullIndexConformance
+from schemas.settings import JournalSettings
+from tests.faults.network import Wire
+from tests.index.redis.cluster import RedisClusterServers
+from tests.index.redis.in_step import in_step
+from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel
+from tests.index.sharding.test_conformance import Sharded
+from tests.index.test_state_machine import IndexMachine, ShardedMachine, run
+from tests.servers.redis import PATIENT, RedisServer, patient
+from tests.store.world import SLOT_BYTES, content, fetch, match, slots
+from tests.store.world import chain as hashes_of
+from tests.store.world import namespace as space_of
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture(scope="module")
+def _replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClusterServers]:
+    with RedisClusterServers(tmp_path_factory.mktemp("replicated"), replicas=1) as servers:
+        yield servers
+
+
+@pytest.fixture
+def replicated(
+    _replicated: RedisClusterServers, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RedisClusterServers]:
+    """Three masters with a replica each, empty; what is read is read from these."""
+    _replicated.flush()
+    with in_step(monkeypatch):
+        yield _replicated
+
+
+class TestOneShardReadFromReplicas(FullIndexConformance):
+    @pytest.fixture
+    def index(self, replicated: RedisClusterServers) -> Iterator[RedisIndex]:
+        self.url = replicated.urls[0]
+        with self.reopen() as index:
+            yield index
+
+    def reopen(self) -> RedisIndex:
+        return self.configured()
+
+    def configured(
+        self, *, journal: JournalSettings | None = None, cost_aware: bool = True, by: str = ""
+    ) -> RedisIndex:
+        journal = journal or JournalSettings()
+        return RedisIndex.from_settings(self.url, PATIENT, journal=journal, cost_aware=cost_aware, by=by)
+
+    def miscount(self, name: NamespaceId, nbytes: int) -> None:
+        with redis.RedisCluster.from_url(self.url, protocol=2) as client:
+            client.hincrby(f"kvs:{{{name}}}:meta", "bytes", nbytes)
+
+
+class TestEightShardsReadFromReplicas(Sharded):
+    @pytest.fixture
+    def index(self, replicated: RedisClusterServers) -> Iterator[ShardedIndex]:
+        self.url = replicated.urls[0]
+        with self.reopen() as index:
+            yield index
+
+    def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> RedisIndex:
+        return RedisIndex.from_settings(self.url, PATIENT, journal=journal, cost_aware=cost_aware, by=by)
+
+    def miscount(self, name: NamespaceId, nbytes: int) -> None:
+        with redis.RedisCluster.from_url(self.url, protocol=2) as client:
+            client.hincrby(f"kvs:{{{shard_names(name, self.shards)[-1]}}}:meta", "bytes", nbytes)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_any_sequence_of_calls(replicated: RedisClusterServers, shards: int) -> None:
+    class Machine(IndexMachine if shards == 1 else ShardedMachine):  # type: ignore[misc]
+        def open(self) -> Any:
+            leaf = RedisIndex.from_settings(replicated.urls[0], PATIENT)
+            return leaf if shards == 1 else ShardedIndex(leaf, shards=shards)
+
+        def empty(self) -> None:
+            replicated.flush()
+
+    run(Machine, 6)
+
+
+class Pair:
+    """A master, its replica behind a wire, and a Sentinel that names the master."""
+
+    def __init__(
+        self, master: RedisServer, replica: RedisServer, wire: Wire, sentinel: ScriptedSentinel
+    ) -> None:
+        self.master, self.replica, self.wire = master, replica, wire
+        self.url = f"redis+sentinel://127.0.0.1:{sentinel.port}/{MASTER}/0"
+        self.counts: Counter[str] = Counter()
+
+    def open(self, **settings: Any) -> RedisIndex:
+        """As an engine has it."""
+        return RedisIndex.from_settings(
+            self.url, patient(**settings), count=lambda name: self.counts.update([name])
+        )
+
+    def cut(self) -> None:
+        """From now on the replica learns of nothing, and goes on answering."""
+        self.replica.command("CONFIG", "SET", "repl-timeout", "1000000")
+        self.master.command("CONFIG", "SET", "repl-timeout", "1000000")
+        self.wire.cut()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        options = ("--repl-diskless-sync-delay", "0")
+        master, replica = (
+            stack.enter_context(RedisServer(tmp_path / name, *options)) for name in ("master", "replica")
+        )
+        wire = stack.enter_context(Wire(master.port))
+        sentinel = stack.enter_context(ScriptedSentinel(master.port))
+        replica.command("REPLICAOF", "127.0.0.1", str(wire.port))
+        until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"))
+        yield Pair(master, replica, wire, sentinel)
+
+
+def filled(index: RedisIndex) -> NamespaceId:
+    name = index.register(namespace(), expected_blocks=100)
+    put_all(index, name, chain(6), [4, 2])
+    return name
+
+
+def is_read(pair: Pair, index: RedisIndex, name: NamespaceId) -> bool:
+    """Whether a replica answers a match, which finds all."""
+    before = pair.counts["replica_reads"]
+    return served(index.match(name, chain(6))) == 6 and pair.counts["replica_reads"] > before
+
+
+def evals(server: RedisServer) -> int:
+    with redis.Redis(port=server.port, protocol=2) as client:
+        told = client.info("commandstats")
+    return sum(told.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
+
+
+def test_what_only_reads_is_asked_of_a_replica_and_all_else_of_the_master(pair: Pair) -> None:
+    with pair.open() as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        masters, replicas = evals(pair.master), evals(pair.replica)
+        for _ in range(5):
+            assert served(index.match(name, chain(6))) == 6
+            assert None not in index.find(name, chain(6))
+        assert evals(pair.master) == masters and evals(pair.replica) >= replicas + 10
+        put(index, name, chain(2, seed="other"))
+        index.touch(name, [], LATER_S)
+        assert evals(pair.master) > masters
+    assert not pair.counts["replica_failures"]
+
+
+def test_tools_and_those_who_are_told_to_read_masters_alone(pair: Pair) -> None:
+    tree = {"payloads": "file:///nowhere", "index": pair.url}
+    with open_index(load_settings(tree, {})) as index:
+        assert index.leaf._client._replicas is None  # type: ignore[attr-defined]
+    with pair.open(read_from="master") as index:
+        assert index._client._replicas is None
+    # Who names one server means that one.
+    with RedisIndex.from_settings(pair.master.url, PATIENT, count=lambda name: None) as index:
+        name = filled(index)
+        before = evals(pair.replica)
+        for _ in range(5):
+            assert served(index.match(name, chain(6))) == 6
+        assert not index._client._replicas._masters  # type: ignore[union-attr]
+        assert evals(pair.replica) == before
+
+
+def test_a_replica_that_is_cut_off_is_read_until_it_lags_too_far(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pair.open(max_lag_s=1.0) as index, caplog.at_level(logging.INFO):
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        pair.cut()
+        put_all(index, name, chain(9), [4, 2, 3])
+        # Nobody waits for anything: what a match is answered is of the replica, and then of the master.
+        until(lambda: served(index.match(name, chain(9))) == 9)
+        until(lambda: index.match(name, chain(9)) and "lags by more than redis.max_lag_s = 1" in caplog.text)
+        before = pair.counts.copy()
+        assert served(index.match(name, chain(9))) == 9
+        assert pair.counts["replica_lags"] == before["replica_lags"] + 1
+        assert pair.counts["replica_reads"] == before["replica_reads"]
+        pair.wire.mend()
+        until(lambda: is_read(pair, index, name))
+        assert "is read again" in caplog.text and not pair.counts["replica_failures"]
+
+
+@pytest.mark.parametrize("fault", ["killed", "hangs", "loading"])
+def test_a_replica_that_fails_costs_no_answer(pair: Pair, fault: str) -> None:
+    with pair.open(timeout_s=PATIENCE_S / 4) as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        (master,) = index._client._replicas._masters.values()  # type: ignore[union-attr]
+        master.look_s = float("inf")  # nobody looks meanwhile
+        if fault == "killed":
+            pair.replica.kill()
+        elif fault == "hangs":
+            index._client._timeout_s = 4.0
+            pair.replica.pause()
+        else:
+            # It says so to every script, as one that loads does.
+            pair.replica.command("CONFIG", "SET", "replica-serve-stale-data", "no")
+            pair.replica.command("REPLICAOF", "127.0.0.1", "1")
+        assert served(index.match(name, chain(6))) == 6
+        assert pair.counts["replica_failures"] == 1
+        assert served(index.match(name, chain(6))) == 6
+        assert pair.counts["replica_failures"] == 1, "it is not asked again before it has answered a look"
+
+
+def test_without_its_master_a_replica_is_read_for_as_long_as_it_may_lag(pair: Pair) -> None:
+    with pair.open(max_lag_s=2.0) as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        pair.master.kill()
+
+        def fails() -> bool:
+            try:
+                assert served(index.match(name, chain(6))) == 6
+            except TransientError:
+                return True
+            return False
+
+        until(fails)
+
+
+def test_another_master_is_not_followed_by_the_replicas_of_the_former(pair: Pair) -> None:
+    """Offsets of two histories can't be compared."""
+    with pair.open() as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        replicas = index._client._replicas
+        assert replicas is not None
+        (master,) = replicas._masters.values()
+        master.history = "another's"
+        assert replicas._ask(master, ("127.0.0.1", pair.replica.port), of_cluster=False) is None
+        assert "follows another master" in str(master.excluded)
+
+
+def test_a_replica_that_came_later_is_found(tmp_path: Path) -> None:
+    """A Cluster's client asks for its nodes when something fails, and nothing does."""
+    counts: Counter[str] = Counter()
+    with RedisClusterServers(tmp_path / "cluster", masters=3, replicas=1) as cluster:
+        with RedisIndex.from_settings(
+            cluster.urls[0], patient(max_lag_s=1.0), count=lambda name: counts.update([name])
+        ) as index:
+            name = filled(index)
+            index.match(name, chain(6))
+            nodes = index._client._current.nodes_manager.slots_cache  # type: ignore[union-attr]
+            for slot, those in list(nodes.items()):
+                nodes[slot] = those[:1]  # as it was before there were any
+            until(lambda: served(index.match(name, chain(6))) == 6 and counts["replica_reads"] > 0)
+
+
+def test_what_is_evicted_unseen_is_loaded_within_grace_and_then_a_miss(pair: Pair, tmp_path: Path) -> None:
+    """A replica's answer after an eviction leads to the right bytes, or to none."""
+    tree = {
+        "payloads": f"file://{tmp_path}/payloads",
+        "index": pair.url,
+        "redis": {"timeout_s": PATIENCE_S, "max_lag_s": 80.0, "near_s": 0},
+    }
+    hashes = hashes_of(*range(6))
+    with open_store(tree) as store:
+        space = store.open(space_of(), block_bytes=SLOT_BYTES)
+        space.register()
+        saved = space.save(slots(hashes))
+        assert saved.stored == 6
+        reads = lambda: store.counters.snapshot()["replica_reads"]  # noqa: E731
+        until(lambda: match(space, hashes).blocks == 6 and reads() > 0)
+        pair.cut()
+        (run,) = match(space, hashes).runs
+        evicted = store.maintenance.evict(space.id, [run.segment], delete_after_s=0, rule="admin")
+        assert evicted == 1
+        before = reads()
+        stale = match(space, hashes)
+        assert stale.blocks == 6 and reads() > before, "the replica has not heard of it"
+        assert fetch(space, hashes, stale) == [content(one) for one in hashes]
+
+        # The grace time is over.
+        with redis.Redis(port=pair.master.port, protocol=2) as raw:
+            trash = f"kvs:{{{space.id}}}:trash"
+            for one, score in raw.zrange(trash, 0, -1, withscores=True):
+                raw.zadd(trash, {one: score - 1000})
+        index, payloads = store.maintenance, store.payloads
+        assert Housekeeping(index, payloads, store.settings, store.counters, store.clock).reap(space.id) == 1
+        stale = match(space, hashes)
+        assert stale.blocks == 6
+        with pytest.raises(PayloadMissing):
+            fetch(space, hashes, stale)
+        assert match(space, hashes).blocks == 0, "it is quarantined here, whatever the replica says"
+
+
+def test_what_lags_and_what_is_remembered_end_within_grace() -> None:
+    tree: dict[str, Any] = {"payloads": "file:///nowhere", "index": "redis+sentinel://h:1/m/0"}
+    with pytest.raises(ConfigError, match=r"must not add up to more than grace_s = 120, or a run that was"):
+        load_settings({**tree, "redis": {"max_lag_s": 100}}, {})
+    with pytest.raises(ConfigError, match="near_s = 90"):
+        load_settings({**tree, "redis": {"near_s": 90}}, {})
+    load_settings({**tree, "redis": {"max_lag_s": 100, "read_from": "master"}}, {})
+    load_settings({"payloads": "file:///nowhere", "redis": {"max_lag_s": 100}}, {})
