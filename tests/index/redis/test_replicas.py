@@ -137,6 +137,9 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         replica.command("REPLICAOF", "127.0.0.1", str(wire.port))
         until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"))
         yield Pair(master, replica, wire, sentinel)
+        # First, or a replica that connects anew keeps the wire from ending.
+        replica.kill()
+        master.kill()
 
 
 def filled(index: RedisIndex) -> NamespaceId:
