@@ -36,9 +36,11 @@ class RedisSettings(StrictModel):
     #: `master` alone. What changes something goes to the master, and so do tools.
     read_from: Literal["replicas", "master"] = "replicas"
     #: How far a replica may be behind its master; one further behind is not read, nor one that can't be told.
+    #: Left out: two thirds of what `grace_s` leaves to it and `near_s`, if that is less.
     max_lag_s: Seconds = Field(default=10.0, ge=1.0)
     #: For how long a process remembers which beginnings of prompts were stored, and asks for what follows
-    #: them alone. 0: every prompt is asked for from its first block on.
+    #: them alone. 0: every prompt is asked for from its first block on. Left out: a third of what `grace_s`
+    #: leaves, if that is less.
     near_s: float = Field(default=5.0, ge=0.0, allow_inf_nan=False)
     #: Most connections of one process; a call waits up to `timeout_s` for a free one.
     max_connections: int = Field(default=16, ge=1)

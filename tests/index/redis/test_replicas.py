@@ -21,7 +21,7 @@ from kvstore.index.sharding.names import shard_names
 from kvstore.keys import NamespaceId
 from kvstore.store.housekeeping import Housekeeping
 from kvstore.testing import FullIndexConformance
-from schemas.settings import JournalSettings
+from schemas.settings import JournalSettings, Settings
 from tests.faults.network import Wire
 from tests.index.redis.cluster import RedisClusterServers
 from tests.index.redis.in_step import in_step
@@ -323,3 +323,9 @@ def test_what_lags_and_what_is_remembered_end_within_grace() -> None:
         load_settings({**tree, "redis": {"near_s": 90}}, {})
     load_settings({**tree, "redis": {"max_lag_s": 100, "read_from": "master"}}, {})
     load_settings({"payloads": "file:///nowhere", "redis": {"max_lag_s": 100}}, {})
+    # What nobody asked for gives way to a short grace time.
+    for grace_s, lag_s, near_s in ((43.7, 2.4, 1.2), (41, 10.0, 0.3), (40, 10.0, 0.0)):
+        given = load_settings({**tree, "grace_s": grace_s}, {})
+        assert (given.redis.max_lag_s, given.redis.near_s) == (lag_s, near_s)
+        assert given.redis.read_from == ("replicas" if lag_s < 10 else "master")
+        Settings.model_validate(given.model_dump())
