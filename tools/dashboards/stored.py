@@ -217,7 +217,6 @@ UPKEEP = Row(
                 for name, legend in (
                     ("behind", "since the last look"),
                     ("way", "from making to here"),
-                    ("newest", "age of the newest"),
                 )
             ),
             "Where another region's payloads are copied into this bucket and `cache-admin rebuild --follow` "
