@@ -38,7 +38,10 @@ from kvstore.format import segment as codec
 from kvstore.format.segment import Slot
 from kvstore.index.redis import catalogue as redis_catalogue
 from kvstore.index.redis import index as index_redis
+from kvstore.index.redis import journal as redis_journal
 from kvstore.index.redis import maintenance as redis_upkeep
+from kvstore.index.redis import salts as redis_salts
+from kvstore.index.redis import sessions as redis_sessions
 from kvstore.index.redis.client import Script
 from kvstore.keys import (
     SegmentId,
@@ -156,7 +159,7 @@ class Bench:
         note = work()
         seconds = time.perf_counter() - began
         slow = sorted(self.client.slowlog_get(10_000), key=lambda one: -one["duration"])
-        took, name = (slow[0]["duration"] / 1000, _named(slow[0]["command"])) if slow else (0.0, "")
+        took, name = (slow[0]["duration"] / 1000, script_name(slow[0]["command"])) if slow else (0.0, "")
         over = sum(one["duration"] > 10_000 for one in slow)
         self.rows.append(Row(what, seconds, took, name, over, note))
         print(self._line(self.rows[-1]), flush=True)
@@ -239,12 +242,12 @@ class Bench:
         )
 
 
-def _named(command: bytes) -> str:
-    """A script's name, or a command's."""
+def script_name(command: bytes) -> str:
+    """Returns a script's name, or a command's, as SLOWLOG has it."""
     words = command.split()
     scripts = [
         script
-        for module in (index_redis, redis_catalogue, redis_upkeep)
+        for module in (index_redis, redis_catalogue, redis_upkeep, redis_journal, redis_salts, redis_sessions)
         for script in vars(module).values()
         if isinstance(script, Script)
     ]

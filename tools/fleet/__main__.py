@@ -29,12 +29,21 @@ from kvstore.index.maintenance import Usage
 from kvstore.keys import namespace_id
 from tests.servers.s3.ceph import CephServer
 from tools.fleet.engine import NAMESPACE, Done, Request, run
-from tools.fleet.servers import SixNodes, Told, told
+from tools.fleet.servers import SixNodes, Told, janitor, told, watch, watched
 from tools.recording import FLEETS, prompts
-
 
 #: For so many seconds nobody asks anything, to see what servers take by themselves.
 _IDLE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What engines call, by SLOWLOG: how often in a request, and the microseconds of the middle one, and of
+    all of a request together, which a busy machine makes too large."""
+
+    calls: float
+    median_us: float
+    sum_us: float
 
 
 @dataclass
@@ -74,6 +83,8 @@ class Report:
     match_p50_ms: float
     match_p99_ms: float
     late_p99_s: float
+    #: Of Redis, by name.
+    calls: dict[str, Call]
 
 
 def schedule(engines: int, seconds: float, rate: float, seed: int = 1) -> list[list[Request]]:
@@ -106,6 +117,7 @@ def fleet(engines: int, seconds: float, rate: float, shards: int, processes: int
         with open_index(load_settings(settings, environ={})) as index:
             # One of them registers: what so many do at once is another measurement.
             index.register(NAMESPACE, expected_blocks=1_000_000)
+        stack.enter_context(janitor(settings))
         empty = told(nodes, s3)
         requests = schedule(engines, seconds, rate)
         done = Done()
@@ -121,18 +133,26 @@ def fleet(engines: int, seconds: float, rate: float, shards: int, processes: int
             idle = told(nodes, s3)
             time.sleep(_IDLE_S)
             before = told(nodes, s3)
+            watch(nodes)
             turn.wait()
             turn.wait()
             after = told(nodes, s3)
+            calls = watched(nodes)
             turn.wait()
             for job in jobs:
                 done.add(job.get())
         with open_index(load_settings(settings, environ={})) as index:
             usage = index.usage(namespace_id(NAMESPACE))
-        return _report(engines, done, (empty, idle, before, after), usage)
+        return _report(engines, done, (empty, idle, before, after), calls, usage)
 
 
-def _report(engines: int, done: Done, looks: tuple[Told, Told, Told, Told], usage: Usage) -> Report:
+def _report(
+    engines: int,
+    done: Done,
+    looks: tuple[Told, Told, Told, Told],
+    calls: dict[str, list[int]],
+    usage: Usage,
+) -> Report:
     empty, idle, before, after = looks
     seconds = after.at_s - before.at_s
     counts, each = done.counts, max(1, done.counts["requests"])
@@ -173,6 +193,10 @@ def _report(engines: int, done: Done, looks: tuple[Told, Told, Told, Told], usag
         match_p50_ms=1e3 * _share(done.matches_s, 0.5),
         match_p99_ms=1e3 * _share(done.matches_s, 0.99),
         late_p99_s=_share(done.late_s, 0.99),
+        calls={
+            name: Call(len(times) / each, _share([float(one) for one in times], 0.5), sum(times) / each)
+            for name, times in sorted(calls.items(), key=lambda one: -sum(one[1]))
+        },
     )
 
 
@@ -190,7 +214,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     report = fleet(given.engines, given.seconds, given.rate, given.shards, given.processes)
-    for name, value in asdict(report).items():
+    told_of = asdict(report)
+    for name, call in told_of.pop("calls").items():
+        print(f"{name:24}{call['calls']:8.3f} of {call['median_us']:8.1f} us, {call['sum_us']:10.1f} us")
+    for name, value in told_of.items():
         print(
             f"{name.replace('_', ' '):24}"
             + (f"{value:14,.2f}" if isinstance(value, float) else f"{value:14,}")

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import redis
+import yaml
 
+from tests.benchmarks.bench_million import script_name
 from tests.index.redis.cluster import RedisClusterServers
-from tests.servers.redis import _free_port
+from tests.servers.redis import _free_port, end_process
 from tests.servers.s3.ceph import CephServer
 from tests.waiting import PATIENCE_S, until
 
+_MOST_CALLS = 1_000_000
 _REQUEST = re.compile(r'beast: .*"([A-Z]+) [^"]*" \d+ (\d+) \S+ "kvstore/')
 
 
@@ -75,6 +84,42 @@ class Told:
     s3_requests: Counter[str] = field(default_factory=Counter)
     s3_bytes: int = 0
     s3_cpu_s: float = 0.0
+
+
+@contextmanager
+def janitor(settings: Mapping[str, Any]) -> Iterator[None]:
+    """A janitor, as a fleet has one: without it each engine sweeps for a moment every ten seconds."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(dict(settings), file)
+        file.flush()
+        environ = {name: text for name, text in os.environ.items() if not name.startswith("KVSTORE_")}
+        command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", "127.0.0.1:0"]
+        process = subprocess.Popen(
+            command, env=environ | {"KVSTORE_SETTINGS": file.name}, stdout=subprocess.DEVNULL
+        )
+        try:
+            yield
+        finally:
+            end_process(process, signal.SIGTERM)
+
+
+def watch(nodes: SixNodes) -> None:
+    """From now on the masters note how long each call takes them."""
+    for port in nodes.masters:
+        with redis.Redis(port=port, protocol=2) as client:
+            client.config_set("slowlog-max-len", _MOST_CALLS)
+            client.config_set("slowlog-log-slower-than", 0)
+            client.slowlog_reset()
+
+
+def watched(nodes: SixNodes) -> dict[str, list[int]]:
+    """Returns how many microseconds each call has taken since `watch`, by what was called."""
+    found: dict[str, list[int]] = {}
+    for port in nodes.masters:
+        with redis.Redis(port=port, protocol=2) as client:
+            for one in client.slowlog_get(_MOST_CALLS):
+                found.setdefault(script_name(one["command"]), []).append(one["duration"])
+    return found
 
 
 def told(nodes: SixNodes, s3: CephServer) -> Told:
