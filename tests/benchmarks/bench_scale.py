@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -232,6 +232,20 @@ def extrapolated(small: Bench, large: Bench) -> list[Row]:
     return rows
 
 
+def table(small: Bench, large: Bench, beyond: Sequence[Row]) -> Iterator[str]:
+    """Yields the rows of docs/scale.md: of each command CPU seconds, Redis's CPU seconds and MiB, each at the
+    three sizes; of each call Redis's microseconds and the middle one's milliseconds, at the first two."""
+    for rows in zip(small.rows, large.rows, beyond, strict=True):
+        if rows[0].peak_mib is None:
+            cells = [f"{1e6 * row.redis_cpu_s:.0f}" for row in rows[:2]]
+            cells += [f"{1e3 * row.seconds:.2f}" for row in rows[:2]]
+        else:
+            cells = [f"{row.cpu_s:,.1f}" for row in rows]
+            cells += [f"{row.redis_cpu_s:,.1f}" for row in rows]
+            cells += [f"{row.peak_mib:,.0f}" for row in rows]
+        yield f"| {rows[0].what} | {' | '.join(cells)} |"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
@@ -257,6 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
         for row in rows:
             print(f"{row.what:18}{row.seconds:11.4f} s, Redis {row.redis_cpu_s:.6f} s CPU", end="")
             print("" if row.peak_mib is None else f", at most {row.peak_mib:.0f} MiB")
+        print(*table(*benches[-2:], rows), sep="\n")
         out.append({"blocks": LARGE, "extrapolated": True, "rows": [asdict(row) for row in rows]})
     if given.json is not None:
         given.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")

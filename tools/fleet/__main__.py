@@ -138,12 +138,15 @@ def fleet(engines: int, seconds: float, rate: float, shards: int, processes: int
             turn.wait()
             after = told(nodes, s3)
             calls = watched(nodes)
+            stored = told(nodes, s3).redis_bytes - empty.redis_bytes
             turn.wait()
             for job in jobs:
                 done.add(job.get())
         with open_index(load_settings(settings, environ={})) as index:
             usage = index.usage(namespace_id(NAMESPACE))
-        return _report(engines, done, (empty, idle, before, after), calls, usage)
+        return _report(
+            engines, done, (empty, idle, before, after), calls, stored / max(1, usage.blocks), usage
+        )
 
 
 def _report(
@@ -151,6 +154,7 @@ def _report(
     done: Done,
     looks: tuple[Told, Told, Told, Told],
     calls: dict[str, list[int]],
+    bytes_per_block: float,
     usage: Usage,
 ) -> Report:
     empty, idle, before, after = looks
@@ -188,7 +192,7 @@ def _report(
         s3_cpu_us=1e6 * (after.s3_cpu_s - before.s3_cpu_s - part * (before.s3_cpu_s - idle.s3_cpu_s)) / each,
         stored_blocks=usage.blocks,
         stored_segments=usage.segments,
-        redis_bytes_per_block=(after.redis_bytes - empty.redis_bytes) / max(1, usage.blocks),
+        redis_bytes_per_block=bytes_per_block,
         connections=(after.connections - empty.connections) / engines / masters,
         match_p50_ms=1e3 * _share(done.matches_s, 0.5),
         match_p99_ms=1e3 * _share(done.matches_s, 0.99),
@@ -216,7 +220,8 @@ def main() -> int:
     report = fleet(given.engines, given.seconds, given.rate, given.shards, given.processes)
     told_of = asdict(report)
     for name, call in told_of.pop("calls").items():
-        print(f"{name:24}{call['calls']:8.3f} of {call['median_us']:8.1f} us, {call['sum_us']:10.1f} us")
+        if name.islower():
+            print(f"{name:24}{call['calls']:8.3f} of {call['median_us']:8.1f} us, {call['sum_us']:10.1f} us")
     for name, value in told_of.items():
         print(
             f"{name.replace('_', ' '):24}"

@@ -119,6 +119,8 @@ def watched(nodes: SixNodes) -> dict[str, list[int]]:
         with redis.Redis(port=port, protocol=2) as client:
             for one in client.slowlog_get(_MOST_CALLS):
                 found.setdefault(script_name(one["command"]), []).append(one["duration"])
+            client.config_set("slowlog-log-slower-than", -1)
+            client.slowlog_reset()
     return found
 
 
