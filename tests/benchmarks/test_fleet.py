@@ -15,8 +15,8 @@ def test_a_small_fleet() -> None:
     report = fleet(engines=6, seconds=3.0, rate=2.0, shards=8, processes=2)
     assert (report.engines, report.requests, report.failed) == (6, 36, 0)
     assert report.loaded > 0 and report.loads > 0 and report.commits > 0
-    # A load is one GET of each segment, a save one PUT, and the janitor reads some more; a match, a claim and a
-    # commit are one call each.
+    # A load is one GET of each segment, a save one PUT, and the janitor reads some more. A match and a commit
+    # are one call each.
     assert report.s3_gets >= report.loads and report.s3_puts >= report.commits
     assert report.calls["match"].calls == 1
     assert report.calls["commit"].calls == pytest.approx(report.commits)
