@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,9 +31,10 @@ from typing import Any
 
 import redis
 
+from kvstore.admin.repair.entries import Blocks, compare
 from kvstore.build import load_settings, open_index
 from kvstore.conformance.index.chains import chain, put, served
-from kvstore.keys import digests, namespace_id, payload_name
+from kvstore.keys import DIGEST_BYTES, SegmentId, digests, namespace_id, payload_name
 from kvstore.payloads.local import LocalPayloads
 from tests.benchmarks.bench_million import NAMESPACE, encoded_chain, hashes
 from tests.servers.redis import RedisServer
@@ -211,6 +213,22 @@ def _written(folder: str, segment: int, number: int) -> int:
     return nbytes
 
 
+def compared(blocks: int) -> tuple[int, float, float]:
+    """Compares so many blocks with as many entries, as fsck does and without a store: returns how many are
+    hidden, CPU seconds, and the most memory that this process has had, in MiB."""
+    draw, began = random.Random(1), time.process_time()
+    with Blocks() as entries, Blocks() as truth:
+        for number in range(blocks // 64):
+            segment, some = SegmentId(number.to_bytes(8, "big")), draw.randbytes(64 * DIGEST_BYTES)
+            truth.add_segment(segment, some)
+            if number:
+                entries.add_segment(segment, some)
+        hidden = sum(len(one) // DIGEST_BYTES for one in compare(entries, truth).hidden.values())
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return hidden, time.process_time() - began, int(found[1]) / 1024
+
+
 def line(small: tuple[float, float], large: tuple[float, float], at: float) -> float:
     """Returns where the line through two points is."""
     (x, y), (x2, y2) = small, large
@@ -253,7 +271,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--segment", type=int, default=64, help="blocks of a segment")
     parser.add_argument("--folder", type=Path, help="where the payloads go; default: a temporary one")
     parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--compare", type=int, nargs="+", help="only compare so many blocks, as fsck does")
     given = parser.parse_args(arguments)
+    if given.compare:
+        for blocks in given.compare:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                hidden, cpu_s, peak_mib = pool.apply(compared, (blocks,))
+            assert hidden == 64
+            print(f"{blocks:,} blocks compared: CPU {cpu_s:.1f} s, at most {peak_mib:.0f} MiB", flush=True)
+        return 0
     benches, out = [], []
     for blocks in given.blocks:
         with (

@@ -29,3 +29,8 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_line_goes_through_both_points() -> None:
     assert line((1.0, 5.0), (10.0, 14.0), 100.0) == pytest.approx(104.0)
     assert line((1.0, 5.0), (10.0, 5.0), 100.0) == 5.0
+
+
+def test_what_is_compared_without_a_store_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--compare", "6400"]) == 0
+    assert "6,400 blocks compared" in capsys.readouterr().out

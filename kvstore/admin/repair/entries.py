@@ -46,7 +46,7 @@ class Blocks:
         self._segments, self._slots = array("Q"), array("H")
         self._whole = array("Q")
         self._file: IO[bytes] | None = None
-        #: Of each run in the file, at which of the file's rows each part begins, and where the last one ends.
+        #: Rows of the file at which each part of a run begins, and where its last one ends; run by run.
         self._runs: list[npt.NDArray[np.int64]] = []
         self._count = 0
 
