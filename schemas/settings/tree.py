@@ -151,30 +151,19 @@ class Settings(StrictModel):
                 f"{self.kv.load_deadline_s:g} must not add up to more than grace_s = {self.grace_s:g}, or "
                 "a run that is evicted after its match vanishes under its load"
             )
-        if (self.index or "").startswith(("redis", "unix")):
-            self._check_grace()
+        self._check_grace()
         return self
 
     def _check_grace(self) -> None:
-        """What is matched may be so old that its grace time is not over when it is loaded. Ages that nobody
-        asked for give way to that."""
+        """What is matched may be so old that its grace time is not over when it is loaded."""
         redis, kv = self.redis, self.kv
-        left_s = self.grace_s - kv.match_ttl_s - kv.load_deadline_s
-        lag_s = redis.max_lag_s if redis.read_from == "replicas" else 0.0
-        if lag_s + redis.near_s <= left_s:
-            return
-        if redis.model_fields_set & {"max_lag_s", "near_s"}:
+        if redis.unheard_s(self.index_url) + kv.match_ttl_s + kv.load_deadline_s > self.grace_s:
             raise ValueError(
-                f"redis.max_lag_s = {lag_s:g}, redis.near_s = {redis.near_s:g}, kv.match_ttl_s = "
-                f"{kv.match_ttl_s:g} and kv.load_deadline_s = {kv.load_deadline_s:g} must not add up to more "
-                f"than grace_s = {self.grace_s:g}, or a run that was evicted unseen vanishes under its load"
+                f"redis.max_lag_s = {redis.max_lag_s:g} (if replicas are read), redis.near_s = "
+                f"{redis.near_s:g}, kv.match_ttl_s = {kv.match_ttl_s:g} and kv.load_deadline_s = "
+                f"{kv.load_deadline_s:g} must not add up to more than grace_s = {self.grace_s:g}, or a run "
+                "that was evicted unseen vanishes under its load"
             )
-        # In tenths, downwards: what is written down and read again must fit as well.
-        tenths = int(left_s * 10)
-        lag_s, near_s = tenths * 2 // 3 / 10, tenths // 3 / 10
-        lagging = {"max_lag_s": lag_s} if lag_s >= 1 else {"read_from": "master"}
-        # The model is frozen for everybody else.
-        object.__setattr__(self, "redis", redis.model_copy(update={"near_s": near_s, **lagging}))
 
     def _check_redis(self, location: RedisLocation) -> None:
         if self.redis.tls_cert is not None and not location.tls:
