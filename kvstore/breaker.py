@@ -18,6 +18,21 @@ from kvstore.errors import BreakerOpen, TransientError
 from schemas.settings import BreakerSettings
 
 
+class _Call(threading.local):
+    """The call that this thread makes under a guard."""
+
+    answered_elsewhere: bool = False
+
+
+_call = _Call()
+
+
+def answered_elsewhere() -> None:
+    """Has the guarded call that this thread makes tell a breaker nothing if it succeeds: another has answered
+    than the backend that the breaker is for."""
+    _call.answered_elsewhere = True
+
+
 class Breaker:
     """The breaker in front of one backend. Safe for threads: all of a store share it."""
 
@@ -48,6 +63,7 @@ class Breaker:
         waits for, which should not pay for finding out that the backend is still down. Raises BreakerOpen.
         """
         self._admit(may_probe)
+        _call.answered_elsewhere = False
         try:
             yield
         except TransientError:
@@ -56,7 +72,8 @@ class Breaker:
         except BaseException:
             self._succeeded()
             raise
-        self._succeeded()
+        if not _call.answered_elsewhere:
+            self._succeeded()
 
     def blame(self) -> None:
         """Counts a transient failure that no guarded call reports, because the call has not returned."""

@@ -9,7 +9,7 @@ What is remembered is of the time at which it was asked for, and is used until i
 has been evicted meanwhile; payloads outlive that by their grace time. Nobody is told of evictions: who
 followed a namespace's events would ask more often than this saves (docs/adr/0046-hot-prefixes.md).
 
-Bounded in chains per first block, in chains, in blocks, and in age. No I/O; microseconds.
+Bounded in chains per first block, in chains, in blocks, in runs, and in age. No I/O; microseconds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId
 
 #: What becomes of matches: blocks that were remembered, and matches that asked nobody.
 COUNTED: Final = ("near_blocks", "near_matches")
-#: Most chains of one beginning, and of all; and most blocks of all: a MiB of digests.
-MOST_ALIKE, MOST_CHAINS, MOST_BLOCKS = 32, 256, 1 << 16
+#: Most chains of one beginning, and of all; most blocks of all, a MiB of digests; and most runs of all, whose
+#: records take some hundred bytes each.
+MOST_ALIKE, MOST_CHAINS, MOST_BLOCKS, MOST_RUNS = 32, 256, 1 << 16, 1 << 13
 
 
 class _Chain(NamedTuple):
@@ -52,7 +53,9 @@ class NearRuns:
         self._lock = threading.Lock()
         #: Namespace and first digest -> chains, the latest last. The one that was used longest ago is first.
         self._chains: dict[tuple[NamespaceId, bytes], list[_Chain]] = {}
-        self._number = self._blocks = 0
+        self._number = self._blocks = self._runs = 0
+        #: How often something was forgotten: what was asked for before that is not remembered.
+        self._forgotten = 0
 
     def match(self, namespace: NamespaceId, digests: bytes, ask: Callable[[bytes], list[Run]]) -> list[Run]:
         """Returns the longest stored prefix of a chain, by what is remembered and what `ask` says of the rest
@@ -60,22 +63,26 @@ class NearRuns:
         asked_s = self._monotonic()
         if not self._near_s or not digests:
             return ask(digests)
+        forgotten = self._forgotten
         known, known_s = self._known((namespace, digests[:DIGEST_BYTES]), digests, asked_s)
         blocks = _blocks(known)
-        if blocks:
-            self._count("near_blocks", blocks)
+        runs = known
         if blocks * DIGEST_BYTES == len(digests):
             self._count("near_matches", 1)
-            return known
-        runs = _joined(known, blocks, ask(digests[blocks * DIGEST_BYTES :]))
+        else:
+            runs = _joined(known, blocks, ask(digests[blocks * DIGEST_BYTES :]))
+        if blocks:
+            # Not before it is certain that they are found: `ask` may have failed.
+            self._count("near_blocks", blocks)
         if _blocks(runs) > blocks:
-            self._learn(namespace, digests, runs, known_s)
+            self._learn(namespace, digests, runs, known_s, forgotten)
         return runs
 
     def forget(self, namespace: NamespaceId, segments: Collection[SegmentId]) -> None:
         """Forgets all chains with one of some segments."""
         gone = set(segments)
         with self._lock:
+            self._forgotten += 1
             for key in [one for one in self._chains if one[0] == namespace]:
                 chains = self._chains.pop(key)
                 self._put(
@@ -90,9 +97,9 @@ class NearRuns:
             if chains is None:
                 return [], now
             young = [one for one in chains if now - one.asked_s < self._near_s]
-            if len(young) < len(chains):
-                del self._chains[key]
-                self._put(key, young, chains)
+            # Put last also if nothing is too old: it is used.
+            del self._chains[key]
+            self._put(key, young, chains)
         # The latest first: of two that know as much it is the younger one.
         for one in reversed(young):
             alike = _alike(one.digests, digests, most)
@@ -100,16 +107,20 @@ class NearRuns:
                 best, most = one, alike
         return ([], now) if best is None else (_cut(best.runs, most), best.asked_s)
 
-    def _learn(self, namespace: NamespaceId, digests: bytes, runs: Sequence[Run], asked_s: float) -> None:
+    def _learn(
+        self, namespace: NamespaceId, digests: bytes, runs: Sequence[Run], asked_s: float, forgotten: int
+    ) -> None:
         blocks = _blocks(runs)
-        if blocks > MOST_BLOCKS // 4:
+        if blocks > MOST_BLOCKS // 4 or len(runs) > MOST_RUNS // 4:
             return
         key = namespace, digests[:DIGEST_BYTES]
         one = _Chain(digests[: blocks * DIGEST_BYTES], tuple(runs), asked_s)
         with self._lock:
+            if forgotten != self._forgotten:
+                return
             before = self._chains.pop(key, [])
             self._put(key, [*before[-MOST_ALIKE + 1 :], one], before)
-            while self._number > MOST_CHAINS or self._blocks > MOST_BLOCKS:
+            while self._number > MOST_CHAINS or self._blocks > MOST_BLOCKS or self._runs > MOST_RUNS:
                 oldest = next(iter(self._chains))
                 chains = self._chains.pop(oldest)
                 # All of another beginning, or the older half of this one's.
@@ -120,6 +131,7 @@ class NearRuns:
         self._number += len(chains) - len(before)
         self._blocks += sum(len(one.digests) for one in chains) // DIGEST_BYTES
         self._blocks -= sum(len(one.digests) for one in before) // DIGEST_BYTES
+        self._runs += sum(len(one.runs) for one in chains) - sum(len(one.runs) for one in before)
         if chains:
             self._chains[key] = chains
 

@@ -157,7 +157,7 @@ class Settings(StrictModel):
     def _check_grace(self) -> None:
         """What is matched may be so old that its grace time is not over when it is loaded."""
         redis, kv = self.redis, self.kv
-        if redis.unheard_s(self.index_url) + kv.match_ttl_s + kv.load_deadline_s > self.grace_s:
+        if redis.unheard_s(self.index or "") + kv.match_ttl_s + kv.load_deadline_s > self.grace_s:
             raise ValueError(
                 f"redis.max_lag_s = {redis.max_lag_s:g} (if replicas are read), redis.near_s = "
                 f"{redis.near_s:g}, kv.match_ttl_s = {kv.match_ttl_s:g} and kv.load_deadline_s = "

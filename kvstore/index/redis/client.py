@@ -28,6 +28,7 @@ import redis
 from redis.cluster import RedisCluster
 from redis.exceptions import MovedError, NoScriptError, RedisClusterException, SlotNotCoveredError
 
+from kvstore.breaker import answered_elsewhere
 from kvstore.errors import ConfigError, StoreClosed, TransientError
 from kvstore.index.redis.connections import cluster, pool, replica, sentinels
 from kvstore.index.redis.errors import FAILURES, classified, damaged, denied
@@ -165,6 +166,7 @@ class RedisClient:
                     replicas.failed(chosen, exc)
                 else:
                     replicas.answered()
+                    answered_elsewhere()
                     return answer
             return _evaluated(client, script, key, args)
 

@@ -100,7 +100,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.index.contract import (
@@ -272,9 +272,9 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         self._run(_BEGIN_ERASING, namespace)
 
     @understood
-    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
+    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
         asked = count_digests(digests)
-        segments, places, values = self._client.read(_MATCH, key(namespace, "meta"), digests)
+        segments, places, values = self._asked(fresh)(_MATCH, key(namespace, "meta"), digests)
         if not all(isinstance(one, bytes) and len(one) == SEGMENT_ID_BYTES for one in segments):
             raise ValueError("ids of segments have another length")
         runs: list[Run] = []
@@ -290,9 +290,11 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         return runs
 
     @understood
-    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
+    def find(
+        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
+    ) -> list[Run | None]:
         count = count_digests(digests)
-        entries, segments, values = self._client.read(_FIND, key(namespace, "meta"), digests)
+        entries, segments, values = self._asked(fresh)(_FIND, key(namespace, "meta"), digests)
         known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}
         runs: list[Run | None] = [None] * count
         for start, entry in enumerate(entries):
@@ -400,6 +402,10 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         if not 0 <= noted <= asked:
             raise ValueError(f"{noted} blocks of {asked}")
         return int(noted)
+
+    def _asked(self, fresh: bool) -> Callable[..., Any]:
+        """Returns how a script that only reads is run."""
+        return self._client.run if fresh else self._client.read
 
     def _unknown(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
         return NamespaceUnknown(
