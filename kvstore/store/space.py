@@ -160,9 +160,7 @@ class Space:
         counters.miss(reason, asked - blocks)
         return Match(runs, blocks, "complete" if blocks == asked else reason)
 
-    def find(
-        self, digests: bytes, chain: bytes = b"", *, fresh: bool = False
-    ) -> list[Run | None] | None:
+    def find(self, digests: bytes, chain: bytes = b"", *, fresh: bool = False) -> list[Run | None] | None:
         """Looks up each packed digest by itself: a run of one slot (`start` = its position), None if absent.
 
         `chain` begins with the first digest of the chain that all are of, if it is known and they are blocks;

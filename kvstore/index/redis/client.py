@@ -163,7 +163,9 @@ class RedisClient:
                 except FAILURES as exc:
                     if damaged(exc):
                         raise
-                    replicas.failed(chosen, exc)
+                    # That all of this process's own connections are in use says nothing of the replica.
+                    if "No connection available" not in str(exc):
+                        replicas.failed(chosen, exc)
                 else:
                     replicas.answered()
                     answered_elsewhere()

@@ -1,13 +1,15 @@
 """Reads from replicas of the masters that a Cluster has, or that Sentinels watch.
 
 A replica is as of a time: the latest one at which its master had written no more than the replica has now. To
-know it, a thread of its own asks the master how much it has written, and then each replica how much it has;
-once in a quarter of the longest lag that is allowed, and only while something is read. So what is known of
-a replica grows old by itself when it hangs, when its link or its master's is cut, and when nobody can ask:
-after `max_lag_s` the master is read again, without anybody having waited to find out.
+know it, a thread of its own asks the master how much it has written, and then others, side by side, ask each
+replica how much it has; once in a quarter of the longest lag that is allowed, and only while something is
+read. So what is known of a replica grows old by itself when it hangs, when its link or its master's is cut,
+and when nobody can ask: after `max_lag_s` the master is read again, without anybody having waited to find out.
 
 A replica that fails a read is not read again before it has answered the next look, and the master is asked in
-the same call. What a replica may do to answers: docs/adr/0046-hot-prefixes.md.
+the same call. A connection that is made meanwhile has to show that its replica still has what it had.
+
+What a replica may do to answers: docs/adr/0046-hot-prefixes.md.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import redis
@@ -34,6 +38,8 @@ from schemas.urls import place
 log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
+#: Is told by a connection what INFO replication says. Raises redis.ConnectionError.
+Proof = Callable[[Mapping[bytes, bytes]], None]
 
 #: What becomes of reads: a replica answers, it fails and its master is asked, or none is close enough.
 COUNTED: Final = ("replica_reads", "replica_failures", "replica_lags")
@@ -43,6 +49,8 @@ _LOOKS = 4
 _MOST_REPLICAS, _MOST_MASTERS = 8, 1024
 #: What taking apart an answer raises that no server of Redis gives.
 _GARBLED = (LookupError, ValueError, TypeError, AttributeError)
+#: Seconds for which a replica that denies looks is left alone.
+_REST_S = 300.0
 #: Most characters of a reason in the log.
 _CHARS = 200
 
@@ -64,12 +72,20 @@ class _Master:
 
     look_s: float = 0.0
     #: The process that looks, and its look.
-    looking: tuple[int, Future[None] | None] = (0, None)
+    looking: tuple[int, Future[Any] | None] = (0, None)
+    #: The same of each replica that is asked.
+    asking: dict[Address, tuple[int, Future[None]]] = field(default_factory=dict)
+    #: When a replica that has denied a look is asked again.
+    resting: dict[Address, float] = field(default_factory=dict)
     #: The name of what it has written, which is another after a failover.
     history: str = ""
     #: When it was asked, and how much it had written.
     written: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LOOKS + 2))
     readable: tuple[Replica, ...] = ()
+    #: How much each of these had when it was asked last, in this history.
+    seen: dict[Address, int] = field(default_factory=dict)
+    #: Held for moments, while `readable` and `seen` are replaced.
+    lock: threading.Lock = field(default_factory=threading.Lock)
     clients: dict[Address, redis.Redis] = field(default_factory=dict)
     #: Why a replica is not read; what is in the log already.
     excluded: dict[Address, str] = field(default_factory=dict)
@@ -81,14 +97,15 @@ class Replicas:
 
     def __init__(
         self,
-        connect: Callable[[Address, bool], redis.Redis],
+        connect: Callable[[Address, bool, Proof], redis.Redis],
         *,
         max_lag_s: float,
         count: Callable[[str], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`connect` makes a client of an address, and of a Cluster's replica if its second argument is true;
-        no I/O. `count` is told of each of COUNTED."""
+        """`connect` makes a client of an address, and of a Cluster's replica if its second argument is true,
+        which calls the third with what INFO replication says at each connection; no I/O. `count` is told of
+        each of COUNTED."""
         self._connect = connect
         self._max_lag_s = max_lag_s
         self._count = count
@@ -127,8 +144,7 @@ class Replicas:
         """Reads a replica that has failed no more, until it answers the next look."""
         self._count("replica_failures")
         log.debug("replica %s: %s; the master is asked", place(*replica.address), exc)
-        master = replica.master
-        master.readable = tuple(one for one in master.readable if one.client is not replica.client)
+        _publish(replica.master, replica.address, None)
 
     def close(self) -> None:
         """Closes the connections to replicas. Idempotent."""
@@ -148,35 +164,52 @@ class Replicas:
         if looking is None or looking.done() or pid != os.getpid():
             master.looking = os.getpid(), in_background(lambda: self.look(master, client, nodes))
 
-    def look(self, master: _Master, client: redis.Redis | RedisCluster, nodes: Sequence[Address]) -> None:
-        """Finds out of what time each replica is. Takes as long as the timeouts of each; never raises."""
+    def look(
+        self, master: _Master, client: redis.Redis | RedisCluster, nodes: Sequence[Address]
+    ) -> list[Future[None]]:
+        """Asks the master, and then all replicas side by side of what time each is; whichever answers is
+        read. Returns the questions that are under way. Takes as long as the master's timeouts; never raises.
+        """
         asked_s = self._monotonic()
         try:
             told = _told(_client_of(client, nodes))
             history, written = str(told["master_replid"]), int(told["master_repl_offset"])
             if told["role"] != "master":
-                raise ValueError(f"the role is {told['role']!r}")
+                history = ""
         except (*FAILURES, *_GARBLED) as exc:
             log.debug("replicas: the master can't tell: %s", exc)
-            return
+            return []
         if history != master.history:
-            master.history = history
-            master.written.clear()
+            with master.lock:
+                master.history, master.readable, master.seen = history, (), {}
+                master.written.clear()
+        if not history:
+            log.debug("replicas: what was the master is none any more")
+            return []
         master.written.append((asked_s, written))
         try:
             addresses = self._addresses(master, told, client, nodes)[:_MOST_REPLICAS]
         except (*FAILURES, *_GARBLED) as exc:
             log.debug("replicas: the master can't name them: %s", exc)
-            return
+            return []
         for gone in master.clients.keys() - set(addresses):
+            _publish(master, gone, None)
             _close(master.clients.pop(gone))
             master.excluded.pop(gone, None)
-        found = []
+        asked = []
         for address in addresses:
-            replica = self._ask(master, address, of_cluster=bool(nodes))
-            if replica is not None:
-                found.append(replica)
-        master.readable = tuple(found)
+            pid, asking = master.asking.get(address, (0, None))
+            if asking is not None and pid == os.getpid() and not asking.done():
+                continue  # It hangs; what was known of it grows old.
+            if asked_s < master.resting.get(address, 0.0):
+                continue
+            if address not in master.clients:
+                master.clients[address] = self._connect(address, bool(nodes), _prover(master, address))
+            with suppress(OSError):
+                asking = in_background(partial(self._ask, master, address, history, asked_s))
+                master.asking[address] = os.getpid(), asking
+                asked.append(asking)
+        return asked
 
     @staticmethod
     def _addresses(
@@ -194,33 +227,38 @@ class Replicas:
         # came since, or came back elsewhere.
         return _listed_by_cluster(_client_of(client, nodes), nodes[0])
 
-    def _ask(self, master: _Master, address: Address, *, of_cluster: bool) -> Replica | None:
+    def _ask(self, master: _Master, address: Address, history: str, asked_s: float) -> None:
+        """Finds out of what time a replica is, and has it read or not. `history` and `asked_s` are of the
+        look that asks."""
         client = master.clients.get(address)
         if client is None:
-            client = master.clients[address] = self._connect(address, of_cluster)
-        why = ""
+            return
+        found, known, why = None, 0, ""
         try:
             told = _told(client)
             known = int(told["slave_repl_offset"])
-            if str(told["master_replid"]) != master.history or int(told["master_sync_in_progress"]):
+            if str(told["master_replid"]) != history or int(told["master_sync_in_progress"]):
                 why = "it follows another master, or has not begun to"
             else:
-                longest_s = self._monotonic() - self._max_lag_s
-                as_of_s = max((at for at, written in master.written if written <= known), default=0.0)
+                longest_s = asked_s - self._max_lag_s
+                as_of_s = max((at for at, written in list(master.written) if written <= known), default=0.0)
                 if as_of_s >= longest_s:
-                    self._tell(master, address, "")
-                    return Replica(address, client, as_of_s, master)
-                if master.written[0][0] > longest_s:
-                    return None  # It can't be told yet.
-                why = f"it lags by more than redis.max_lag_s = {self._max_lag_s:g}"
+                    found = Replica(address, client, as_of_s, master)
+                elif master.written[0][0] > longest_s:
+                    return  # It can't be told yet.
+                else:
+                    why = f"it lags by more than redis.max_lag_s = {self._max_lag_s:g}"
         except FAILURES as exc:
             why = str(exc)
             if denied(exc):
                 why += "; the user's rights are in the documentation's chapter on security"
+                # Each denial is an entry in the server's log of them.
+                master.resting[address] = asked_s + _REST_S
         except _GARBLED:
             why = "it does not answer as replicas do"
+        if master.history == history:
+            _publish(master, address, found, known)
         self._tell(master, address, why)
-        return None
 
     @staticmethod
     def _tell(master: _Master, address: Address, why: str) -> None:
@@ -232,6 +270,32 @@ class Replicas:
                 log.warning("replica %s is not read: %s; its master is", place(*address), shown)
         elif before:
             log.info("replica %s is read again", place(*address))
+
+
+def _publish(master: _Master, address: Address, replica: Replica | None, known: int = 0) -> None:
+    """Has a replica read that had `known` of what its master had written; None: has it read no more."""
+    with master.lock:
+        others = tuple(one for one in master.readable if one.address != address)
+        seen = {one: offset for one, offset in master.seen.items() if one != address}
+        master.readable = others if replica is None else (*others, replica)
+        master.seen = seen if replica is None else {**seen, address: known}
+
+
+def _prover(master: _Master, address: Address) -> Proof:
+    """Returns a function that raises redis.ConnectionError if a replica has less than it had when it was
+    asked last: it was restarted, or another has its address. Before it is read it has nothing to prove."""
+
+    def prove(told: Mapping[bytes, bytes]) -> None:
+        with master.lock:
+            history, known = master.history, master.seen.get(address)
+        if known is None:
+            return
+        same = told.get(b"master_replid") == history.encode()
+        has = told.get(b"slave_repl_offset", b"")
+        if not (same and told.get(b"role") == b"slave" and has.isdigit() and int(has) >= known):
+            raise redis.ConnectionError("the replica is another one than was asked, or has less than it had")
+
+    return prove
 
 
 def _nodes(client: redis.Redis | RedisCluster, key: str) -> list[Address] | None:

@@ -64,9 +64,7 @@ class ShardedRequests(ShardedLayouts):
         self._each(places, find)
         return found
 
-    def _find_anywhere(
-        self, shards: Sequence[NamespaceId], digests: bytes, fresh: bool
-    ) -> list[Run | None]:
+    def _find_anywhere(self, shards: Sequence[NamespaceId], digests: bytes, fresh: bool) -> list[Run | None]:
         """Looks in one shard after the other for what is not found yet. One that fails has nothing, unless
         all do."""
         found: list[Run | None] = [None] * (len(digests) // DIGEST_BYTES)

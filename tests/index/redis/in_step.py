@@ -13,7 +13,7 @@ from redis.cluster import RedisCluster
 
 from kvstore.index.redis import client as redis_client
 from kvstore.index.redis.replicas import Replica, Replicas, _nodes
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 class InStep(Replicas):
@@ -25,7 +25,8 @@ class InStep(Replicas):
         master.look_s = float("inf")
 
         def looked() -> bool:
-            self.look(master, client, nodes)
+            for asked in self.look(master, client, nodes):
+                asked.result(PATIENCE_S)
             return bool(master.written) and any(
                 one.as_of_s == master.written[-1][0] for one in master.readable
             )
