@@ -156,11 +156,13 @@ def open_index(
     by: str = "",
     clock: Callable[[], float] = time.time,
     count: Callable[[str], None] | None = None,
+    near: NearRuns | None = None,
 ) -> FullIndex:
     """Returns the leaf index of these settings, for reading, writing and maintenance. No I/O for Redis.
 
     `by` says in the journal who does what is done with it; "" is for engines. With `count`, which is told of
-    that, replicas are read where the settings say so; without, as tools need it, nothing is behind.
+    that, replicas are read where the settings say so; without, as tools need it, nothing is behind. `near`
+    forgets what is evicted through the index.
     """
     url = settings.index_url
     if settings.nowhere:
@@ -181,9 +183,8 @@ def open_index(
         return SqliteIndex(path, busy_timeout_s=busy_timeout_s, access=access, **options)
     if url.startswith("memory://"):
         return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
-    return ShardedIndex(
-        RedisIndex.from_settings(url, settings.redis, count=count, **options), shards=settings.redis.shards
-    )
+    leaf = RedisIndex.from_settings(url, settings.redis, count=count, **options)
+    return ShardedIndex(leaf, shards=settings.redis.shards, near=near)
 
 
 def open_redis(settings: Settings) -> RedisClient | None:
@@ -353,8 +354,9 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
         settings = load_settings(settings)
     keyring = open_keyring(settings.signing)
     transfers, counters = Transfers(settings.transfers), Counters()
-    index = open_index(settings, count=counters.add)
-    requests, index_breaker = _for_requests(index, settings, counters)
+    near = NearRuns(settings.redis.near_s, count=counters.add)
+    index = open_index(settings, count=counters.add, near=near)
+    requests, index_breaker = _for_requests(index, settings, near)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     origin = _origin(settings, breaker, crew)
     tiers = settings.tiers
@@ -381,12 +383,11 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
 
 
 def _for_requests(
-    index: FullIndex, settings: Settings, counters: Counters
+    index: FullIndex, settings: Settings, near: NearRuns
 ) -> tuple[EngineIndex, Breaker | ShardBreakers]:
     """Returns the index as engines use it, and what refuses their calls while it fails."""
     if isinstance(index, ShardedIndex):
         breakers = ShardBreakers(lambda name: Breaker(name, settings.breaker))
-        near = NearRuns(settings.redis.near_s, count=counters.add)
         shards = settings.redis.shards
         return ShardedRequests(index.leaf, shards=shards, guard=breakers.guard, near=near), breakers
     breaker = Breaker("index", settings.breaker)

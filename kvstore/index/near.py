@@ -89,6 +89,13 @@ class NearRuns:
                     key, [one for one in chains if gone.isdisjoint(run.segment for run in one.runs)], chains
                 )
 
+    def forget_all(self, namespace: NamespaceId) -> None:
+        """Forgets all chains of a namespace."""
+        with self._lock:
+            self._forgotten += 1
+            for key in [one for one in self._chains if one[0] == namespace]:
+                self._put(key, [], self._chains.pop(key))
+
     def _known(self, key: tuple[NamespaceId, bytes], digests: bytes, now: float) -> tuple[list[Run], float]:
         """Returns the runs of the longest beginning that is remembered, and when they were asked for."""
         best, most = None, 0

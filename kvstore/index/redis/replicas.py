@@ -4,7 +4,7 @@ A replica is as of a time: the latest one at which its master had written no mor
 know it, a thread of its own asks the master how much it has written, and then others, side by side, ask each
 replica how much it has; once in a quarter of the longest lag that is allowed, and only while something is
 read. So what is known of a replica grows old by itself when it hangs, when its link or its master's is cut,
-and when nobody can ask: after `max_lag_s` the master is read again, without anybody having waited to find out.
+and when nobody can ask: after `max_lag_s` the master is read again, without anybody having waited for it.
 
 A replica that fails a read is not read again before it has answered the next look, and the master is asked in
 the same call. A connection that is made meanwhile has to show that its replica still has what it had.

@@ -71,7 +71,9 @@ class ShardedRemoval(ShardedCatalogue):
 
         shards = self._shards(namespace)
         if len(shards) == 1:
-            return cull(namespace, keep_bytes, limit)
+            culled = cull(namespace, keep_bytes, limit)
+            self._near.forget(namespace, culled)
+            return culled
         # What each leaf does in its own order, and here has to be done before any order is read.
         self.expire(namespace)
         some = [name for name in shards if not among or name in among]
@@ -88,6 +90,7 @@ class ShardedRemoval(ShardedCatalogue):
         for name, part in parts.items():
             if name in usages:
                 gone.update(cull(name, max(0, usages[name].nbytes - part.nbytes), part.segments))
+        self._near.forget(namespace, gone)
         return [one.segment for one in merge(*orders.values(), key=in_order) if one.segment in gone]
 
     def age_out(
@@ -157,7 +160,10 @@ class ShardedRemoval(ShardedCatalogue):
 
     def invalidate(self, namespace: NamespaceId) -> int:
         """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
-        return sum(self._each(self._shards(namespace), self._leaf.invalidate))
+        try:
+            return sum(self._each(self._shards(namespace), self._leaf.invalidate))
+        finally:
+            self._near.forget_all(namespace)
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         """Erases the shards, and then what says that there are any, if nobody has registered the namespace

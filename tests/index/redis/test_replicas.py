@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import redis
 
+from kvstore.breaker import Breaker
 from kvstore.build import load_settings, open_index, open_store
 from kvstore.conformance.index.chains import LATER_S, chain, namespace, put, put_all, served
 from kvstore.errors import ConfigError, PayloadMissing, TransientError
+from kvstore.index.breaking import BreakingIndex
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.names import shard_names
 from kvstore.keys import NamespaceId
 from kvstore.store.housekeeping import Housekeeping
 from kvstore.testing import FullIndexConformance
-from schemas.settings import JournalSettings, Settings
+from schemas.settings import BreakerSettings, JournalSettings
 from tests.faults.network import Wire
 from tests.index.redis.cluster import RedisClusterServers
 from tests.index.redis.in_step import in_step
@@ -37,10 +39,16 @@ from tests.waiting import PATIENCE_S, until
 pytestmark = pytest.mark.servers
 
 
+#: What all tests of replicas in step have counted.
+asked: Counter[str] = Counter()
+
+
 @pytest.fixture(scope="module")
 def _replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClusterServers]:
     with RedisClusterServers(tmp_path_factory.mktemp("replicated"), replicas=1) as servers:
+        asked.clear()
         yield servers
+    assert asked["replica_reads"], "no replica was ever asked"
 
 
 @pytest.fixture
@@ -49,8 +57,9 @@ def replicated(
 ) -> Iterator[RedisClusterServers]:
     """Three masters with a replica each, empty; what is read is read from these."""
     _replicated.flush()
-    with in_step(monkeypatch):
+    with in_step(monkeypatch) as counts:
         yield _replicated
+        asked.update(counts)
 
 
 class TestOneShardReadFromReplicas(FullIndexConformance):
@@ -115,7 +124,9 @@ class Pair:
     def open(self, **settings: Any) -> RedisIndex:
         """As an engine has it."""
         return RedisIndex.from_settings(
-            self.url, patient(**settings), count=lambda name: self.counts.update([name])
+            self.url,
+            patient(**{"read_from": "replicas", "max_lag_s": 10.0} | settings),
+            count=lambda name: self.counts.update([name]),
         )
 
     def cut(self) -> None:
@@ -238,6 +249,9 @@ def test_without_its_master_a_replica_is_read_for_as_long_as_it_may_lag(pair: Pa
         name = filled(index)
         until(lambda: is_read(pair, index, name))
         pair.master.kill()
+        before = pair.counts["replica_reads"]
+        assert served(index.match(name, chain(6))) == 6
+        assert pair.counts["replica_reads"] == before + 1
 
         def fails() -> bool:
             try:
@@ -249,6 +263,89 @@ def test_without_its_master_a_replica_is_read_for_as_long_as_it_may_lag(pair: Pa
         until(fails)
 
 
+def test_a_fresh_answer_is_the_masters(pair: Pair) -> None:
+    with pair.open(max_lag_s=80.0) as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        pair.cut()
+        put_all(index, name, chain(8, seed="later"), [4, 4])
+        digests = chain(8, seed="later")
+        assert not served(index.match(name, digests)) and set(index.find(name, digests)) == {None}
+        assert served(index.match(name, digests, fresh=True)) == 8
+        assert None not in index.find(name, digests, fresh=True)
+
+
+def test_a_replicas_answer_closes_no_breaker(pair: Pair) -> None:
+    """While it answers matches, what fails at the master is still counted."""
+    with pair.open(max_lag_s=80.0) as leaf:
+        name = filled(leaf)
+        until(lambda: is_read(pair, leaf, name))
+        breaker = Breaker("index", BreakerSettings(failures=3, backoff_s=3600, max_backoff_s=3600))
+        index = BreakingIndex(leaf, breaker)
+        pair.master.kill()
+        for _ in range(3):
+            assert breaker.is_closed and served(index.match(name, chain(6))) == 6
+            with pytest.raises(TransientError):
+                index.touch(name, [], LATER_S)
+        assert not breaker.is_closed
+
+
+def test_a_replica_that_was_restarted_shows_what_it_has_before_it_is_read(pair: Pair) -> None:
+    with pair.open(max_lag_s=80.0) as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        (master,) = index._client._replicas._masters.values()  # type: ignore[union-attr]
+        master.look_s = float("inf")  # nobody looks meanwhile
+        (replica,) = master.readable
+        assert master.seen[replica.address] > 0
+        pair.cut()
+        # What a restart from an old snapshot is like: the address answers, and has less than it had.
+        master.seen = {replica.address: master.seen[replica.address] + 1_000_000}
+        replica.client.connection_pool.disconnect()
+        assert served(index.match(name, chain(6))) == 6
+        assert pair.counts["replica_failures"] == 1 and not master.readable
+
+
+def test_a_master_that_is_none_any_more_has_no_replicas(pair: Pair) -> None:
+    with pair.open() as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        replicas = index._client._replicas
+        assert replicas is not None
+        (master,) = replicas._masters.values()
+        master.look_s = float("inf")
+        assert master.readable
+        replicas.look(master, redis.Redis(port=pair.replica.port, protocol=2), [])
+        assert not master.readable and not master.seen
+
+
+def test_a_replica_that_hangs_takes_no_other_away(pair: Pair, tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "second") as second:
+        second.command("REPLICAOF", "127.0.0.1", str(pair.master.port))
+        until(lambda: b"master_link_status:up" in second.command("INFO", "replication"))
+        with pair.open(max_lag_s=80.0, connect_timeout_s=PATIENCE_S) as index:
+            name = filled(index)
+            index.match(name, chain(6))
+            replicas = index._client._replicas
+            assert replicas is not None
+            (master,) = replicas._masters.values()
+
+            def readable() -> set[int]:
+                master.look_s = 0.0
+                assert served(index.match(name, chain(6))) == 6
+                return {port for _, port in (one.address for one in master.readable)}
+
+            until(lambda: len(readable()) == 2)
+            pair.replica.pause()
+            as_of_s = max(one.as_of_s for one in master.readable)
+
+            def goes_on() -> bool:
+                readable()
+                return any(one.as_of_s > as_of_s for one in master.readable)
+
+            until(goes_on)
+
+
 def test_another_master_is_not_followed_by_the_replicas_of_the_former(pair: Pair) -> None:
     """Offsets of two histories can't be compared."""
     with pair.open() as index:
@@ -257,9 +354,10 @@ def test_another_master_is_not_followed_by_the_replicas_of_the_former(pair: Pair
         replicas = index._client._replicas
         assert replicas is not None
         (master,) = replicas._masters.values()
-        master.history = "another's"
-        assert replicas._ask(master, ("127.0.0.1", pair.replica.port), of_cluster=False) is None
-        assert "follows another master" in str(master.excluded)
+        master.look_s, master.history = float("inf"), "another's"
+        (replica,) = master.readable
+        replicas._ask(master, replica.address, "another's", 0.0)
+        assert not master.readable and "follows another master" in str(master.excluded)
 
 
 def test_a_replica_that_came_later_is_found(tmp_path: Path) -> None:
@@ -267,7 +365,9 @@ def test_a_replica_that_came_later_is_found(tmp_path: Path) -> None:
     counts: Counter[str] = Counter()
     with RedisClusterServers(tmp_path / "cluster", masters=3, replicas=1) as cluster:
         with RedisIndex.from_settings(
-            cluster.urls[0], patient(max_lag_s=1.0), count=lambda name: counts.update([name])
+            cluster.urls[0],
+            patient(max_lag_s=1.0, read_from="replicas"),
+            count=lambda name: counts.update([name]),
         ) as index:
             name = filled(index)
             index.match(name, chain(6))
@@ -282,7 +382,7 @@ def test_what_is_evicted_unseen_is_loaded_within_grace_and_then_a_miss(pair: Pai
     tree = {
         "payloads": f"file://{tmp_path}/payloads",
         "index": pair.url,
-        "redis": {"timeout_s": PATIENCE_S, "max_lag_s": 80.0, "near_s": 0},
+        "redis": {"timeout_s": PATIENCE_S, "max_lag_s": 80.0, "read_from": "replicas"},
     }
     hashes = hashes_of(*range(6))
     with open_store(tree) as store:
@@ -317,15 +417,23 @@ def test_what_is_evicted_unseen_is_loaded_within_grace_and_then_a_miss(pair: Pai
 
 def test_what_lags_and_what_is_remembered_end_within_grace() -> None:
     tree: dict[str, Any] = {"payloads": "file:///nowhere", "index": "redis+sentinel://h:1/m/0"}
-    with pytest.raises(ConfigError, match=r"must not add up to more than grace_s = 120, or a run that was"):
-        load_settings({**tree, "redis": {"max_lag_s": 100}}, {})
-    with pytest.raises(ConfigError, match="near_s = 90"):
-        load_settings({**tree, "redis": {"near_s": 90}}, {})
-    load_settings({**tree, "redis": {"max_lag_s": 100, "read_from": "master"}}, {})
-    load_settings({"payloads": "file:///nowhere", "redis": {"max_lag_s": 100}}, {})
-    # What nobody asked for gives way to a short grace time.
-    for grace_s, lag_s, near_s in ((43.7, 2.4, 1.2), (41, 10.0, 0.3), (40, 10.0, 0.0)):
-        given = load_settings({**tree, "grace_s": grace_s}, {})
-        assert (given.redis.max_lag_s, given.redis.near_s) == (lag_s, near_s)
-        assert given.redis.read_from == ("replicas" if lag_s < 10 else "master")
-        Settings.model_validate(given.model_dump())
+    wrong = r"must not add up to more than grace_s = 120, or a run that was"
+    lagging = {"max_lag_s": 100, "read_from": "replicas"}
+    with pytest.raises(ConfigError, match=wrong):
+        load_settings({**tree, "redis": lagging}, {})
+    for url in ("redis://h:6379/0", "unix:///run/redis.sock"):
+        with pytest.raises(ConfigError, match="near_s = 90"):
+            load_settings({**tree, "index": url, "redis": {"near_s": 90}}, {})
+    # It counts where it is used alone.
+    load_settings({**tree, "redis": {"max_lag_s": 100}}, {})
+    load_settings({"payloads": "file:///nowhere", "redis": {**lagging, "near_s": 90}}, {})
+    load_settings({**tree, "index": "unix:///run/redis.sock", "redis": lagging}, {})
+
+
+@pytest.mark.parametrize("url", ["redis://h:6379/0", "unix:///run/redis.sock", "redis+sentinel://h:1/m/0"])
+def test_who_asks_for_nothing_is_told_nothing_old(url: str) -> None:
+    """All of the grace time is for loads, as ever."""
+    whole = {"match_ttl_s": 60, "load_deadline_s": 60}
+    given = load_settings({"payloads": "file:///nowhere", "index": url, "kv": whole}, {})
+    assert given.redis.read_from == "master" and given.redis.near_s == 0
+    assert given.redis.unheard_s(url) == 0
