@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.build import open_store
 from kvstore.conformance.index.chains import LATER_S, chain, namespace, put, put_all, record, served
+from kvstore.errors import BreakerOpen
 from kvstore.index import near
 from kvstore.index.near import NearRuns
 from kvstore.index.port import Run
@@ -19,6 +22,11 @@ from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId, namespace_id
 from schemas.settings import JournalSettings
 from tests.index.sharding import test_conformance
 from tests.index.test_state_machine import IndexMachine, run
+from tests.servers.redis import RedisServer
+from tests.store.world import SLOT_BYTES, slots
+from tests.store.world import chain as hashes_of
+from tests.store.world import namespace as space_of
+from tests.waiting import PATIENCE_S
 
 NAME = namespace_id(namespace())
 #: What makes nothing invisible. All else is told here to what is remembered; in a fleet nobody tells it.
@@ -31,7 +39,8 @@ class Told(NearRuns):
     def forget_all(self) -> None:
         with self._lock:
             self._chains.clear()
-            self._number = self._blocks = 0
+            self._number = self._blocks = self._runs = 0
+            self._forgotten += 1
 
 
 class RememberingIndex(ShardedIndex):
@@ -44,10 +53,10 @@ class RememberingIndex(ShardedIndex):
             told.forget_all()
         return found
 
-    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
+    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
         """Asks twice: what is remembered is what was found."""
-        found = super().match(namespace, digests)
-        assert super().match(namespace, digests) == found
+        found = super().match(namespace, digests, fresh=fresh)
+        assert super().match(namespace, digests, fresh=fresh) == found
         return found
 
 
@@ -180,6 +189,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near, "MOST_ALIKE", 4)
     monkeypatch.setattr(near, "MOST_CHAINS", 10)
     monkeypatch.setattr(near, "MOST_BLOCKS", 200)
+    monkeypatch.setattr(near, "MOST_RUNS", 40)
     remembered, source = NearRuns(5.0), random.Random(0)
     for _ in range(500):
         beginning = chain(2, seed=str(source.randrange(8)))
@@ -188,7 +198,74 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         chains = [one for some in remembered._chains.values() for one in some]
         assert len(chains) == remembered._number <= 10
         assert sum(len(one.digests) for one in chains) // DIGEST_BYTES == remembered._blocks <= 200
-        assert max(len(some) for some in remembered._chains.values()) <= 4
+        assert sum(len(one.runs) for one in chains) == remembered._runs <= 40
+        assert max((len(some) for some in remembered._chains.values()), default=0) <= 4
+
+
+def test_what_is_used_stays_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beginning that everybody asks for, and which is always there, among many that come once."""
+    monkeypatch.setattr(near, "MOST_CHAINS", 4)
+    remembered, hot = NearRuns(5.0, monotonic=lambda: 0.0), chain(4, seed="hot")
+    remembered.match(NAME, hot, Asked(hot, 4))
+    for number in range(20):
+        once = chain(2, seed=str(number))
+        remembered.match(NAME, once, Asked(once, 2))
+        ask = Asked(hot, 4)
+        assert served(remembered.match(NAME, hot, ask)) == 4 and ask.calls == []
+
+
+def test_what_went_while_it_was_asked_for_is_not_remembered() -> None:
+    remembered, digests = NearRuns(5.0), chain(4)
+
+    def ask(rest: bytes) -> list[Run]:
+        found = Asked(digests, 4)(rest)
+        remembered.forget(NAME, [found[0].segment])
+        return found
+
+    assert served(remembered.match(NAME, digests, ask)) == 4
+    again = Asked(digests, 0)
+    assert remembered.match(NAME, digests, again) == [] and again.calls == [4]
+
+
+def test_what_a_failed_match_knew_is_not_counted_as_found() -> None:
+    counts: Counter[str] = Counter()
+    remembered = NearRuns(5.0, count=lambda name, amount: counts.update({name: amount}))
+    remembered.match(NAME, chain(4), Asked(chain(4), 4))
+
+    def fails(rest: bytes) -> list[Run]:
+        raise BreakerOpen("index")
+
+    with pytest.raises(BreakerOpen):
+        remembered.match(NAME, chain(8), fails)
+    assert not counts
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize("shards", [1, 8])
+def test_a_store_remembers_for_those_who_rely_on_nothing_newer(tmp_path: Path, shards: int) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        tree = {
+            "payloads": f"file://{tmp_path}/payloads",
+            "index": server.url,
+            "redis": {"timeout_s": PATIENCE_S, "near_s": 70.0, "shards": shards},
+        }
+        hashes = hashes_of(*range(6))
+        digests = b"".join(hashes)
+        with open_store(tree) as store, open_store(tree) as other:
+            space = store.open(space_of(), block_bytes=SLOT_BYTES)
+            space.register()
+            assert space.save(slots(hashes)).stored == 6
+            assert space.match(digests).blocks == space.match(digests).blocks == 6
+            assert store.counters.snapshot()["near_matches"] == 1
+            (run,) = space.match(digests).runs
+            # Another process takes it away: remembered here, but not for those who ask anew.
+            gone = other.maintenance.evict(space.id, [run.segment], delete_after_s=0, rule="admin")
+            assert gone == 1
+            assert space.match(digests).blocks == 6
+            assert space.match(digests, fresh=True).blocks == 0
+            # What is taken away here is forgotten here, whether it still was there or not.
+            store.maintenance.evict(space.id, [run.segment], delete_after_s=0, rule="admin")
+            assert space.match(digests).blocks == 0
 
 
 def test_any_chains_are_answered_as_by_who_asks_for_all() -> None:

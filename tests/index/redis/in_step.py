@@ -45,6 +45,7 @@ def in_step(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     opened = redis_client.RedisClient.from_settings
 
     def counting(url: str, settings: Any, **more: Any) -> redis_client.RedisClient:
+        settings = settings.model_copy(update={"read_from": "replicas", "max_lag_s": PATIENCE_S})
         return opened(url, settings, **{**more, "count": lambda name: counts.update([name])})
 
     patch.setattr(redis_client, "Replicas", InStep)

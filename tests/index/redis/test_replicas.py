@@ -286,7 +286,7 @@ def test_a_replicas_answer_closes_no_breaker(pair: Pair) -> None:
         for _ in range(3):
             assert breaker.is_closed and served(index.match(name, chain(6))) == 6
             with pytest.raises(TransientError):
-                index.touch(name, [], LATER_S)
+                index.register(namespace(), expected_blocks=100)
         assert not breaker.is_closed
 
 
