@@ -25,6 +25,7 @@ from tests.index.test_state_machine import IndexMachine, run
 from tests.servers.redis import RedisServer
 from tests.store.world import SLOT_BYTES, slots
 from tests.store.world import chain as hashes_of
+from tests.store.world import digests as digests_of
 from tests.store.world import namespace as space_of
 from tests.waiting import PATIENCE_S
 
@@ -247,10 +248,11 @@ def test_a_store_remembers_for_those_who_rely_on_nothing_newer(tmp_path: Path, s
         tree = {
             "payloads": f"file://{tmp_path}/payloads",
             "index": server.url,
-            "redis": {"timeout_s": PATIENCE_S, "near_s": 70.0, "shards": shards},
+            "redis": {"timeout_s": PATIENCE_S, "near_s": 3600.0, "shards": shards},
+            "grace_s": 4000,
         }
         hashes = hashes_of(*range(6))
-        digests = b"".join(hashes)
+        digests = digests_of(hashes)
         with open_store(tree) as store, open_store(tree) as other:
             space = store.open(space_of(), block_bytes=SLOT_BYTES)
             space.register()

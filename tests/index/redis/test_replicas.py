@@ -323,7 +323,7 @@ def test_a_replica_that_hangs_takes_no_other_away(pair: Pair, tmp_path: Path) ->
     with RedisServer(tmp_path / "second") as second:
         second.command("REPLICAOF", "127.0.0.1", str(pair.master.port))
         until(lambda: b"master_link_status:up" in second.command("INFO", "replication"))
-        with pair.open(max_lag_s=80.0, connect_timeout_s=PATIENCE_S) as index:
+        with pair.open(max_lag_s=80.0, timeout_s=4 * PATIENCE_S) as index:
             name = filled(index)
             index.match(name, chain(6))
             replicas = index._client._replicas
@@ -336,6 +336,7 @@ def test_a_replica_that_hangs_takes_no_other_away(pair: Pair, tmp_path: Path) ->
                 return {port for _, port in (one.address for one in master.readable)}
 
             until(lambda: len(readable()) == 2)
+            index._client._timeout_s = 40.0
             pair.replica.pause()
             as_of_s = max(one.as_of_s for one in master.readable)
 
