@@ -237,6 +237,10 @@ class _Erasure:
         self.progress.begin("hide")
         for space in self.spaces:
             self._hide(space)
+        settings = self.cache.settings
+        if unheard_s := settings.redis.unheard_s(settings.index or ""):
+            # Engines may match until then what they have not heard of, and a node may still have a copy.
+            self.sleep(unheard_s)
         while True:
             self.looks += 1
             for space in self.spaces:
