@@ -5,6 +5,8 @@ Order, so that a run that is cut off anywhere is finished by the next one:
     2. forbid    commits of what was created up to now      crash: the same, and what is saved is refused
     3. hide      what can be matched: a tenant's by         crash: the rest of it can be matched until the
                  invalidation, a salt's by eviction                next run
+                 Then it waits until no engine can be      crash: the same
+                 matching what it has not heard of
     4. delete    payloads, at once: an erasure outranks     crash: what is in the trash is deleted by
                  loads under way, which find nothing               whoever tends the cache, the rest by gc
                  and compute

@@ -187,13 +187,14 @@ def test_what_only_reads_is_asked_of_a_replica_and_all_else_of_the_master(pair: 
 
 
 def test_tools_and_those_who_are_told_to_read_masters_alone(pair: Pair) -> None:
-    tree = {"payloads": "file:///nowhere", "index": pair.url}
+    tree = {"payloads": "file:///nowhere", "index": pair.url, "redis": {"read_from": "replicas"}}
     with open_index(load_settings(tree, {})) as index:
         assert index.leaf._client._replicas is None  # type: ignore[attr-defined]
     with pair.open(read_from="master") as index:
         assert index._client._replicas is None
     # Who names one server means that one.
-    with RedisIndex.from_settings(pair.master.url, PATIENT, count=lambda name: None) as index:
+    settings = patient(read_from="replicas")
+    with RedisIndex.from_settings(pair.master.url, settings, count=lambda name: None) as index:
         name = filled(index)
         before = evals(pair.replica)
         for _ in range(5):
