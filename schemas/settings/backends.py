@@ -55,8 +55,8 @@ class RedisSettings(StrictModel):
     tls_key: str | None = None
 
     def unheard_s(self, url: str) -> float:
-        """Returns for how long, in seconds, an engine with the index at `url` may go on matching what has been
-        evicted: it reads replicas that lag, and remembers."""
+        """Returns for how many seconds an engine with the index at `url` may match what has been evicted, as
+        it reads replicas that lag, and remembers."""
         if not url.startswith(("redis", "unix")):
             return 0.0
         lags = self.read_from == "replicas" and url.startswith("redis")

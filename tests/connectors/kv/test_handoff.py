@@ -409,7 +409,7 @@ def test_what_does_not_come_in_time_is_computed(scheduler: Any, store: Store, sp
 
 
 def test_nobody_waits_for_an_index_that_fails(scheduler: Any, store: Store, space: Space) -> None:
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         raise TransientError("down")
 
     store.index.find = store.index.match = failing  # type: ignore[method-assign]
