@@ -127,9 +127,10 @@ def _evict(
 
     What is evicted can't be matched from that moment on, or, where redis.near_s or redis.read_from is set, by
     other processes a few seconds later (near_s, and max_lag_s with replicas). Its payload is deleted after
-    grace_s, by an engine that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
-    named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
-    are named, seeing to that is left to you. To forget everything at once: `cache-admin invalidate`.
+    grace_s, by an engine that saves or by `cache-admin serve`. What is used between the plan and its turn is
+    spared, unless it was named. Of one prompt's blocks the last ones go first, so that what is left is of
+    use; with segments that are named, seeing to that is left to you. To forget everything at once:
+    `cache-admin invalidate`.
 
     Of a prompt goes its last segment, and where that is a session's own, what that session alone was seen to
     use right before it. The rest may be the beginning of others' prompts: it is reported as shared, and goes
@@ -261,7 +262,8 @@ def _invalidate(call: Call, namespace: Namespace, apply: Apply = False) -> None:
     For weights that changed under the same name, or bytes that are not to be trusted. Where redis.near_s or
     redis.read_from is set, engines may go on matching it for near_s, and max_lag_s with replicas: restart
     them where that is too long. Pinned segments go as well. Engines compute everything anew and save into the
-    namespace as before; the old payloads are deleted after the grace time by whoever tends the cache: the janitor, an embedded store, or `gc --apply`.
+    namespace as before; the old payloads are deleted after the grace time by whoever tends the cache: the
+    janitor, an embedded store, or `gc --apply`.
     """
     with call.cache() as cache:
         report = drop.invalidate(cache, namespace, apply=apply)
