@@ -28,8 +28,8 @@ _call = _Call()
 
 
 def answered_elsewhere() -> None:
-    """Has the guarded call that this thread makes tell a breaker nothing if it succeeds: another has answered
-    than the backend that the breaker is for."""
+    """Has the guarded call that this thread makes tell a breaker nothing, unless it fails: another has
+    answered than the backend that the breaker is for."""
     _call.answered_elsewhere = True
 
 
@@ -72,8 +72,7 @@ class Breaker:
         except BaseException:
             self._succeeded()
             raise
-        if not _call.answered_elsewhere:
-            self._succeeded()
+        self._succeeded()
 
     def blame(self) -> None:
         """Counts a transient failure that no guarded call reports, because the call has not returned."""
@@ -101,6 +100,8 @@ class Breaker:
                 self._retry_at = self._clock() + self._backoff
 
     def _succeeded(self) -> None:
+        if _call.answered_elsewhere:
+            return
         with self._lock:
             self._failures = 0
             self._subject = None

@@ -189,11 +189,11 @@ def open_index(
 
 def open_redis(settings: Settings) -> RedisClient | None:
     """Returns the Redis under the index, for questions that no index answers; None if the index is elsewhere.
-    No I/O.
+    It knows of the replicas that engines read. No I/O.
     """
     if not settings.index_url.startswith(("redis", "unix")):
         return None
-    return RedisClient.from_settings(settings.index_url, settings.redis)
+    return RedisClient.from_settings(settings.index_url, settings.redis, count=lambda name: None)
 
 
 def open_payloads(settings: Settings) -> PayloadStore:

@@ -35,9 +35,9 @@ _HARMLESS = {"match", "find", "claim", "commit", "touch", "note", "tell", "sessi
 
 
 class Told(NearRuns):
-    """Forgets all when it is told to."""
+    """Forgets everything when it is told to."""
 
-    def forget_all(self) -> None:
+    def forget_everything(self) -> None:
         with self._lock:
             self._chains.clear()
             self._number = self._blocks = self._runs = 0
@@ -51,7 +51,7 @@ class RememberingIndex(ShardedIndex):
         found = super().__getattribute__(name)
         if not name.startswith("_") and callable(found) and name not in _HARMLESS:
             told: Told = super().__getattribute__("_near")
-            told.forget_all()
+            told.forget_everything()
         return found
 
     def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
@@ -176,6 +176,18 @@ def test_what_this_process_evicts_it_forgets() -> None:
         index.evict(name, segments[1:], delete_after_s=LATER_S, rule="bad")
         assert served(index.match(name, chain(8))) == 4
         assert [len(one[0].digests) for one in remembered._chains.values()] == [64, 64]
+
+
+def test_what_grows_too_old_or_is_unlisted_here_is_forgotten() -> None:
+    with ShardedIndex(SqliteIndex.in_memory("ages"), near=NearRuns(5.0)) as index:
+        name = index.register(namespace(), expected_blocks=100)
+        first, second = chain(4, seed="first"), chain(4, seed="second")
+        segments = put_all(index, name, first, [4]) + put_all(index, name, second, [4])
+        assert served(index.match(name, first)) == served(index.match(name, second)) == 4
+        index.unlist(name, segments[:1])
+        assert not index.match(name, first) and served(index.match(name, second)) == 4
+        assert index.age_out(name, 1, delete_after_s=LATER_S)[0] == 1
+        assert not index.match(name, second)
 
 
 def test_zero_seconds_remember_nothing() -> None:

@@ -37,7 +37,7 @@ from kvstore.index.redis.sentinel import Sentinels
 from kvstore.index.redis.timed import in_time, sooner
 from kvstore.threads.deadline import in_background
 from schemas.settings import RedisSettings
-from schemas.urls import redis_location
+from schemas.urls import place, redis_location
 
 #: A stale connection fails at once. A failure later than this share of the deadline has another cause.
 _STALE_SHARE = 0.1
@@ -145,17 +145,15 @@ class RedisClient:
 
         return self._attempt(script.name, lambda client: _evaluated(client, script, key, args))
 
-    def read(self, script: Script, key: str, *args: bytes | str | int | float) -> Any:
-        """Runs a script that changes nothing as `run` does, on a replica if there is one that may be read."""
+    def read(self, script: Script, key: str, *args: bytes | str | int | float, fresh: bool = False) -> Any:
+        """Runs a script that changes nothing as `run` does, on a replica if there is one that may be read and
+        the answer need not be `fresh`."""
         replicas = self._replicas
-        if replicas is None:
+        if replicas is None or fresh:
             return self.run(script, key, *args)
 
         def send(client: _Client) -> Any:
-            chosen = None
-            # What neither Sentinels nor a Cluster name is not asked: of one server's URL nobody expects that.
-            if self._sentinels is not None or isinstance(client, RedisCluster):
-                chosen = replicas.of(client, key)
+            chosen = replicas.of(client, key) if self._names_replicas(client) else None
             if chosen is not None:
                 try:
                     with sooner(self._timeout_s * _REPLICA_SHARE):
@@ -173,6 +171,25 @@ class RedisClient:
             return _evaluated(client, script, key, args)
 
         return self._attempt(script.name, send)
+
+    def _names_replicas(self, client: _Client) -> bool:
+        """Tells whether anybody does but the master itself: who gives one server's URL means that one."""
+        return self._sentinels is not None or isinstance(client, RedisCluster)
+
+    def replicas(self) -> dict[str, str]:
+        """Looks at the replicas that `read` may ask, and says of each why it is not asked; "" if it is."""
+        replicas = self._replicas
+        if replicas is None:
+            return {}
+
+        def send(client: Any) -> dict[str, str]:
+            if not self._names_replicas(client) and client.info("cluster").get("cluster_enabled"):
+                client = self._become_cluster(client)
+            if not self._names_replicas(client):
+                return {}
+            return {place(*address): why for address, why in replicas.survey(client).items()}
+
+        return cast(dict[str, str], self._attempt("replicas", send))
 
     def command(self, *words: bytes | str | int | float, name: str = "") -> Any:
         """Runs one command."""

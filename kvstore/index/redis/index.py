@@ -100,7 +100,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.index.contract import (
@@ -124,9 +124,9 @@ from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
 from kvstore.index.redis.salts import RedisSalts
 from kvstore.index.redis.values import (
     JOURNAL,
-    MOST_BITS,
     NAMESPACES,
     SHARDED_SCHEMA,
+    bucket_bits,
     key,
     record_of,
     understood,
@@ -149,8 +149,6 @@ from schemas.namespace import Namespace
 from schemas.records import EvictionRule, SegmentRecord, pack_part
 from schemas.settings import JournalSettings, RedisSettings
 
-#: A full bucket has between half of this and this many entries on average.
-BUCKET_ENTRIES = 64
 #: Segments that one touch script is given: 1 to 2 ms of Redis's time.
 _TOUCH_SLICE = 1000
 
@@ -172,18 +170,6 @@ _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
 class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
     """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
-
-    def __init__(
-        self,
-        client: RedisClient,
-        *,
-        journal: JournalSettings = JOURNAL,
-        cost_aware: bool = True,
-        grace_s: float = 0.0,
-        by: str = "",
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, by=by, clock=clock)
 
     @classmethod
     def from_settings(
@@ -274,7 +260,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
     @understood
     def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
         asked = count_digests(digests)
-        segments, places, values = self._asked(fresh)(_MATCH, key(namespace, "meta"), digests)
+        segments, places, values = self._client.read(_MATCH, key(namespace, "meta"), digests, fresh=fresh)
         if not all(isinstance(one, bytes) and len(one) == SEGMENT_ID_BYTES for one in segments):
             raise ValueError("ids of segments have another length")
         runs: list[Run] = []
@@ -294,7 +280,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
     ) -> list[Run | None]:
         count = count_digests(digests)
-        entries, segments, values = self._asked(fresh)(_FIND, key(namespace, "meta"), digests)
+        entries, segments, values = self._client.read(_FIND, key(namespace, "meta"), digests, fresh=fresh)
         known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}
         runs: list[Run | None] = [None] * count
         for start, entry in enumerate(entries):
@@ -403,17 +389,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
             raise ValueError(f"{noted} blocks of {asked}")
         return int(noted)
 
-    def _asked(self, fresh: bool) -> Callable[..., Any]:
-        """Returns how a script that only reads is run."""
-        return self._client.run if fresh else self._client.read
-
     def _unknown(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
         return NamespaceUnknown(
             f"redis {self._client.where}: {verb}: namespace {namespace} is not registered"
         )
-
-
-def bucket_bits(expected_blocks: int) -> int:
-    """Returns the bits of a bucket's number: with `expected_blocks` buckets hold 32 to 64 entries."""
-    buckets = max(1, -(-expected_blocks // BUCKET_ENTRIES))
-    return min(MOST_BITS, (buckets - 1).bit_length())

@@ -7,7 +7,8 @@ read. So what is known of a replica grows old by itself when it hangs, when its 
 and when nobody can ask: after `max_lag_s` the master is read again, without anybody having waited for it.
 
 A replica that fails a read is not read again before it has answered the next look, and the master is asked in
-the same call. A connection that is made meanwhile has to show that its replica still has what it had.
+the same call. A connection that is made meanwhile has to show that its replica still has what it had. And a
+replica that takes much longer to answer than its master is not read.
 
 What a replica may do to answers: docs/adr/0046-hot-prefixes.md.
 """
@@ -19,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -51,6 +52,11 @@ _MOST_REPLICAS, _MOST_MASTERS = 8, 1024
 _GARBLED = (LookupError, ValueError, TypeError, AttributeError)
 #: Seconds for which a replica that denies looks is left alone.
 _REST_S = 300.0
+#: A replica is far away if the quickest of its last answers took so many times as long as the quickest of its
+#: master's, and so many seconds more.
+_FAR_TIMES, _FAR_S = 4, 0.005
+#: Seconds for which the replicas that a Cluster's master has named are believed to be all.
+_NAMED_S = 10.0
 #: Most characters of a reason in the log.
 _CHARS = 200
 
@@ -63,6 +69,9 @@ class Replica:
     client: redis.Redis
     #: `time.monotonic` time of which it is, at least.
     as_of_s: float
+    #: How much it had of what its master has written, and the name of that.
+    has: int
+    history: str
     master: _Master
 
 
@@ -71,20 +80,24 @@ class _Master:
     """What is known of one master's replicas. Attributes are replaced as a whole, by any thread."""
 
     look_s: float = 0.0
-    #: The process that looks, and its look.
-    looking: tuple[int, Future[Any] | None] = (0, None)
-    #: The same of each replica that is asked.
-    asking: dict[Address, tuple[int, Future[None]]] = field(default_factory=dict)
-    #: When a replica that has denied a look is asked again.
+    #: The look that is under way, and its questions.
+    looking: Future[Any] | None = None
+    asking: dict[Address, Future[None]] = field(default_factory=dict)
+    #: When a replica that is left alone is asked again.
     resting: dict[Address, float] = field(default_factory=dict)
+    #: What a Cluster's master has named, and until when that is believed.
+    named: Sequence[Address] = ()
+    named_s: float = 0.0
+    #: Seconds that the last answers took, its own (None) and each replica's.
+    took: defaultdict[Address | None, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=_LOOKS + 2))
+    )
     #: The name of what it has written, which is another after a failover.
     history: str = ""
     #: When it was asked, and how much it had written.
     written: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LOOKS + 2))
     readable: tuple[Replica, ...] = ()
-    #: How much each of these had when it was asked last, in this history.
-    seen: dict[Address, int] = field(default_factory=dict)
-    #: Held for moments, while `readable` and `seen` are replaced.
+    #: Held for moments, while `history` and `readable` are replaced.
     lock: threading.Lock = field(default_factory=threading.Lock)
     clients: dict[Address, redis.Redis] = field(default_factory=dict)
     #: Why a replica is not read; what is in the log already.
@@ -110,7 +123,9 @@ class Replicas:
         self._max_lag_s = max_lag_s
         self._count = count
         self._monotonic = monotonic
+        #: Those of this process; one that forks has threads and locks that its child has not.
         self._masters: dict[Address, _Master] = {}
+        self._pid = os.getpid()
         self._turn = itertools.count()
 
     def of(self, client: redis.Redis | RedisCluster, key: str) -> Replica | None:
@@ -146,6 +161,21 @@ class Replicas:
         log.debug("replica %s: %s; the master is asked", place(*replica.address), exc)
         _publish(replica.master, replica.address, None)
 
+    def survey(self, client: redis.Redis | RedisCluster) -> dict[Address, str]:
+        """Looks at the replicas of all masters, and says of each why it is not read; "" if it is. Takes as
+        long as their timeouts, of one master after the other."""
+        found: dict[Address, str] = {}
+        for nodes in _masters(client):
+            master = self._master(nodes[0] if nodes else ("", 0))
+            for _ in range(_LOOKS):
+                for asked in self.look(master, client, nodes):
+                    asked.result()
+                known = master.excluded.keys() | {one.address for one in master.readable}
+                if known >= master.clients.keys():
+                    break
+            found |= {address: master.excluded.get(address, "") for address in master.clients}
+        return found
+
     def close(self) -> None:
         """Closes the connections to replicas. Idempotent."""
         for master in list(self._masters.values()):
@@ -153,16 +183,17 @@ class Replicas:
                 _close(client)
 
     def _master(self, address: Address) -> _Master:
+        if self._pid != os.getpid():
+            self._masters, self._pid = {}, os.getpid()
         if len(self._masters) >= _MOST_MASTERS:
             self.close()
             self._masters = {}
         return self._masters.setdefault(address, _Master())
 
     def _start(self, master: _Master, client: redis.Redis | RedisCluster, nodes: Sequence[Address]) -> None:
-        pid, looking = master.looking
         # A look that hangs is waited for; what it found before grows old meanwhile.
-        if looking is None or looking.done() or pid != os.getpid():
-            master.looking = os.getpid(), in_background(lambda: self.look(master, client, nodes))
+        if master.looking is None or master.looking.done():
+            master.looking = in_background(lambda: self.look(master, client, nodes))
 
     def look(
         self, master: _Master, client: redis.Redis | RedisCluster, nodes: Sequence[Address]
@@ -172,7 +203,7 @@ class Replicas:
         """
         asked_s = self._monotonic()
         try:
-            told = _told(_client_of(client, nodes))
+            told = _timed(_client_of(client, nodes), master.took[None])
             history, written = str(told["master_replid"]), int(told["master_repl_offset"])
             if told["role"] != "master":
                 history = ""
@@ -181,7 +212,7 @@ class Replicas:
             return []
         if history != master.history:
             with master.lock:
-                master.history, master.readable, master.seen = history, (), {}
+                master.history, master.readable = history, ()
                 master.written.clear()
         if not history:
             log.debug("replicas: what was the master is none any more")
@@ -198,21 +229,20 @@ class Replicas:
             master.excluded.pop(gone, None)
         asked = []
         for address in addresses:
-            pid, asking = master.asking.get(address, (0, None))
-            if asking is not None and pid == os.getpid() and not asking.done():
+            asking = master.asking.get(address)
+            if asking is not None and not asking.done():
                 continue  # It hangs; what was known of it grows old.
             if asked_s < master.resting.get(address, 0.0):
                 continue
             if address not in master.clients:
                 master.clients[address] = self._connect(address, bool(nodes), _prover(master, address))
             with suppress(OSError):
-                asking = in_background(partial(self._ask, master, address, history, asked_s))
-                master.asking[address] = os.getpid(), asking
-                asked.append(asking)
+                master.asking[address] = in_background(partial(self._ask, master, address, history, asked_s))
+                asked.append(master.asking[address])
         return asked
 
-    @staticmethod
     def _addresses(
+        self,
         master: _Master,
         told: dict[str, Any],
         client: redis.Redis | RedisCluster,
@@ -224,8 +254,12 @@ class Replicas:
         if int(told["connected_slaves"]) == len(nodes) - 1 and not master.excluded:
             return nodes[1:]
         # The client asks for a Cluster's nodes when something fails on its own way, and not for replicas that
-        # came since, or came back elsewhere.
-        return _listed_by_cluster(_client_of(client, nodes), nodes[0])
+        # came since, or came back elsewhere. Of a large Cluster the answer is long.
+        now = self._monotonic()
+        if now >= master.named_s:
+            master.named = _listed_by_cluster(_client_of(client, nodes), nodes[0])
+            master.named_s = now + _NAMED_S
+        return master.named
 
     def _ask(self, master: _Master, address: Address, history: str, asked_s: float) -> None:
         """Finds out of what time a replica is, and has it read or not. `history` and `asked_s` are of the
@@ -233,17 +267,21 @@ class Replicas:
         client = master.clients.get(address)
         if client is None:
             return
-        found, known, why = None, 0, ""
+        found, why = None, ""
         try:
-            told = _told(client)
-            known = int(told["slave_repl_offset"])
+            took = master.took[address]
+            told = _timed(client, took)
+            has = int(told["slave_repl_offset"])
             if str(told["master_replid"]) != history or int(told["master_sync_in_progress"]):
                 why = "it follows another master, or has not begun to"
+            elif _is_far(took, master.took[None]):
+                masters = min(master.took[None])
+                why = f"it answers in {min(took) * 1e3:.1f} ms, its master in {masters * 1e3:.1f}"
             else:
                 longest_s = asked_s - self._max_lag_s
-                as_of_s = max((at for at, written in list(master.written) if written <= known), default=0.0)
+                as_of_s = max((at for at, written in list(master.written) if written <= has), default=0.0)
                 if as_of_s >= longest_s:
-                    found = Replica(address, client, as_of_s, master)
+                    found = Replica(address, client, as_of_s, has, history, master)
                 elif master.written[0][0] > longest_s:
                     return  # It can't be told yet.
                 else:
@@ -256,8 +294,7 @@ class Replicas:
                 master.resting[address] = asked_s + _REST_S
         except _GARBLED:
             why = "it does not answer as replicas do"
-        if master.history == history:
-            _publish(master, address, found, known)
+        _publish(master, address, found)
         self._tell(master, address, why)
 
     @staticmethod
@@ -272,13 +309,13 @@ class Replicas:
             log.info("replica %s is read again", place(*address))
 
 
-def _publish(master: _Master, address: Address, replica: Replica | None, known: int = 0) -> None:
-    """Has a replica read that had `known` of what its master had written; None: has it read no more."""
+def _publish(master: _Master, address: Address, replica: Replica | None) -> None:
+    """Has a replica read, unless its master is another one by now; None: has what is there read no more."""
     with master.lock:
         others = tuple(one for one in master.readable if one.address != address)
-        seen = {one: offset for one, offset in master.seen.items() if one != address}
-        master.readable = others if replica is None else (*others, replica)
-        master.seen = seen if replica is None else {**seen, address: known}
+        if replica is not None and replica.history == master.history:
+            others = (*others, replica)
+        master.readable = others
 
 
 def _prover(master: _Master, address: Address) -> Proof:
@@ -286,16 +323,23 @@ def _prover(master: _Master, address: Address) -> Proof:
     asked last: it was restarted, or another has its address. Before it is read it has nothing to prove."""
 
     def prove(told: Mapping[bytes, bytes]) -> None:
-        with master.lock:
-            history, known = master.history, master.seen.get(address)
+        known = next((one for one in master.readable if one.address == address), None)
         if known is None:
             return
-        same = told.get(b"master_replid") == history.encode()
+        same = told.get(b"master_replid") == known.history.encode()
         has = told.get(b"slave_repl_offset", b"")
-        if not (same and told.get(b"role") == b"slave" and has.isdigit() and int(has) >= known):
+        if not (same and told.get(b"role") == b"slave" and has.isdigit() and int(has) >= known.has):
             raise redis.ConnectionError("the replica is another one than was asked, or has less than it had")
 
     return prove
+
+
+def _masters(client: redis.Redis | RedisCluster) -> list[list[Address]]:
+    """Returns each master of a Cluster and its replicas, as `_nodes` does."""
+    if not isinstance(client, RedisCluster):
+        return [[]]
+    slots = client.nodes_manager.slots_cache.values()
+    return list({nodes[0].name: [(one.host, one.port) for one in nodes] for nodes in slots if nodes}.values())
 
 
 def _nodes(client: redis.Redis | RedisCluster, key: str) -> list[Address] | None:
@@ -314,8 +358,17 @@ def _client_of(client: redis.Redis | RedisCluster, nodes: Sequence[Address]) -> 
     return client.get_redis_connection(node)
 
 
-def _told(client: Any) -> dict[str, Any]:
+def _is_far(took: deque[float], own: deque[float]) -> bool:
+    """Tells whether a replica is, by its times and its master's; not before there are as many as are kept, of
+    which the first ones connect."""
+    return len(took) == took.maxlen and min(took) > _FAR_TIMES * min(own) + _FAR_S
+
+
+def _timed(client: Any, took: deque[float]) -> dict[str, Any]:
+    """Returns what INFO replication says, and adds how long that took."""
+    began = time.monotonic()
     told = client.info("replication")
+    took.append(time.monotonic() - began)
     if not isinstance(told, dict):
         raise TypeError("no INFO")
     return told

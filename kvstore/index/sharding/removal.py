@@ -97,6 +97,14 @@ class ShardedRemoval(ShardedCatalogue):
         self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
     ) -> tuple[int, str]:
         """Goes through one shard after the other. The time to live is told to all of them first."""
+        gone, rest = self._age_out(namespace, ttl_s, delete_after_s=delete_after_s, after=after)
+        if gone:
+            self._near.forget_all(namespace)
+        return gone, rest
+
+    def _age_out(
+        self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str
+    ) -> tuple[int, str]:
         shards = self._shards(namespace)
         if len(shards) == 1:
             return self._leaf.age_out(namespace, ttl_s, delete_after_s=delete_after_s, after=after)
@@ -239,7 +247,10 @@ class ShardedRemoval(ShardedCatalogue):
 
     def unlist(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
         parts = split(self._shards(namespace), segments)
-        return sum(self._each(parts, lambda name: self._leaf.unlist(name, parts[name])))
+        try:
+            return sum(self._each(parts, lambda name: self._leaf.unlist(name, parts[name])))
+        finally:
+            self._near.forget(namespace, segments)
 
     def unlink(self, namespace: NamespaceId, entries: Sequence[Entry]) -> int:
         """Drops an entry wherever it stands: one that leads astray need not be where its segment is."""

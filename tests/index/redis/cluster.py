@@ -60,6 +60,15 @@ class RedisClusterServers:
         for client in self._clients:
             client.config_set(name, value)
 
+    def everywhere(self, *words: str) -> None:
+        """One command on every node."""
+        for client in self._clients + self._replicas:
+            client.execute_command(*words)
+
+    def promote(self, port: int) -> None:
+        """Makes the replica of a master that is dead the master, at once."""
+        self._replicas[self.ports.index(port)].execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+
     def __enter__(self) -> Self:
         try:
             return self._start()

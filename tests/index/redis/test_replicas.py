@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from kvstore.breaker import Breaker
 from kvstore.build import load_settings, open_index, open_store
-from kvstore.conformance.index.chains import LATER_S, chain, namespace, put, put_all, served
-from kvstore.errors import ConfigError, PayloadMissing, TransientError
-from kvstore.index.breaking import BreakingIndex
+from kvstore.conformance.index.chains import LATER_S, chain, put, put_all, served
+from kvstore.errors import ConfigError, PayloadMissing
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.names import shard_names
 from kvstore.keys import NamespaceId
 from kvstore.store.housekeeping import Housekeeping
 from kvstore.testing import FullIndexConformance
-from schemas.settings import BreakerSettings, JournalSettings
-from tests.faults.network import Wire
+from schemas.settings import JournalSettings
 from tests.index.redis.cluster import RedisClusterServers
 from tests.index.redis.in_step import in_step
-from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel
+from tests.index.redis.pair import Pair, filled, is_read, paired
 from tests.index.sharding.test_conformance import Sharded, miscount
 from tests.index.test_state_machine import IndexMachine, ShardedMachine, run
 from tests.servers.redis import PATIENT, RedisServer, patient
@@ -37,6 +32,12 @@ from tests.store.world import namespace as space_of
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with paired(tmp_path) as pair:
+        yield pair
 
 
 #: What all tests of replicas in step have counted.
@@ -111,60 +112,6 @@ def test_any_sequence_of_calls(replicated: RedisClusterServers, shards: int) -> 
     run(Machine, 6)
 
 
-class Pair:
-    """A master, its replica behind a wire, and a Sentinel that names the master."""
-
-    def __init__(
-        self, master: RedisServer, replica: RedisServer, wire: Wire, sentinel: ScriptedSentinel
-    ) -> None:
-        self.master, self.replica, self.wire = master, replica, wire
-        self.url = f"redis+sentinel://127.0.0.1:{sentinel.port}/{MASTER}/0"
-        self.counts: Counter[str] = Counter()
-
-    def open(self, **settings: Any) -> RedisIndex:
-        """As an engine has it."""
-        return RedisIndex.from_settings(
-            self.url,
-            patient(**{"read_from": "replicas", "max_lag_s": 10.0} | settings),
-            count=lambda name: self.counts.update([name]),
-        )
-
-    def cut(self) -> None:
-        """From now on the replica learns of nothing, and goes on answering."""
-        self.replica.command("CONFIG", "SET", "repl-timeout", "1000000")
-        self.master.command("CONFIG", "SET", "repl-timeout", "1000000")
-        self.wire.cut()
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        options = ("--repl-diskless-sync-delay", "0")
-        master, replica = (
-            stack.enter_context(RedisServer(tmp_path / name, *options)) for name in ("master", "replica")
-        )
-        wire = stack.enter_context(Wire(master.port))
-        sentinel = stack.enter_context(ScriptedSentinel(master.port))
-        replica.command("REPLICAOF", "127.0.0.1", str(wire.port))
-        until(lambda: b"master_link_status:up" in replica.command("INFO", "replication"))
-        yield Pair(master, replica, wire, sentinel)
-        # First, or a replica that connects anew keeps the wire from ending.
-        replica.kill()
-        master.kill()
-
-
-def filled(index: RedisIndex) -> NamespaceId:
-    name = index.register(namespace(), expected_blocks=100)
-    put_all(index, name, chain(6), [4, 2])
-    return name
-
-
-def is_read(pair: Pair, index: RedisIndex, name: NamespaceId) -> bool:
-    """Whether a replica answers a match, which finds all."""
-    before = pair.counts["replica_reads"]
-    return served(index.match(name, chain(6))) == 6 and pair.counts["replica_reads"] > before
-
-
 def evals(server: RedisServer) -> int:
     with redis.Redis(port=server.port, protocol=2) as client:
         told = client.info("commandstats")
@@ -203,67 +150,6 @@ def test_tools_and_those_who_are_told_to_read_masters_alone(pair: Pair) -> None:
         assert evals(pair.replica) == before
 
 
-def test_a_replica_that_is_cut_off_is_read_until_it_lags_too_far(
-    pair: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pair.open(max_lag_s=1.0) as index, caplog.at_level(logging.INFO):
-        name = filled(index)
-        until(lambda: is_read(pair, index, name))
-        pair.cut()
-        put_all(index, name, chain(9), [4, 2, 3])
-        # Nobody waits for anything: what a match is answered is of the replica, and then of the master.
-        until(lambda: served(index.match(name, chain(9))) == 9)
-        until(lambda: index.match(name, chain(9)) and "lags by more than redis.max_lag_s = 1" in caplog.text)
-        before = pair.counts.copy()
-        assert served(index.match(name, chain(9))) == 9
-        assert pair.counts["replica_lags"] == before["replica_lags"] + 1
-        assert pair.counts["replica_reads"] == before["replica_reads"]
-        pair.wire.mend()
-        until(lambda: is_read(pair, index, name))
-        assert "is read again" in caplog.text and not pair.counts["replica_failures"]
-
-
-@pytest.mark.parametrize("fault", ["killed", "hangs", "loading"])
-def test_a_replica_that_fails_costs_no_answer(pair: Pair, fault: str) -> None:
-    with pair.open(timeout_s=PATIENCE_S / 4) as index:
-        name = filled(index)
-        until(lambda: is_read(pair, index, name))
-        (master,) = index._client._replicas._masters.values()  # type: ignore[union-attr]
-        master.look_s = float("inf")  # nobody looks meanwhile
-        if fault == "killed":
-            pair.replica.kill()
-        elif fault == "hangs":
-            index._client._timeout_s = 4.0
-            pair.replica.pause()
-        else:
-            # It says so to every script, as one that loads does.
-            pair.replica.command("CONFIG", "SET", "replica-serve-stale-data", "no")
-            pair.replica.command("REPLICAOF", "127.0.0.1", "1")
-        assert served(index.match(name, chain(6))) == 6
-        assert pair.counts["replica_failures"] == 1
-        assert served(index.match(name, chain(6))) == 6
-        assert pair.counts["replica_failures"] == 1, "it is not asked again before it has answered a look"
-
-
-def test_without_its_master_a_replica_is_read_for_as_long_as_it_may_lag(pair: Pair) -> None:
-    with pair.open(max_lag_s=2.0) as index:
-        name = filled(index)
-        until(lambda: is_read(pair, index, name))
-        pair.master.kill()
-        before = pair.counts["replica_reads"]
-        assert served(index.match(name, chain(6))) == 6
-        assert pair.counts["replica_reads"] == before + 1
-
-        def fails() -> bool:
-            try:
-                assert served(index.match(name, chain(6))) == 6
-            except TransientError:
-                return True
-            return False
-
-        until(fails)
-
-
 def test_a_fresh_answer_is_the_masters(pair: Pair) -> None:
     with pair.open(max_lag_s=80.0) as index:
         name = filled(index)
@@ -274,92 +160,6 @@ def test_a_fresh_answer_is_the_masters(pair: Pair) -> None:
         assert not served(index.match(name, digests)) and set(index.find(name, digests)) == {None}
         assert served(index.match(name, digests, fresh=True)) == 8
         assert None not in index.find(name, digests, fresh=True)
-
-
-def test_a_replicas_answer_closes_no_breaker(pair: Pair) -> None:
-    """While it answers matches, what fails at the master is still counted."""
-    with pair.open(max_lag_s=80.0) as leaf:
-        name = filled(leaf)
-        until(lambda: is_read(pair, leaf, name))
-        breaker = Breaker("index", BreakerSettings(failures=3, backoff_s=3600, max_backoff_s=3600))
-        index = BreakingIndex(leaf, breaker)
-        pair.master.kill()
-        for _ in range(3):
-            assert breaker.is_closed and served(index.match(name, chain(6))) == 6
-            with pytest.raises(TransientError):
-                index.register(namespace(), expected_blocks=100)
-        assert not breaker.is_closed
-
-
-def test_a_replica_that_was_restarted_shows_what_it_has_before_it_is_read(pair: Pair) -> None:
-    with pair.open(max_lag_s=80.0) as index:
-        name = filled(index)
-        until(lambda: is_read(pair, index, name))
-        (master,) = index._client._replicas._masters.values()  # type: ignore[union-attr]
-        master.look_s = float("inf")  # nobody looks meanwhile
-        (replica,) = master.readable
-        assert master.seen[replica.address] > 0
-        pair.cut()
-        # What a restart from an old snapshot is like: the address answers, and has less than it had.
-        master.seen = {replica.address: master.seen[replica.address] + 1_000_000}
-        replica.client.connection_pool.disconnect()
-        assert served(index.match(name, chain(6))) == 6
-        assert pair.counts["replica_failures"] == 1 and not master.readable
-
-
-def test_a_master_that_is_none_any_more_has_no_replicas(pair: Pair) -> None:
-    with pair.open() as index:
-        name = filled(index)
-        until(lambda: is_read(pair, index, name))
-        replicas = index._client._replicas
-        assert replicas is not None
-        (master,) = replicas._masters.values()
-        master.look_s = float("inf")
-        assert master.readable
-        replicas.look(master, redis.Redis(port=pair.replica.port, protocol=2), [])
-        assert not master.readable and not master.seen
-
-
-def test_a_replica_that_hangs_takes_no_other_away(pair: Pair, tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "second") as second:
-        second.command("REPLICAOF", "127.0.0.1", str(pair.master.port))
-        until(lambda: b"master_link_status:up" in second.command("INFO", "replication"))
-        with pair.open(max_lag_s=80.0, timeout_s=4 * PATIENCE_S) as index:
-            name = filled(index)
-            index.match(name, chain(6))
-            replicas = index._client._replicas
-            assert replicas is not None
-            (master,) = replicas._masters.values()
-
-            def readable() -> set[int]:
-                master.look_s = 0.0
-                assert served(index.match(name, chain(6))) == 6
-                return {port for _, port in (one.address for one in master.readable)}
-
-            until(lambda: len(readable()) == 2)
-            index._client._timeout_s = 40.0
-            pair.replica.pause()
-            as_of_s = max(one.as_of_s for one in master.readable)
-
-            def goes_on() -> bool:
-                readable()
-                return any(one.as_of_s > as_of_s for one in master.readable)
-
-            until(goes_on)
-
-
-def test_another_master_is_not_followed_by_the_replicas_of_the_former(pair: Pair) -> None:
-    """Offsets of two histories can't be compared."""
-    with pair.open() as index:
-        name = filled(index)
-        until(lambda: is_read(pair, index, name))
-        replicas = index._client._replicas
-        assert replicas is not None
-        (master,) = replicas._masters.values()
-        master.look_s, master.history = float("inf"), "another's"
-        (replica,) = master.readable
-        replicas._ask(master, replica.address, "another's", 0.0)
-        assert not master.readable and "follows another master" in str(master.excluded)
 
 
 def test_a_replica_that_came_later_is_found(tmp_path: Path) -> None:
