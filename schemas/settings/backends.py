@@ -34,7 +34,7 @@ class RedisSettings(StrictModel):
     shards: int = Field(default=1, ge=1, le=256)
     #: Whom an engine asks what is stored: the `master`, or, where a Cluster or Sentinels name them, its
     #: `replicas`, in turns. What changes something goes to the master, and so do tools. For fleets whose
-    #: masters are short of time; a replica in another region makes matches slow.
+    #: masters are short of time. A replica that takes much longer to answer than its master is left out.
     read_from: Literal["replicas", "master"] = "master"
     #: How far a replica may be behind its master; one further behind is not read, nor one that can't be told.
     max_lag_s: Seconds = Field(default=2.0, ge=1.0)

@@ -177,19 +177,20 @@ class RedisClient:
         return self._sentinels is not None or isinstance(client, RedisCluster)
 
     def replicas(self) -> dict[str, str]:
-        """Looks at the replicas that `read` may ask, and says of each why it is not asked; "" if it is."""
-        replicas = self._replicas
-        if replicas is None:
+        """Looks at the replicas that `read` may ask, and says of each why it is not asked; "" if it is. Takes
+        as long as their timeouts."""
+        if self._replicas is None:
             return {}
 
-        def send(client: Any) -> dict[str, str]:
+        def named(client: Any) -> _Client | None:
             if not self._names_replicas(client) and client.info("cluster").get("cluster_enabled"):
                 client = self._become_cluster(client)
-            if not self._names_replicas(client):
-                return {}
-            return {place(*address): why for address, why in replicas.survey(client).items()}
+            return cast(_Client, client) if self._names_replicas(client) else None
 
-        return cast(dict[str, str], self._attempt("replicas", send))
+        client = self._attempt("replicas", named)
+        if client is None:
+            return {}
+        return {place(*address): why for address, why in self._replicas.survey(client).items()}
 
     def command(self, *words: bytes | str | int | float, name: str = "") -> Any:
         """Runs one command."""
