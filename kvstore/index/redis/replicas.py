@@ -103,6 +103,12 @@ class _Master:
     #: Why a replica is not read; what is in the log already.
     excluded: dict[Address, str] = field(default_factory=dict)
 
+    def forget(self, address: Address) -> None:
+        """Forgets what is remembered of a replica that is gone."""
+        known: tuple[dict[Any, Any], ...] = (self.asking, self.resting, self.took, self.excluded)
+        for each in known:
+            each.pop(address, None)
+
 
 class Replicas:
     """Says which replica may be read instead of a key's master. Safe for threads, and for processes that
@@ -139,8 +145,10 @@ class Replicas:
         if now >= master.look_s:
             # Set first, so that other threads that come here meanwhile don't look as well.
             master.look_s = now + self._max_lag_s / _LOOKS
-            with suppress(OSError):
-                self._start(master, client, nodes)
+            # A look that hangs is waited for; what it found before grows old meanwhile.
+            if master.looking is None or master.looking.done():
+                with suppress(OSError):
+                    master.looking = in_background(lambda: self.look(master, client, nodes))
         found = master.readable
         first = next(self._turn)
         for number in range(len(found)):
@@ -190,11 +198,6 @@ class Replicas:
             self._masters = {}
         return self._masters.setdefault(address, _Master())
 
-    def _start(self, master: _Master, client: redis.Redis | RedisCluster, nodes: Sequence[Address]) -> None:
-        # A look that hangs is waited for; what it found before grows old meanwhile.
-        if master.looking is None or master.looking.done():
-            master.looking = in_background(lambda: self.look(master, client, nodes))
-
     def look(
         self, master: _Master, client: redis.Redis | RedisCluster, nodes: Sequence[Address]
     ) -> list[Future[None]]:
@@ -226,7 +229,7 @@ class Replicas:
         for gone in master.clients.keys() - set(addresses):
             _publish(master, gone, None)
             _close(master.clients.pop(gone))
-            master.excluded.pop(gone, None)
+            master.forget(gone)
         asked = []
         for address in addresses:
             asking = master.asking.get(address)
