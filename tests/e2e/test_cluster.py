@@ -1,5 +1,5 @@
-"""A master of a Redis Cluster lost, its replica in its place, slots moved: engines give the same tokens, and what
-is in the other shards is loaded all the while."""
+"""A Redis Cluster loses a master, a replica takes its place, slots move: engines give the same tokens, and
+load what is in the other shards all the while."""
 
 from __future__ import annotations
 
