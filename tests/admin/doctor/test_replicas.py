@@ -37,7 +37,7 @@ def test_the_user_of_the_page_reads_replicas_and_what_it_lacks_is_said(tmp_path:
     [rule] = re.findall(r"^user kvstore on >PASSWORD (.*)$", PAGE, re.MULTILINE)
     [more] = re.findall(r"In a Cluster add `(.*?)`", PAGE)
     login = {"KVSTORE_REDIS__USERNAME": "kvstore", "KVSTORE_REDIS__PASSWORD": "secret"}
-    with RedisClusterServers(tmp_path / "cluster", replicas=1) as cluster:
+    with RedisClusterServers(tmp_path / "cluster", replicas=True) as cluster:
         user = ("ACL", "SETUSER", "kvstore")
         cluster.everywhere(*user, "on", ">secret", *rule.split(), *more.split())
         [check] = checked(tmp_path, cluster.urls[0], **login)

@@ -1,10 +1,11 @@
-"""A Redis Cluster of three masters on loopback, with replicas or without, for tests."""
+"""A Redis Cluster of three masters on loopback, for tests, with a replica of each if they are asked for."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ from typing import Any, Self
 import redis
 
 from tests.servers.redis import START_TIMEOUT_S, ServerError, _free_port, find_redis_server
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 SLOTS = 16384
 
@@ -20,29 +21,22 @@ SLOTS = 16384
 class RedisClusterServers:
     """Started on entry, ended on exit, by process id."""
 
-    def __init__(self, folder: Path, masters: int = 3, replicas: int = 0) -> None:
-        """`replicas` are those of each master."""
+    def __init__(self, folder: Path, masters: int = 3, *, replicas: bool = False) -> None:
+        """With `replicas`, that of the k-th of n masters is at `ports[n + k]`."""
         self._folder = folder
-        self.ports = [_free_port() for _ in range(masters)]
-        #: Replica k of a cluster is one of master k modulo the number of masters.
-        self.replica_ports = [_free_port() for _ in range(masters * replicas)]
-        self._all = [*self.ports, *self.replica_ports]
+        self._masters = masters
+        self.ports = [_free_port() for _ in range(masters * (1 + replicas))]
         # By default a bus listens on its master's port + 10000, which need not be a port.
-        self._buses = [_free_port() for _ in self._all]
+        self._buses = [_free_port() for _ in self.ports]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._clients = [self._client(port) for port in self.ports]
-        self._replicas = [self._client(port) for port in self.replica_ports]
-
-    @staticmethod
-    def _client(port: int) -> redis.Redis:
-        return redis.Redis(port=port, protocol=2, socket_timeout=PATIENCE_S)
+        self._clients = [redis.Redis(port=port, protocol=2, socket_timeout=PATIENCE_S) for port in self.ports]
 
     @property
     def urls(self) -> list[str]:
         return [f"redis://127.0.0.1:{port}/0" for port in self.ports]
 
     def flush(self) -> None:
-        for client in self._clients:
+        for client in self._clients[: self._masters]:
             client.flushall()
 
     def sizes(self) -> list[int]:
@@ -50,24 +44,19 @@ class RedisClusterServers:
         return [int(client.dbsize()) for client in self._clients]
 
     def kill(self, port: int) -> None:
-        """`kill -9` of one node."""
-        process = self._processes[self._all.index(port)]
+        """`kill -9` of one master."""
+        process = self._processes[self.ports.index(port)]
         process.kill()
         process.wait(PATIENCE_S)
 
     def set(self, name: str, value: str) -> None:
-        """CONFIG SET on every master."""
-        for client in self._clients:
-            client.config_set(name, value)
+        """CONFIG SET on every node."""
+        self.everywhere("CONFIG", "SET", name, value)
 
     def everywhere(self, *words: str) -> None:
         """One command on every node."""
-        for client in self._clients + self._replicas:
+        for client in self._clients:
             client.execute_command(*words)
-
-    def promote(self, port: int) -> None:
-        """Makes the replica of a master that is dead the master, at once."""
-        self._replicas[self.ports.index(port)].execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
 
     def __enter__(self) -> Self:
         try:
@@ -82,34 +71,55 @@ class RedisClusterServers:
         self.stop()
 
     def _start(self) -> Self:
-        for port, bus in zip(self._all, self._buses, strict=True):
+        for port, bus in zip(self.ports, self._buses, strict=True):
             self._spawn(port, bus)
-        self._wait(lambda client: client.ping(), self._clients + self._replicas)
-        for i, client in enumerate(self._clients):
-            first, last = (SLOTS * k // len(self._clients) for k in (i, i + 1))
+        self._wait(lambda client: client.ping())
+        for i, client in enumerate(self._clients[: self._masters]):
+            first, last = (SLOTS * k // self._masters for k in (i, i + 1))
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
             # Different epochs, or they would have to find out in the first second who is right.
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
-        for port, bus in zip(self._all[1:], self._buses[1:], strict=True):
+        for port, bus in zip(self.ports[1:], self._buses[1:], strict=True):
             self._clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
-        self._wait(self._joined, self._clients + self._replicas)
-        for number, replica in enumerate(self._replicas):
-            of = self._clients[number % len(self._clients)]
-            replica.execute_command("CLUSTER", "REPLICATE", of.execute_command("CLUSTER", "MYID"))
-        self._wait(
-            lambda client: client.info("replication").get("master_link_status") == "up", self._replicas
-        )
-        # Who asks any node must be told of all replicas.
-        self._wait(self._knows_replicas, self._clients)
+        self._wait(self._joined)
+        for replica, client in enumerate(self._clients[self._masters :]):
+            of = self.node_id(self.ports[replica])
+            until(lambda: _answered(lambda: client.execute_command("CLUSTER", "REPLICATE", of)))
+            until(lambda: client.info("replication").get("master_link_status") == "up")
+        # Who asks any node is told of all replicas.
+        self._wait(self._knows_replicas)
         return self
 
     def _knows_replicas(self, client: Any) -> bool:
-        # Two words, or redis-py would take the answer apart.
+        # In two words, or redis-py would take the answer apart.
         ranges = client.execute_command("CLUSTER", "SLOTS")
-        return sum(len(one) - 3 for one in ranges) == len(self._replicas)
+        return sum(len(one) - 3 for one in ranges) == len(self.ports) - self._masters
+
+    def node_id(self, port: int) -> str:
+        """The name of a node in the Cluster."""
+        told = self._clients[self.ports.index(port)].execute_command("CLUSTER", "MYID")
+        return str(told.decode())
+
+    def take_over(self, port: int) -> None:
+        """Makes the replica at this port the master of what its master, which is gone, was the master of."""
+        client = self._clients[self.ports.index(port)]
+        until(lambda: _answered(lambda: client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")))
+        until(lambda: client.info("replication")["role"] == "master")
+
+    def move(self, slot: int, source: int, target: int) -> None:
+        """Moves a slot with its keys, one after the other, from the master at one port to that at another."""
+        here, there = (self._clients[self.ports.index(port)] for port in (source, target))
+        names = [self.node_id(source), self.node_id(target)]
+        there.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
+        here.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
+        while keys := here.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10):
+            for key in keys:
+                here.execute_command("MIGRATE", "127.0.0.1", target, key, 0, int(PATIENCE_S * 1000))
+        for client in (there, here):
+            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
 
     def stop(self) -> None:
-        for client in self._clients + self._replicas:
+        for client in self._clients:
             client.close()
         for process in self._processes:
             process.kill()
@@ -132,11 +142,11 @@ class RedisClusterServers:
         info = client.execute_command("CLUSTER", "INFO")
         text = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
         state = text.get("cluster_state"), text.get("cluster_known_nodes")
-        return state == ("ok", str(len(self._all)))
+        return state == ("ok", str(len(self.ports)))
 
-    def _wait(self, ready: Any, clients: list[redis.Redis]) -> None:
+    def _wait(self, ready: Any) -> None:
         until = time.monotonic() + START_TIMEOUT_S
-        for client in clients:
+        for client in self._clients:
             while True:
                 try:
                     if ready(client):
@@ -146,3 +156,12 @@ class RedisClusterServers:
                 if time.monotonic() > until:
                     raise ServerError(f"no cluster on ports {self.ports}; logs in {self._folder}")
                 time.sleep(0.02)
+
+
+def _answered(call: Callable[[], object]) -> bool:
+    """Tells whether a node took a command: before it knows of the others it refuses."""
+    try:
+        call()
+    except redis.RedisError:
+        return False
+    return True

@@ -305,9 +305,9 @@ def test_of_a_namespace_in_shards_one_master_is_dead_and_then_replaced(tmp_path:
     other shard notices."""
     ahead, counts = [0.0], Counter[str]()
     settings = BreakerSettings(failures=3, backoff_s=0.05, max_backoff_s=0.05)
-    with RedisClusterServers(tmp_path / "cluster", replicas=1) as cluster:
-        cluster.everywhere("CONFIG", "SET", "cluster-require-full-coverage", "no")
-        cluster.everywhere("CONFIG", "SET", "cluster-replica-no-failover", "yes")
+    with RedisClusterServers(tmp_path / "cluster", replicas=True) as cluster:
+        cluster.set("cluster-require-full-coverage", "no")
+        cluster.set("cluster-replica-no-failover", "yes")
         leaf = RedisIndex.from_settings(
             cluster.urls[0],
             patient(max_lag_s=80.0, read_from="replicas"),
@@ -344,7 +344,7 @@ def test_of_a_namespace_in_shards_one_master_is_dead_and_then_replaced(tmp_path:
                     index.match(name, one)
             assert all(served(index.match(name, one)) == 6 for one in alive)
 
-            cluster.promote(lost)
+            cluster.take_over(cluster.ports[3 + cluster.ports.index(lost)])
 
             def back(one: bytes) -> bool:
                 """As an engine finds out."""

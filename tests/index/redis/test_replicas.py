@@ -46,7 +46,7 @@ asked: Counter[str] = Counter()
 
 @pytest.fixture(scope="module")
 def _replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClusterServers]:
-    with RedisClusterServers(tmp_path_factory.mktemp("replicated"), replicas=1) as servers:
+    with RedisClusterServers(tmp_path_factory.mktemp("replicated"), replicas=True) as servers:
         asked.clear()
         yield servers
     assert asked["replica_reads"], "no replica was ever asked"
@@ -165,7 +165,7 @@ def test_a_fresh_answer_is_the_masters(pair: Pair) -> None:
 def test_a_replica_that_came_later_is_found(tmp_path: Path) -> None:
     """A Cluster's client asks for its nodes when something fails, and nothing does."""
     counts: Counter[str] = Counter()
-    with RedisClusterServers(tmp_path / "cluster", masters=3, replicas=1) as cluster:
+    with RedisClusterServers(tmp_path / "cluster", masters=3, replicas=True) as cluster:
         with RedisIndex.from_settings(
             cluster.urls[0],
             patient(max_lag_s=1.0, read_from="replicas"),
