@@ -187,6 +187,7 @@ class Replicas:
     def close(self) -> None:
         """Closes the connections to replicas. Idempotent."""
         for master in list(self._masters.values()):
+            master.history = ""
             for client in list(master.clients.values()):
                 _close(client)
 
@@ -272,14 +273,13 @@ class Replicas:
             return
         found, why = None, ""
         try:
-            took = master.took[address]
+            took, own = master.took[address], master.took[None]
             told = _timed(client, took)
             has = int(told["slave_repl_offset"])
             if str(told["master_replid"]) != history or int(told["master_sync_in_progress"]):
                 why = "it follows another master, or has not begun to"
-            elif _is_far(took, master.took[None]):
-                masters = min(master.took[None])
-                why = f"it answers in {min(took) * 1e3:.1f} ms, its master in {masters * 1e3:.1f}"
+            elif _is_far(took, own):
+                why = f"it answers in {min(took) * 1e3:.1f} ms, its master in {min(own) * 1e3:.1f}"
             else:
                 longest_s = asked_s - self._max_lag_s
                 as_of_s = max((at for at, written in list(master.written) if written <= has), default=0.0)
@@ -297,11 +297,12 @@ class Replicas:
                 master.resting[address] = asked_s + _REST_S
         except _GARBLED:
             why = "it does not answer as replicas do"
-        _publish(master, address, found)
-        self._tell(master, address, why)
+        # Else there was a failover meanwhile, or an end.
+        if master.history == history:
+            _publish(master, address, found)
+            self._tell(master, address, why)
 
-    @staticmethod
-    def _tell(master: _Master, address: Address, why: str) -> None:
+    def _tell(self, master: _Master, address: Address, why: str) -> None:
         before = master.excluded.pop(address, "")
         if why:
             master.excluded[address] = why
