@@ -18,6 +18,21 @@ from kvstore.errors import BreakerOpen, TransientError
 from schemas.settings import BreakerSettings
 
 
+class _Call(threading.local):
+    """The call that this thread makes under a guard."""
+
+    answered_elsewhere: bool = False
+
+
+_call = _Call()
+
+
+def answered_elsewhere() -> None:
+    """Has the guarded call that this thread makes tell a breaker nothing, unless it fails: another has
+    answered than the backend that the breaker is for."""
+    _call.answered_elsewhere = True
+
+
 class Breaker:
     """The breaker in front of one backend. Safe for threads: all of a store share it."""
 
@@ -48,6 +63,7 @@ class Breaker:
         waits for, which should not pay for finding out that the backend is still down. Raises BreakerOpen.
         """
         self._admit(may_probe)
+        _call.answered_elsewhere = False
         try:
             yield
         except TransientError:
@@ -84,6 +100,8 @@ class Breaker:
                 self._retry_at = self._clock() + self._backoff
 
     def _succeeded(self) -> None:
+        if _call.answered_elsewhere:
+            return
         with self._lock:
             self._failures = 0
             self._subject = None

@@ -29,6 +29,7 @@ from kvstore.errors import ConfigError
 from kvstore.files import access_of
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.maintenance import FullIndex
+from kvstore.index.near import NearRuns
 from kvstore.index.port import EngineIndex
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
@@ -149,10 +150,19 @@ def _leaves(model: type[BaseModel], prefix: str) -> list[str]:
     return names
 
 
-def open_index(settings: Settings, *, by: str = "", clock: Callable[[], float] = time.time) -> FullIndex:
+def open_index(
+    settings: Settings,
+    *,
+    by: str = "",
+    clock: Callable[[], float] = time.time,
+    count: Callable[[str], None] | None = None,
+    near: NearRuns | None = None,
+) -> FullIndex:
     """Returns the leaf index of these settings, for reading, writing and maintenance. No I/O for Redis.
 
-    `by` says in the journal who does what is done with it; "" is for engines.
+    `by` says in the journal who does what is done with it; "" is for engines. With `count`, which is told of
+    that, replicas are read where the settings say so; without, as tools need it, nothing is behind. `near`
+    forgets what is evicted through the index.
     """
     url = settings.index_url
     if settings.nowhere:
@@ -173,18 +183,17 @@ def open_index(settings: Settings, *, by: str = "", clock: Callable[[], float] =
         return SqliteIndex(path, busy_timeout_s=busy_timeout_s, access=access, **options)
     if url.startswith("memory://"):
         return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
-    return ShardedIndex(
-        RedisIndex.from_settings(url, settings.redis, **options), shards=settings.redis.shards
-    )
+    leaf = RedisIndex.from_settings(url, settings.redis, count=count, **options)
+    return ShardedIndex(leaf, shards=settings.redis.shards, near=near)
 
 
 def open_redis(settings: Settings) -> RedisClient | None:
     """Returns the Redis under the index, for questions that no index answers; None if the index is elsewhere.
-    No I/O.
+    It knows of the replicas that engines read. No I/O.
     """
     if not settings.index_url.startswith(("redis", "unix")):
         return None
-    return RedisClient.from_settings(settings.index_url, settings.redis)
+    return RedisClient.from_settings(settings.index_url, settings.redis, count=lambda name: None)
 
 
 def open_payloads(settings: Settings) -> PayloadStore:
@@ -344,10 +353,11 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     if not isinstance(settings, Settings):
         settings = load_settings(settings)
     keyring = open_keyring(settings.signing)
-    index = open_index(settings)
-    requests, index_breaker = _for_requests(index, settings)
-    breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     transfers, counters = Transfers(settings.transfers), Counters()
+    near = NearRuns(settings.redis.near_s, count=counters.add)
+    index = open_index(settings, count=counters.add, near=near)
+    requests, index_breaker = _for_requests(index, settings, near)
+    breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     origin = _origin(settings, breaker, crew)
     tiers = settings.tiers
     tier = _tiered(settings, tiers, origin, transfers, counters) if tiers else None
@@ -372,11 +382,14 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     )
 
 
-def _for_requests(index: FullIndex, settings: Settings) -> tuple[EngineIndex, Breaker | ShardBreakers]:
+def _for_requests(
+    index: FullIndex, settings: Settings, near: NearRuns
+) -> tuple[EngineIndex, Breaker | ShardBreakers]:
     """Returns the index as engines use it, and what refuses their calls while it fails."""
     if isinstance(index, ShardedIndex):
         breakers = ShardBreakers(lambda name: Breaker(name, settings.breaker))
-        return ShardedRequests(index.leaf, shards=settings.redis.shards, guard=breakers.guard), breakers
+        shards = settings.redis.shards
+        return ShardedRequests(index.leaf, shards=shards, guard=breakers.guard, near=near), breakers
     breaker = Breaker("index", settings.breaker)
     return BreakingIndex(index, breaker), breaker
 

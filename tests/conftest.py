@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -155,8 +156,8 @@ def redis_server(_session_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -
     _session_redis.flush()
     opened = RedisClient.from_settings
 
-    def patiently(url: str, settings: RedisSettings) -> RedisClient:
-        return opened(url, patient(**settings.model_dump(include=settings.model_fields_set)))
+    def patiently(url: str, settings: RedisSettings, **more: Any) -> RedisClient:
+        return opened(url, patient(**settings.model_dump(include=settings.model_fields_set)), **more)
 
     monkeypatch.setattr(RedisClient, "from_settings", patiently)
     return _session_redis

@@ -209,7 +209,8 @@ class Items:
     def _look_up(self, key: ContentKey, item: Item, *, note: bool) -> None:
         """Asks the index and, if it has the item, queues the read. Runs on a call thread."""
         user = item.user
-        match = self._space.match(digest(key), session=user.session)
+        # Consumers rely on a producer's "stored", and wait for what is being stored.
+        match = self._space.match(digest(key), session=user.session, fresh=True)
         if not match.runs:
             # Set before the outcome, which lets the engine encode the item and ask whether to save it.
             if note:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from connectors.kv.requests import KVEngine, Requests, Tracked
 from connectors.kv.save import NULL_BLOCK
 from connectors.planning import slice_runs
 from kvstore.index.port import Run
-from kvstore.keys import SegmentId, SessionId
+from kvstore.keys import SegmentId
 from kvstore.rules.tiers import Tier
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -184,9 +184,14 @@ class Loading:
         same = self._groups[0].spec.block_tokens == self._hash_tokens
         first = note.digests if note is not None and note.blocks == len(hashes) and same else None
         matcher, space, session = self._matcher, self._space, tracked.hints.session
+        # What is stored of a prompt that is handed over isn't saved, and the other engine waits for it.
+        fresh = tracked.sending is not None
 
         def job() -> None:
-            found = self._find(matcher, hashes, tokens, pending.end, first, session)
+            found = self._answered(
+                len(hashes),
+                lambda: matcher.find(hashes, tokens, pending.end, first, session, fresh=fresh),
+            )
             pending.finish(found)
             if self._choosing.pays_near(found, tokens):
                 runs = list(chain(*found.runs))
@@ -202,22 +207,14 @@ class Loading:
                 note.noted = 0
         return pending
 
-    def _find(
-        self,
-        matcher: Matcher,
-        hashes: list[bytes],
-        tokens: int,
-        end: float,
-        first: bytes | None,
-        session: SessionId,
-    ) -> Found:
+    def _answered(self, hashes: int, find: Callable[[], Found]) -> Found:
         """Returns the match, on a call thread. Whatever happens, the request that waits gets an answer."""
         try:
-            return matcher.find(hashes, tokens, end, first, session)
+            return find()
         except Exception:
             log.exception("match failed unexpectedly")
-            self._store.counters.miss("error", len(hashes))
-            return matcher.nothing("error")
+            self._store.counters.miss("error", hashes)
+            return self._matcher.nothing("error")
 
     def _matched(self, tracked: Tracked) -> Found | None:
         """Returns the request's match, and asks for it if need be; None while the answer is out."""

@@ -34,10 +34,15 @@ class HourlyBound:
         self._evicted_at: deque[float] = deque(maxlen=most)
 
     @property
+    def left(self) -> int:
+        """How many further segments may be evicted now."""
+        since = self._clock() - _HOUR_S
+        return self.most - sum(at > since for at in self._evicted_at)
+
+    @property
     def reached(self) -> bool:
         """Tells whether no further segment may be evicted now."""
-        full = len(self._evicted_at) == self.most
-        return full and self._clock() < self._evicted_at[0] + _HOUR_S
+        return not self.left
 
     def note(self) -> None:
         """Counts one eviction."""
@@ -76,14 +81,14 @@ class Quarantine:
 
         Its payload is kept for `keep_s` seconds, and for the grace time at least. If the index can't be told
         now, it is told before the next save, which would otherwise find the blocks "present". It is told of
-        no more than the bound allows.
+        no more than the bound allows. What had been evicted already doesn't count in that: a match that was
+        not fresh has led to it.
         """
         if segment not in self:
             self._backends.counters.add("quarantined_segments")
         self.mark([segment])
         with self._lock:
-            if not self._bound.reached:
-                self._bound.note()
+            if self._bound.left > sum(map(len, self._untold.values())):
                 self._silenced = False
                 self._untold.setdefault(namespace, {})[segment] = keep_s
             elif not self._silenced:
@@ -105,7 +110,7 @@ class Quarantine:
     def _tell(self, namespace: NamespaceId, segments: list[SegmentId], keep_s: float) -> None:
         after = self._backends.clock() + max(keep_s, self._backends.settings.grace_s)
         try:
-            self._backends.index.evict(namespace, segments, delete_after_s=after, rule="bad")
+            evicted = self._backends.index.evict(namespace, segments, delete_after_s=after, rule="bad")
         except KVStoreError as exc:
             log.warning("%d bad segments could not be evicted yet: %s", len(segments), exc)
             return
@@ -115,3 +120,5 @@ class Quarantine:
         with self._lock:
             for segment in segments:
                 self._untold[namespace].pop(segment, None)
+            for _ in range(evicted):
+                self._bound.note()

@@ -123,10 +123,11 @@ class Space:
         else:
             self._quarantine.tell(self.id)
 
-    def match(self, digests: bytes, *, session: bytes = b"") -> Match:
+    def match(self, digests: bytes, *, session: bytes = b"", fresh: bool = False) -> Match:
         """Returns the longest stored prefix of a chain of packed digests. Never raises.
 
-        `session` is the id of the session that asks, if there is one, for the trace.
+        `session` is the id of the session that asks, if there is one, for the trace. `fresh` asks who
+        decides, and neither a replica nor what is remembered: see EngineIndex.match.
         """
         counters = self.backends.counters
         asked = len(digests) // 16
@@ -139,7 +140,7 @@ class Space:
             counters.miss("breaker_open", asked)
             return Match([], 0, "breaker_open")
         try:
-            runs = self.backends.index.match(self.id, digests)
+            runs = self.backends.index.match(self.id, digests, fresh=fresh)
             reason = "absent"
         except KVStoreError as exc:
             log.debug("match failed: %s", exc)
@@ -159,10 +160,11 @@ class Space:
         counters.miss(reason, asked - blocks)
         return Match(runs, blocks, "complete" if blocks == asked else reason)
 
-    def find(self, digests: bytes, chain: bytes = b"") -> list[Run | None] | None:
+    def find(self, digests: bytes, chain: bytes = b"", *, fresh: bool = False) -> list[Run | None] | None:
         """Looks up each packed digest by itself: a run of one slot (`start` = its position), None if absent.
 
-        `chain` begins with the first digest of the chain that all are of, if it is known and they are blocks.
+        `chain` begins with the first digest of the chain that all are of, if it is known and they are blocks;
+        `fresh` is as in match.
 
         Returns None instead of a list, and counts misses, if the index or the payloads don't answer. Never
         raises.
@@ -174,7 +176,7 @@ class Space:
             reason = "breaker_open"
         else:
             try:
-                found = self.backends.index.find(self.id, digests, chain)
+                found = self.backends.index.find(self.id, digests, chain, fresh=fresh)
                 bad = self._quarantine
                 return [None if run is None or run.segment in bad else run for run in found]
             except KVStoreError as exc:

@@ -32,6 +32,16 @@ class RedisSettings(StrictModel):
     #: In how many shards a namespace lies that is registered for the first time, each in a slot of its own,
     #: so that the masters of a Redis Cluster share its load. One that is there keeps the number it has.
     shards: int = Field(default=1, ge=1, le=256)
+    #: Whom an engine asks what is stored: the `master`, or, where a Cluster or Sentinels name them, its
+    #: `replicas`, in turns. What changes something goes to the master, and so do tools. For fleets whose
+    #: masters are short of time. A replica that takes much longer to answer than its master is left out.
+    read_from: Literal["replicas", "master"] = "master"
+    #: How far a replica may be behind its master; one further behind is not read, nor one that can't be told.
+    max_lag_s: Seconds = Field(default=2.0, ge=1.0)
+    #: For how long a process remembers which beginnings of prompts were stored, and asks for what follows
+    #: them alone; 5 is a good choice where prompts begin alike. 0: every prompt is asked for from its first
+    #: block on.
+    near_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     #: Most connections of one process; a call waits up to `timeout_s` for a free one.
     max_connections: int = Field(default=16, ge=1)
     #: File with the CA certificates to trust with `rediss://`, in PEM. Left out: the system's.
@@ -43,6 +53,14 @@ class RedisSettings(StrictModel):
     tls_cert: str | None = None
     #: File with the key of that certificate, in PEM and not encrypted.
     tls_key: str | None = None
+
+    def unheard_s(self, url: str) -> float:
+        """Returns for how many seconds an engine with the index at `url` may match what has been evicted, as
+        it reads replicas that lag, and remembers."""
+        if not url.startswith(("redis", "unix")):
+            return 0.0
+        lags = self.read_from == "replicas" and url.startswith("redis")
+        return self.near_s + (self.max_lag_s if lags else 0.0)
 
     @model_validator(mode="after")
     def _together(self) -> Self:

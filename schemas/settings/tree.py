@@ -151,7 +151,19 @@ class Settings(StrictModel):
                 f"{self.kv.load_deadline_s:g} must not add up to more than grace_s = {self.grace_s:g}, or "
                 "a run that is evicted after its match vanishes under its load"
             )
+        self._check_grace()
         return self
+
+    def _check_grace(self) -> None:
+        """What is matched may be so old that its grace time is not over when it is loaded."""
+        redis, kv = self.redis, self.kv
+        if redis.unheard_s(self.index or "") + kv.match_ttl_s + kv.load_deadline_s > self.grace_s:
+            raise ValueError(
+                f"redis.max_lag_s = {redis.max_lag_s:g} (if replicas are read), redis.near_s = "
+                f"{redis.near_s:g}, kv.match_ttl_s = {kv.match_ttl_s:g} and kv.load_deadline_s = "
+                f"{kv.load_deadline_s:g} must not add up to more than grace_s = {self.grace_s:g}, or a run "
+                "that was evicted unseen vanishes under its load"
+            )
 
     def _check_redis(self, location: RedisLocation) -> None:
         if self.redis.tls_cert is not None and not location.tls:

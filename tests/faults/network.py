@@ -78,10 +78,11 @@ class Wire:
                 continue
             with contextlib.suppress(OSError):
                 client, _ = self._listener.accept()
+                self._sockets.append(client)
                 server = socket.create_connection(("127.0.0.1", self._server_port))
+                self._sockets.append(server)
                 for end in (client, server):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._sockets += [client, server]
                 self._start(self._pump, client, server, self._requests)
                 self._start(self._pump, server, client, self._replies)
 

@@ -44,6 +44,7 @@ from kvstore.index.redis import (
     values as redis_values,
 )
 from kvstore.index.redis.client import Script
+from kvstore.index.redis.values import bucket_bits
 from kvstore.index.sharding.names import shard_names
 from kvstore.index.sqlite import schema as sqlite_schema
 from kvstore.payloads.tiered import schema as ledger_schema
@@ -262,7 +263,7 @@ class _Keys:
 
 @pytest.mark.parametrize("expected", [0, 1, 64, 65, 128, 129, 10_000, 10**6, 10**9, 10**15])
 def test_bits_of_buckets(expected: int) -> None:
-    assert second.bucket_bits(expected) == redis_index.bucket_bits(expected)
+    assert second.bucket_bits(expected) == bucket_bits(expected)
 
 
 def test_scores() -> None:

@@ -194,6 +194,32 @@ def test_who_finds_everything_bad_does_not_empty_the_index(
     other.close()
 
 
+def test_what_had_been_evicted_already_counts_in_no_bound(tmp_path: Path) -> None:
+    """A replica that lags, or what is remembered, has named it, and its payload is gone."""
+    store = make_store(tmp_path)
+    bound = HourlyBound(2)
+    space = Space(
+        store.backends, Quarantine(store.backends, bound), store.health, store.rounds, namespace(), 1000
+    )
+    chains = [chain(1000 + i) for i in range(5)]
+    for one in chains:
+        space.save(slots(one))
+    found = {one[0]: match(space, one) for one in chains}
+    runs = [match.runs[0] for match in found.values()]
+    store.payloads.delete([payload_name(space.id, run.segment, 0) for run in runs])
+    stale, lost = chains[:4], chains[4]
+    gone = [run.segment for run in runs[:4]]
+    assert store.maintenance.evict(space.id, gone, delete_after_s=0, rule="lru") == 4
+    for one in stale:
+        with pytest.raises(PayloadMissing):
+            fetch(space, one, found[one[0]])
+    assert bound.left == 2
+    with pytest.raises(PayloadMissing):
+        fetch(space, lost, found[lost[0]])
+    assert bound.left == 1 and match(open_space(store), lost).blocks == 0
+    store.close()
+
+
 # A breaker in front of everything
 
 

@@ -394,7 +394,7 @@ def test_who_is_refused_registers_no_more_often_than_a_breaker_backs_off(tmp_pat
     class OneShardIsDown:
         registered = 0
 
-        def match(self, *args: object) -> None:
+        def match(self, *args: object, **options: object) -> None:
             raise BreakerOpen("index shard 3 of 8")
 
         def register(self, *args: object, **options: object) -> None:

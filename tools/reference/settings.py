@@ -47,7 +47,7 @@ READERS: dict[str, Readers] = {
 #: Settings that all processes of one store must have alike, engines and janitors: by section or key.
 STORE_WIDE = (
     "payloads", "index", "capacity_bytes", "grace_s", "eviction", "journal", "admission.window_s",
-    "admission.sketch_bytes", "janitor.lease_s",
+    "admission.sketch_bytes", "janitor.lease_s", "redis.read_from", "redis.max_lag_s", "redis.near_s",
 )  # fmt: skip
 #: Those among them that may differ from node to node.
 PER_NODE = ("payloads.fast", "payloads.fast_capacity", "payloads.prefetch_bytes", "eviction.pinned_share")

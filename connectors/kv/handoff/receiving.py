@@ -168,7 +168,7 @@ class Receiver:
         firsts = [self._names.packed(names, number, range(1)) for number in range(len(self._rules))]
         # Chains of groups whose blocks end alike lie together; others' last blocks are looked for everywhere.
         together = firsts[0] if len(set(map(tag_of, firsts))) == 1 else b""
-        found = self._space.find(b"".join(last), together)
+        found = self._space.find(b"".join(last), together, fresh=True)
         if found is None:
             return "failed"
         if None in found:
@@ -187,9 +187,9 @@ class Receiver:
     def _runs(self, number: int, blocks: range, packed: bytes, first: bytes) -> list[Run] | None:
         """Returns runs that cover `blocks`, or None if some are missing."""
         if self._rules[number].reach == "prefix":
-            match = self._space.match(packed)
+            match = self._space.match(packed, fresh=True)
             return match.runs if match.blocks == len(blocks) else None
-        found = self._space.find(packed, first)
+        found = self._space.find(packed, first, fresh=True)
         if found is None:
             return None
         runs = []

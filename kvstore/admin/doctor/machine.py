@@ -212,6 +212,8 @@ def check_redis(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
             remote = int(reply[0]) + int(reply[1]) / 1e6
             yield _skew("index clock", "Redis' clock", remote - local, cache.settings)
         yield from _check_sentinels(client)
+        if cache.settings.redis.read_from == "replicas":
+            yield _check_replicas(client)
         told = _asked(client, "INFO", "server") or {}
         told |= _asked(client, "INFO", "memory") or {}
     finally:
@@ -238,6 +240,26 @@ def _check_sentinels(client: RedisClient) -> Iterator[Check]:
         "finds the master: start those that don't answer, and name in the index URL those that there are"
         if others
         else "",
+    )
+
+
+def _check_replicas(client: RedisClient) -> Check:
+    """Checks whether the replicas can be read that engines are to ask."""
+    found = client.replicas()
+    left = [f"{name}: {why}" for name, why in sorted(found.items()) if why]
+    advice = ""
+    if not found:
+        advice = "the masters are asked: give them replicas, and name Sentinels or a Cluster in the index URL"
+    elif left:
+        advice = (
+            "their masters are asked in their place: see that they run and keep up; in a Cluster the user of "
+            "redis.username needs +readonly as well"
+        )
+    return Check(
+        name="index replicas",
+        state="warning" if advice else "ok",
+        found="; ".join([f"{len(found) - len(left)} of {len(found)} can be read", *left]),
+        advice=advice,
     )
 
 

@@ -5,6 +5,8 @@ Order, so that a run that is cut off anywhere is finished by the next one:
     2. forbid    commits of what was created up to now      crash: the same, and what is saved is refused
     3. hide      what can be matched: a tenant's by         crash: the rest of it can be matched until the
                  invalidation, a salt's by eviction                next run
+                 Then it waits until no engine can be      crash: the same
+                 matching what it has not heard of
     4. delete    payloads, at once: an erasure outranks     crash: what is in the trash is deleted by
                  loads under way, which find nothing               whoever tends the cache, the rest by gc
                  and compute
@@ -237,6 +239,10 @@ class _Erasure:
         self.progress.begin("hide")
         for space in self.spaces:
             self._hide(space)
+        settings = self.cache.settings
+        if unheard_s := settings.redis.unheard_s(settings.index or ""):
+            # Engines may match until then what they have not heard of, and a node may still have a copy.
+            self.sleep(unheard_s)
         while True:
             self.looks += 1
             for space in self.spaces:

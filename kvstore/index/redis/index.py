@@ -124,9 +124,9 @@ from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
 from kvstore.index.redis.salts import RedisSalts
 from kvstore.index.redis.values import (
     JOURNAL,
-    MOST_BITS,
     NAMESPACES,
     SHARDED_SCHEMA,
+    bucket_bits,
     key,
     record_of,
     understood,
@@ -149,8 +149,6 @@ from schemas.namespace import Namespace
 from schemas.records import EvictionRule, SegmentRecord, pack_part
 from schemas.settings import JournalSettings, RedisSettings
 
-#: A full bucket has between half of this and this many entries on average.
-BUCKET_ENTRIES = 64
 #: Segments that one touch script is given: 1 to 2 ms of Redis's time.
 _TOUCH_SLICE = 1000
 
@@ -173,18 +171,6 @@ _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
     """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
 
-    def __init__(
-        self,
-        client: RedisClient,
-        *,
-        journal: JournalSettings = JOURNAL,
-        cost_aware: bool = True,
-        grace_s: float = 0.0,
-        by: str = "",
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, by=by, clock=clock)
-
     @classmethod
     def from_settings(
         cls,
@@ -196,9 +182,13 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         grace_s: float = 0.0,
         by: str = "",
         clock: Callable[[], float] = time.time,
+        count: Callable[[str], None] | None = None,
     ) -> Self:
-        """Returns the index at a URL of Redis (schemas.urls). Does no I/O. Raises ConfigError."""
-        client = RedisClient.from_settings(url, settings)
+        """Returns the index at a URL of Redis (schemas.urls). Does no I/O. Raises ConfigError.
+
+        With `count`, match and find may be answered by replicas: see RedisClient.from_settings.
+        """
+        client = RedisClient.from_settings(url, settings, count=count)
         return cls(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, by=by, clock=clock)
 
     def __repr__(self) -> str:
@@ -268,9 +258,9 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         self._run(_BEGIN_ERASING, namespace)
 
     @understood
-    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
+    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
         asked = count_digests(digests)
-        segments, places, values = self._run(_MATCH, namespace, digests)
+        segments, places, values = self._client.read(_MATCH, key(namespace, "meta"), digests, fresh=fresh)
         if not all(isinstance(one, bytes) and len(one) == SEGMENT_ID_BYTES for one in segments):
             raise ValueError("ids of segments have another length")
         runs: list[Run] = []
@@ -286,9 +276,11 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         return runs
 
     @understood
-    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
+    def find(
+        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
+    ) -> list[Run | None]:
         count = count_digests(digests)
-        entries, segments, values = self._run(_FIND, namespace, digests)
+        entries, segments, values = self._client.read(_FIND, key(namespace, "meta"), digests, fresh=fresh)
         known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}
         runs: list[Run | None] = [None] * count
         for start, entry in enumerate(entries):
@@ -401,9 +393,3 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         return NamespaceUnknown(
             f"redis {self._client.where}: {verb}: namespace {namespace} is not registered"
         )
-
-
-def bucket_bits(expected_blocks: int) -> int:
-    """Returns the bits of a bucket's number: with `expected_blocks` buckets hold 32 to 64 entries."""
-    buckets = max(1, -(-expected_blocks // BUCKET_ENTRIES))
-    return min(MOST_BITS, (buckets - 1).bit_length())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -26,6 +27,8 @@ NAMESPACES = "kvs:ns"
 NAMESPACES_PAGE = 256
 QUOTAS = "kvs:quotas"
 OPERATIONS = "kvs:operations"
+#: A full bucket has between half of this and this many entries on average.
+_BUCKET_ENTRIES = 64
 #: Most bits of a bucket's number.
 MOST_BITS = 24
 JOURNAL = JournalSettings()
@@ -74,7 +77,7 @@ class RedisPart:
         cost_aware: bool = True,
         grace_s: float = 0.0,
         by: str = "",
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`grace_s`: see Index.evict; `by`: see Event.
 
@@ -172,3 +175,9 @@ def record_of(value: bytes) -> SegmentRecord | None:
     """Returns the record in a value of the `segs` hash: `<bytes>:<slots>:`, AGREED_BYTES, the record."""
     fields = value.split(b":", 2)
     return unpack_record(fields[2][AGREED_BYTES:]) if len(fields) == 3 else None
+
+
+def bucket_bits(expected_blocks: int) -> int:
+    """Returns the bits of a bucket's number: with `expected_blocks` buckets hold 32 to 64 entries."""
+    buckets = max(1, -(-expected_blocks // _BUCKET_ENTRIES))
+    return min(MOST_BITS, (buckets - 1).bit_length())

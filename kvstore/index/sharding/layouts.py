@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from kvstore.errors import DamagedIndex, KVStoreError, TransientError
 from kvstore.index.contract import check_segments
+from kvstore.index.near import NearRuns
 from kvstore.index.port import EngineIndex
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import of_segment, shard_names
@@ -68,9 +69,12 @@ class ShardedLayouts(EngineIndex):
         *,
         shards: int = 1,
         guard: Guard = unguarded,
+        near: NearRuns | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`near` remembers what matches have found; None: each asks."""
         self._leaf = leaf
+        self._near = near or NearRuns(0.0)
         self._asked = shards
         self._guard = guard
         self._monotonic = monotonic

@@ -71,7 +71,9 @@ class ShardedRemoval(ShardedCatalogue):
 
         shards = self._shards(namespace)
         if len(shards) == 1:
-            return cull(namespace, keep_bytes, limit)
+            culled = cull(namespace, keep_bytes, limit)
+            self._near.forget(namespace, culled)
+            return culled
         # What each leaf does in its own order, and here has to be done before any order is read.
         self.expire(namespace)
         some = [name for name in shards if not among or name in among]
@@ -88,12 +90,21 @@ class ShardedRemoval(ShardedCatalogue):
         for name, part in parts.items():
             if name in usages:
                 gone.update(cull(name, max(0, usages[name].nbytes - part.nbytes), part.segments))
+        self._near.forget(namespace, gone)
         return [one.segment for one in merge(*orders.values(), key=in_order) if one.segment in gone]
 
     def age_out(
         self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
     ) -> tuple[int, str]:
         """Goes through one shard after the other. The time to live is told to all of them first."""
+        gone, rest = self._age_out(namespace, ttl_s, delete_after_s=delete_after_s, after=after)
+        if gone:
+            self._near.forget_all(namespace)
+        return gone, rest
+
+    def _age_out(
+        self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str
+    ) -> tuple[int, str]:
         shards = self._shards(namespace)
         if len(shards) == 1:
             return self._leaf.age_out(namespace, ttl_s, delete_after_s=delete_after_s, after=after)
@@ -157,7 +168,10 @@ class ShardedRemoval(ShardedCatalogue):
 
     def invalidate(self, namespace: NamespaceId) -> int:
         """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
-        return sum(self._each(self._shards(namespace), self._leaf.invalidate))
+        try:
+            return sum(self._each(self._shards(namespace), self._leaf.invalidate))
+        finally:
+            self._near.forget_all(namespace)
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         """Erases the shards, and then what says that there are any, if nobody has registered the namespace
@@ -233,7 +247,10 @@ class ShardedRemoval(ShardedCatalogue):
 
     def unlist(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
         parts = split(self._shards(namespace), segments)
-        return sum(self._each(parts, lambda name: self._leaf.unlist(name, parts[name])))
+        try:
+            return sum(self._each(parts, lambda name: self._leaf.unlist(name, parts[name])))
+        finally:
+            self._near.forget(namespace, segments)
 
     def unlink(self, namespace: NamespaceId, entries: Sequence[Entry]) -> int:
         """Drops an entry wherever it stands: one that leads astray need not be where its segment is."""

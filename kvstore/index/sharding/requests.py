@@ -4,8 +4,9 @@
     by the segment's tag      claim, commit, touch, evict, session
     in all shards             register, a hint about a session, owned, find of blocks whose chain isn't known
 
-What goes to one shard takes one call of the leaf, as without shards. What goes to several goes to one after
-the other, and to all of them though one fails; the failure is raised at the end.
+What goes to one shard takes one call of the leaf, as without shards; a match may take none (NearRuns). What
+goes to several goes to one after the other, and to all of them though one fails; the failure is raised at the
+end.
 """
 
 from __future__ import annotations
@@ -27,23 +28,28 @@ from schemas.records import EvictionRule, SegmentRecord
 class ShardedRequests(ShardedLayouts):
     """The part of ShardedIndex that engines use."""
 
-    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
-        name = of_chain(self._shards(namespace, may_probe=False), digests)
-        with self._guard(name, may_probe=False):
-            return self._leaf.match(name, digests)
+    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
+        def ask(rest: bytes) -> list[Run]:
+            name = of_chain(self._shards(namespace, may_probe=False), digests)
+            with self._guard(name, may_probe=False):
+                return self._leaf.match(name, rest, fresh=fresh)
 
-    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
+        return ask(digests) if fresh else self._near.match(namespace, digests, ask)
+
+    def find(
+        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
+    ) -> list[Run | None]:
         layout = self._layout(namespace)
         shards = shard_names(namespace, layout.shards)
         if chain or len(shards) == 1:
             name = of_chain(shards, chain)
             with self._guard(name):
-                return self._leaf.find(name, digests)
+                return self._leaf.find(name, digests, fresh=fresh)
         if layout.items:
-            return self._find_items(shards, digests)
-        return self._find_anywhere(shards, digests)
+            return self._find_items(shards, digests, fresh)
+        return self._find_anywhere(shards, digests, fresh)
 
-    def _find_items(self, shards: Sequence[NamespaceId], digests: bytes) -> list[Run | None]:
+    def _find_items(self, shards: Sequence[NamespaceId], digests: bytes, fresh: bool) -> list[Run | None]:
         places: Mapping[NamespaceId, list[int]] = defaultdict(list)
         items = split_digests(digests)
         for place, item in enumerate(items):
@@ -51,21 +57,21 @@ class ShardedRequests(ShardedLayouts):
         found: list[Run | None] = [None] * len(items)
 
         def find(name: NamespaceId) -> None:
-            some = self._leaf.find(name, b"".join(items[place] for place in places[name]))
+            some = self._leaf.find(name, b"".join(items[place] for place in places[name]), fresh=fresh)
             for place, run in zip(places[name], some, strict=True):
                 found[place] = _at(place, run)
 
         self._each(places, find)
         return found
 
-    def _find_anywhere(self, shards: Sequence[NamespaceId], digests: bytes) -> list[Run | None]:
+    def _find_anywhere(self, shards: Sequence[NamespaceId], digests: bytes, fresh: bool) -> list[Run | None]:
         """Looks in one shard after the other for what is not found yet. One that fails has nothing, unless
         all do."""
         found: list[Run | None] = [None] * (len(digests) // DIGEST_BYTES)
         failures, answered = FailedShards(), False
         for name in shards:
             with failures.passed(), self._guard(name):
-                some, answered = self._leaf.find(name, digests), True
+                some, answered = self._leaf.find(name, digests, fresh=fresh), True
                 found = [one or other for one, other in zip(found, some, strict=True)]
             if None not in found:
                 break
@@ -125,12 +131,17 @@ class ShardedRequests(ShardedLayouts):
         delete_after_s: float,
         rule: EvictionRule,
     ) -> int:
+        self._near.forget(namespace, segments)
         parts = split(self._shards(namespace), segments)
 
         def evict(name: NamespaceId) -> int:
             return self._leaf.evict(name, parts[name], delete_after_s=delete_after_s, rule=rule)
 
-        return sum(self._each(parts, evict))
+        try:
+            return sum(self._each(parts, evict))
+        finally:
+            # Again: a match under way may have been told of them before they went.
+            self._near.forget(namespace, segments)
 
     # Notes, outcomes, sessions
 

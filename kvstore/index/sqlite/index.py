@@ -165,13 +165,15 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
             row = db.execute("SELECT kind FROM namespaces WHERE id = ?", (namespace,)).fetchone()
             return Layout(shards_of(db, namespace), items=row[0] == "ec") if row else None
 
-    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
+    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
         count_digests(digests)
         with self._database.reading("match") as db:
             place = place_of(db, namespace)
             return _servable(db, place, digests, self._oldest(db, namespace)) if place else []
 
-    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
+    def find(
+        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
+    ) -> list[Run | None]:
         count_digests(digests)
         runs: list[Run | None] = []
         with self._database.reading("find") as db:

@@ -33,6 +33,7 @@ from kvstore.index.maintenance import CLOCKS_DIFFER_S
 from kvstore.keys import NO_SALT, NamespaceId, SaltId, namespace_id, salt_id
 from kvstore.payloads.port import PayloadStore
 from schemas.namespace import Namespace
+from schemas.settings import RedisSettings
 from tests.admin.conftest import Admin, Ran
 from tests.admin.repair.damage import (
     ITEMS,
@@ -137,6 +138,20 @@ OF_ALICE, OF_SEARCH = Target(salt=ALICE), Target(tenant="search")
 def is_done(report: EraseReport) -> bool:
     assert (report.ended, report.problem) == ("complete", "")
     return (report.state, report.versions.state) == ("erased", "none") and not exits.of_report(report)
+
+
+def test_it_looks_when_nobody_can_be_matching_what_is_hidden(
+    local: Erasing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that read replicas, or remember, hear of it later; loads of theirs end before the proof."""
+    monkeypatch.setattr(RedisSettings, "unheard_s", lambda self, url: 7.0)
+    gone, slept = [one for one in local.written if of_alice(one)], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert gone and all(local.stored(one) and not local.matched(one) for one in gone)
+
+    assert is_done(erased(local, OF_ALICE, sleep=sleep)) and slept == [7.0]
 
 
 # A salt

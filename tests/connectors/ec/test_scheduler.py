@@ -147,7 +147,7 @@ def test_a_request_that_waits_is_not_its_own_first_use(opened: Any, engine: Any)
 def test_a_request_waits_for_an_item_once(opened: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if there is no place for it in the batch of the step in which the item's deadline has passed."""
     store, hangs = opened(), threading.Event()
-    monkeypatch.setattr(store.index, "match", lambda *_: hangs.wait(PATIENCE_S) and [])
+    monkeypatch.setattr(store.index, "match", lambda *_, **__: hangs.wait(PATIENCE_S) and [])
     one, request = engine(store), ItemRequest("r", ["a"])
     one.half._deadline_s = 0.3
     object.__setattr__(one.half._items._settings, "fetch_deadline_s", 0.3)

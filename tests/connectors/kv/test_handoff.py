@@ -409,7 +409,7 @@ def test_what_does_not_come_in_time_is_computed(scheduler: Any, store: Store, sp
 
 
 def test_nobody_waits_for_an_index_that_fails(scheduler: Any, store: Store, space: Space) -> None:
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         raise TransientError("down")
 
     store.index.find = store.index.match = failing  # type: ignore[method-assign]
@@ -483,6 +483,23 @@ def test_a_prefill_engine_saves_the_partial_block_with_the_rest(scheduler: Any, 
     again = made(list(range(100, 120)), SEND, name="s")
     reported(engine, prefilled(engine, again, 20))
     assert finish(engine, again)[0] is False
+
+
+@pytest.mark.parametrize("params", [SEND, None])
+def test_what_is_handed_over_is_asked_of_who_decides(scheduler: Any, store: Store, params: Any) -> None:
+    """What a prefill engine finds stored it doesn't save, and the decode engine, which asks anew, waits."""
+    asked: list[bool] = []
+    match = store.index.match
+
+    def watched(*args: Any, fresh: bool = False) -> Any:
+        asked.append(fresh)
+        return match(*args, fresh=fresh)
+
+    store.index.match = watched  # type: ignore[method-assign]
+    engine, request = scheduler(), made(list(range(20)), params)
+    engine.on_new_request(request)
+    assert ask(engine, request) == (0, False)
+    assert asked == [params is SEND]
 
 
 def test_windows_and_states_are_saved_with_the_partial_block(scheduler: Any, store: Store) -> None:

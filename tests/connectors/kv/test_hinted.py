@@ -280,7 +280,7 @@ def test_an_index_that_fails_is_counted(make: Any) -> None:
     node = make()
     node.save(*range(2), session=MINE)
 
-    def failing(*_: Any) -> Any:
+    def failing(*_: Any, **__: Any) -> Any:
         raise TransientError("away")
 
     node.store.index.owned = failing

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,7 +147,7 @@ def test_segments_that_this_engine_cannot_read_end_the_match(space: Space) -> No
 
 
 def failing(space: Space, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
-    def find(namespace: str, digests: bytes, chain: bytes = b"") -> list[Run | None]:
+    def find(namespace: str, digests: bytes, chain: bytes = b"", **_: Any) -> list[Run | None]:
         act()
         raise TransientError("no answer")
 
@@ -178,7 +179,7 @@ def test_lookups_of_one_request_are_bounded(space: Space, store: Store) -> None:
     calls: list[int] = []
     inner = store.index.find
 
-    def counted(namespace: str, digests: bytes, chain: bytes = b"") -> list[Run | None]:
+    def counted(namespace: str, digests: bytes, chain: bytes = b"", **_: Any) -> list[Run | None]:
         calls.append(len(digests) // 16)
         return inner(namespace, digests)  # type: ignore[arg-type]
 

@@ -115,7 +115,12 @@ def test_a_slow_index_costs_the_match_deadline(world: World, monkeypatch: pytest
     engine = world.engine(extra={"kv": {"match_deadline_s": 0.2}, "transfers": {"drain_s": 0.1}})
     index = engine.runners[0].connector._worker._store.index
     found, goes_on = index.match, threading.Event()
-    monkeypatch.setattr(index, "match", lambda *args: (goes_on.wait(PATIENCE_S), found(*args))[1])
+
+    def slow(*args: Any, **more: Any) -> Any:
+        goes_on.wait(PATIENCE_S)
+        return found(*args, **more)
+
+    monkeypatch.setattr(index, "match", slow)
     began = time.monotonic()
     assert engine.generate(PROMPTS) == answers
     assert time.monotonic() - began < PATIENCE_S / 2

@@ -51,8 +51,12 @@ class RedisClusterServers:
 
     def set(self, name: str, value: str) -> None:
         """CONFIG SET on every node."""
+        self.everywhere("CONFIG", "SET", name, value)
+
+    def everywhere(self, *words: str) -> None:
+        """One command on every node."""
         for client in self._clients:
-            client.config_set(name, value)
+            client.execute_command(*words)
 
     def __enter__(self) -> Self:
         try:
@@ -82,7 +86,14 @@ class RedisClusterServers:
             of = self.node_id(self.ports[replica])
             until(lambda: _answered(lambda: client.execute_command("CLUSTER", "REPLICATE", of)))
             until(lambda: client.info("replication").get("master_link_status") == "up")
+        # Who asks any node is told of all replicas.
+        self._wait(self._knows_replicas)
         return self
+
+    def _knows_replicas(self, client: Any) -> bool:
+        # In two words, or redis-py would take the answer apart.
+        ranges = client.execute_command("CLUSTER", "SLOTS")
+        return sum(len(one) - 3 for one in ranges) == len(self.ports) - self._masters
 
     def node_id(self, port: int) -> str:
         """The name of a node in the Cluster."""

@@ -93,7 +93,7 @@ class TestEightShardsInRedis(Sharded):
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         with redis.Redis.from_url(self.url, protocol=2) as client:
-            _miscount(client, shard_names(name, self.shards), nbytes)
+            miscount(client, shard_names(name, self.shards), nbytes)
 
 
 @pytest.mark.servers
@@ -106,10 +106,10 @@ class TestEightShardsOnACluster(TestEightShardsInRedis):
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         with redis.RedisCluster.from_url(self.url, protocol=2) as client:
-            _miscount(client, shard_names(name, self.shards), nbytes)
+            miscount(client, shard_names(name, self.shards), nbytes)
 
 
-def _miscount(client: Any, names: Sequence[NamespaceId], nbytes: int) -> None:
+def miscount(client: Any, names: Sequence[NamespaceId], nbytes: int) -> None:
     """In the shard that holds most: what another holds may be less than what is taken off."""
     metas = [f"kvs:{{{name}}}:meta" for name in names]
     client.hincrby(max(metas, key=lambda meta: int(client.hget(meta, "bytes") or 0)), "bytes", nbytes)

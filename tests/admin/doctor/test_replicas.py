@@ -1,0 +1,55 @@
+"""What the doctor says of replicas that engines are to read, to the users of docs/security.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvstore.admin.backends import Cache, Sources
+from kvstore.admin.doctor.doctor import doctor
+from kvstore.admin.doctor.reports import Check
+from tests.index.redis.cluster import RedisClusterServers
+from tests.servers.redis import RedisServer
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.servers
+
+PAGE = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+
+
+def checked(folder: Path, url: str, **more: str) -> list[Check]:
+    """The check of a store whose engines are to read replicas."""
+    environ = {
+        "KVSTORE_REDIS__READ_FROM": "replicas",
+        "KVSTORE_REDIS__TIMEOUT_S": str(PATIENCE_S),
+        "KVSTORE_REDIS__CONNECT_TIMEOUT_S": str(PATIENCE_S),
+    }
+    sources = Sources(payloads=f"file://{folder}", index=url, environ=environ | more)
+    with Cache(sources.settings()) as cache:
+        report = doctor(cache, sources, mounts="")
+    assert not [one for one in report.checks if one.name == "index" and one.state != "ok"]
+    return [one for one in report.checks if one.name == "index replicas"]
+
+
+def test_the_user_of_the_page_reads_replicas_and_what_it_lacks_is_said(tmp_path: Path) -> None:
+    [rule] = re.findall(r"^user kvstore on >PASSWORD (.*)$", PAGE, re.MULTILINE)
+    [more] = re.findall(r"In a Cluster add `(.*?)`", PAGE)
+    login = {"KVSTORE_REDIS__USERNAME": "kvstore", "KVSTORE_REDIS__PASSWORD": "secret"}
+    with RedisClusterServers(tmp_path / "cluster", replicas=True) as cluster:
+        user = ("ACL", "SETUSER", "kvstore")
+        cluster.everywhere(*user, "on", ">secret", *rule.split(), *more.split())
+        [check] = checked(tmp_path, cluster.urls[0], **login)
+        assert (check.state, check.found, check.advice) == ("ok", "3 of 3 can be read", "")
+        cluster.everywhere(*user, "-readonly")
+        [check] = checked(tmp_path, cluster.urls[0], **login)
+        assert check.state == "warning" and check.found.startswith("0 of 3 can be read; 127.0.0.1:")
+        assert "+readonly" in check.advice
+        assert checked(tmp_path, cluster.urls[0], KVSTORE_REDIS__READ_FROM="master", **login) == []
+
+
+def test_replicas_that_nobody_names_are_none(tmp_path: Path, private_redis: RedisServer) -> None:
+    [check] = checked(tmp_path, private_redis.url)
+    assert (check.state, check.found) == ("warning", "0 of 0 can be read")
+    assert "Sentinels" in check.advice

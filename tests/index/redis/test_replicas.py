@@ -1,0 +1,241 @@
+"""What is read from replicas: the contract where they are in step, and whom is asked where they are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from kvstore.build import load_settings, open_index, open_store
+from kvstore.conformance.index.chains import LATER_S, chain, put, put_all, served
+from kvstore.errors import ConfigError, PayloadMissing
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sharding.index import ShardedIndex
+from kvstore.index.sharding.names import shard_names
+from kvstore.keys import NamespaceId
+from kvstore.store.housekeeping import Housekeeping
+from kvstore.testing import FullIndexConformance
+from schemas.settings import JournalSettings
+from tests.index.redis.cluster import RedisClusterServers
+from tests.index.redis.in_step import in_step
+from tests.index.redis.pair import Pair, filled, is_read, paired
+from tests.index.sharding.test_conformance import Sharded, miscount
+from tests.index.test_state_machine import IndexMachine, ShardedMachine, run
+from tests.servers.redis import PATIENT, RedisServer, patient
+from tests.store.world import SLOT_BYTES, content, fetch, match, slots
+from tests.store.world import chain as hashes_of
+from tests.store.world import namespace as space_of
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with paired(tmp_path) as pair:
+        yield pair
+
+
+#: What all tests of replicas in step have counted.
+asked: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module")
+def _replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClusterServers]:
+    with RedisClusterServers(tmp_path_factory.mktemp("replicated"), replicas=True) as servers:
+        asked.clear()
+        yield servers
+    assert asked["replica_reads"], "no replica was ever asked"
+
+
+@pytest.fixture
+def replicated(
+    _replicated: RedisClusterServers, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RedisClusterServers]:
+    """Three masters with a replica each, empty; what is read is read from these."""
+    _replicated.flush()
+    with in_step(monkeypatch) as counts:
+        yield _replicated
+        asked.update(counts)
+
+
+class TestOneShardReadFromReplicas(FullIndexConformance):
+    @pytest.fixture
+    def index(self, replicated: RedisClusterServers) -> Iterator[RedisIndex]:
+        self.url = replicated.urls[0]
+        with self.reopen() as index:
+            yield index
+
+    def reopen(self) -> RedisIndex:
+        return self.configured()
+
+    def configured(
+        self, *, journal: JournalSettings | None = None, cost_aware: bool = True, by: str = ""
+    ) -> RedisIndex:
+        journal = journal or JournalSettings()
+        return RedisIndex.from_settings(self.url, PATIENT, journal=journal, cost_aware=cost_aware, by=by)
+
+    def miscount(self, name: NamespaceId, nbytes: int) -> None:
+        with redis.RedisCluster.from_url(self.url, protocol=2) as client:
+            client.hincrby(f"kvs:{{{name}}}:meta", "bytes", nbytes)
+
+
+class TestEightShardsReadFromReplicas(Sharded):
+    @pytest.fixture
+    def index(self, replicated: RedisClusterServers) -> Iterator[ShardedIndex]:
+        self.url = replicated.urls[0]
+        with self.reopen() as index:
+            yield index
+
+    def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> RedisIndex:
+        return RedisIndex.from_settings(self.url, PATIENT, journal=journal, cost_aware=cost_aware, by=by)
+
+    def miscount(self, name: NamespaceId, nbytes: int) -> None:
+        with redis.RedisCluster.from_url(self.url, protocol=2) as client:
+            miscount(client, shard_names(name, self.shards), nbytes)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_any_sequence_of_calls(replicated: RedisClusterServers, shards: int) -> None:
+    class Machine(IndexMachine if shards == 1 else ShardedMachine):  # type: ignore[misc]
+        def open(self) -> Any:
+            leaf = RedisIndex.from_settings(replicated.urls[0], PATIENT)
+            return leaf if shards == 1 else ShardedIndex(leaf, shards=shards)
+
+        def empty(self) -> None:
+            replicated.flush()
+
+    run(Machine, 6)
+
+
+def evals(server: RedisServer) -> int:
+    with redis.Redis(port=server.port, protocol=2) as client:
+        told = client.info("commandstats")
+    return sum(told.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
+
+
+def test_what_only_reads_is_asked_of_a_replica_and_all_else_of_the_master(pair: Pair) -> None:
+    with pair.open() as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        masters, replicas = evals(pair.master), evals(pair.replica)
+        for _ in range(5):
+            assert served(index.match(name, chain(6))) == 6
+            assert None not in index.find(name, chain(6))
+        assert evals(pair.master) == masters and evals(pair.replica) >= replicas + 10
+        put(index, name, chain(2, seed="other"))
+        index.touch(name, [], LATER_S)
+        assert evals(pair.master) > masters
+    assert not pair.counts["replica_failures"]
+
+
+def test_tools_and_those_who_are_told_to_read_masters_alone(pair: Pair) -> None:
+    tree = {"payloads": "file:///nowhere", "index": pair.url, "redis": {"read_from": "replicas"}}
+    with open_index(load_settings(tree, {})) as index:
+        assert index.leaf._client._replicas is None  # type: ignore[attr-defined]
+    with pair.open(read_from="master") as index:
+        assert index._client._replicas is None
+    # Who names one server means that one.
+    settings = patient(read_from="replicas")
+    with RedisIndex.from_settings(pair.master.url, settings, count=lambda name: None) as index:
+        name = filled(index)
+        before = evals(pair.replica)
+        for _ in range(5):
+            assert served(index.match(name, chain(6))) == 6
+        assert not index._client._replicas._masters  # type: ignore[union-attr]
+        assert evals(pair.replica) == before
+
+
+def test_a_fresh_answer_is_the_masters(pair: Pair) -> None:
+    with pair.open(max_lag_s=80.0) as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        pair.cut()
+        put_all(index, name, chain(8, seed="later"), [4, 4])
+        digests = chain(8, seed="later")
+        assert not served(index.match(name, digests)) and set(index.find(name, digests)) == {None}
+        assert served(index.match(name, digests, fresh=True)) == 8
+        assert None not in index.find(name, digests, fresh=True)
+
+
+def test_a_replica_that_came_later_is_found(tmp_path: Path) -> None:
+    """A Cluster's client asks for its nodes when something fails, and nothing does."""
+    counts: Counter[str] = Counter()
+    with RedisClusterServers(tmp_path / "cluster", masters=3, replicas=True) as cluster:
+        with RedisIndex.from_settings(
+            cluster.urls[0],
+            patient(max_lag_s=1.0, read_from="replicas"),
+            count=lambda name: counts.update([name]),
+        ) as index:
+            name = filled(index)
+            index.match(name, chain(6))
+            nodes = index._client._current.nodes_manager.slots_cache  # type: ignore[union-attr]
+            for slot, those in list(nodes.items()):
+                nodes[slot] = those[:1]  # as it was before there were any
+            until(lambda: served(index.match(name, chain(6))) == 6 and counts["replica_reads"] > 0)
+
+
+def test_what_is_evicted_unseen_is_loaded_within_grace_and_then_a_miss(pair: Pair, tmp_path: Path) -> None:
+    """A replica's answer after an eviction leads to the right bytes, or to none."""
+    tree = {
+        "payloads": f"file://{tmp_path}/payloads",
+        "index": pair.url,
+        "redis": {"timeout_s": PATIENCE_S, "max_lag_s": 80.0, "read_from": "replicas"},
+    }
+    hashes = hashes_of(*range(6))
+    with open_store(tree) as store:
+        space = store.open(space_of(), block_bytes=SLOT_BYTES)
+        space.register()
+        saved = space.save(slots(hashes))
+        assert saved.stored == 6
+        reads = lambda: store.counters.snapshot()["replica_reads"]  # noqa: E731
+        until(lambda: match(space, hashes).blocks == 6 and reads() > 0)
+        pair.cut()
+        (run,) = match(space, hashes).runs
+        evicted = store.maintenance.evict(space.id, [run.segment], delete_after_s=0, rule="admin")
+        assert evicted == 1
+        before = reads()
+        stale = match(space, hashes)
+        assert stale.blocks == 6 and reads() > before, "the replica has not heard of it"
+        assert fetch(space, hashes, stale) == [content(one) for one in hashes]
+
+        # The grace time is over.
+        with redis.Redis(port=pair.master.port, protocol=2) as raw:
+            trash = f"kvs:{{{space.id}}}:trash"
+            for one, score in raw.zrange(trash, 0, -1, withscores=True):
+                raw.zadd(trash, {one: score - 1000})
+        index, payloads = store.maintenance, store.payloads
+        assert Housekeeping(index, payloads, store.settings, store.counters, store.clock).reap(space.id) == 1
+        stale = match(space, hashes)
+        assert stale.blocks == 6
+        with pytest.raises(PayloadMissing):
+            fetch(space, hashes, stale)
+        assert match(space, hashes).blocks == 0, "it is quarantined here, whatever the replica says"
+
+
+def test_what_lags_and_what_is_remembered_end_within_grace() -> None:
+    tree: dict[str, Any] = {"payloads": "file:///nowhere", "index": "redis+sentinel://h:1/m/0"}
+    wrong = r"must not add up to more than grace_s = 120, or a run that was"
+    lagging = {"max_lag_s": 100, "read_from": "replicas"}
+    with pytest.raises(ConfigError, match=wrong):
+        load_settings({**tree, "redis": lagging}, {})
+    for url in ("redis://h:6379/0", "unix:///run/redis.sock"):
+        with pytest.raises(ConfigError, match="near_s = 90"):
+            load_settings({**tree, "index": url, "redis": {"near_s": 90}}, {})
+    # It counts where it is used alone.
+    load_settings({**tree, "redis": {"max_lag_s": 100}}, {})
+    load_settings({"payloads": "file:///nowhere", "redis": {**lagging, "near_s": 90}}, {})
+    load_settings({**tree, "index": "unix:///run/redis.sock", "redis": lagging}, {})
+
+
+@pytest.mark.parametrize("url", ["redis://h:6379/0", "unix:///run/redis.sock", "redis+sentinel://h:1/m/0"])
+def test_who_asks_for_nothing_is_told_nothing_old(url: str) -> None:
+    """All of the grace time is for loads, as ever."""
+    whole = {"match_ttl_s": 60, "load_deadline_s": 60}
+    given = load_settings({"payloads": "file:///nowhere", "index": url, "kv": whole}, {})
+    assert given.redis.read_from == "master" and given.redis.near_s == 0
+    assert given.redis.unheard_s(url) == 0
