@@ -4,7 +4,8 @@ While the breaker is closed, calls pass. After `failures` transient failures in 
 refused at once. Failures that are all about one subject (one object of a bucket) count once: it may be that
 one alone. After the backoff one call is let through as a probe; its success closes the breaker, its failure
 doubles the backoff, up to a maximum. A probe that never reports (its thread died) frees its place
-after another backoff, so the breaker can't stay open for good.
+after another backoff, so the breaker can't stay open for good. Backoffs are jittered: one failover opens the
+breakers of a whole fleet at one moment, and their probes must not come at one moment as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvstore.errors import BreakerOpen, TransientError
+from kvstore.errors import BreakerOpen, Throttled, TransientError
+from kvstore.jitter import jittered
 from schemas.settings import BreakerSettings
 
 
@@ -43,6 +45,8 @@ class Breaker:
     @contextmanager
     def guard(self, *, may_probe: bool = True, subject: str | None = None) -> Iterator[None]:
         """Guards one call. Only TransientError counts as a failure; any other error is the backend's answer.
+        Throttled says nothing while calls pass: who makes the calls slows down, and blames what that doesn't
+        help.
 
         If `may_probe` is false, the call is refused even when a probe is due: for calls that a request
         waits for, which should not pay for finding out that the backend is still down. Raises BreakerOpen.
@@ -50,6 +54,10 @@ class Breaker:
         self._admit(may_probe)
         try:
             yield
+        except Throttled:
+            if not self.is_closed:
+                self._failed(subject)
+            raise
         except TransientError:
             self._failed(subject)
             raise
@@ -58,9 +66,9 @@ class Breaker:
             raise
         self._succeeded()
 
-    def blame(self) -> None:
-        """Counts a transient failure that no guarded call reports, because the call has not returned."""
-        self._failed(None)
+    def blame(self, subject: str | None = None) -> None:
+        """Counts a transient failure that no guarded call reports: it has not returned, or was not made."""
+        self._failed(subject)
 
     def _admit(self, may_probe: bool) -> None:
         with self._lock:
@@ -81,7 +89,7 @@ class Breaker:
             if self._failures > self._settings.failures:
                 self._backoff = min(self._backoff * 2, self._settings.max_backoff_s)
             if self._failures >= self._settings.failures:
-                self._retry_at = self._clock() + self._backoff
+                self._retry_at = self._clock() + jittered(self._backoff)
 
     def _succeeded(self) -> None:
         with self._lock:

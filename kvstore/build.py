@@ -189,7 +189,8 @@ def open_redis(settings: Settings) -> RedisClient | None:
 
 def open_payloads(settings: Settings) -> PayloadStore:
     """Returns the payload store that all nodes share, for tools: no breaker, no fast tier. No I/O for S3."""
-    return _retrying(_leaf(settings), settings)
+    leaf = _leaf(settings)
+    return _repeated(leaf, settings) if settings.origin.startswith("s3://") else leaf
 
 
 def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None], PayloadStore]:
@@ -261,27 +262,24 @@ def _local(url: str, settings: Settings) -> LocalPayloads:
     return LocalPayloads(local_path(url), fsync=settings.local.fsync, access=access)
 
 
-def _retrying(inner: PayloadStore, settings: Settings) -> PayloadStore:
-    if not settings.origin.startswith("s3://"):
-        return inner  # a disk that fails once fails again
-    return _repeated(inner, settings)
-
-
-def _repeated(inner: PayloadStore, settings: Settings) -> PayloadStore:
+def _repeated(inner: PayloadStore, settings: Settings, **told: Callable[[str], object]) -> PayloadStore:
     s3 = settings.s3
     return RetryingPayloads(
-        inner, attempts=s3.attempts, backoff_s=s3.backoff_s, max_backoff_s=s3.max_backoff_s
+        inner, attempts=s3.attempts, backoff_s=s3.backoff_s, max_backoff_s=s3.max_backoff_s, **told
     )
 
 
-def _origin(settings: Settings, breaker: Breaker, crew: Crew) -> PayloadStore:
+def _origin(settings: Settings, breaker: Breaker, crew: Crew, counters: Counters) -> PayloadStore:
     """Returns the payload store that all nodes share, as engines use it."""
     s3 = settings.s3
-    stack = _retrying(BreakingPayloads(_leaf(settings), breaker, reads_probe=False), settings)
+    guarded = BreakingPayloads(_leaf(settings), breaker, reads_probe=False)
     if not settings.origin.startswith("s3://"):
-        return stack
+        return guarded  # a disk that fails once fails again
     return RangedPayloads(
-        stack, range_bytes=s3.range_bytes, concurrency=s3.concurrency, together=crew.together
+        _repeated(guarded, settings, given_up=breaker.blame, count=counters.add),
+        range_bytes=s3.range_bytes,
+        concurrency=s3.concurrency,
+        together=crew.together,
     )
 
 
@@ -348,7 +346,7 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     requests, index_breaker = _for_requests(index, settings)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     transfers, counters = Transfers(settings.transfers), Counters()
-    origin = _origin(settings, breaker, crew)
+    origin = _origin(settings, breaker, crew, counters)
     tiers = settings.tiers
     tier = _tiered(settings, tiers, origin, transfers, counters) if tiers else None
     return Store(

@@ -1,4 +1,5 @@
-"""RetryingPayloads: the one place where a failed call to a payload store is made again."""
+"""RetryingPayloads: the one place where a failed call to a payload store is made again, and where calls wait
+for their turn at a store that asks for fewer of them."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from typing import TypeVar
 
 from kvstore.errors import BreakerOpen, StoreClosed, Throttled, TransientError
 from kvstore.payloads.port import Listed, PayloadStore
+from kvstore.payloads.throttle import Lane, Throttle
 from kvstore.rules.tiers import Tier
 
 _T = TypeVar("_T")
 
-#: Factor of the pauses after Throttled: a server that asks for fewer calls gets longer ones than one that
-#: fails.
-_THROTTLED = 4.0
+
+def _nothing(_: str) -> None:
+    pass
 
 
 class RetryingPayloads(PayloadStore):
@@ -25,6 +27,10 @@ class RetryingPayloads(PayloadStore):
     `max_backoff_s` ("full jitter": Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
     Every verb can be repeated: a put writes the same bytes under a name that is used once. This wrapper
     stands outside the breaker, so that the breaker counts each attempt, and an open one ends the attempts.
+
+    While the store has refused calls lately, every attempt waits for its turn at `throttle`, each a new one: so
+    repeating makes no more requests than the throttle lets pass. A call that would wait for longer than
+    `max_backoff_s` in all is not made, and raises Throttled.
     """
 
     def __init__(
@@ -34,13 +40,21 @@ class RetryingPayloads(PayloadStore):
         attempts: int,
         backoff_s: float,
         max_backoff_s: float,
+        throttle: Throttle | None = None,
+        given_up: Callable[[str], object] = _nothing,
+        count: Callable[[str], object] = _nothing,
         sleep: Callable[[float], object] = time.sleep,
         rng: Callable[[], float] = random.random,
     ) -> None:
+        """`given_up` is told the name of a payload whose read was throttled for good; `count` gets
+        "slow_downs", for each call that the store refused, and "held_back", for each that was not made."""
         self._inner = inner
         self._attempts = attempts
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
+        self._throttle = throttle or Throttle(longest_s=max_backoff_s)
+        self._given_up = given_up
+        self._count = count
         self._sleep = sleep
         self._rng = rng
 
@@ -53,7 +67,11 @@ class RetryingPayloads(PayloadStore):
     def read(
         self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
     ) -> int | None:
-        return self._again(lambda: self._inner.read(name, offset, into, size=size))
+        try:
+            return self._again(lambda: self._inner.read(name, offset, into, size=size), lane="reads")
+        except Throttled:
+            self._given_up(name)
+            raise
 
     def tier(self, name: str, nbytes: int) -> Tier:
         return self._inner.tier(name, nbytes)
@@ -69,23 +87,42 @@ class RetryingPayloads(PayloadStore):
 
     def ping(self) -> None:
         # Once only: the caller wants to know how the store is now.
-        self._inner.ping()
+        self._again(self._inner.ping, attempts=1)
 
     def close(self) -> None:
         self._inner.close()
 
-    def _again(self, call: Callable[[], _T]) -> _T:
-        pause = self._backoff_s
-        for _ in range(self._attempts - 1):
+    def _again(self, call: Callable[[], _T], *, lane: Lane = "saves", attempts: int | None = None) -> _T:
+        pause, patience_s = self._backoff_s, self._max_backoff_s
+        for left in reversed(range(self._attempts if attempts is None else attempts)):
+            wait_s, taken = self._turn(lane, patience_s)
+            patience_s -= wait_s
             try:
                 return call()
             except (BreakerOpen, StoreClosed):
                 raise
-            except TransientError as exc:
-                longest = pause * (_THROTTLED if isinstance(exc, Throttled) else 1.0)
-                self._sleep(self._rng() * min(longest, self._max_backoff_s))
+            except Throttled:
+                self._count("slow_downs")
+                self._throttle.refused(lane, taken)
+                if not left:
+                    raise
+            except TransientError:
+                if not left:
+                    raise
+                self._sleep(self._rng() * min(pause, self._max_backoff_s))
                 pause *= 2
-        return call()
+        raise AssertionError("the last attempt returns or raises")
+
+    def _turn(self, lane: Lane, patience_s: float) -> tuple[float, float]:
+        """Waits until a call may be made. Returns for how long that was, and when its place was taken."""
+        try:
+            wait_s, taken = self._throttle.turn(lane, patience_s)
+        except Throttled:
+            self._count("held_back")
+            raise
+        if wait_s:
+            self._sleep(wait_s)
+        return wait_s, taken
 
 
 def _started(listing: Iterator[Listed]) -> tuple[Iterator[Listed], list[Listed]]:
