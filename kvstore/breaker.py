@@ -10,6 +10,7 @@ breakers of a whole fleet at one moment, and their probes must not come at one m
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +25,16 @@ class Breaker:
     """The breaker in front of one backend. Safe for threads: all of a store share it."""
 
     def __init__(
-        self, name: str, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        settings: BreakerSettings,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         self._name = name
         self._settings = settings
         self._clock = clock
+        self._draw = draw
         self._lock = threading.Lock()
         self._failures = 0
         #: Subject of the last failure.
@@ -89,7 +95,7 @@ class Breaker:
             if self._failures > self._settings.failures:
                 self._backoff = min(self._backoff * 2, self._settings.max_backoff_s)
             if self._failures >= self._settings.failures:
-                self._retry_at = self._clock() + jittered(self._backoff)
+                self._retry_at = self._clock() + jittered(self._backoff, self._draw)
 
     def _succeeded(self) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ from kvstore.errors import BreakerOpen, CapacityExceeded, PermissionDenied, Thro
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.payloads.port import Listed, PayloadStore
 from kvstore.payloads.retrying import RetryingPayloads
+from kvstore.payloads.throttle import Throttle
 from kvstore.testing import PayloadConformance
 from tests.payloads.test_memory import Dictionary
 
@@ -99,11 +100,64 @@ def test_a_breaker_that_opens_meanwhile_ends_the_attempts(store_name: str) -> No
     assert len(inner.errors) == 1
 
 
-def test_a_server_that_asks_for_fewer_calls_gets_longer_pauses(store_name: str) -> None:
+def test_a_read_that_is_refused_takes_its_turn_again(store_name: str) -> None:
+    slept, told, given_up = list[float](), list[str](), list[str]()
+    payloads = RetryingPayloads(
+        Raising(store_name, *[Throttled("slow down")] * 3),
+        attempts=3,
+        backoff_s=1.0,
+        max_backoff_s=5.0,
+        throttle=Throttle(longest_s=5.0, draw=lambda: 0.5),
+        given_up=given_up.append,
+        count=told.append,
+        sleep=slept.append,
+    )
+    name = fresh_name()
+    with pytest.raises(Throttled, match="slow down"):
+        fetch(payloads, name)
+    # By half of what a process that rarely asks is taken to ask for, and by a quarter of it.
+    assert slept == pytest.approx([0.2, 0.4], abs=0.05)
+    assert (told, given_up) == (["slow_downs"] * 3, [name])
+
+
+def test_a_call_whose_turn_comes_too_late_is_not_made(store_name: str) -> None:
+    told, given_up = list[str](), list[str]()
+    throttle = Throttle(longest_s=5.0)
+    payloads = RetryingPayloads(
+        inner := Raising(store_name),
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=2.0,
+        throttle=throttle,
+        given_up=given_up.append,
+        count=told.append,
+    )
+    while throttle.pause_s("reads") < 4.0:
+        throttle.refused("reads", throttle.turn("reads", 1e9)[1])
+    with pytest.raises(Throttled, match="not tried"):
+        fetch(payloads, "payload")
+    with pytest.raises(Throttled, match="not tried"):
+        payloads.put(fresh_name(), views(b"x"))
+    assert inner.errors == []
+    # Nothing but a read blames the store: a save that isn't made costs no request its hit.
+    assert (told, given_up) == (["held_back"] * 2, ["payload"])
+
+
+def test_a_ping_is_made_once_and_takes_a_turn(store_name: str) -> None:
+    class Refusing(MemoryPayloads):
+        pings = 0
+
+        def ping(self) -> None:
+            self.pings += 1
+            raise Throttled("slow down")
+
     slept: list[float] = []
-    with pytest.raises(Throttled):
-        fetch(retrying(Raising(store_name, *[Throttled("slow down")] * 3), slept), fresh_name())
-    assert slept == [4.0, 5.0]
+    payloads = retrying(inner := Refusing(store_name), slept)
+    for _ in range(2):
+        with pytest.raises(Throttled, match="slow down"):
+            payloads.ping()
+    assert inner.pings == 2
+    assert len(slept) == 1
 
 
 def test_a_miss_is_an_answer(store_name: str) -> None:
