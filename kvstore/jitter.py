@@ -13,8 +13,8 @@ _SHARE: Final = 0.25
 def jittered(seconds: float, draw: Callable[[], float] = random.random) -> float:
     """Returns a time between three and five quarters of `seconds`, another one with each call.
 
-    For whatever every process of a fleet does once in a period: a failover or a rollout lets all of them begin
-    at one moment, and without this they would come at one moment ever after. The mean stays what it is, and
-    after a dozen periods they are spread over all of one.
+    For whatever every process of a fleet does once in a period: a failover or a rollout lets all of them
+    begin at one moment, and without this they would come at one moment ever after. The mean stays what it is,
+    and after a dozen periods they are spread over all of one.
     """
     return seconds * (1 + _SHARE * (2 * draw() - 1))

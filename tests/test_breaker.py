@@ -40,7 +40,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def breaker(clock: Clock) -> Breaker:
-    return Breaker("index", BreakerSettings(failures=3, backoff_s=1.0, max_backoff_s=3.0), clock, draw=lambda: 0.5)
+    return Breaker(
+        "index", BreakerSettings(failures=3, backoff_s=1.0, max_backoff_s=3.0), clock, draw=lambda: 0.5
+    )
 
 
 def test_opens_after_failures_in_a_row_and_refuses_at_once(breaker: Breaker) -> None:

@@ -40,6 +40,7 @@ from typing import Final, Protocol
 from connectors.ahead.segments import Hinted, Segment, WaitingRequest
 from kvstore.errors import BreakerOpen, KVStoreError
 from kvstore.index.port import Run
+from kvstore.jitter import jittered
 from kvstore.keys import SegmentId
 from kvstore.rules.tiers import Tier
 from kvstore.store.space import Space
@@ -313,7 +314,7 @@ class Prefetch(NoPrefetch):
             one.missing -= 1
             one.brought += nbytes if brought else 0
         else:
-            self._paused_until = self._clock() + _PAUSE_S
+            self._paused_until = self._clock() + jittered(_PAUSE_S)
             if one.failed:
                 self._count("failed", one.nbytes - one.brought)
                 one.rest.clear()

@@ -28,9 +28,9 @@ class RetryingPayloads(PayloadStore):
     Every verb can be repeated: a put writes the same bytes under a name that is used once. This wrapper
     stands outside the breaker, so that the breaker counts each attempt, and an open one ends the attempts.
 
-    While the store has refused calls lately, every attempt waits for its turn at `throttle`, each a new one: so
-    repeating makes no more requests than the throttle lets pass. A call that would wait for longer than
-    `max_backoff_s` in all is not made, and raises Throttled.
+    While the store has refused calls lately, every attempt waits for its turn at `throttle`, each for a new
+    one: so repeating makes no more requests than the throttle lets pass. A call that would wait for longer
+    than `max_backoff_s` in all is not made, and raises Throttled.
     """
 
     def __init__(

@@ -24,12 +24,13 @@ from typing import Any
 import redis
 
 from kvstore.index.redis.errors import FAILURES, demoted, denied
+from kvstore.jitter import jittered
 from kvstore.threads.deadline import in_background
 from schemas.urls import place
 
 Address = tuple[str, int]
 
-#: Greatest age of the answer that calls rely on, in seconds.
+#: Age of the answer after which calls ask again, in seconds, jittered.
 _LOOK_S = 5.0
 #: What redis-py raises when it takes apart an answer that no Sentinel gives.
 _GARBLED = (LookupError, ValueError, TypeError, AttributeError)
@@ -82,7 +83,7 @@ class Sentinels:
         """Returns whether a connection to `address` may still be used."""
         if time.monotonic() >= self._look_s:
             # Set first, so that other threads that come here meanwhile don't ask as well.
-            self._look_s = time.monotonic() + _LOOK_S
+            self._look_s = time.monotonic() + jittered(_LOOK_S)
             with suppress(OSError):
                 self._answer()
         return address == self._known
@@ -129,7 +130,7 @@ class Sentinels:
             if self._known is None or refused or any(answer.address for answer in answers):
                 kind = redis.AuthenticationError if refused else redis.ConnectionError
                 raise kind(self._problems(answers))
-        self._look_s = time.monotonic() + _LOOK_S
+        self._look_s = time.monotonic() + jittered(_LOOK_S)
         return self._known
 
     def _ask_one(self, host: Address) -> Answer:

@@ -5,7 +5,7 @@
 
 A PUT is visible whole or not at all, and so is a multipart upload, which appears when it is completed.
 A crash in the middle of one leaves parts that no listing shows. A process that uploads in parts aborts
-uploads of a day ago, once an hour, so that they don't cost money for ever (a lifecycle rule
+uploads of a day ago, about once an hour, so that they don't cost money for ever (a lifecycle rule
 AbortIncompleteMultipartUpload does the same).
 
 Data goes through obstore, everything else through boto3 (docs/adr/0012-clients-of-s3.md says why). Clients
@@ -28,6 +28,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from kvstore.errors import KVStoreError, PermissionDenied, TransientError
+from kvstore.jitter import jittered
 from kvstore.keys import parse_payload_name
 from kvstore.payloads.buffers import flat, total
 from kvstore.payloads.port import Listed, PayloadStore
@@ -69,7 +70,8 @@ class S3Payloads(PayloadStore):
         #: Key of all pings: where deleting is forbidden, one object stays and not one per ping.
         self._probe = f"{self._root}.probe/{secrets.token_hex(16)}"
         self._lock = threading.Lock()
-        self._abort_at = clock()
+        # Not at once: a thousand processes that start together would list the bucket's uploads together.
+        self._abort_at = clock() + jittered(_ABORT_EVERY_S)
         #: Clients, made with the first call, in each process anew: a child can't share connections.
         self._made: dict[str, Any] = {}
         self._pid = os.getpid()
@@ -225,7 +227,7 @@ class S3Payloads(PayloadStore):
         with self._lock:
             due = self._clock() >= self._abort_at
             if due:
-                self._abort_at = self._clock() + _ABORT_EVERY_S
+                self._abort_at = self._clock() + jittered(_ABORT_EVERY_S)
             return due
 
 

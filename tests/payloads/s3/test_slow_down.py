@@ -73,7 +73,8 @@ def test_a_store_counts_what_a_bucket_refuses_and_stops_asking(
 ) -> None:
     bucket, proxy = moto_proxy
     settings = load_settings(
-        {**tree(bucket, attempts=2, max_backoff_s=0.3), "breaker": {"backoff_s": 0.2, "max_backoff_s": 0.2}}, {}
+        {**tree(bucket, attempts=2, max_backoff_s=0.3), "breaker": {"backoff_s": 0.2, "max_backoff_s": 0.2}},
+        {},
     )
     with open_store(settings) as store:
         payloads, breaker = store.backends.payloads, store.backends.breaker
