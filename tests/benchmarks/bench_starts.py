@@ -307,14 +307,14 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--clients", type=int, default=500)
     parser.add_argument("--processes", type=int, default=20)
     parser.add_argument("--per-second", type=float, default=0.0)
     parser.add_argument("--server", choices=("ceph", "nginx"), default="ceph")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         single = opened.enter_context(RedisServer(Path(folder), "--maxclients", "10000"))
         if given.server == "ceph":
