@@ -262,10 +262,20 @@ def _local(url: str, settings: Settings) -> LocalPayloads:
     return LocalPayloads(local_path(url), fsync=settings.local.fsync, access=access)
 
 
-def _repeated(inner: PayloadStore, settings: Settings, **told: Callable[[str], object]) -> PayloadStore:
+def _repeated(
+    inner: PayloadStore,
+    settings: Settings,
+    given_up: Callable[[str], object] = lambda _: None,
+    count: Callable[[str], object] = lambda _: None,
+) -> PayloadStore:
     s3 = settings.s3
     return RetryingPayloads(
-        inner, attempts=s3.attempts, backoff_s=s3.backoff_s, max_backoff_s=s3.max_backoff_s, **told
+        inner,
+        attempts=s3.attempts,
+        backoff_s=s3.backoff_s,
+        max_backoff_s=s3.max_backoff_s,
+        given_up=given_up,
+        count=count,
     )
 
 
@@ -276,7 +286,7 @@ def _origin(settings: Settings, breaker: Breaker, crew: Crew, counters: Counters
     if not settings.origin.startswith("s3://"):
         return guarded  # a disk that fails once fails again
     return RangedPayloads(
-        _repeated(guarded, settings, given_up=breaker.blame, count=counters.add),
+        _repeated(guarded, settings, breaker.blame, counters.add),
         range_bytes=s3.range_bytes,
         concurrency=s3.concurrency,
         together=crew.together,

@@ -16,10 +16,6 @@ from kvstore.rules.tiers import Tier
 _T = TypeVar("_T")
 
 
-def _nothing(_: str) -> None:
-    pass
-
-
 class RetryingPayloads(PayloadStore):
     """Makes a call up to `attempts` times while it fails transiently.
 
@@ -41,8 +37,8 @@ class RetryingPayloads(PayloadStore):
         backoff_s: float,
         max_backoff_s: float,
         throttle: Throttle | None = None,
-        given_up: Callable[[str], object] = _nothing,
-        count: Callable[[str], object] = _nothing,
+        given_up: Callable[[str], object] = lambda _: None,
+        count: Callable[[str], object] = lambda _: None,
         sleep: Callable[[float], object] = time.sleep,
         rng: Callable[[], float] = random.random,
     ) -> None:

@@ -155,13 +155,22 @@ def counted() -> Iterator[Counter[str]]:
             setattr(S3Data, verb, call)
 
 
+def asked(pipe: Connection) -> tuple[str, int, bool] | None:
+    """Returns what to do next; None if nothing, also when whoever asks has died."""
+    try:
+        told: tuple[str, int, bool] | None = pipe.recv()
+    except EOFError:
+        return None
+    return told
+
+
 def child(pipe: Connection, tree: dict[str, Any], count: int, together: Any) -> None:
     """Runs what it is told with some clients, each on a thread. Runs in a process of its own."""
     os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
     with counted() as made:
         clients = [Client(tree) for _ in range(count)]
         pipe.send("ready")
-        while (told := pipe.recv()) is not None:
+        while (told := asked(pipe)) is not None:
             what, number, alone = told
             made.clear()
             results: list[Told] = []
@@ -202,7 +211,9 @@ class Fleet:
     def __init__(self, tree: dict[str, Any], redis_url: str, clients: int, processes: int) -> None:
         self._redis_url = redis_url
         self._count = clients // processes
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # Imported once for all; obstore is used in the children alone, as it has to be.
+        context.set_forkserver_preload(["tests.benchmarks.bench_starts", "kvstore.payloads.s3.store"])
         together = context.Barrier(processes)
         self._pipes: list[Connection] = []
         self._processes = []
