@@ -213,7 +213,7 @@ class Fleet:
         self._count = clients // processes
         context = multiprocessing.get_context("forkserver")
         # Imported once for all; obstore is used in the children alone, as it has to be.
-        context.set_forkserver_preload(["tests.benchmarks.bench_starts", "kvstore.payloads.s3.store"])
+        context.set_forkserver_preload(["tests.store.world", "kvstore.payloads.s3.store"])
         together = context.Barrier(processes)
         self._pipes: list[Connection] = []
         self._processes = []
