@@ -32,8 +32,8 @@ from kvstore.jitter import jittered
 
 Lane = Literal["reads", "saves"]
 
-#: By how much the square root of the pause shrinks in the first second, in sqrt(s), and after how many
-#: seconds it shrinks twice as fast.
+#: Decrease of the square root of the pause in the first second, in sqrt(s), and after how many seconds it is
+#: twice that.
 _EASE: Final = 0.02
 _SOON_S: Final = 20.0
 #: The first refusal halves what was asked in the last second, and that counts as so many requests at least: a
