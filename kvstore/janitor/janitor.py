@@ -30,7 +30,6 @@ from kvstore.janitor.lease import RENEW, Leadership, LeaseLost
 from kvstore.janitor.log import Logbook
 from kvstore.janitor.reports import STEPS, JanitorState, Step
 from kvstore.janitor.scrub import Scrub
-from kvstore.jitter import jittered
 from kvstore.keys import NamespaceId
 from kvstore.metrics import Counters
 from kvstore.payloads.port import PayloadStore
@@ -155,7 +154,7 @@ class Janitor:
             except Exception:
                 # A janitor that has ended is worse than one whose round has failed.
                 log.exception("the janitor's round failed unexpectedly")
-            stop.wait(jittered(pause))
+            stop.wait(pause)
         self._lead.resign()
 
     def round(self) -> bool:
