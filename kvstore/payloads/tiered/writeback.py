@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvstore.errors import KVStoreError, TransientError
-from kvstore.jitter import jittered
 from kvstore.payloads.port import Listed, PayloadStore
 from kvstore.payloads.tiered.flights import Buffers
 from kvstore.payloads.tiered.folder import BoundedFolder, Count, Later
@@ -240,7 +239,7 @@ class WriteBack:
             if self._clock() < self._retry_at:
                 return  # this upload was under way when the first one failed, which has set the pause
             first = not self._failures
-            pause = jittered(min(BACKOFF_S * 2**self._failures, MAX_BACKOFF_S))
+            pause = min(BACKOFF_S * 2**self._failures, MAX_BACKOFF_S)
             self._failures = min(self._failures + 1, 16)
             self._retry_at = self._clock() + pause
         level = logging.WARNING if first else logging.DEBUG
