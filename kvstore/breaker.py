@@ -5,7 +5,8 @@ refused at once. Failures that are all about one subject (one object of a bucket
 one alone. After the backoff one call is let through as a probe; its success closes the breaker, its failure
 doubles the backoff, up to a maximum. A probe that never reports (its thread died) frees its place
 after another backoff, so the breaker can't stay open for good. Backoffs are jittered: one failover opens the
-breakers of a whole fleet at one moment, and their probes must not come at one moment as well.
+breakers of a whole fleet at one moment, and their probes must not come at one moment as well. They are only
+made shorter, by up to a half: the maximum is a promise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvstore.errors import BreakerOpen, Throttled, TransientError
-from kvstore.jitter import jittered
+from kvstore.jitter import sooner
 from schemas.settings import BreakerSettings
 
 
@@ -73,18 +74,35 @@ class Breaker:
         self._succeeded()
 
     def blame(self, subject: str | None = None) -> None:
-        """Counts a transient failure that no guarded call reports: it has not returned, or was not made."""
-        self._failed(subject)
+        """Counts a transient failure that no guarded call reports: it has not returned, or was refused again
+        and again. Does nothing while the breaker is open: it tells nothing that a probe has not told.
+        """
+        if self.is_closed:
+            self._failed(subject)
+
+    def check(self, *, may_probe: bool = True) -> bool:
+        """Returns whether a call made now would be a probe. Raises BreakerOpen if it would be refused.
+
+        For what has to wait before it calls: it takes no probe's place, and the call is guarded as well.
+        """
+        with self._lock:
+            if self._failures < self._settings.failures:
+                return False
+            self._refuse(self._clock(), may_probe)
+            return True
 
     def _admit(self, may_probe: bool) -> None:
         with self._lock:
             if self._failures < self._settings.failures:
                 return
             now = self._clock()
-            if now < self._retry_at or not may_probe:
-                raise BreakerOpen(f"{self._name}: not tried, it failed {self._failures} times in a row")
+            self._refuse(now, may_probe)
             # This caller is the probe; others are refused until it reports or the backoff passes again.
             self._retry_at = now + self._backoff
+
+    def _refuse(self, now: float, may_probe: bool) -> None:
+        if now < self._retry_at or not may_probe:
+            raise BreakerOpen(f"{self._name}: not tried, it failed {self._failures} times in a row")
 
     def _failed(self, subject: str | None) -> None:
         with self._lock:
@@ -95,7 +113,7 @@ class Breaker:
             if self._failures > self._settings.failures:
                 self._backoff = min(self._backoff * 2, self._settings.max_backoff_s)
             if self._failures >= self._settings.failures:
-                self._retry_at = self._clock() + jittered(self._backoff, self._draw)
+                self._retry_at = self._clock() + sooner(self._backoff, self._draw)
 
     def _succeeded(self) -> None:
         with self._lock:

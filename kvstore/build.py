@@ -11,6 +11,7 @@ Nothing else constructs backends.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import threading
@@ -45,6 +46,7 @@ from kvstore.payloads.port import PayloadStore
 from kvstore.payloads.ranged import RangedPayloads
 from kvstore.payloads.retrying import RetryingPayloads
 from kvstore.payloads.strays import LocalStrays, NoStrays, Strays
+from kvstore.payloads.throttle import Throttle
 from kvstore.payloads.tiered.ledger import Ledger
 from kvstore.payloads.tiered.store import TieredPayloads
 from kvstore.payloads.versions import NoVersions, Versions
@@ -59,6 +61,9 @@ from schemas.urls import local_path, s3_location
 PREFIX = "KVSTORE_"
 #: The variable that names the operator (kvstore.admin.operators); it is no setting.
 OPERATOR = f"{PREFIX}OPERATOR"
+
+#: How many times a tool is asked for fewer requests, with one call, before that is an answer.
+_TOOLS_REFUSALS = 20
 
 
 class _Options(TypedDict):
@@ -190,7 +195,7 @@ def open_redis(settings: Settings) -> RedisClient | None:
 def open_payloads(settings: Settings) -> PayloadStore:
     """Returns the payload store that all nodes share, for tools: no breaker, no fast tier. No I/O for S3."""
     leaf = _leaf(settings)
-    return _repeated(leaf, settings) if settings.origin.startswith("s3://") else leaf
+    return _patient(leaf, settings) if settings.origin.startswith("s3://") else leaf
 
 
 def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None], PayloadStore]:
@@ -200,7 +205,7 @@ def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None],
     from kvstore.payloads.s3.file import S3File
 
     file = S3File(s3_location(url), settings.s3)
-    return file.size, _repeated(file, settings)
+    return file.size, _patient(file, settings)
 
 
 def ask_encryption(settings: Settings) -> tuple[str, str]:
@@ -262,31 +267,39 @@ def _local(url: str, settings: Settings) -> LocalPayloads:
     return LocalPayloads(local_path(url), fsync=settings.local.fsync, access=access)
 
 
-def _repeated(
-    inner: PayloadStore,
-    settings: Settings,
-    given_up: Callable[[str], object] = lambda _: None,
-    count: Callable[[str], object] = lambda _: None,
-) -> PayloadStore:
+def _patient(inner: PayloadStore, settings: Settings) -> PayloadStore:
+    """Returns what waits for its turn for as long as that takes: whoever runs a tool wants its work done, and
+    a payload that wasn't asked for must not pass for one that can't be read."""
     s3 = settings.s3
     return RetryingPayloads(
         inner,
         attempts=s3.attempts,
         backoff_s=s3.backoff_s,
         max_backoff_s=s3.max_backoff_s,
-        given_up=given_up,
-        count=count,
+        patience_s=math.inf,
+        refusals=max(_TOOLS_REFUSALS, s3.attempts),
     )
 
 
-def _origin(settings: Settings, breaker: Breaker, crew: Crew, counters: Counters) -> PayloadStore:
+def _origin(
+    settings: Settings, breaker: Breaker, throttle: Throttle, crew: Crew, counters: Counters
+) -> PayloadStore:
     """Returns the payload store that all nodes share, as engines use it."""
     s3 = settings.s3
     guarded = BreakingPayloads(_leaf(settings), breaker, reads_probe=False)
     if not settings.origin.startswith("s3://"):
         return guarded  # a disk that fails once fails again
     return RangedPayloads(
-        _repeated(guarded, settings, breaker.blame, counters.add),
+        RetryingPayloads(
+            guarded,
+            attempts=s3.attempts,
+            backoff_s=s3.backoff_s,
+            max_backoff_s=s3.max_backoff_s,
+            throttle=throttle,
+            probes=lambda lane: breaker.check(may_probe=lane != "reads"),
+            given_up=breaker.blame,
+            count=counters.add,
+        ),
         range_bytes=s3.range_bytes,
         concurrency=s3.concurrency,
         together=crew.together,
@@ -304,7 +317,12 @@ def open_tier(settings: Settings) -> TieredPayloads:
 
 
 def _tiered(
-    settings: Settings, tiers: Tiers, origin: PayloadStore, transfers: Transfers, counters: Counters
+    settings: Settings,
+    tiers: Tiers,
+    origin: PayloadStore,
+    throttle: Throttle,
+    transfers: Transfers,
+    counters: Counters,
 ) -> TieredPayloads:
     fast = _local(tiers.fast, settings)
     return TieredPayloads(
@@ -315,6 +333,7 @@ def _tiered(
         write=tiers.write,
         memory_bytes=settings.transfers.errand_bytes,
         count=lambda name, amount: counters.add(f"tier_{name}", amount),
+        scarce=lambda: throttle.pause_s("reads") > 0,
     )
 
 
@@ -356,9 +375,10 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     requests, index_breaker = _for_requests(index, settings)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     transfers, counters = Transfers(settings.transfers), Counters()
-    origin = _origin(settings, breaker, crew, counters)
+    throttle = Throttle(longest_s=settings.s3.max_backoff_s)
+    origin = _origin(settings, breaker, throttle, crew, counters)
     tiers = settings.tiers
-    tier = _tiered(settings, tiers, origin, transfers, counters) if tiers else None
+    tier = _tiered(settings, tiers, origin, throttle, transfers, counters) if tiers else None
     return Store(
         Backends(
             settings=settings,
@@ -374,6 +394,7 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
             crew=crew,
             # With a tier in front, much can be read while the origin is down.
             breaker=None if tiers else breaker,
+            throttle=throttle,
             index_breaker=index_breaker,
             trace=_trace(settings, transfers, counters),
         )

@@ -18,3 +18,8 @@ def jittered(seconds: float, draw: Callable[[], float] = random.random) -> float
     and after a dozen periods they are spread over all of one.
     """
     return seconds * (1 + _SHARE * (2 * draw() - 1))
+
+
+def sooner(seconds: float, draw: Callable[[], float] = random.random) -> float:
+    """Returns a time between half of `seconds` and all of it, for a period that is promised as the longest."""
+    return seconds * (1 - 2 * _SHARE * draw())

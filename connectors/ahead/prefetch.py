@@ -283,7 +283,9 @@ class Prefetch(NoPrefetch):
         for hinted in self._hinted.over(now):
             self._let_go(hinted)
         while self._running < AHEAD_THREADS and not self._loads:
-            if now < self._paused_until or self._health.readers_down or (one := self._next()) is None:
+            if now < self._paused_until or self._health.readers_down or self._health.reads_are_scarce:
+                return
+            if (one := self._next()) is None:
                 return
             name, nbytes = one.rest.popleft()
             one.running = True

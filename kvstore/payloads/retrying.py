@@ -6,9 +6,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count as numbers
 from typing import TypeVar
 
-from kvstore.errors import BreakerOpen, StoreClosed, Throttled, TransientError
+from kvstore.errors import BreakerOpen, HeldBack, StoreClosed, Throttled, TransientError
 from kvstore.payloads.port import Listed, PayloadStore
 from kvstore.payloads.throttle import Lane, Throttle
 from kvstore.rules.tiers import Tier
@@ -26,7 +27,10 @@ class RetryingPayloads(PayloadStore):
 
     While the store has refused calls lately, every attempt waits for its turn at `throttle`, each for a new
     one: so repeating makes no more requests than the throttle lets pass. A call that would wait for longer
-    than `max_backoff_s` in all is not made, and raises Throttled.
+    than `patience_s` in all is not made, and raises HeldBack.
+
+    A call that the breaker would refuse doesn't wait to be told so. One that may find out whether the store
+    is back goes past those that wait: a breaker lets few of them through.
     """
 
     def __init__(
@@ -36,19 +40,33 @@ class RetryingPayloads(PayloadStore):
         attempts: int,
         backoff_s: float,
         max_backoff_s: float,
+        patience_s: float | None = None,
+        refusals: int | None = None,
         throttle: Throttle | None = None,
+        probes: Callable[[Lane], bool] = lambda _: False,
         given_up: Callable[[str], object] = lambda _: None,
         count: Callable[[str], object] = lambda _: None,
         sleep: Callable[[float], object] = time.sleep,
         rng: Callable[[], float] = random.random,
     ) -> None:
-        """`given_up` is told the name of a payload whose read was throttled for good; `count` gets
-        "slow_downs", for each call that the store refused, and "held_back", for each that was not made."""
+        """`patience_s` is for how long in all a call waits for its turn (None: `max_backoff_s`), and
+        `refusals` how many calls for fewer requests it bears (None: `attempts`).
+
+        `probes` tells whether a call of a lane would be a breaker's probe, and raises BreakerOpen if it would
+        be refused. `given_up` is told the name of a payload whose read the store has refused to the end,
+        while it served no other call. `count` gets "slow_downs", for each call that the store refused, and
+        "held_back", for each that was not made."""
         self._inner = inner
         self._attempts = attempts
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
+        self._patience_s = max_backoff_s if patience_s is None else patience_s
+        self._refusals = attempts if refusals is None else refusals
         self._throttle = throttle or Throttle(longest_s=max_backoff_s)
+        self._probes = probes
+        #: Number of calls that the store has served. Not exact: compared with what it was, it tells whether
+        #: any was.
+        self._served = 0
         self._given_up = given_up
         self._count = count
         self._sleep = sleep
@@ -63,10 +81,14 @@ class RetryingPayloads(PayloadStore):
     def read(
         self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
     ) -> int | None:
+        served = self._served
         try:
             return self._again(lambda: self._inner.read(name, offset, into, size=size), lane="reads")
+        except HeldBack:
+            raise
         except Throttled:
-            self._given_up(name)
+            if self._served == served:
+                self._given_up(name)
             raise
 
     def tier(self, name: str, nbytes: int) -> Tier:
@@ -89,33 +111,45 @@ class RetryingPayloads(PayloadStore):
         self._inner.close()
 
     def _again(self, call: Callable[[], _T], *, lane: Lane = "saves", attempts: int | None = None) -> _T:
-        pause, patience_s = self._backoff_s, self._max_backoff_s
-        for left in reversed(range(self._attempts if attempts is None else attempts)):
-            wait_s, taken = self._turn(lane, patience_s)
+        pause, patience_s = self._backoff_s, self._patience_s
+        failures = self._attempts if attempts is None else attempts
+        refusals = self._refusals if attempts is None else attempts
+        refused: Throttled | None = None
+        for made in numbers(1):
+            try:
+                wait_s, taken = self._turn(lane, patience_s)
+            except HeldBack:
+                self._count("held_back")
+                # What the store has said itself tells more.
+                if refused is not None:
+                    raise refused from None
+                raise
             patience_s -= wait_s
             try:
-                return call()
+                found = call()
             except (BreakerOpen, StoreClosed):
                 raise
-            except Throttled:
+            except Throttled as exc:
                 self._count("slow_downs")
                 self._throttle.refused(lane, taken)
-                if not left:
+                if made >= refusals:
                     raise
+                refused = exc
             except TransientError:
-                if not left:
+                if made >= failures:
                     raise
                 self._sleep(self._rng() * min(pause, self._max_backoff_s))
                 pause *= 2
+            else:
+                self._served += 1
+                return found
         raise AssertionError("the last attempt returns or raises")
 
     def _turn(self, lane: Lane, patience_s: float) -> tuple[float, float]:
         """Waits until a call may be made. Returns for how long that was, and when its place was taken."""
-        try:
-            wait_s, taken = self._throttle.turn(lane, patience_s)
-        except Throttled:
-            self._count("held_back")
-            raise
+        if self._probes(lane):
+            return 0.0, self._throttle.probe(lane)
+        wait_s, taken = self._throttle.turn(lane, patience_s)
         if wait_s:
             self._sleep(wait_s)
         return wait_s, taken

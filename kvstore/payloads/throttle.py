@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal
 
-from kvstore.errors import Throttled
+from kvstore.errors import HeldBack
 from kvstore.jitter import jittered
 
 Lane = Literal["reads", "saves"]
@@ -66,11 +66,19 @@ class Throttle:
         """Takes a place for one request. Returns for how many seconds the caller has to wait before it makes
         the request, and what `refused` has to be told of it.
 
-        Raises Throttled if that is longer than `wait_s`; then no place is taken.
+        Raises HeldBack if that is longer than `wait_s`; then no place is taken.
         """
         with self._lock:
             now = self._clock()
             return max(0.0, self._lanes[lane].turn(now, now + wait_s) - now), now
+
+    def probe(self, lane: Lane) -> float:
+        """Notes a request that finds out whether the store is back, and waits for no turn: a breaker sees to
+        it that they are few. Returns what `refused` has to be told of it."""
+        with self._lock:
+            now = self._clock()
+            self._lanes[lane].made(now)
+            return now
 
     def refused(self, lane: Lane, taken: float) -> None:
         """Notes that the store has refused a request whose place was `taken` then."""
@@ -78,7 +86,7 @@ class Throttle:
             now = self._clock()
             self._lanes[lane].refused(now, taken)
             if lane == "reads":
-                self._lanes["saves"].refused(now, taken)
+                self._lanes["saves"].refused(now, taken, by_reads=True)
 
     def pause_s(self, lane: Lane) -> float:
         """Returns the mean pause between two requests, in seconds; 0: there is no bound."""
@@ -111,16 +119,26 @@ class _Pauses:
         if pause:
             at = max(now, self._next_s)
             if at > end:
-                raise Throttled("not tried: the payload store asks for fewer requests, and others go before")
-            self._next_s = at + jittered(pause, self._draw)
-        self._made.append(at)
+                raise HeldBack(
+                    "not tried: the payload store asks for fewer requests, and others go before", at - now
+                )
+            self._next_s = at + self._jittered(pause)
+        self.made(at)
         return at
 
-    def refused(self, now: float, taken: float) -> None:
+    def made(self, at: float) -> None:
+        self._made.append(at)
+
+    def refused(self, now: float, taken: float, *, by_reads: bool = False) -> None:
         if taken < self._cut_s:
             return  # it was on its way, at the pace of before, when the last one was refused
         lately = sum(1 for at in self._made if now - _WINDOW_S < at <= now)
         pause = max(self.pause_s(now), 1 / max(lately / _WINDOW_S, _FEW))
         pause = min(2 * pause, self._longest_s)
         self._root, self._cut_s = math.sqrt(pause), now
-        self._next_s = max(self._next_s, now + jittered(pause, self._draw))
+        # Refused reads, of which there may be many, must not put off the next save again and again.
+        if not by_reads or self._next_s <= now:
+            self._next_s = max(self._next_s, now + self._jittered(pause))
+
+    def _jittered(self, pause: float) -> float:
+        return min(jittered(pause, self._draw), self._longest_s)

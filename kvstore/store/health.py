@@ -21,6 +21,7 @@ class Health:
         self._transfers = backends.transfers
         self._breaker = backends.breaker
         self._index_breaker = backends.index_breaker
+        self._throttle = backends.throttle
         self._lock = threading.Lock()
         self._probing = False
         #: Whether the processes that read payloads say that they can't now. Set by a scheduler, which never
@@ -36,6 +37,12 @@ class Health:
     def payloads_down(self) -> bool:
         """Tells whether the payload store is not asked, because it has failed too often."""
         return _is_down(self._breaker)
+
+    @property
+    def reads_are_scarce(self) -> bool:
+        """Tells whether the payload store has asked for fewer reads lately. Then those that nobody waits for
+        are not made: they would take the places of others."""
+        return self._throttle is not None and self._throttle.pause_s("reads") > 0
 
     def payloads_answer(self) -> bool:
         """Tells whether payloads can be read just now; if not, another thread asks the store. No I/O."""

@@ -56,10 +56,10 @@ class Pace:
         with self._lock:
             self._meters[tier].begin(read, self._clock())
 
-    def end(self, read: Hashable, tier: Tier, *, arrived: bool) -> None:
-        """Record that a read has ended; `arrived`: with its bytes."""
+    def end(self, read: Hashable, tier: Tier, *, arrived: bool, held_s: float | None = None) -> None:
+        """Record that a read has ended; `arrived`: with its bytes. `held_s` is Meter.end's."""
         with self._lock:
-            self._meters[tier].end(read, self._clock(), arrived=arrived)
+            self._meters[tier].end(read, self._clock(), arrived=arrived, held_s=held_s)
             self._changed.add(tier)
 
     def begin_probe(self, read: Hashable, tier: Tier, nbytes: int, requests: int = 1) -> None:
