@@ -41,7 +41,7 @@ def clock() -> Clock:
 @pytest.fixture
 def breaker(clock: Clock) -> Breaker:
     return Breaker(
-        "index", BreakerSettings(failures=3, backoff_s=1.0, max_backoff_s=3.0), clock, draw=lambda: 0.5
+        "index", BreakerSettings(failures=3, backoff_s=1.0, max_backoff_s=3.0), clock, draw=lambda: 0.0
     )
 
 
@@ -156,14 +156,16 @@ def test_breakers_that_opened_together_do_not_probe_together(clock: Clock) -> No
     fleet = [Breaker("index", settings, clock) for _ in range(400)]
     for breaker in fleet:
         fail(breaker)
-    clock.now += 2.9
+    clock.now += 1.9
     assert not any(probed(breaker) for breaker in fleet)
     first = clock.now
-    came: list[int] = []
+    came, done = list[int](), list[Breaker]()
     while clock.now < first + 2.2:
         clock.now += 0.1
-        # One that has probed backs off again, and is past the last of these.
-        came.append(sum(probed(breaker) for breaker in fleet))
+        waiting = [breaker for breaker in fleet if breaker not in done]
+        done += (now := [breaker for breaker in waiting if probed(breaker)])
+        came.append(len(now))
+    # None waits for longer than what is promised as the longest.
     assert sum(came) == len(fleet)
     assert max(came) < len(fleet) / 5
 
@@ -191,4 +193,28 @@ def test_a_probe_that_is_told_to_come_less_often_has_failed(breaker: Breaker, cl
     clock.now += 1.9
     assert not probed(breaker)
     clock.now += 0.2
+    assert probed(breaker)
+
+
+def test_who_waits_for_its_turn_is_told_before_whether_it_may_call(breaker: Breaker, clock: Clock) -> None:
+    assert not breaker.check()
+    for _ in range(3):
+        fail(breaker)
+    with pytest.raises(BreakerOpen):
+        breaker.check()
+    clock.now += 1.0
+    with pytest.raises(BreakerOpen):
+        breaker.check(may_probe=False)
+    # It takes nobody's place.
+    assert breaker.check()
+    assert breaker.check()
+    assert probed(breaker)
+
+
+def test_blame_moves_no_probe_of_a_breaker_that_is_open(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        fail(breaker)
+    for number in range(12):
+        breaker.blame(str(number))
+    clock.now += 1.0
     assert probed(breaker)

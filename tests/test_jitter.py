@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from kvstore.jitter import jittered
+from kvstore.index.redis.sentinel import Sentinels
+from kvstore.jitter import jittered, sooner
 from kvstore.store.rounds import Rounds
 from kvstore.threads.outbox import Outbox
 from tests.store.world import make_store, open_space
@@ -23,6 +25,25 @@ def test_a_jittered_time_is_within_a_quarter() -> None:
     assert len(drawn) > 900
     assert all(6.0 <= one <= 10.0 for one in drawn)
     assert sum(drawn) / len(drawn) == pytest.approx(8.0, abs=0.2)
+
+
+def test_what_is_promised_as_the_longest_is_only_made_shorter() -> None:
+    assert sooner(8.0, lambda: 0.0) == 8.0
+    assert sooner(8.0, lambda: 1.0) == 4.0
+    assert all(4.0 <= sooner(8.0) <= 8.0 for _ in range(1000))
+
+
+def test_the_answer_of_a_sentinel_is_never_older_than_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("kvstore.index.redis.sentinel.time.monotonic", lambda: 100.0)
+    for _ in range(100):
+        sentinels = Sentinels({("host", 1): cast(Any, None)}, "master", timeout_s=1.0)
+        monkeypatch.setattr(sentinels, "_answer", lambda: None)
+        sentinels._look_s = 0.0
+        sentinels.trust(("host", 1))
+        asked.append(sentinels._look_s - 100.0)
+    assert max(asked) <= 5.0
+    assert max(asked) - min(asked) > 1.0
 
 
 def test_processes_that_began_together_are_spread_over_a_period() -> None:

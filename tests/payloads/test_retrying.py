@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from kvstore.admin.patience import Patience
+from kvstore.breaker import Breaker
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.conformance.faulty import FaultyPayloads, Plan, Rule, Verb
-from kvstore.errors import BreakerOpen, CapacityExceeded, PermissionDenied, Throttled, TransientError
+from kvstore.errors import (
+    BreakerOpen,
+    CapacityExceeded,
+    HeldBack,
+    PermissionDenied,
+    Throttled,
+    TransientError,
+)
+from kvstore.payloads.breaking import BreakingPayloads
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.payloads.port import Listed, PayloadStore
 from kvstore.payloads.retrying import RetryingPayloads
-from kvstore.payloads.throttle import Throttle
+from kvstore.payloads.throttle import Lane, Throttle
 from kvstore.testing import PayloadConformance
+from schemas.settings import BreakerSettings
 from tests.payloads.test_memory import Dictionary
 
 
@@ -100,47 +113,197 @@ def test_a_breaker_that_opens_meanwhile_ends_the_attempts(store_name: str) -> No
     assert len(inner.errors) == 1
 
 
+class Clock:
+    """Goes on when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(seconds)
+
+
+def slowed(clock: Clock, pause_s: float, lane: Lane = "reads", longest_s: float = 5.0) -> Throttle:
+    """Returns a throttle of a store that has refused calls until the pause was so long."""
+    throttle = Throttle(longest_s=longest_s, clock=clock, draw=lambda: 0.5)
+    while throttle.pause_s(lane) < pause_s:
+        throttle.refused(lane, clock())
+    return throttle
+
+
 def test_a_read_that_is_refused_takes_its_turn_again(store_name: str) -> None:
-    slept, told, given_up = list[float](), list[str](), list[str]()
+    clock, told, given_up = Clock(), list[str](), list[str]()
     payloads = RetryingPayloads(
         Raising(store_name, *[Throttled("slow down")] * 3),
         attempts=3,
         backoff_s=1.0,
         max_backoff_s=5.0,
-        throttle=Throttle(longest_s=5.0, draw=lambda: 0.5),
+        throttle=Throttle(longest_s=5.0, clock=clock, draw=lambda: 0.5),
         given_up=given_up.append,
         count=told.append,
-        sleep=slept.append,
+        sleep=clock.sleep,
     )
     name = fresh_name()
     with pytest.raises(Throttled, match="slow down"):
         fetch(payloads, name)
     # By half of what a process that rarely asks is taken to ask for, and by a quarter of it.
-    assert slept == pytest.approx([0.2, 0.4], abs=0.05)
+    assert clock.slept == pytest.approx([0.2, 0.4], abs=0.02)
     assert (told, given_up) == (["slow_downs"] * 3, [name])
 
 
 def test_a_call_whose_turn_comes_too_late_is_not_made(store_name: str) -> None:
     told, given_up = list[str](), list[str]()
-    throttle = Throttle(longest_s=5.0)
     payloads = RetryingPayloads(
         inner := Raising(store_name),
         attempts=3,
         backoff_s=0.1,
         max_backoff_s=2.0,
-        throttle=throttle,
+        throttle=slowed(Clock(), 4.0),
         given_up=given_up.append,
         count=told.append,
     )
-    while throttle.pause_s("reads") < 4.0:
-        throttle.refused("reads", throttle.turn("reads", 1e9)[1])
-    with pytest.raises(Throttled, match="not tried"):
+    with pytest.raises(HeldBack, match="not tried") as held:
         fetch(payloads, "payload")
-    with pytest.raises(Throttled, match="not tried"):
+    assert held.value.wait_s > 2.0
+    with pytest.raises(HeldBack, match="not tried"):
         payloads.put(fresh_name(), views(b"x"))
     assert inner.errors == []
-    # Nothing but a read blames the store: a save that isn't made costs no request its hit.
-    assert (told, given_up) == (["held_back"] * 2, ["payload"])
+    # Nobody is to blame for calls that nobody has made.
+    assert (told, given_up) == (["held_back"] * 2, [])
+
+
+def test_a_burst_of_reads_that_are_held_back_does_not_open_the_breaker(store_name: str) -> None:
+    """Some of a load's reads have their turn, and are served; the others are not made."""
+    clock, inner, told = Clock(), MemoryPayloads(store_name), list[str]()
+    breaker = Breaker("payloads", BreakerSettings(failures=3), clock)
+    names = [fresh_name() for _ in range(16)]
+    for name in names:
+        inner.put(name, views(b"abc"))
+    payloads = RetryingPayloads(
+        BreakingPayloads(inner, breaker, reads_probe=False),
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=2.0,
+        throttle=slowed(clock, 0.2, longest_s=2.0),
+        probes=lambda lane: breaker.check(may_probe=lane != "reads"),
+        given_up=breaker.blame,
+        count=told.append,
+        sleep=lambda _: None,  # all of them come at one moment
+    )
+    served = 0
+    for name in names:
+        try:
+            served += fetch(payloads, name) == b"abc"
+        except HeldBack:
+            assert breaker.is_closed
+    assert 0 < served < len(names)
+    assert told == ["held_back"] * (len(names) - served)
+
+
+def test_a_read_that_is_refused_to_the_end_blames_nobody_if_others_are_served(store_name: str) -> None:
+    given_up: list[str] = []
+    good = fresh_name()
+
+    class Some(MemoryPayloads):
+        def read(self, name: str, *args: Any, **options: Any) -> int | None:
+            if name == good:
+                return 0
+            if meanwhile:
+                fetch(payloads, good)
+            raise Throttled("slow down")
+
+    clock = Clock()
+    throttle = Throttle(longest_s=5.0, clock=clock, draw=lambda: 0.5)
+    payloads = RetryingPayloads(
+        Some(store_name),
+        attempts=2,
+        backoff_s=1.0,
+        max_backoff_s=5.0,
+        throttle=throttle,
+        given_up=given_up.append,
+        sleep=clock.sleep,
+    )
+    for meanwhile in (True, False):
+        with pytest.raises(Throttled, match="slow down"):
+            fetch(payloads, "payload")
+    assert given_up == ["payload"]
+
+
+def test_what_a_breaker_refuses_does_not_wait_for_its_turn_and_a_probe_goes_first(store_name: str) -> None:
+    clock, inner = Clock(), MemoryPayloads(store_name)
+    breaker = Breaker("payloads", BreakerSettings(failures=1, backoff_s=1.0), clock, draw=lambda: 0.0)
+    payloads = RetryingPayloads(
+        BreakingPayloads(inner, breaker, reads_probe=False),
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=2.0,
+        throttle=(throttle := slowed(clock, 4.0)),
+        probes=lambda lane: breaker.check(may_probe=lane != "reads"),
+        sleep=clock.sleep,
+    )
+    breaker.blame()
+    for _ in range(3):
+        with pytest.raises(BreakerOpen):
+            fetch(payloads, fresh_name())
+        with pytest.raises(BreakerOpen):
+            payloads.put(fresh_name(), views(b"x"))
+    clock.now += 1.0
+    assert throttle.turn("saves", 60.0)[0] > 0
+    payloads.ping()
+    assert breaker.is_closed
+    assert clock.slept == []
+
+
+@pytest.mark.parametrize("jobs", [8, 64])
+def test_a_tool_waits_for_its_turn_for_as_long_as_that_takes(store_name: str, jobs: int) -> None:
+    clock, inner = Clock(), MemoryPayloads(store_name)
+    waits: list[float] = []
+    payloads = RetryingPayloads(
+        inner,
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=2.0,
+        patience_s=math.inf,
+        refusals=20,
+        throttle=slowed(clock, 0.8, longest_s=2.0),
+        sleep=waits.append,  # all of them come at one moment
+    )
+    name = fresh_name()
+    inner.put(name, views(b"abc"))
+    assert [fetch(payloads, name) for _ in range(jobs)] == [b"abc"] * jobs
+    assert max(waits) > 0.7 * jobs * 0.8
+
+
+def test_a_tool_bears_more_refusals_than_failures(store_name: str) -> None:
+    clock = Clock()
+    refusing = Raising(store_name, *[Throttled("slow down")] * 9, TransientError("x"))
+    payloads = RetryingPayloads(
+        refusing,
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=2.0,
+        patience_s=math.inf,
+        refusals=20,
+        throttle=Throttle(longest_s=2.0, clock=clock),
+        sleep=clock.sleep,
+    )
+    with pytest.raises(TransientError, match="x"):
+        fetch(payloads, fresh_name())
+    assert refusing.errors == []
+
+
+def test_patience_does_not_count_calls_that_were_not_made() -> None:
+    patience = Patience()
+    for _ in range(20):
+        patience.unanswered(HeldBack("not tried"))
+    with pytest.raises(Throttled, match="slow down"):
+        for _ in range(5):
+            patience.unanswered(Throttled("slow down"))
 
 
 def test_a_ping_is_made_once_and_takes_a_turn(store_name: str) -> None:
@@ -151,13 +314,20 @@ def test_a_ping_is_made_once_and_takes_a_turn(store_name: str) -> None:
             self.pings += 1
             raise Throttled("slow down")
 
-    slept: list[float] = []
-    payloads = retrying(inner := Refusing(store_name), slept)
+    clock = Clock()
+    payloads = RetryingPayloads(
+        inner := Refusing(store_name),
+        attempts=3,
+        backoff_s=1.0,
+        max_backoff_s=5.0,
+        throttle=Throttle(longest_s=5.0, clock=clock),
+        sleep=clock.sleep,
+    )
     for _ in range(2):
         with pytest.raises(Throttled, match="slow down"):
             payloads.ping()
     assert inner.pings == 2
-    assert len(slept) == 1
+    assert len(clock.slept) == 1
 
 
 def test_a_miss_is_an_answer(store_name: str) -> None:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -105,6 +106,25 @@ def test_saves_give_way_to_reads(throttle: Throttle, clock: Clock) -> None:
     clock.now += 0.1
     throttle.refused("reads", go(throttle))
     assert throttle.pause_s("saves") > throttle.pause_s("reads") > 0
+
+
+def test_refused_reads_do_not_put_off_the_next_save_again_and_again(clock: Clock) -> None:
+    throttle = Throttle(longest_s=LONGEST_S, clock=clock, draw=lambda: 1.0)
+    made = [clock.now]
+    for _ in range(1200):
+        clock.now += 0.5
+        throttle.refused("reads", clock.now)
+        if clock.now >= made[-1]:
+            made.append(clock.now + throttle.turn("saves", LONGEST_S)[0])
+    assert max(later - one for one, later in pairwise(made)) <= 2 * LONGEST_S
+
+
+def test_a_pause_is_never_longer_than_its_bound(clock: Clock) -> None:
+    throttle = Throttle(longest_s=LONGEST_S, clock=clock, draw=lambda: 1.0)
+    for _ in range(100):
+        throttle.refused("reads", clock.now)
+    waits = [throttle.turn("reads", 1e9)[0] for _ in range(5)]
+    assert all(later - one <= LONGEST_S for one, later in pairwise([0.0, *waits]))
 
 
 @dataclass

@@ -334,3 +334,21 @@ def test_few_probes_are_on_their_way_at_a_time() -> None:
     assert expected.old("bucket", 107.0, 0.5)
     expected.plan("bucket", 1)
     assert not expected.old("bucket", 200.0, 0.5)
+
+
+def test_a_read_that_a_bucket_holds_back_tells_how_slow_it_is_at_least() -> None:
+    """Five reads that fail for it would otherwise leave the estimate as it was, and be planned again."""
+    meter = Meter(FIRST["bucket"], 4)
+    before = meter.speed(0.0)
+    # It was held back at once, and would have waited for longer than two seconds.
+    meter.ask("one", 32 << 20, 10.0)
+    meter.begin("one", 10.0)
+    meter.end("one", 10.0, arrived=False, held_s=2.0 + before.seconds(32 << 20))
+    assert meter.speed(10.0).seconds(32 << 20) > 2.0
+    assert meter.count == 1
+    # What fails for another reason tells nothing, nor does what is held back for no longer than planned.
+    for held_s in (None, 0.0):
+        meter.ask("two", 32 << 20, 20.0)
+        meter.begin("two", 20.0)
+        meter.end("two", 20.1, arrived=False, held_s=held_s)
+    assert meter.count == 1
