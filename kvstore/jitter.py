@@ -21,5 +21,5 @@ def jittered(seconds: float, draw: Callable[[], float] = random.random) -> float
 
 
 def sooner(seconds: float, draw: Callable[[], float] = random.random) -> float:
-    """Returns a time between half of `seconds` and all of it, for a period that is promised as the longest."""
+    """Returns a time between half of `seconds` and all of it, where that is promised as the longest."""
     return seconds * (1 - 2 * _SHARE * draw())

@@ -53,8 +53,8 @@ _UPLOAD_AGE_S = 86400.0
 #: Most of them that one call looks at.
 _UPLOADS = 1000
 _ABORT_EVERY_S = 3600.0
-#: Longest time from the first upload in parts to the first look for unfinished ones, with the first upload that
-#: comes then, in seconds: a process may not live for an hour.
+#: Longest time from the first upload in parts until one that comes looks for unfinished ones, in seconds: a
+#: process may not live for an hour.
 _ABORT_FIRST_S = 60.0
 
 
@@ -237,7 +237,7 @@ class S3Payloads(PayloadStore):
         with self._lock:
             now = self._clock()
             if self._abort_at is None:
-                # Not at once: a thousand processes that start together would list the bucket's uploads together.
+                # Not at once: a thousand processes that start together would list the uploads together.
                 self._abort_at = now + self._draw() * _ABORT_FIRST_S
             due = now >= self._abort_at
             if due:
