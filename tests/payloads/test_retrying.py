@@ -163,13 +163,14 @@ def test_a_call_whose_turn_comes_too_late_is_not_made(store_name: str) -> None:
         attempts=3,
         backoff_s=0.1,
         max_backoff_s=2.0,
-        throttle=slowed(Clock(), 4.0),
+        throttle=(throttle := slowed(Clock(), 4.0)),
         given_up=given_up.append,
         count=told.append,
     )
     with pytest.raises(HeldBack, match="not tried") as held:
         fetch(payloads, "payload")
     assert held.value.wait_s > 2.0
+    throttle.turn("saves", 60.0)
     with pytest.raises(HeldBack, match="not tried"):
         payloads.put(fresh_name(), views(b"x"))
     assert inner.errors == []
@@ -253,6 +254,8 @@ def test_what_a_breaker_refuses_does_not_wait_for_its_turn_and_a_probe_goes_firs
         with pytest.raises(BreakerOpen):
             payloads.put(fresh_name(), views(b"x"))
     clock.now += 1.0
+    # Others wait for their turn before it.
+    throttle.turn("saves", 60.0)
     assert throttle.turn("saves", 60.0)[0] > 0
     payloads.ping()
     assert breaker.is_closed
