@@ -100,9 +100,6 @@ def test_janitors_are_scraped_by_their_labels_and_port(kind: str, key: str) -> N
     assert "honorLabels" not in endpoint
 
 
-@pytest.mark.parametrize(
-    ("kind", "key"), [("ServiceMonitor", "serviceMonitor"), ("PodMonitor", "podMonitor")]
-)
 @pytest.mark.parametrize("key", ["serviceMonitor", "podMonitor"])
 def test_what_follows_is_scraped_as_janitors_are(key: str) -> None:
     own = {"labels": {"release": "prometheus"}, "namespace": "monitoring", "interval": "15s"}
@@ -145,9 +142,10 @@ def test_engines_are_those_that_use_the_store_and_are_not_the_charts() -> None:
     spec = monitor("PodMonitor", "cache-kvstore-vllm")["spec"]
     assert spec["selector"]["matchLabels"] == {"kvstore/client": "true"}
     [rule] = spec["selector"]["matchExpressions"]
-    pods = pick(render(VALUES), "Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert pods["kvstore/client"] == "true"
-    assert (rule["operator"], pods[rule["key"]] in rule["values"]) == ("NotIn", True)
+    for name in ("cache-kvstore", "cache-kvstore-follow"):
+        pods = pick(render(VALUES), "Deployment", name)["spec"]["template"]["metadata"]["labels"]
+        assert pods["kvstore/client"] == "true"
+        assert (rule["operator"], pods[rule["key"]] in rule["values"]) == ("NotIn", True)
     [endpoint] = spec["podMetricsEndpoints"]
     assert endpoint["relabelings"][0] == {"targetLabel": "release", "replacement": RELEASE}
     [colon] = endpoint["metricRelabelings"]

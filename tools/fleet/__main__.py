@@ -16,6 +16,7 @@ import argparse
 import json
 import multiprocessing
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -117,7 +118,7 @@ def fleet(engines: int, seconds: float, rate: float, shards: int, processes: int
         with open_index(load_settings(settings, environ={})) as index:
             # One of them registers: what so many do at once is another measurement.
             index.register(NAMESPACE, expected_blocks=1_000_000)
-        stack.enter_context(janitor(settings))
+        stack.enter_context(janitor(settings, Path(folder) / "janitor.log"))
         empty = told(nodes, s3)
         requests = schedule(engines, seconds, rate)
         done = Done()
@@ -217,6 +218,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    # Whoever ends this ends its servers and engines.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     report = fleet(given.engines, given.seconds, given.rate, given.shards, given.processes)
     told_of = asdict(report)
     for name, call in told_of.pop("calls").items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ import yaml
 
 from tests.benchmarks.bench_million import script_name
 from tests.index.redis.cluster import RedisClusterServers
-from tests.servers.redis import _free_port, end_process
+from tests.servers.redis import _free_port, end_process, spawn_tied
 from tests.servers.s3.ceph import CephServer
 from tests.waiting import PATIENCE_S, until
 
@@ -87,16 +86,14 @@ class Told:
 
 
 @contextmanager
-def janitor(settings: Mapping[str, Any]) -> Iterator[None]:
+def janitor(settings: Mapping[str, Any], log: Path) -> Iterator[None]:
     """A janitor, as a fleet has one: without it each engine sweeps for a moment every ten seconds."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(dict(settings), file)
         file.flush()
         environ = {name: text for name, text in os.environ.items() if not name.startswith("KVSTORE_")}
         command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", "127.0.0.1:0"]
-        process = subprocess.Popen(
-            command, env=environ | {"KVSTORE_SETTINGS": file.name}, stdout=subprocess.DEVNULL
-        )
+        process = spawn_tied(command, log, environ | {"KVSTORE_SETTINGS": file.name})
         try:
             yield
         finally:
