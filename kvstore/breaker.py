@@ -38,6 +38,8 @@ class Breaker:
         self._draw = draw
         self._lock = threading.Lock()
         self._failures = 0
+        #: Set while not all calls pass.
+        self._opened = threading.Event()
         #: Subject of the last failure.
         self._subject: str | None = None
         self._backoff = settings.backoff_s
@@ -46,8 +48,7 @@ class Breaker:
     @property
     def is_closed(self) -> bool:
         """Tells whether all calls pass, not only a probe."""
-        with self._lock:
-            return self._failures < self._settings.failures
+        return not self._opened.is_set()
 
     @contextmanager
     def guard(self, *, may_probe: bool = True, subject: str | None = None) -> Iterator[None]:
@@ -86,14 +87,18 @@ class Breaker:
         For what has to wait before it calls: it takes no probe's place, and the call is guarded as well.
         """
         with self._lock:
-            if self._failures < self._settings.failures:
+            if self.is_closed:
                 return False
             self._refuse(self._clock(), may_probe)
             return True
 
+    def wait(self, seconds: float) -> None:
+        """Sleeps for so long, or until not all calls pass any more."""
+        self._opened.wait(seconds)
+
     def _admit(self, may_probe: bool) -> None:
         with self._lock:
-            if self._failures < self._settings.failures:
+            if self.is_closed:
                 return
             now = self._clock()
             self._refuse(now, may_probe)
@@ -106,7 +111,7 @@ class Breaker:
 
     def _failed(self, subject: str | None) -> None:
         with self._lock:
-            if subject is not None and subject == self._subject and self._failures < self._settings.failures:
+            if subject is not None and subject == self._subject and self.is_closed:
                 return
             self._subject = subject
             self._failures += 1
@@ -114,9 +119,12 @@ class Breaker:
                 self._backoff = min(self._backoff * 2, self._settings.max_backoff_s)
             if self._failures >= self._settings.failures:
                 self._retry_at = self._clock() + sooner(self._backoff, self._draw)
+                self._opened.set()
 
     def _succeeded(self) -> None:
         with self._lock:
             self._failures = 0
+            if not self.is_closed:
+                self._opened.clear()
             self._subject = None
             self._backoff = self._settings.backoff_s

@@ -5,13 +5,12 @@
     origin    BreakingPayloads(LocalPayloads | MemoryPayloads), or
               RangedPayloads(RetryingPayloads(BreakingPayloads(S3Payloads)))
 
-Nothing else constructs backends.
+Nothing else constructs backends; kvstore.payloads.bucket puts the wrappers around a bucket.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import threading
@@ -40,11 +39,10 @@ from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keyfiles import open_keyring
 from kvstore.metrics import Counters
 from kvstore.payloads.breaking import BreakingPayloads
+from kvstore.payloads.bucket import for_engines, for_tools
 from kvstore.payloads.local import LocalPayloads
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.payloads.port import PayloadStore
-from kvstore.payloads.ranged import RangedPayloads
-from kvstore.payloads.retrying import RetryingPayloads
 from kvstore.payloads.strays import LocalStrays, NoStrays, Strays
 from kvstore.payloads.throttle import Throttle
 from kvstore.payloads.tiered.ledger import Ledger
@@ -61,9 +59,6 @@ from schemas.urls import local_path, s3_location
 PREFIX = "KVSTORE_"
 #: The variable that names the operator (kvstore.admin.operators); it is no setting.
 OPERATOR = f"{PREFIX}OPERATOR"
-
-#: How many times a tool is asked for fewer requests, with one call, before that is an answer.
-_TOOLS_REFUSALS = 20
 
 
 class _Options(TypedDict):
@@ -195,7 +190,7 @@ def open_redis(settings: Settings) -> RedisClient | None:
 def open_payloads(settings: Settings) -> PayloadStore:
     """Returns the payload store that all nodes share, for tools: no breaker, no fast tier. No I/O for S3."""
     leaf = _leaf(settings)
-    return _patient(leaf, settings) if settings.origin.startswith("s3://") else leaf
+    return for_tools(leaf, settings.s3) if settings.origin.startswith("s3://") else leaf
 
 
 def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None], PayloadStore]:
@@ -205,7 +200,7 @@ def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None],
     from kvstore.payloads.s3.file import S3File
 
     file = S3File(s3_location(url), settings.s3)
-    return file.size, _patient(file, settings)
+    return file.size, for_tools(file, settings.s3)
 
 
 def ask_encryption(settings: Settings) -> tuple[str, str]:
@@ -267,43 +262,15 @@ def _local(url: str, settings: Settings) -> LocalPayloads:
     return LocalPayloads(local_path(url), fsync=settings.local.fsync, access=access)
 
 
-def _patient(inner: PayloadStore, settings: Settings) -> PayloadStore:
-    """Returns what waits for its turn for as long as that takes: whoever runs a tool wants its work done, and
-    a payload that wasn't asked for must not pass for one that can't be read."""
-    s3 = settings.s3
-    return RetryingPayloads(
-        inner,
-        attempts=s3.attempts,
-        backoff_s=s3.backoff_s,
-        max_backoff_s=s3.max_backoff_s,
-        patience_s=math.inf,
-        refusals=max(_TOOLS_REFUSALS, s3.attempts),
-    )
-
-
 def _origin(
     settings: Settings, breaker: Breaker, throttle: Throttle, crew: Crew, counters: Counters
 ) -> PayloadStore:
     """Returns the payload store that all nodes share, as engines use it."""
-    s3 = settings.s3
-    guarded = BreakingPayloads(_leaf(settings), breaker, reads_probe=False)
+    leaf = _leaf(settings)
     if not settings.origin.startswith("s3://"):
-        return guarded  # a disk that fails once fails again
-    return RangedPayloads(
-        RetryingPayloads(
-            guarded,
-            attempts=s3.attempts,
-            backoff_s=s3.backoff_s,
-            max_backoff_s=s3.max_backoff_s,
-            throttle=throttle,
-            probes=lambda lane: breaker.check(may_probe=lane != "reads"),
-            given_up=breaker.blame,
-            count=counters.add,
-        ),
-        range_bytes=s3.range_bytes,
-        concurrency=s3.concurrency,
-        together=crew.together,
-    )
+        # A disk that fails once fails again.
+        return BreakingPayloads(leaf, breaker, reads_probe=False)
+    return for_engines(leaf, settings.s3, breaker, throttle, together=crew.together, count=counters.add)
 
 
 def open_tier(settings: Settings) -> TieredPayloads:
@@ -333,7 +300,7 @@ def _tiered(
         write=tiers.write,
         memory_bytes=settings.transfers.errand_bytes,
         count=lambda name, amount: counters.add(f"tier_{name}", amount),
-        scarce=lambda: throttle.pause_s("reads") > 0,
+        scarce=throttle.reads_are_scarce,
     )
 
 

@@ -40,7 +40,6 @@ from typing import Final, Protocol
 from connectors.ahead.segments import Hinted, Segment, WaitingRequest
 from kvstore.errors import BreakerOpen, KVStoreError
 from kvstore.index.port import Run
-from kvstore.jitter import jittered
 from kvstore.keys import SegmentId
 from kvstore.rules.tiers import Tier
 from kvstore.store.space import Space
@@ -282,11 +281,9 @@ class Prefetch(NoPrefetch):
             self._wasted -= self._waste.popleft()[1]
         for hinted in self._hinted.over(now):
             self._let_go(hinted)
-        while self._running < AHEAD_THREADS and not self._loads:
-            if now < self._paused_until or self._health.readers_down or self._health.reads_are_scarce:
-                return
-            if (one := self._next()) is None:
-                return
+        if now < self._paused_until or self._health.readers_down or self._health.reads_are_scarce:
+            return
+        while self._running < AHEAD_THREADS and not self._loads and (one := self._next()) is not None:
             name, nbytes = one.rest.popleft()
             one.running = True
             self._running += 1
@@ -316,7 +313,7 @@ class Prefetch(NoPrefetch):
             one.missing -= 1
             one.brought += nbytes if brought else 0
         else:
-            self._paused_until = self._clock() + jittered(_PAUSE_S)
+            self._paused_until = self._clock() + _PAUSE_S
             if one.failed:
                 self._count("failed", one.nbytes - one.brought)
                 one.rest.clear()

@@ -289,16 +289,10 @@ class Meter:
                 self._begin_window(now, first=False)
         self._learn(_Point(ended.nbytes, ended.requests, took, now), predicted)
 
-    def end(self, read: Hashable, now: float, *, arrived: bool, held_s: float | None = None) -> None:
-        """Records that a read has ended; `arrived`: with its bytes. Does nothing if it was given up.
-
-        `held_s` is given if the store is asked for fewer reads and this one has not arrived for that: for how
-        many more seconds it would have waited, at least.
-        """
+    def end(self, read: Hashable, now: float, *, arrived: bool) -> None:
+        """Records that a read has ended; `arrived`: with its bytes. Does nothing if it was given up."""
         if read not in self._reads:
             return
-        if held_s is not None:
-            self._held(self._reads[read], now, held_s)
         ended = self._remove(read)
         self._moved_at = now
         if arrived:
@@ -313,15 +307,16 @@ class Meter:
             self._learn(self._window(seconds, now), self._predicted())
             self._begin_window(now, first=False)
 
-    def _held(self, read: _Read, now: float, held_s: float) -> None:
-        """Learns from a read that was held back: at best it would have arrived `held_s` from now. Nothing, if
-        that is no later than predicted."""
-        began = now if read.began is None else read.began
-        settled = self._settled
-        predicted = read.requests * settled.latency_s + read.nbytes / settled.bytes_per_s
-        took = now - began + held_s
+    def held(self, read: Hashable, now: float, held_s: float) -> None:
+        """Learns from a read that fails because the store asks for fewer: at best it would have arrived
+        `held_s` from now. Nothing, if that is no later than predicted, or it was given up."""
+        one, settled = self._reads.get(read), self._settled
+        if one is None or one.began is None:
+            return
+        predicted = one.requests * settled.latency_s + one.nbytes / settled.bytes_per_s
+        took = now - one.began + held_s
         if took > _SLOWER * predicted:
-            self._settled = corrected(settled, read.nbytes, took, rounds=read.requests)
+            self._settled = corrected(settled, one.nbytes, took, rounds=one.requests)
             self._learned_at, self.tells_apart, self.better = now, False, False
             self._points.clear()
             self.count += 1

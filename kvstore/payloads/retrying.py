@@ -6,9 +6,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count as numbers
 from typing import TypeVar
 
+from kvstore.breaker import Breaker
 from kvstore.errors import BreakerOpen, HeldBack, StoreClosed, Throttled, TransientError
 from kvstore.payloads.port import Listed, PayloadStore
 from kvstore.payloads.throttle import Lane, Throttle
@@ -23,14 +23,16 @@ class RetryingPayloads(PayloadStore):
     Between attempts it sleeps a random part of a pause that starts at `backoff_s` and doubles up to
     `max_backoff_s` ("full jitter": Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
     Every verb can be repeated: a put writes the same bytes under a name that is used once. This wrapper
-    stands outside the breaker, so that the breaker counts each attempt, and an open one ends the attempts.
+    stands outside the breaker, so that the breaker counts each attempt, and an open one ends the attempts and
+    whatever is waited for between them.
 
     While the store has refused calls lately, every attempt waits for its turn at `throttle`, each for a new
     one: so repeating makes no more requests than the throttle lets pass. A call that would wait for longer
     than `patience_s` in all is not made, and raises HeldBack.
 
     A call that the breaker would refuse doesn't wait to be told so. One that may find out whether the store
-    is back goes past those that wait: a breaker lets few of them through.
+    is back goes past those that wait: a breaker lets few of them through. A read that the store has refused
+    to the end, while it served no other call, is blamed on the breaker.
     """
 
     def __init__(
@@ -43,19 +45,15 @@ class RetryingPayloads(PayloadStore):
         patience_s: float | None = None,
         refusals: int | None = None,
         throttle: Throttle | None = None,
-        probes: Callable[[Lane], bool] = lambda _: False,
-        given_up: Callable[[str], object] = lambda _: None,
+        breaker: Breaker | None = None,
         count: Callable[[str], object] = lambda _: None,
-        sleep: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
         rng: Callable[[], float] = random.random,
     ) -> None:
         """`patience_s` is for how long in all a call waits for its turn (None: `max_backoff_s`), and
-        `refusals` how many calls for fewer requests it bears (None: `attempts`).
-
-        `probes` tells whether a call of a lane would be a breaker's probe, and raises BreakerOpen if it would
-        be refused. `given_up` is told the name of a payload whose read the store has refused to the end,
-        while it served no other call. `count` gets "slow_downs", for each call that the store refused, and
-        "held_back", for each that was not made."""
+        `refusals` how many calls for fewer requests it bears (None: `attempts`). `breaker` is the one that
+        guards `inner`, where no read is a probe. `count` gets "slow_downs", for each call that the store
+        refused, and "held_back", for each that was not made."""
         self._inner = inner
         self._attempts = attempts
         self._backoff_s = backoff_s
@@ -63,13 +61,12 @@ class RetryingPayloads(PayloadStore):
         self._patience_s = max_backoff_s if patience_s is None else patience_s
         self._refusals = attempts if refusals is None else refusals
         self._throttle = throttle or Throttle(longest_s=max_backoff_s)
-        self._probes = probes
+        self._breaker = breaker
         #: Number of calls that the store has served. Not exact: compared with what it was, it tells whether
         #: any was.
         self._served = 0
-        self._given_up = given_up
         self._count = count
-        self._sleep = sleep
+        self._sleep = sleep or (time.sleep if breaker is None else breaker.wait)
         self._rng = rng
 
     def __repr__(self) -> str:
@@ -87,8 +84,8 @@ class RetryingPayloads(PayloadStore):
         except HeldBack:
             raise
         except Throttled:
-            if self._served == served:
-                self._given_up(name)
+            if self._breaker is not None and self._served == served:
+                self._breaker.blame(name)
             raise
 
     def tier(self, name: str, nbytes: int) -> Tier:
@@ -105,17 +102,18 @@ class RetryingPayloads(PayloadStore):
 
     def ping(self) -> None:
         # Once only: the caller wants to know how the store is now.
-        self._again(self._inner.ping, attempts=1)
+        self._again(self._inner.ping, once=True)
 
     def close(self) -> None:
         self._inner.close()
 
-    def _again(self, call: Callable[[], _T], *, lane: Lane = "saves", attempts: int | None = None) -> _T:
+    def _again(self, call: Callable[[], _T], *, lane: Lane = "saves", once: bool = False) -> _T:
         pause, patience_s = self._backoff_s, self._patience_s
-        failures = self._attempts if attempts is None else attempts
-        refusals = self._refusals if attempts is None else attempts
+        failures, refusals = (1, 1) if once else (self._attempts, self._refusals)
         refused: Throttled | None = None
-        for made in numbers(1):
+        made = 0
+        while True:
+            made += 1
             try:
                 wait_s, taken = self._turn(lane, patience_s)
             except HeldBack:
@@ -143,11 +141,10 @@ class RetryingPayloads(PayloadStore):
             else:
                 self._served += 1
                 return found
-        raise AssertionError("the last attempt returns or raises")
 
     def _turn(self, lane: Lane, patience_s: float) -> tuple[float, float]:
         """Waits until a call may be made. Returns for how long that was, and when its place was taken."""
-        if self._probes(lane):
+        if self._breaker is not None and self._breaker.check(may_probe=lane != "reads"):
             return 0.0, self._throttle.probe(lane)
         wait_s, taken = self._throttle.turn(lane, patience_s)
         if wait_s:

@@ -93,6 +93,11 @@ class Throttle:
         with self._lock:
             return self._lanes[lane].pause_s(self._clock())
 
+    def reads_are_scarce(self) -> bool:
+        """Tells whether reads have pauses. Then those that nobody waits for should not be made: they would
+        take the places of others."""
+        return self.pause_s("reads") > 0
+
 
 class _Pauses:
     """One lane. Guarded by its owner's lock."""

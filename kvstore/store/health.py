@@ -40,9 +40,8 @@ class Health:
 
     @property
     def reads_are_scarce(self) -> bool:
-        """Tells whether the payload store has asked for fewer reads lately. Then those that nobody waits for
-        are not made: they would take the places of others."""
-        return self._throttle is not None and self._throttle.pause_s("reads") > 0
+        """Tells whether the payload store has asked for fewer reads lately (Throttle.reads_are_scarce)."""
+        return self._throttle is not None and self._throttle.reads_are_scarce()
 
     def payloads_answer(self) -> bool:
         """Tells whether payloads can be read just now; if not, another thread asks the store. No I/O."""
@@ -55,8 +54,9 @@ class Health:
         """Notes that a load's deadline has passed while a payload was being read.
 
         A disk that hangs raises no error, so without this every further request would wait for its deadline.
+        A bucket raises one, and a load that waits for many turns at it may be late though it serves.
         """
-        if self._breaker is not None:
+        if self._breaker is not None and not self.reads_are_scarce:
             self._breaker.blame()
 
     def probe_payloads(self) -> None:

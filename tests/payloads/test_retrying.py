@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvstore.payloads.throttle import Lane, Throttle
 from kvstore.testing import PayloadConformance
 from schemas.settings import BreakerSettings
 from tests.payloads.test_memory import Dictionary
+from tests.waiting import PATIENCE_S
 
 
 def retrying(
@@ -136,35 +138,40 @@ def slowed(clock: Clock, pause_s: float, lane: Lane = "reads", longest_s: float 
     return throttle
 
 
+def touchy(clock: Clock) -> Breaker:
+    """Returns a breaker that opens when anything is blamed on it."""
+    return Breaker("payloads", BreakerSettings(failures=1, backoff_s=1.0), clock, draw=lambda: 0.0)
+
+
 def test_a_read_that_is_refused_takes_its_turn_again(store_name: str) -> None:
-    clock, told, given_up = Clock(), list[str](), list[str]()
+    clock, told = Clock(), list[str]()
     payloads = RetryingPayloads(
         Raising(store_name, *[Throttled("slow down")] * 3),
         attempts=3,
         backoff_s=1.0,
         max_backoff_s=5.0,
         throttle=Throttle(longest_s=5.0, clock=clock, draw=lambda: 0.5),
-        given_up=given_up.append,
+        breaker=(breaker := touchy(clock)),
         count=told.append,
         sleep=clock.sleep,
     )
-    name = fresh_name()
     with pytest.raises(Throttled, match="slow down"):
-        fetch(payloads, name)
+        fetch(payloads, fresh_name())
     # By half of what a process that rarely asks is taken to ask for, and by a quarter of it.
     assert clock.slept == pytest.approx([0.2, 0.4], abs=0.02)
-    assert (told, given_up) == (["slow_downs"] * 3, [name])
+    assert told == ["slow_downs"] * 3
+    assert not breaker.is_closed
 
 
 def test_a_call_whose_turn_comes_too_late_is_not_made(store_name: str) -> None:
-    told, given_up = list[str](), list[str]()
+    clock, told = Clock(), list[str]()
     payloads = RetryingPayloads(
         inner := Raising(store_name),
         attempts=3,
         backoff_s=0.1,
         max_backoff_s=2.0,
-        throttle=(throttle := slowed(Clock(), 4.0)),
-        given_up=given_up.append,
+        throttle=(throttle := slowed(clock, 4.0)),
+        breaker=(breaker := touchy(clock)),
         count=told.append,
     )
     with pytest.raises(HeldBack, match="not tried") as held:
@@ -174,8 +181,9 @@ def test_a_call_whose_turn_comes_too_late_is_not_made(store_name: str) -> None:
     with pytest.raises(HeldBack, match="not tried"):
         payloads.put(fresh_name(), views(b"x"))
     assert inner.errors == []
+    assert told == ["held_back"] * 2
     # Nobody is to blame for calls that nobody has made.
-    assert (told, given_up) == (["held_back"] * 2, [])
+    assert breaker.is_closed
 
 
 def test_a_burst_of_reads_that_are_held_back_does_not_open_the_breaker(store_name: str) -> None:
@@ -191,8 +199,7 @@ def test_a_burst_of_reads_that_are_held_back_does_not_open_the_breaker(store_nam
         backoff_s=0.1,
         max_backoff_s=2.0,
         throttle=slowed(clock, 0.2, longest_s=2.0),
-        probes=lambda lane: breaker.check(may_probe=lane != "reads"),
-        given_up=breaker.blame,
+        breaker=breaker,
         count=told.append,
         sleep=lambda _: None,  # all of them come at one moment
     )
@@ -207,7 +214,6 @@ def test_a_burst_of_reads_that_are_held_back_does_not_open_the_breaker(store_nam
 
 
 def test_a_read_that_is_refused_to_the_end_blames_nobody_if_others_are_served(store_name: str) -> None:
-    given_up: list[str] = []
     good = fresh_name()
 
     class Some(MemoryPayloads):
@@ -226,25 +232,24 @@ def test_a_read_that_is_refused_to_the_end_blames_nobody_if_others_are_served(st
         backoff_s=1.0,
         max_backoff_s=5.0,
         throttle=throttle,
-        given_up=given_up.append,
+        breaker=(breaker := touchy(clock)),
         sleep=clock.sleep,
     )
     for meanwhile in (True, False):
         with pytest.raises(Throttled, match="slow down"):
             fetch(payloads, "payload")
-    assert given_up == ["payload"]
+        assert breaker.is_closed == meanwhile
 
 
 def test_what_a_breaker_refuses_does_not_wait_for_its_turn_and_a_probe_goes_first(store_name: str) -> None:
     clock, inner = Clock(), MemoryPayloads(store_name)
-    breaker = Breaker("payloads", BreakerSettings(failures=1, backoff_s=1.0), clock, draw=lambda: 0.0)
     payloads = RetryingPayloads(
-        BreakingPayloads(inner, breaker, reads_probe=False),
+        BreakingPayloads(inner, breaker := touchy(clock), reads_probe=False),
         attempts=3,
         backoff_s=0.1,
         max_backoff_s=2.0,
         throttle=(throttle := slowed(clock, 4.0)),
-        probes=lambda lane: breaker.check(may_probe=lane != "reads"),
+        breaker=breaker,
         sleep=clock.sleep,
     )
     breaker.blame()
@@ -260,6 +265,48 @@ def test_what_a_breaker_refuses_does_not_wait_for_its_turn_and_a_probe_goes_firs
     payloads.ping()
     assert breaker.is_closed
     assert clock.slept == []
+
+
+@pytest.mark.parametrize("verb", ["read", "put"])
+def test_who_waits_for_its_turn_is_told_at_once_that_the_breaker_has_opened(
+    store_name: str, verb: Verb
+) -> None:
+    waits = threading.Event()
+
+    class Watched(Breaker):
+        def wait(self, seconds: float) -> None:
+            assert seconds > 10 * PATIENCE_S
+            waits.set()
+            super().wait(seconds)
+
+    breaker = Watched("payloads", BreakerSettings(failures=1, backoff_s=1000.0, max_backoff_s=1000.0))
+    lane: Lane = "reads" if verb == "read" else "saves"
+    throttle = slowed(Clock(), 9000.0, lane, longest_s=10_000.0)
+    payloads = RetryingPayloads(
+        BreakingPayloads(MemoryPayloads(store_name), breaker, reads_probe=False),
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=20_000.0,
+        throttle=throttle,
+        breaker=breaker,
+    )
+    told: list[Exception] = []
+
+    def call() -> None:
+        try:
+            if verb == "read":
+                fetch(payloads, fresh_name())
+            else:
+                payloads.put(fresh_name(), views(b"x"))
+        except BreakerOpen as exc:
+            told.append(exc)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    assert waits.wait(PATIENCE_S)
+    breaker.blame()
+    thread.join(PATIENCE_S)
+    assert [type(one) for one in told] == [BreakerOpen]
 
 
 @pytest.mark.parametrize("jobs", [8, 64])

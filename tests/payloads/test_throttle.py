@@ -189,12 +189,15 @@ class Fleet:
         return sum(map(sum, self.served.values()))
 
 
-@pytest.mark.parametrize(("processes", "per_s"), [(4, 20.0), (20, 200.0), (100, 1000.0), (100, 200.0)])
-def test_a_fleet_settles_at_what_the_server_takes(processes: int, per_s: float) -> None:
+@pytest.mark.parametrize(
+    ("processes", "per_s", "refused"),
+    [(4, 20.0, 0.05), (20, 200.0, 0.03), (100, 1000.0, 0.03), (100, 200.0, 0.08), (100, 100.0, 0.13)],
+)
+def test_a_fleet_settles_at_what_the_server_takes(processes: int, per_s: float, refused: float) -> None:
     fleet = Fleet(processes, per_s).run()
     reads = fleet.served["reads"]
-    assert fleet.rate("reads") > 0.8 * per_s
-    assert fleet.refused < 0.1 * fleet.total
+    assert fleet.rate("reads") > (0.8 if processes < 20 else 0.95) * per_s
+    assert fleet.refused < refused * (fleet.refused + fleet.total)
     # Nobody starves, and nobody has it all.
     assert min(reads) > 0.1 * fleet.total / processes
     assert max(reads) < 5 * fleet.total / processes

@@ -56,10 +56,15 @@ class Pace:
         with self._lock:
             self._meters[tier].begin(read, self._clock())
 
-    def end(self, read: Hashable, tier: Tier, *, arrived: bool, held_s: float | None = None) -> None:
-        """Record that a read has ended; `arrived`: with its bytes. `held_s` is Meter.end's."""
+    def held(self, read: Hashable, tier: Tier, held_s: float) -> None:
+        """Record that a read is about to end, because the store is asked for fewer. `held_s` is Meter's."""
         with self._lock:
-            self._meters[tier].end(read, self._clock(), arrived=arrived, held_s=held_s)
+            self._meters[tier].held(read, self._clock(), held_s)
+
+    def end(self, read: Hashable, tier: Tier, *, arrived: bool) -> None:
+        """Record that a read has ended; `arrived`: with its bytes."""
+        with self._lock:
+            self._meters[tier].end(read, self._clock(), arrived=arrived)
             self._changed.add(tier)
 
     def begin_probe(self, read: Hashable, tier: Tier, nbytes: int, requests: int = 1) -> None:

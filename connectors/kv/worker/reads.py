@@ -255,7 +255,7 @@ class KVReads:
 
     def _load(self, ticket: Ticket, piece: Piece) -> None:
         """Read one piece and begin its copy. Runs on a transfer thread."""
-        failed, arrived, held_s = "deadline", False, None
+        failed, arrived = "deadline", False
         chunk: Chunk | None = None
         copied: Copied | None = None
         run, cache = piece.run, self._memory.caches[piece.group.group]
@@ -275,8 +275,8 @@ class KVReads:
                 failed = ""
         except KVStoreError as exc:
             failed = ticket.space.not_loaded.note(run.count, exc, run.segment)
-            if isinstance(exc, Throttled):
-                held_s = exc.wait_s
+            if isinstance(exc, Throttled) and piece.tier is not None:
+                self._pace.held(piece, piece.tier, exc.wait_s)
             if isinstance(exc, CorruptPayload | UnreadablePayload):
                 with self._lock:
                     self._bad_segments.add(run.segment)
@@ -287,7 +287,7 @@ class KVReads:
         if copied is not None and copied.under_way:
             self._store.transfers.in_turn(partial(self._await_copy, ticket, piece, chunk, copied))
         else:
-            self._ended(ticket, piece, failed, chunk, arrived=arrived, held_s=held_s)
+            self._ended(ticket, piece, failed, chunk, arrived=arrived)
 
     def _await_copy(self, ticket: Ticket, piece: Piece, chunk: Chunk | None, copied: Copied) -> None:
         """End a piece when its copy has ended. Runs on the thread that waits for these."""
@@ -315,10 +315,9 @@ class KVReads:
         chunk: Chunk | None = None,
         *,
         arrived: bool = False,
-        held_s: float | None = None,
     ) -> None:
         """End a piece and give its chunk back; `failed` is "" or why it failed, as one of
-        kvstore.rules.reasons.MISS_REASONS. `held_s` is Meter.end's."""
+        kvstore.rules.reasons.MISS_REASONS."""
         if chunk is not None:
             self._memory.loads.release(chunk)
         ticket.mark(piece, "copy")
@@ -336,7 +335,7 @@ class KVReads:
                 ticket.failed.append((piece.group, piece.range))
             self._copied.notify_all()
         if piece.tier is not None:
-            self._pace.end(piece, piece.tier, arrived=arrived, held_s=held_s)
+            self._pace.end(piece, piece.tier, arrived=arrived)
 
     def _over(self, ticket: Ticket, now: float, left: Mapping[Tier, int]) -> bool:
         """Returns whether a load has ended: by itself, by its deadline, or because computing the rest is

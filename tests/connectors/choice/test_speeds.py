@@ -343,12 +343,14 @@ def test_a_read_that_a_bucket_holds_back_tells_how_slow_it_is_at_least() -> None
     # It was held back at once, and would have waited for longer than two seconds.
     meter.ask("one", 32 << 20, 10.0)
     meter.begin("one", 10.0)
-    meter.end("one", 10.0, arrived=False, held_s=2.0 + before.seconds(32 << 20))
+    meter.held("one", 10.0, 2.0 + before.seconds(32 << 20))
+    meter.end("one", 10.0, arrived=False)
     assert meter.speed(10.0).seconds(32 << 20) > 2.0
     assert meter.count == 1
-    # What fails for another reason tells nothing, nor does what is held back for no longer than planned.
-    for held_s in (None, 0.0):
-        meter.ask("two", 32 << 20, 20.0)
-        meter.begin("two", 20.0)
-        meter.end("two", 20.1, arrived=False, held_s=held_s)
+    # What is held back for no longer than planned tells nothing, nor does what was given up.
+    meter.ask("two", 32 << 20, 20.0)
+    meter.begin("two", 20.0)
+    meter.held("two", 20.1, 0.0)
+    meter.end("two", 20.1, arrived=False)
+    meter.held("two", 20.1, 60.0)
     assert meter.count == 1
