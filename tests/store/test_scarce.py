@@ -1,4 +1,4 @@
-"""While a bucket asks for fewer reads: what nobody waits for is not read, and late loads are nobody's fault."""
+"""While a bucket asks for fewer reads, what nobody waits for isn't read, and late loads blame nobody."""
 
 from __future__ import annotations
 
