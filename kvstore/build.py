@@ -5,7 +5,7 @@
     origin    BreakingPayloads(LocalPayloads | MemoryPayloads), or
               RangedPayloads(RetryingPayloads(BreakingPayloads(S3Payloads)))
 
-Nothing else constructs backends.
+Nothing else constructs backends; kvstore.payloads.bucket puts the wrappers around a bucket.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keyfiles import open_keyring
 from kvstore.metrics import Counters
 from kvstore.payloads.breaking import BreakingPayloads
+from kvstore.payloads.bucket import for_engines, for_tools
 from kvstore.payloads.local import LocalPayloads
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.payloads.port import PayloadStore
-from kvstore.payloads.ranged import RangedPayloads
-from kvstore.payloads.retrying import RetryingPayloads
 from kvstore.payloads.strays import LocalStrays, NoStrays, Strays
+from kvstore.payloads.throttle import Throttle
 from kvstore.payloads.tiered.ledger import Ledger
 from kvstore.payloads.tiered.store import TieredPayloads
 from kvstore.payloads.versions import NoVersions, Versions
@@ -198,7 +198,8 @@ def open_redis(settings: Settings) -> RedisClient | None:
 
 def open_payloads(settings: Settings) -> PayloadStore:
     """Returns the payload store that all nodes share, for tools: no breaker, no fast tier. No I/O for S3."""
-    return _retrying(_leaf(settings), settings)
+    leaf = _leaf(settings)
+    return for_tools(leaf, settings.s3) if settings.origin.startswith("s3://") else leaf
 
 
 def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None], PayloadStore]:
@@ -208,7 +209,7 @@ def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None],
     from kvstore.payloads.s3.file import S3File
 
     file = S3File(s3_location(url), settings.s3)
-    return file.size, _repeated(file, settings)
+    return file.size, for_tools(file, settings.s3)
 
 
 def ask_encryption(settings: Settings) -> tuple[str, str]:
@@ -270,28 +271,15 @@ def _local(url: str, settings: Settings) -> LocalPayloads:
     return LocalPayloads(local_path(url), fsync=settings.local.fsync, access=access)
 
 
-def _retrying(inner: PayloadStore, settings: Settings) -> PayloadStore:
-    if not settings.origin.startswith("s3://"):
-        return inner  # a disk that fails once fails again
-    return _repeated(inner, settings)
-
-
-def _repeated(inner: PayloadStore, settings: Settings) -> PayloadStore:
-    s3 = settings.s3
-    return RetryingPayloads(
-        inner, attempts=s3.attempts, backoff_s=s3.backoff_s, max_backoff_s=s3.max_backoff_s
-    )
-
-
-def _origin(settings: Settings, breaker: Breaker, crew: Crew) -> PayloadStore:
+def _origin(
+    settings: Settings, breaker: Breaker, throttle: Throttle, crew: Crew, counters: Counters
+) -> PayloadStore:
     """Returns the payload store that all nodes share, as engines use it."""
-    s3 = settings.s3
-    stack = _retrying(BreakingPayloads(_leaf(settings), breaker, reads_probe=False), settings)
+    leaf = _leaf(settings)
     if not settings.origin.startswith("s3://"):
-        return stack
-    return RangedPayloads(
-        stack, range_bytes=s3.range_bytes, concurrency=s3.concurrency, together=crew.together
-    )
+        # A disk that fails once fails again.
+        return BreakingPayloads(leaf, breaker, reads_probe=False)
+    return for_engines(leaf, settings.s3, breaker, throttle, together=crew.together, count=counters.add)
 
 
 def open_tier(settings: Settings) -> TieredPayloads:
@@ -305,7 +293,12 @@ def open_tier(settings: Settings) -> TieredPayloads:
 
 
 def _tiered(
-    settings: Settings, tiers: Tiers, origin: PayloadStore, transfers: Transfers, counters: Counters
+    settings: Settings,
+    tiers: Tiers,
+    origin: PayloadStore,
+    throttle: Throttle,
+    transfers: Transfers,
+    counters: Counters,
 ) -> TieredPayloads:
     fast = _local(tiers.fast, settings)
     return TieredPayloads(
@@ -316,6 +309,7 @@ def _tiered(
         write=tiers.write,
         memory_bytes=settings.transfers.errand_bytes,
         count=lambda name, amount: counters.add(f"tier_{name}", amount),
+        scarce=throttle.reads_are_scarce,
     )
 
 
@@ -358,9 +352,10 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     index = open_index(settings, count=counters.add, near=near)
     requests, index_breaker = _for_requests(index, settings, near)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
-    origin = _origin(settings, breaker, crew)
+    throttle = Throttle(longest_s=settings.s3.max_backoff_s)
+    origin = _origin(settings, breaker, throttle, crew, counters)
     tiers = settings.tiers
-    tier = _tiered(settings, tiers, origin, transfers, counters) if tiers else None
+    tier = _tiered(settings, tiers, origin, throttle, transfers, counters) if tiers else None
     return Store(
         Backends(
             settings=settings,
@@ -376,6 +371,7 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
             crew=crew,
             # With a tier in front, much can be read while the origin is down.
             breaker=None if tiers else breaker,
+            throttle=throttle,
             index_breaker=index_breaker,
             trace=_trace(settings, transfers, counters),
         )

@@ -5,6 +5,7 @@
       TransientError       try again later; the wrappers retry these, and breakers count them
         DeadlineExceeded   the call's time ran out
         Throttled          the backend asks for fewer calls: try again later than that
+          HeldBack         not even tried, for that: others wait for their turn already
         BreakerOpen        not even tried: the backend failed too often just before
         StoreClosed        the store is shutting down
       DamagedIndex         what the index holds makes no sense: a miss; `cache-admin fsck --apply` mends it
@@ -55,6 +56,17 @@ class Throttled(TransientError):
     """The backend asks for fewer calls."""
 
     reason = "throttled"
+    #: For how many more seconds the call would have waited for its turn, at least.
+    wait_s = 0.0
+
+
+class HeldBack(Throttled):
+    """The call was not made, because others wait for their turn already. It says nothing of the backend."""
+
+    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+        """`wait_s`: seconds that it would have waited for its turn."""
+        super().__init__(message)
+        self.wait_s = wait_s
 
 
 class BreakerOpen(TransientError):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import TransientError
 from kvstore.index.maintenance import Event, Journal, position_order
+from kvstore.jitter import jittered
 from kvstore.keys import NamespaceId
 
 __all__ = ["Event", "EventReader", "Gap", "follow"]
@@ -92,8 +93,8 @@ def follow(
 ) -> Iterator[Event | Gap]:
     """Yields the events after a position, as an EventReader reads them, and those that come, until `stop`.
 
-    Asks every `poll_s` seconds while there is nothing new. While the index does not answer it goes on trying,
-    and says so in the log once. Raises ValueError if `after` is no position, and PermissionDenied.
+    Asks about every `poll_s` seconds while there is nothing new. While the index does not answer it goes on
+    trying, and says so in the log once. Raises ValueError if `after` is no position, and PermissionDenied.
     """
     stop = stop or threading.Event()
     reader: EventReader | None = None
@@ -113,4 +114,4 @@ def follow(
                 return
             yield event
         if not found:
-            stop.wait(poll_s)
+            stop.wait(jittered(poll_s))

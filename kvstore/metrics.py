@@ -36,6 +36,8 @@ _PLAIN: Final = (
     "deleted_payloads",
     "quarantined_segments",
     "dropped_copies",
+    "slow_downs",  # requests that the bucket refused because there were too many
+    "held_back",  # requests that were not made, since their turn would have come too late
     # The fast tier's, if there is one:
     "tier_hits_fast",  # reads that the folder answered
     "tier_hits_slow",  # reads of the shared store, whole or in part, that found the payload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.breaker import Breaker
-from kvstore.errors import BreakerOpen, CorruptPayload, DeadlineExceeded, TransientError
+from kvstore.errors import BreakerOpen, CorruptPayload, DeadlineExceeded, Throttled, TransientError
 from schemas.settings import BreakerSettings
 
 
@@ -40,7 +40,9 @@ def clock() -> Clock:
 
 @pytest.fixture
 def breaker(clock: Clock) -> Breaker:
-    return Breaker("index", BreakerSettings(failures=3, backoff_s=1.0, max_backoff_s=3.0), clock)
+    return Breaker(
+        "index", BreakerSettings(failures=3, backoff_s=1.0, max_backoff_s=3.0), clock, draw=lambda: 0.0
+    )
 
 
 def test_opens_after_failures_in_a_row_and_refuses_at_once(breaker: Breaker) -> None:
@@ -147,3 +149,72 @@ def test_a_success_in_between_forgets_the_subject(breaker: Breaker) -> None:
         with pytest.raises(TransientError), breaker.guard(subject=subject):
             raise TransientError("500")
     assert not breaker.is_closed
+
+
+def test_breakers_that_opened_together_do_not_probe_together(clock: Clock) -> None:
+    settings = BreakerSettings(failures=1, backoff_s=4.0, max_backoff_s=4.0)
+    fleet = [Breaker("index", settings, clock) for _ in range(400)]
+    for breaker in fleet:
+        fail(breaker)
+    clock.now += 1.9
+    assert not any(probed(breaker) for breaker in fleet)
+    first = clock.now
+    came, done = list[int](), list[Breaker]()
+    while clock.now < first + 2.2:
+        clock.now += 0.1
+        waiting = [breaker for breaker in fleet if breaker not in done]
+        done += (now := [breaker for breaker in waiting if probed(breaker)])
+        came.append(len(now))
+    # None waits for longer than what is promised as the longest.
+    assert sum(came) == len(fleet)
+    assert max(came) < len(fleet) / 5
+
+
+def test_a_backend_that_asks_for_fewer_calls_has_not_failed(breaker: Breaker) -> None:
+    for _ in range(10):
+        fail(breaker, Throttled("slow down"))
+    assert breaker.is_closed
+
+
+def test_what_slowing_down_does_not_help_is_blamed_once_for_each_subject(breaker: Breaker) -> None:
+    for _ in range(5):
+        breaker.blame("one")
+    assert breaker.is_closed
+    breaker.blame("two")
+    breaker.blame("one")
+    assert not breaker.is_closed
+
+
+def test_a_probe_that_is_told_to_come_less_often_has_failed(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        fail(breaker)
+    clock.now += 1.0
+    fail(breaker, Throttled("slow down"))
+    clock.now += 1.9
+    assert not probed(breaker)
+    clock.now += 0.2
+    assert probed(breaker)
+
+
+def test_who_waits_for_its_turn_is_told_before_whether_it_may_call(breaker: Breaker, clock: Clock) -> None:
+    assert not breaker.check()
+    for _ in range(3):
+        fail(breaker)
+    with pytest.raises(BreakerOpen):
+        breaker.check()
+    clock.now += 1.0
+    with pytest.raises(BreakerOpen):
+        breaker.check(may_probe=False)
+    # It takes nobody's place.
+    assert breaker.check()
+    assert breaker.check()
+    assert probed(breaker)
+
+
+def test_blame_moves_no_probe_of_a_breaker_that_is_open(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(3):
+        fail(breaker)
+    for number in range(12):
+        breaker.blame(str(number))
+    clock.now += 1.0
+    assert probed(breaker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 # Measured: tests/benchmarks/bench_match.py and bench_million.py; the page says how they were fitted.
+from kvstore.keys import NamespaceId, new_segment_id, payload_name
 from kvstore.rules.segments import ENTRY_BYTES, SEGMENT_BYTES
 from schemas.settings import S3Settings, SegmentSettings
 
@@ -171,3 +173,27 @@ def test_against_computing() -> None:
 def test_a_wrong_number_is_noticed() -> None:
     assert written("$0.020", 0.0196) and not written("$0.019", 0.0196)
     assert written("3,906", 3906.25) and not written("3,907", 3906.25)
+
+
+#: What AWS documents for one partition, per second: GETs, and PUTs and deletes.
+PARTITION = (5_500, 3_500)
+
+
+def test_request_rates_are_those_of_the_partitions() -> None:
+    section = PAGE.split("### Request rates")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+)[^|]* \| ([\d,]+) \| ([\d,]+) \|$", section, re.MULTILINE)
+    told = [[int(word.replace(",", "")) for word in row] for row in rows]
+    assert told == [[parts, parts * PARTITION[0], parts * PARTITION[1]] for parts in (1, 16, 256)]
+
+
+def test_names_of_a_namespace_are_spread_by_their_first_characters() -> None:
+    """As many partitions as the page says take the same share of requests, also of one chain's segments,
+    which lie in one shard of the index."""
+    chain = bytes(16)
+    names = [payload_name(NamespaceId("0" * 16), new_segment_id(chain), 0) for _ in range(25_600)]
+    below = [name.removeprefix("0" * 16 + "/") for name in names]
+    for characters, partitions in ((1, 16), (2, 256)):
+        shares = Counter(name[:characters] for name in below)
+        assert len(shares) == partitions
+        mean = len(names) / partitions
+        assert 0.4 * mean < min(shares.values()) <= max(shares.values()) < 1.6 * mean

@@ -281,9 +281,9 @@ class Prefetch(NoPrefetch):
             self._wasted -= self._waste.popleft()[1]
         for hinted in self._hinted.over(now):
             self._let_go(hinted)
-        while self._running < AHEAD_THREADS and not self._loads:
-            if now < self._paused_until or self._health.readers_down or (one := self._next()) is None:
-                return
+        if now < self._paused_until or self._health.readers_down or self._health.reads_are_scarce:
+            return
+        while self._running < AHEAD_THREADS and not self._loads and (one := self._next()) is not None:
             name, nbytes = one.rest.popleft()
             one.running = True
             self._running += 1

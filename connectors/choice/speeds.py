@@ -307,6 +307,20 @@ class Meter:
             self._learn(self._window(seconds, now), self._predicted())
             self._begin_window(now, first=False)
 
+    def held(self, read: Hashable, now: float, held_s: float) -> None:
+        """Learns from a read that fails because the store asks for fewer: at best it would have arrived
+        `held_s` from now. Nothing, if that is no later than predicted, or it was given up."""
+        one, settled = self._reads.get(read), self._settled
+        if one is None or one.began is None:
+            return
+        predicted = one.requests * settled.latency_s + one.nbytes / settled.bytes_per_s
+        took = now - one.began + held_s
+        if took > _SLOWER * predicted:
+            self._settled = corrected(settled, one.nbytes, took, rounds=one.requests)
+            self._learned_at, self.tells_apart, self.better = now, False, False
+            self._points.clear()
+            self.count += 1
+
     def speed(self, now: float) -> Speed:
         """Returns the present estimate, with what the reads under way tell."""
         if not self._flying:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import HeldBack, KVStoreError
 
 #: Failures in a row after which the store as a whole is taken to fail.
 MOST = 5
@@ -23,7 +23,12 @@ class Patience:
             self._failures = 0
 
     def unanswered(self, exc: KVStoreError) -> None:
-        """Notes that a payload could not be read. Raises `exc` if that was once too often in a row."""
+        """Notes that a payload could not be read. Raises `exc` if that was once too often in a row.
+
+        A call that was not made says nothing of the store, and counts for nothing.
+        """
+        if isinstance(exc, HeldBack):
+            return
         with self._lock:
             self._failures += 1
             if self._failures >= MOST:

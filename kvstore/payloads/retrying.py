@@ -1,4 +1,5 @@
-"""RetryingPayloads: the one place where a failed call to a payload store is made again."""
+"""RetryingPayloads: the one place where a failed call to a payload store is made again, and where calls wait
+for their turn at a store that asks for fewer of them."""
 
 from __future__ import annotations
 
@@ -7,15 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.errors import BreakerOpen, StoreClosed, Throttled, TransientError
+from kvstore.breaker import Breaker
+from kvstore.errors import BreakerOpen, HeldBack, StoreClosed, Throttled, TransientError
 from kvstore.payloads.port import Listed, PayloadStore
+from kvstore.payloads.throttle import Lane, Throttle
 from kvstore.rules.tiers import Tier
 
 _T = TypeVar("_T")
-
-#: Factor of the pauses after Throttled: a server that asks for fewer calls gets longer ones than one that
-#: fails.
-_THROTTLED = 4.0
 
 
 class RetryingPayloads(PayloadStore):
@@ -24,7 +23,16 @@ class RetryingPayloads(PayloadStore):
     Between attempts it sleeps a random part of a pause that starts at `backoff_s` and doubles up to
     `max_backoff_s` ("full jitter": Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
     Every verb can be repeated: a put writes the same bytes under a name that is used once. This wrapper
-    stands outside the breaker, so that the breaker counts each attempt, and an open one ends the attempts.
+    stands outside the breaker, so that the breaker counts each attempt, and an open one ends the attempts and
+    whatever is waited for between them.
+
+    While the store has refused calls lately, every attempt waits for its turn at `throttle`, each for a new
+    one: so repeating makes no more requests than the throttle lets pass. A call that would wait for longer
+    than `patience_s` in all is not made, and raises HeldBack.
+
+    A call that the breaker would refuse doesn't wait to be told so. One that may find out whether the store
+    is back goes past those that wait: a breaker lets few of them through. A read that the store has refused
+    to the end, while it served no other call, is blamed on the breaker.
     """
 
     def __init__(
@@ -34,14 +42,31 @@ class RetryingPayloads(PayloadStore):
         attempts: int,
         backoff_s: float,
         max_backoff_s: float,
-        sleep: Callable[[float], object] = time.sleep,
+        patience_s: float | None = None,
+        refusals: int | None = None,
+        throttle: Throttle | None = None,
+        breaker: Breaker | None = None,
+        count: Callable[[str], object] = lambda _: None,
+        sleep: Callable[[float], object] | None = None,
         rng: Callable[[], float] = random.random,
     ) -> None:
+        """`patience_s` is for how long in all a call waits for its turn (None: `max_backoff_s`), and
+        `refusals` how many calls for fewer requests it bears (None: `attempts`). `breaker` is the one that
+        guards `inner`, where no read is a probe. `count` gets "slow_downs", for each call that the store
+        refused, and "held_back", for each that was not made."""
         self._inner = inner
         self._attempts = attempts
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
-        self._sleep = sleep
+        self._patience_s = max_backoff_s if patience_s is None else patience_s
+        self._refusals = attempts if refusals is None else refusals
+        self._throttle = throttle or Throttle(longest_s=max_backoff_s)
+        self._breaker = breaker
+        #: Number of calls that the store has served. Not exact: compared with what it was, it tells whether
+        #: any was.
+        self._served = 0
+        self._count = count
+        self._sleep = sleep or (time.sleep if breaker is None else breaker.wait)
         self._rng = rng
 
     def __repr__(self) -> str:
@@ -53,7 +78,15 @@ class RetryingPayloads(PayloadStore):
     def read(
         self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
     ) -> int | None:
-        return self._again(lambda: self._inner.read(name, offset, into, size=size))
+        served = self._served
+        try:
+            return self._again(lambda: self._inner.read(name, offset, into, size=size), lane="reads")
+        except HeldBack:
+            raise
+        except Throttled:
+            if self._breaker is not None and self._served == served:
+                self._breaker.blame(name)
+            raise
 
     def tier(self, name: str, nbytes: int) -> Tier:
         return self._inner.tier(name, nbytes)
@@ -69,23 +102,54 @@ class RetryingPayloads(PayloadStore):
 
     def ping(self) -> None:
         # Once only: the caller wants to know how the store is now.
-        self._inner.ping()
+        self._again(self._inner.ping, once=True)
 
     def close(self) -> None:
         self._inner.close()
 
-    def _again(self, call: Callable[[], _T]) -> _T:
-        pause = self._backoff_s
-        for _ in range(self._attempts - 1):
+    def _again(self, call: Callable[[], _T], *, lane: Lane = "saves", once: bool = False) -> _T:
+        pause, patience_s = self._backoff_s, self._patience_s
+        failures, refusals = (1, 1) if once else (self._attempts, self._refusals)
+        refused: Throttled | None = None
+        made = 0
+        while True:
+            made += 1
             try:
-                return call()
+                wait_s, taken = self._turn(lane, patience_s)
+            except HeldBack:
+                self._count("held_back")
+                # What the store has said itself tells more.
+                if refused is not None:
+                    raise refused from None
+                raise
+            patience_s -= wait_s
+            try:
+                found = call()
             except (BreakerOpen, StoreClosed):
                 raise
-            except TransientError as exc:
-                longest = pause * (_THROTTLED if isinstance(exc, Throttled) else 1.0)
-                self._sleep(self._rng() * min(longest, self._max_backoff_s))
+            except Throttled as exc:
+                self._count("slow_downs")
+                self._throttle.refused(lane, taken)
+                if made >= refusals:
+                    raise
+                refused = exc
+            except TransientError:
+                if made >= failures:
+                    raise
+                self._sleep(self._rng() * min(pause, self._max_backoff_s))
                 pause *= 2
-        return call()
+            else:
+                self._served += 1
+                return found
+
+    def _turn(self, lane: Lane, patience_s: float) -> tuple[float, float]:
+        """Waits until a call may be made. Returns for how long that was, and when its place was taken."""
+        if self._breaker is not None and self._breaker.check(may_probe=lane != "reads"):
+            return 0.0, self._throttle.probe(lane)
+        wait_s, taken = self._throttle.turn(lane, patience_s)
+        if wait_s:
+            self._sleep(wait_s)
+        return wait_s, taken
 
 
 def _started(listing: Iterator[Listed]) -> tuple[Iterator[Listed], list[Listed]]:

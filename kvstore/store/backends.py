@@ -14,6 +14,7 @@ from kvstore.index.port import EngineIndex
 from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.metrics import Counters
 from kvstore.payloads.port import PayloadStore
+from kvstore.payloads.throttle import Throttle
 from kvstore.store.trace import TraceRecorder
 from kvstore.threads.transfers import Crew, Transfers
 from schemas.settings import Settings
@@ -47,6 +48,8 @@ class Backends:
     crew: Crew | None = None
     #: The payloads' breaker; None if some can be read while it is open.
     breaker: Breaker | None = None
+    #: How fast the bucket that all nodes share is asked; it holds nothing back if there is none.
+    throttle: Throttle | None = None
     #: The index's breaker, or those of its shards.
     index_breaker: Breaker | ShardBreakers | None = None
     #: The recorder of what requests ask for; None if nothing is recorded.

@@ -21,6 +21,7 @@ class Health:
         self._transfers = backends.transfers
         self._breaker = backends.breaker
         self._index_breaker = backends.index_breaker
+        self._throttle = backends.throttle
         self._lock = threading.Lock()
         self._probing = False
         #: Whether the processes that read payloads say that they can't now. Set by a scheduler, which never
@@ -37,6 +38,11 @@ class Health:
         """Tells whether the payload store is not asked, because it has failed too often."""
         return _is_down(self._breaker)
 
+    @property
+    def reads_are_scarce(self) -> bool:
+        """Tells whether the payload store has asked for fewer reads lately (Throttle.reads_are_scarce)."""
+        return self._throttle is not None and self._throttle.reads_are_scarce()
+
     def payloads_answer(self) -> bool:
         """Tells whether payloads can be read just now; if not, another thread asks the store. No I/O."""
         if self._breaker is None or self._breaker.is_closed:
@@ -48,8 +54,9 @@ class Health:
         """Notes that a load's deadline has passed while a payload was being read.
 
         A disk that hangs raises no error, so without this every further request would wait for its deadline.
+        A bucket raises one, and a load that waits for many turns at it may be late though it serves.
         """
-        if self._breaker is not None:
+        if self._breaker is not None and not self.reads_are_scarce:
             self._breaker.blame()
 
     def probe_payloads(self) -> None:

@@ -12,6 +12,7 @@ from secrets import token_hex
 
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.maintenance import Account
+from kvstore.jitter import jittered
 from kvstore.store.backends import Backends
 from kvstore.store.housekeeping import Housekeeping
 
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 #: How many processes may share the room that is left: each looks at the quotas again when its part is full.
 _WRITERS = 16
-#: Seconds from one round to the next.
+#: Seconds from one round to the next, jittered.
 _ROUND_S = 10.0
 #: Seconds, at most, that a saving thread spends on deleting what others have evicted.
 _REAP_S = 2.0
@@ -46,7 +47,9 @@ class Rounds:
         #: Bytes committed since the last look at the quotas, and bytes that there was room for then.
         self._unaccounted = 0
         self._headroom = 0
+        #: When the last round began, and how long after it the next one is due.
         self._done_s = float("-inf")
+        self._pause_s = 0.0
         #: When a commit may look at the quotas again, by the monotonic clock.
         self._rested_s = float("-inf")
 
@@ -61,15 +64,15 @@ class Rounds:
         now = self._backends.clock()
         with self._lock:
             self._unaccounted += nbytes
-            # As often as evicted payloads become reapable, so that few wait for longer than they must.
-            pause = min(_ROUND_S, self._backends.settings.grace_s)
-            due = not self._done_s <= now < self._done_s + pause
+            # About as often as evicted payloads become reapable, so that few wait for longer than they must.
+            due = not self._done_s <= now < self._done_s + self._pause_s
             full = self._unaccounted > self._headroom // _WRITERS
             look = due or (full and time.monotonic() >= self._rested_s)
             if look:
                 self._unaccounted = 0
             if due:
                 self._done_s = now
+                self._pause_s = jittered(min(_ROUND_S, self._backends.settings.grace_s))
         try:
             if due:
                 self.housekeep()

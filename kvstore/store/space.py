@@ -25,6 +25,7 @@ from kvstore.format.segment import Slot
 from kvstore.index.demand import OwnDemand
 from kvstore.index.port import CommitState, Outcome, Run
 from kvstore.index.sessions import USE, Hint, HintEffect
+from kvstore.jitter import jittered
 from kvstore.keys import (
     NO_SALT,
     NO_SESSION,
@@ -103,12 +104,12 @@ class Space:
     def register_soon(self) -> None:
         """Registers on a thread for calls: before anything is saved, and to find out if the index is back.
 
-        At most once in a breaker's shortest backoff: a namespace in many shards takes many calls, and while
-        one of them is down every match in it asks for this.
+        At most once in about a breaker's shortest backoff: a namespace in many shards takes many calls, and
+        while one of them is down every match in it asks for this.
         """
         now = time.monotonic()
         if now >= self._register_from:
-            self._register_from = now + self.backends.settings.breaker.backoff_s
+            self._register_from = now + jittered(self.backends.settings.breaker.backoff_s)
             self.backends.transfers.call(self._register_quietly)
 
     def _register_quietly(self) -> None:

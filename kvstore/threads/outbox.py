@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
+from kvstore.jitter import jittered
+
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
@@ -18,7 +20,7 @@ BATCH: Final = 64
 
 class Outbox(Generic[_T]):
     """A bounded queue and the thread that empties it. Any thread may put; that wakes nobody, so the thread
-    looks by itself, once a period."""
+    looks by itself, once in about a period."""
 
     def __init__(
         self, work: Callable[[Sequence[_T]], None], *, most: int, period_s: float, name: str
@@ -53,7 +55,7 @@ class Outbox(Generic[_T]):
         over = False
         while not over:
             # Set before the last look, so that nothing put before `close` is left.
-            over = self._ends.wait(self._period_s)
+            over = self._ends.wait(jittered(self._period_s))
             while self._waiting:
                 self._hand_over()
 

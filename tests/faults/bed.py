@@ -68,6 +68,7 @@ SETTINGS: dict[str, Any] = {
         "write_timeout_s": 2.0,
         "attempts": 2,
         "backoff_s": 0.05,
+        "max_backoff_s": 0.5,
     },
     "breaker": {"failures": 3, "backoff_s": 0.2, "max_backoff_s": 1.0},
     "claim_ttl_s": 2.0,

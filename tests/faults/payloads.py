@@ -16,7 +16,7 @@ from tests.faults.bed import PATIENT, Bed, bed, merged
 from tests.faults.disks import disk, full, not_mounted, read_only
 from tests.faults.index import redis_bed
 from tests.faults.row import Result, Row
-from tests.faults.trial import AGAIN, AT_ONCE, DOWN, LOAD, Fault, on
+from tests.faults.trial import AGAIN, AT_ONCE, DOWN, LOAD, TURN, Fault, on
 from tests.servers.redis import RedisServer
 from tests.servers.s3.bucket import S3Bucket
 from tests.servers.s3.ceph import CephServer
@@ -319,7 +319,11 @@ ROWS: list[Row] = [
     _row("bucket: hung before an answer", on(bucket_bed, injected("hang"), LOAD, met=DOWN)),
     _row("bucket: hung within a body", on(bucket_bed, injected("hang_body"), LOAD, met=DOWN)),
     _row("bucket: the server hung", on(bucket_bed, hung_server, LOAD, met=DOWN)),
-    _row("bucket: 503 Slow Down", on(bucket_bed, injected("status503"), AGAIN, met=("throttled",))),
+    _row("bucket: 503 Slow Down", on(bucket_bed, injected("status503"), TURN, met=("throttled",))),
+    _row(
+        "bucket: 503 Slow Down beyond 4 reads a second",
+        on(bucket_bed, injected("status503", methods=("GET",), beyond_per_s=4.0), LOAD, met=("slow_downs",)),
+    ),
     _row("bucket: 500 Internal Error", on(bucket_bed, injected("status500"), AGAIN, met=DOWN)),
     _row("bucket: 403 Forbidden", on(bucket_bed, injected("forbid"), AT_ONCE, met=("permission",))),
     _row("bucket: 404 No Such Bucket", on(bucket_bed, injected("no_bucket"), AGAIN, met=DOWN)),

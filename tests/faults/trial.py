@@ -66,6 +66,8 @@ AT_ONCE = Promise(0.0, 0.0)
 MATCH = Promise(_MATCH_S, _MATCH_S + _FETCH_S)
 #: A bucket that answers with an error that may pass: it is asked once more, after a pause.
 AGAIN = Promise(SETTINGS["s3"]["backoff_s"], 2 * SETTINGS["s3"]["backoff_s"])
+#: A bucket that asks for fewer requests: a call waits for its turn.
+TURN = Promise(SETTINGS["s3"]["max_backoff_s"], 2 * SETTINGS["s3"]["max_backoff_s"])
 #: Payloads that don't come: a load has its deadline, and so has an item.
 LOAD = Promise(_LOAD_S, _LOAD_S + _FETCH_S)
 

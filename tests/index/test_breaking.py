@@ -103,7 +103,7 @@ def test_every_verb_is_behind_the_breaker(fast_path: Path, verb: str) -> None:
         with pytest.raises(BreakerOpen):
             VERBS[verb](index)
         file.unlink()
-        now[0] = 5.0
+        now[0] = 7.0
         # Registering is what a caller sends to find out; afterwards every verb works.
         index.register(namespace(), expected_blocks=1)
         VERBS[verb](index)

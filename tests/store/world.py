@@ -21,6 +21,7 @@ from kvstore.keys import ContentKey, block_key, digests, item_key
 from kvstore.metrics import Counters
 from kvstore.payloads.local import LocalPayloads
 from kvstore.payloads.port import PayloadStore
+from kvstore.payloads.throttle import Throttle
 from kvstore.store.backends import Backends
 from kvstore.store.space import Match, Space
 from kvstore.store.store import Store
@@ -119,6 +120,13 @@ def make_store(
 def with_parts(store: Store, **parts: Any) -> Store:
     """A store like `store`, closed with it, but for these parts."""
     return Store(replace(store.backends, **parts))
+
+
+def with_scarce_reads(store: Store) -> Store:
+    """A store like `store`, closed with it, whose bucket has asked for fewer reads a moment ago, for ever."""
+    throttle = Throttle(longest_s=2.0, clock=lambda: 1000.0)
+    throttle.refused("reads", 1000.0)
+    return with_parts(store, throttle=throttle)
 
 
 def put_faults(payloads: Any, plan: Plan, sleep: Callable[[float], object] = time.sleep) -> None:

@@ -140,6 +140,8 @@ _WAITS = Row(
             "outcomes_lost, note_failures, session_failures, trace_lost: something was not told. "
             "hints_ignored: clients say what makes no sense. "
             "spans_lost: the collector of traces was not told. "
+            "slow_downs: the bucket refuses requests, of which there are too many; held_back: those that "
+            "were not made for that. "
             "quarantined_segments: damaged, or gone. resets left_alone: the store is not used until "
             "somebody names the weights.",
             stack=True,

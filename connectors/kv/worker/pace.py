@@ -56,6 +56,11 @@ class Pace:
         with self._lock:
             self._meters[tier].begin(read, self._clock())
 
+    def held(self, read: Hashable, tier: Tier, held_s: float) -> None:
+        """Record that a read is about to end, because the store is asked for fewer. `held_s` is Meter's."""
+        with self._lock:
+            self._meters[tier].held(read, self._clock(), held_s)
+
     def end(self, read: Hashable, tier: Tier, *, arrived: bool) -> None:
         """Record that a read has ended; `arrived`: with its bytes."""
         with self._lock:

@@ -26,7 +26,7 @@ from connectors.planning import gaps, piece_blocks, split_run
 from connectors.telemetry.metrics import Tally
 from connectors.telemetry.spans import LoadTimes
 from connectors.telemetry.ways import FARTHEST
-from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload
+from kvstore.errors import CorruptPayload, KVStoreError, Throttled, UnreadablePayload
 from kvstore.keys import SegmentId, block_key
 from kvstore.rules.text import readable
 from kvstore.rules.tiers import Tier
@@ -147,6 +147,8 @@ class KVReads:
         """Read one piece and drop it. Runs on a transfer thread. Failures are found out by loads."""
         number, tier = piece.group.group, piece.tier
         assert tier is not None
+        if self._store.health.reads_are_scarce:
+            return
         chunk = self._memory.loads.try_acquire(piece.run.count * self._memory.caches[number].slot_bytes)
         if chunk is None:
             return
@@ -273,6 +275,8 @@ class KVReads:
                 failed = ""
         except KVStoreError as exc:
             failed = ticket.space.not_loaded.note(run.count, exc, run.segment)
+            if isinstance(exc, Throttled) and piece.tier is not None:
+                self._pace.held(piece, piece.tier, exc.wait_s)
             if isinstance(exc, CorruptPayload | UnreadablePayload):
                 with self._lock:
                     self._bad_segments.add(run.segment)

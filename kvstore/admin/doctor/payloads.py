@@ -71,7 +71,8 @@ _BY_KIND: dict[type[KVStoreError], str] = {
     ConfigError: "correct the settings under s3",
     PermissionDenied: "correct {keys}, or what they may do",
     CapacityExceeded: "the bucket's quota is used up: raise it, or lower capacity_bytes",
-    Throttled: "the server asks for fewer requests: lower s3.concurrency and transfers.read_threads",
+    Throttled: "the server asks for fewer requests: engines slow down by themselves; if it lasts, put a "
+    "folder on each node in front of it",
     DeadlineExceeded: "{endpoint} does not answer in time: check network policies and proxies, or raise "
     "s3.connect_timeout_s and s3.read_timeout_s",
     TransientError: "check that {endpoint} is right and can be reached from here (host, port, DNS, network "

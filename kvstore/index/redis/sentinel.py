@@ -24,12 +24,14 @@ from typing import Any
 import redis
 
 from kvstore.index.redis.errors import FAILURES, demoted, denied
+from kvstore.jitter import sooner
 from kvstore.threads.deadline import in_background
 from schemas.urls import place
 
 Address = tuple[str, int]
 
-#: Greatest age of the answer that calls rely on, in seconds.
+#: Greatest age of the answer that calls rely on, in seconds. They ask up to a half of it sooner, so that a
+#: fleet doesn't ask in step.
 _LOOK_S = 5.0
 #: What redis-py raises when it takes apart an answer that no Sentinel gives.
 _GARBLED = (LookupError, ValueError, TypeError, AttributeError)
@@ -82,7 +84,7 @@ class Sentinels:
         """Returns whether a connection to `address` may still be used."""
         if time.monotonic() >= self._look_s:
             # Set first, so that other threads that come here meanwhile don't ask as well.
-            self._look_s = time.monotonic() + _LOOK_S
+            self._look_s = time.monotonic() + sooner(_LOOK_S)
             with suppress(OSError):
                 self._answer()
         return address == self._known
@@ -129,7 +131,7 @@ class Sentinels:
             if self._known is None or refused or any(answer.address for answer in answers):
                 kind = redis.AuthenticationError if refused else redis.ConnectionError
                 raise kind(self._problems(answers))
-        self._look_s = time.monotonic() + _LOOK_S
+        self._look_s = time.monotonic() + sooner(_LOOK_S)
         return self._known
 
     def _ask_one(self, host: Address) -> Answer:

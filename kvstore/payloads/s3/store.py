@@ -5,8 +5,9 @@
 
 A PUT is visible whole or not at all, and so is a multipart upload, which appears when it is completed.
 A crash in the middle of one leaves parts that no listing shows. A process that uploads in parts aborts
-uploads of a day ago, once an hour, so that they don't cost money for ever (a lifecycle rule
-AbortIncompleteMultipartUpload does the same).
+uploads of a day ago, a random part of a minute after its first upload (with the next one) and then about
+once an hour, so that they don't cost money for ever (a lifecycle rule AbortIncompleteMultipartUpload does
+the same).
 
 Data goes through obstore, everything else through boto3 (docs/adr/0012-clients-of-s3.md says why). Clients
 are made with the first call: opening a store makes no request and asks for no credentials.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
 import secrets
 import threading
@@ -28,6 +30,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from kvstore.errors import KVStoreError, PermissionDenied, TransientError
+from kvstore.jitter import sooner
 from kvstore.keys import parse_payload_name
 from kvstore.payloads.buffers import flat, total
 from kvstore.payloads.port import Listed, PayloadStore
@@ -50,6 +53,9 @@ _UPLOAD_AGE_S = 86400.0
 #: Most of them that one call looks at.
 _UPLOADS = 1000
 _ABORT_EVERY_S = 3600.0
+#: Longest time from the first upload in parts until one that comes looks for unfinished ones, in seconds: a
+#: process may not live for an hour.
+_ABORT_FIRST_S = 60.0
 
 
 class S3Payloads(PayloadStore):
@@ -59,7 +65,11 @@ class S3Payloads(PayloadStore):
     """
 
     def __init__(
-        self, location: S3Location, settings: S3Settings, clock: Callable[[], float] = time.monotonic
+        self,
+        location: S3Location,
+        settings: S3Settings,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
         self._location = location
         self._settings = settings
@@ -69,7 +79,9 @@ class S3Payloads(PayloadStore):
         #: Key of all pings: where deleting is forbidden, one object stays and not one per ping.
         self._probe = f"{self._root}.probe/{secrets.token_hex(16)}"
         self._lock = threading.Lock()
-        self._abort_at = clock()
+        self._draw = draw
+        #: When it looks for unfinished uploads; None: it has made none in parts yet.
+        self._abort_at: float | None = None
         #: Clients, made with the first call, in each process anew: a child can't share connections.
         self._made: dict[str, Any] = {}
         self._pid = os.getpid()
@@ -223,9 +235,13 @@ class S3Payloads(PayloadStore):
 
     def _abort_due(self) -> bool:
         with self._lock:
-            due = self._clock() >= self._abort_at
+            now = self._clock()
+            if self._abort_at is None:
+                # Not at once: a thousand processes that start together would list the uploads together.
+                self._abort_at = now + self._draw() * _ABORT_FIRST_S
+            due = now >= self._abort_at
             if due:
-                self._abort_at = self._clock() + _ABORT_EVERY_S
+                self._abort_at = now + sooner(_ABORT_EVERY_S, self._draw)
             return due
 
 

@@ -45,6 +45,7 @@ class Fetcher:
         *,
         count: Count,
         wait_s: float,
+        scarce: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -54,6 +55,8 @@ class Fetcher:
         self._later = later
         self._count = count
         self._wait_s = wait_s
+        #: Tells whether reads of `slow` are scarce: then nothing is fetched that no caller waits for.
+        self._scarce = scarce
         self._clock = clock
         self._sleep = sleep
         self._locks = folder.ledger.locks
@@ -141,7 +144,10 @@ class Fetcher:
 
         def fill() -> None:
             try:
-                self.fill(name, size, wait=False)
+                if self._scarce():
+                    self._count("fills_skipped", 1)
+                else:
+                    self.fill(name, size, wait=False)
             except KVStoreError:
                 # No caller waits for it, and the next reader meets the failure by itself.
                 self._count("fills_skipped", 1)

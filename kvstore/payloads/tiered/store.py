@@ -58,7 +58,8 @@ class TieredPayloads(PayloadStore):
 
     `later(nbytes, job)` runs `job`, which holds `nbytes` of memory, soon and on another thread, or answers
     False (Transfers.errand). `memory_bytes` bounds the payloads in memory, including those that wait to be
-    written. Errors are those of `slow`: failures of the folder raise nothing.
+    written. Errors are those of `slow`: failures of the folder raise nothing. While `scarce` says that reads
+    of `slow` are, nothing is brought to the folder that no caller waits for.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class TieredPayloads(PayloadStore):
         count: Count = lambda _name, _amount: None,
         memory_bytes: int = 256 << 20,
         wait_s: float = 3.0,
+        scarce: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -93,7 +95,15 @@ class TieredPayloads(PayloadStore):
             clock=clock,
         )
         self._fetcher = Fetcher(
-            self._folder, slow, buffers, later, count=count, wait_s=wait_s, clock=clock, sleep=sleep
+            self._folder,
+            slow,
+            buffers,
+            later,
+            count=count,
+            wait_s=wait_s,
+            scarce=scarce,
+            clock=clock,
+            sleep=sleep,
         )
         self._back = WriteBack(self._folder, slow, buffers, later, count=count, clock=clock, sleep=sleep)
         #: Called with every housekeeping; True: again soon.

@@ -334,3 +334,23 @@ def test_few_probes_are_on_their_way_at_a_time() -> None:
     assert expected.old("bucket", 107.0, 0.5)
     expected.plan("bucket", 1)
     assert not expected.old("bucket", 200.0, 0.5)
+
+
+def test_a_read_that_a_bucket_holds_back_tells_how_slow_it_is_at_least() -> None:
+    """Five reads that fail for it would otherwise leave the estimate as it was, and be planned again."""
+    meter = Meter(FIRST["bucket"], 4)
+    before = meter.speed(0.0)
+    # It was held back at once, and would have waited for longer than two seconds.
+    meter.ask("one", 32 << 20, 10.0)
+    meter.begin("one", 10.0)
+    meter.held("one", 10.0, 2.0 + before.seconds(32 << 20))
+    meter.end("one", 10.0, arrived=False)
+    assert meter.speed(10.0).seconds(32 << 20) > 2.0
+    assert meter.count == 1
+    # What is held back for no longer than planned tells nothing, nor does what was given up.
+    meter.ask("two", 32 << 20, 20.0)
+    meter.begin("two", 20.0)
+    meter.held("two", 20.1, 0.0)
+    meter.end("two", 20.1, arrived=False)
+    meter.held("two", 20.1, 60.0)
+    assert meter.count == 1

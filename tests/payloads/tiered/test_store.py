@@ -220,6 +220,19 @@ def test_the_buffer_serves_until_the_folder_is_filled(tmp_path: Path) -> None:
     assert fetched(rig, name) == 1
 
 
+def test_what_nobody_waits_for_is_not_fetched_while_reads_are_scarce(tmp_path: Path) -> None:
+    scarce = [True]
+    rig = Rig(tmp_path, scarce=lambda: scarce[0])
+    name = stored(rig)
+    assert read(rig, name, 0, 10) == DATA[:10]
+    assert (fetched(rig, name), rig.fast_files(), rig.counts["fills_skipped"]) == (1, {}, 1)
+    scarce[0] = False
+    assert read(rig, name, 0, 10) == DATA[:10]
+    assert fetched(rig, name) == 3
+    assert rig.fast_files()
+    rig.tier.close()
+
+
 def test_a_full_queue_costs_the_fill_only(tmp_path: Path) -> None:
     rig = Rig(tmp_path, later=Queue(room=0))
     name = stored(rig)

@@ -45,6 +45,22 @@ class Rule:
     probability: float
     seconds: float
     bytes_per_s: float
+    #: Requests per second to which it does not happen.
+    beyond_per_s: float = 0.0
+    #: How many more of them there may be, as of that time.
+    _left: float = 0.0
+    _counted_s: float = 0.0
+
+    def spares(self, now_s: float) -> bool:
+        """Whether a request now is one of those. Who asked for less before may ask for a tenth of a second's
+        at once."""
+        rate = self.beyond_per_s
+        self._left = min(max(1.0, rate / 10), self._left + (now_s - self._counted_s) * rate)
+        self._counted_s = now_s
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 @dataclass

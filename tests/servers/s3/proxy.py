@@ -93,10 +93,11 @@ class S3Proxy:
         probability: float = 1.0,
         seconds: float = 0.0,
         bytes_per_s: float = 1e6,
+        beyond_per_s: float = 0.0,
     ) -> None:
         """From now on, and besides what was injected before, `fault` happens to requests of `methods`
         (None: of any) with `key` in their decoded path and query: not to the first `skip` of those, and
-        `times` times (None: for ever).
+        `times` times (None: for ever). It spares `beyond_per_s` of them a second.
 
         A request has one fault at most, that of the oldest rule that applies. One of a body does not happen,
         and is not counted, where there is none, or none of a length known in advance.
@@ -106,7 +107,9 @@ class S3Proxy:
         assert not isinstance(methods, str), "a collection of methods"
         chosen = None if methods is None else frozenset(methods)
         with self._lock:
-            self._rules.append(Rule(fault, chosen, key, times, skip, probability, seconds, bytes_per_s))
+            self._rules.append(
+                Rule(fault, chosen, key, times, skip, probability, seconds, bytes_per_s, beyond_per_s)
+            )
 
     def refuse(self) -> None:
         """As if nobody listened: connections that are open end, new ones are refused."""
@@ -169,6 +172,8 @@ class S3Proxy:
                     rule.skip -= 1
                     continue
                 if rule.probability < 1 and self._random.random() >= rule.probability:
+                    continue
+                if rule.beyond_per_s and rule.spares(time.monotonic()):
                     continue
                 if rule.times is not None:
                     rule.times -= 1

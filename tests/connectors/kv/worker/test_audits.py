@@ -18,7 +18,7 @@ from kvstore.keys import new_segment_id, parse_payload_name
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from tests.connectors.groups import LAYERS, WORKERS
-from tests.store.world import chain, make_store, match, open_space
+from tests.store.world import chain, make_store, match, open_space, with_scarce_reads
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
@@ -158,6 +158,15 @@ def test_what_is_gone_is_not_compared(worker: KVWorker, audit: Any, store: Store
     store.payloads.delete([one.name for one in store.payloads.list()])
     assert set(audit()) == {"audits{unread}"}
     assert worker.memory.saves.used_bytes == 0
+
+
+@pytest.mark.usefixtures("saved")
+def test_nothing_is_compared_while_reads_are_scarce(worker: KVWorker, audit: Any, store: Store) -> None:
+    worker.audits._store = with_scarce_reads(store)
+    assert set(audit()) == {"audits{unread}"}
+    assert worker.memory.saves.used_bytes == 0
+    worker.audits._store = store
+    assert set(audit()) == {"audits{alike}"}
 
 
 @pytest.mark.parametrize(

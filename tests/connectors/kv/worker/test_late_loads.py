@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from connectors.choice.cost import Prefill
 from connectors.kv.messages import CUT, GroupLoad, KVStoreWorkerMetadata, Load
 from connectors.kv.worker.worker import KVWorker
 from kvstore.conformance.faulty import Plan, Rule
-from kvstore.errors import TransientError
+from kvstore.errors import HeldBack, TransientError
 from kvstore.keys import SegmentId
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -31,6 +32,7 @@ from tests.store.world import (
     open_space,
     slots,
     with_parts,
+    with_scarce_reads,
 )
 from tests.waiting import PATIENCE_S, until
 
@@ -250,6 +252,28 @@ def test_reads_for_the_sake_of_measuring_touch_no_block_and_report_what_they_too
     counted = {name: count for name, count in store.counters.snapshot().items() if count}
     assert (counted["probe_blocks"], counted["probe_bytes"]) == (2, 2 * SLOT_BYTES)
     assert not [name for name in counted if name.startswith(("load_", "miss_"))]
+
+
+def test_nothing_is_read_for_the_sake_of_measuring_while_reads_are_scarce(store: Store, space: Space) -> None:
+    worker = worker_of(with_scarce_reads(store), space)
+    run = match(space, A).runs[0]
+    worker.reads.probe([GroupLoad(0, 0, [run], A[:2], {}, space.tiers([run]), SLOT_BYTES)])
+    assert store.transfers.drain(PATIENCE_S)
+    assert not store.counters.snapshot()["probe_blocks"]
+
+
+def test_a_load_that_is_held_back_tells_how_slow_the_store_is(
+    worker: KVWorker, space: Space, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held(*args: Any, **options: Any) -> None:
+        raise HeldBack("not tried", 30.0)
+
+    monkeypatch.setattr(store.payloads, "read", held)
+    worker.reads.start([load(space, None)])
+    assert finished(worker) == {"r"}
+    report = reported(worker)
+    assert report.load_reasons == {"r": "throttled"}
+    assert report.speeds[0]["disk"].speed.seconds(2 * SLOT_BYTES) > 15.0
 
 
 def test_a_slow_read_is_told_before_it_ends(worker: KVWorker, space: Space, store: Store, plan: Plan) -> None:
