@@ -22,6 +22,7 @@ class _Call(threading.local):
     """The call that this thread makes under a guard."""
 
     answered_elsewhere: bool = False
+    probes: bool = False
 
 
 _call = _Call()
@@ -31,6 +32,12 @@ def answered_elsewhere() -> None:
     """Has the guarded call that this thread makes tell a breaker nothing, unless it fails: another has
     answered than the backend that the breaker is for."""
     _call.answered_elsewhere = True
+
+
+def probes() -> bool:
+    """Tells whether the guarded call that this thread makes is to find out if the backend is back, so that
+    nobody else may answer it."""
+    return _call.probes
 
 
 class Breaker:
@@ -62,7 +69,7 @@ class Breaker:
         If `may_probe` is false, the call is refused even when a probe is due: for calls that a request
         waits for, which should not pay for finding out that the backend is still down. Raises BreakerOpen.
         """
-        self._admit(may_probe)
+        _call.probes = self._admit(may_probe)
         _call.answered_elsewhere = False
         try:
             yield
@@ -72,21 +79,25 @@ class Breaker:
         except BaseException:
             self._succeeded()
             raise
+        finally:
+            _call.probes = False
         self._succeeded()
 
     def blame(self) -> None:
         """Counts a transient failure that no guarded call reports, because the call has not returned."""
         self._failed(None)
 
-    def _admit(self, may_probe: bool) -> None:
+    def _admit(self, may_probe: bool) -> bool:
+        """Returns whether the call is a probe."""
         with self._lock:
             if self._failures < self._settings.failures:
-                return
+                return False
             now = self._clock()
             if now < self._retry_at or not may_probe:
                 raise BreakerOpen(f"{self._name}: not tried, it failed {self._failures} times in a row")
             # This caller is the probe; others are refused until it reports or the backoff passes again.
             self._retry_at = now + self._backoff
+            return True
 
     def _failed(self, subject: str | None) -> None:
         with self._lock:
