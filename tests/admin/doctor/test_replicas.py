@@ -11,7 +11,6 @@ from kvstore.admin.backends import Cache, Sources
 from kvstore.admin.doctor.doctor import doctor
 from kvstore.admin.doctor.reports import Check
 from tests.index.redis.cluster import RedisClusterServers
-from tests.index.redis.pair import paired
 from tests.servers.redis import RedisServer
 from tests.waiting import PATIENCE_S
 
@@ -50,17 +49,6 @@ def test_the_user_of_the_page_reads_replicas_and_what_it_lacks_is_said(
     assert "+readonly" in check.advice
     assert checked(tmp_path, url, KVSTORE_REDIS__READ_FROM="master", **login) == []
     replicated_cluster.everywhere("ACL", "DELUSER", "kvstore")
-
-
-def test_a_replica_that_no_longer_hears_its_master_is_named(tmp_path: Path) -> None:
-    with paired(tmp_path) as pair:
-        [check] = checked(tmp_path, pair.url)
-        assert (check.state, check.found) == ("ok", "1 of 1 can be read")
-        pair.cut()
-        pair.master.command("SET", "more", "than it has")
-        [check] = checked(tmp_path, pair.url)
-        assert check.state == "warning" and check.found.startswith("0 of 1 can be read; 127.0.0.1:")
-        assert "behind its master" in check.found and "keep up" in check.advice
 
 
 def test_replicas_that_nobody_names_are_none(tmp_path: Path, private_redis: RedisServer) -> None:

@@ -106,6 +106,20 @@ def test_without_its_master_a_replica_is_read_for_as_long_as_it_may_lag(pair: Pa
             index.match(name, chain(6))
 
 
+def test_who_looks_for_the_first_time_is_told_what_hears_its_master_no_more(pair: Pair) -> None:
+    """As the doctor does, who knows nothing from before."""
+    with pair.open() as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        here = f"127.0.0.1:{pair.replica.port}"
+        with pair.open() as doctor:
+            until(lambda: doctor._client.replicas() == {here: ""})
+        pair.cut()
+        put_all(index, name, chain(9), [4, 2, 3])
+    with pair.open() as doctor:
+        assert "behind its master" in doctor._client.replicas()[here]
+
+
 def test_who_finds_out_if_a_master_is_back_asks_the_master(pair: Pair) -> None:
     """A replica's answer says nothing of it, and another probe would end the same way."""
     now = [0.0]
