@@ -80,6 +80,8 @@ class NearRuns:
 
     def forget(self, namespace: NamespaceId, segments: Collection[SegmentId]) -> None:
         """Forgets all chains with one of some segments."""
+        if not self._near_s:
+            return
         gone = set(segments)
         with self._lock:
             self._forgotten += 1
@@ -91,6 +93,8 @@ class NearRuns:
 
     def forget_all(self, namespace: NamespaceId) -> None:
         """Forgets all chains of a namespace."""
+        if not self._near_s:
+            return
         with self._lock:
             self._forgotten += 1
             for key in [one for one in self._chains if one[0] == namespace]:

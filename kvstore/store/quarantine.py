@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from kvstore.errors import KVStoreError
@@ -34,19 +34,19 @@ class HourlyBound:
         self._evicted_at: deque[float] = deque(maxlen=most)
 
     @property
-    def left(self) -> int:
-        """How many further segments may be evicted now."""
-        since = self._clock() - _HOUR_S
-        return self.most - sum(at > since for at in self._evicted_at)
-
-    @property
     def reached(self) -> bool:
         """Tells whether no further segment may be evicted now."""
-        return not self.left
+        full = len(self._evicted_at) == self.most
+        return full and self._clock() < self._evicted_at[0] + _HOUR_S
 
     def note(self) -> None:
         """Counts one eviction."""
         self._evicted_at.append(self._clock())
+
+    def give_back(self) -> None:
+        """Takes back the latest one that was counted: it evicted nothing."""
+        if self._evicted_at:
+            self._evicted_at.pop()
 
 
 class Quarantine:
@@ -60,8 +60,9 @@ class Quarantine:
         self._lock = threading.Lock()
         # The lock guards the fields below it.
         self._bad: OrderedDict[SegmentId, None] = OrderedDict()
-        #: Segments that the index is still to evict -> for how many seconds their payloads are kept.
-        self._untold: dict[NamespaceId, dict[SegmentId, float]] = {}
+        #: Segments that the index is still to evict -> for how many seconds their payloads are kept, and how
+        #: often it was told.
+        self._untold: dict[NamespaceId, dict[SegmentId, tuple[float, int]]] = {}
         self._bound = bound or HourlyBound()
         self._silenced = False
 
@@ -81,16 +82,19 @@ class Quarantine:
 
         Its payload is kept for `keep_s` seconds, and for the grace time at least. If the index can't be told
         now, it is told before the next save, which would otherwise find the blocks "present". It is told of
-        no more than the bound allows. What had been evicted already doesn't count in that: a match that was
-        not fresh has led to it.
+        no more than the bound allows. What it says at once had been evicted already doesn't count in that: a
+        match that was not fresh has led to it.
         """
         if segment not in self:
             self._backends.counters.add("quarantined_segments")
         self.mark([segment])
         with self._lock:
-            if self._bound.left > sum(map(len, self._untold.values())):
+            if not self._bound.reached:
+                self._bound.note()
                 self._silenced = False
-                self._untold.setdefault(namespace, {})[segment] = keep_s
+                untold = self._untold.setdefault(namespace, {})
+                _, times = untold.get(segment, (keep_s, 0))
+                untold[segment] = keep_s, times
             elif not self._silenced:
                 self._silenced = True
                 log.error(
@@ -102,10 +106,14 @@ class Quarantine:
 
     def tell(self, namespace: NamespaceId) -> None:
         """Evicts in the index what could not be evicted there before. Never raises."""
+        alike: defaultdict[tuple[float, int], list[SegmentId]] = defaultdict(list)
         with self._lock:
-            untold = dict(self._untold.get(namespace, {}))
-        for keep_s in set(untold.values()):
-            self._tell(namespace, [one for one, kept in untold.items() if kept == keep_s], keep_s)
+            untold = self._untold.get(namespace, {})
+            for segment, (keep_s, times) in untold.items():
+                untold[segment] = keep_s, times + 1
+                alike[untold[segment]].append(segment)
+        for (keep_s, _), segments in alike.items():
+            self._tell(namespace, segments, keep_s)
 
     def _tell(self, namespace: NamespaceId, segments: list[SegmentId], keep_s: float) -> None:
         after = self._backends.clock() + max(keep_s, self._backends.settings.grace_s)
@@ -118,7 +126,8 @@ class Quarantine:
             log.exception("bad segments could not be evicted: an unexpected failure")
             return
         with self._lock:
-            for segment in segments:
-                self._untold[namespace].pop(segment, None)
-            for _ in range(evicted):
-                self._bound.note()
+            told = [self._untold[namespace].pop(segment, None) for segment in segments]
+            # Told before, or by another thread meanwhile, it may have done it then, and not have said so.
+            if all(one == (keep_s, 1) for one in told):
+                for _ in range(len(segments) - evicted):
+                    self._bound.give_back()

@@ -19,8 +19,7 @@ from kvstore.index.port import Run
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId, namespace_id
-from schemas.settings import JournalSettings
-from tests.index.sharding import test_conformance
+from kvstore.testing import IndexConformance, NoteConformance
 from tests.index.test_state_machine import IndexMachine, run
 from tests.servers.redis import RedisServer
 from tests.store.world import SLOT_BYTES, slots
@@ -60,7 +59,7 @@ class RememberingIndex(ShardedIndex):
         return super().match(namespace, digests, fresh=fresh)
 
 
-class TestRemembering(test_conformance.TestEightShardsInSqlite):
+class TestRemembering(IndexConformance, NoteConformance):
     @pytest.fixture
     def index(self, request: pytest.FixtureRequest) -> Iterator[ShardedIndex]:
         self.where = request.node.nodeid
@@ -68,17 +67,8 @@ class TestRemembering(test_conformance.TestEightShardsInSqlite):
         with self.reopen() as index:
             yield index
 
-    def configured(
-        self, *, journal: JournalSettings | None = None, cost_aware: bool = True, by: str = ""
-    ) -> ShardedIndex:
-        leaf = SqliteIndex.in_memory(
-            self.where, journal=journal or JournalSettings(), cost_aware=cost_aware, by=by
-        )
-        return RememberingIndex(leaf, shards=self.shards, near=self.near)
-
-
-class TestRememberingOneShard(TestRemembering):
-    shards = 1
+    def reopen(self) -> ShardedIndex:
+        return RememberingIndex(SqliteIndex.in_memory(self.where), shards=8, near=self.near)
 
 
 def test_any_sequence_of_calls() -> None:
@@ -192,6 +182,10 @@ def test_what_grows_too_old_or_is_unlisted_here_is_forgotten() -> None:
 
 def test_zero_seconds_remember_nothing() -> None:
     remembered = NearRuns(0.0)
+    # Nobody who evicts waits for anything, nor a child that is forked meanwhile.
+    remembered._lock.acquire()
+    remembered.forget(NAME, [SegmentId(b"gone")])
+    remembered.forget_all(NAME)
     for _ in range(2):
         ask = Asked(chain(4), 4)
         assert served(remembered.match(NAME, chain(4), ask)) == 4 and ask.calls == [4]

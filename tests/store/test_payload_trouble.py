@@ -17,7 +17,7 @@ from kvstore.breaker import Breaker
 from kvstore.conformance.faulty import FaultyPayloads, Plan, Rule
 from kvstore.errors import BreakerOpen, CorruptPayload, PayloadMissing, TransientError
 from kvstore.index.port import Run
-from kvstore.keys import payload_name
+from kvstore.keys import NamespaceId, payload_name
 from kvstore.payloads.breaking import BreakingPayloads
 from kvstore.payloads.buffers import total
 from kvstore.payloads.local import LocalPayloads
@@ -201,22 +201,88 @@ def test_what_had_been_evicted_already_counts_in_no_bound(tmp_path: Path) -> Non
     space = Space(
         store.backends, Quarantine(store.backends, bound), store.health, store.rounds, namespace(), 1000
     )
-    chains = [chain(1000 + i) for i in range(5)]
+    chains = [chain(1000 + i) for i in range(6)]
     for one in chains:
         space.save(slots(one))
     found = {one[0]: match(space, one) for one in chains}
     runs = [match.runs[0] for match in found.values()]
     store.payloads.delete([payload_name(space.id, run.segment, 0) for run in runs])
-    stale, lost = chains[:4], chains[4]
+    stale, lost = chains[:4], chains[4:]
     gone = [run.segment for run in runs[:4]]
     assert store.maintenance.evict(space.id, gone, delete_after_s=0, rule="lru") == 4
     for one in stale:
         with pytest.raises(PayloadMissing):
             fetch(space, one, found[one[0]])
-    assert bound.left == 2
-    with pytest.raises(PayloadMissing):
-        fetch(space, lost, found[lost[0]])
-    assert bound.left == 1 and match(open_space(store), lost).blocks == 0
+    for one in lost:
+        assert not bound.reached
+        with pytest.raises(PayloadMissing):
+            fetch(space, one, found[one[0]])
+        assert match(open_space(store), one).blocks == 0
+    assert bound.reached
+    store.close()
+
+
+class Unheard:
+    """An index whose first answer to each of some evictions is lost; `done`: they were done."""
+
+    def __init__(self, inner: Any, *, done: bool) -> None:
+        self._inner = inner
+        self._done = done
+        self.lost = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def evict(self, *args: Any, **options: Any) -> int:
+        if self.lost:
+            if self._done:
+                self._inner.evict(*args, **options)
+            raise TransientError("no answer")
+        evicted: int = self._inner.evict(*args, **options)
+        return evicted
+
+
+def bad(store: Store, index: Unheard, bound: HourlyBound) -> tuple[Quarantine, list[Run]]:
+    """A quarantine over this index, and segments that are visible there."""
+    space = open_space(store)
+    chains = [chain(1000 + i) for i in range(6)]
+    for one in chains:
+        space.save(slots(one))
+    return Quarantine(with_parts(store, index=index).backends, bound), [
+        run for one in chains for run in match(space, one).runs
+    ]
+
+
+def test_an_eviction_whose_answer_was_lost_counts(tmp_path: Path) -> None:
+    """Else a process that finds everything bad, and whose network is bad, could empty the index."""
+    store = make_store(tmp_path)
+    index, bound = Unheard(store.backends.index, done=True), HourlyBound(3)
+    quarantine, runs = bad(store, index, bound)
+    name = open_space(store).id
+    for run in runs:
+        index.lost = True
+        quarantine.add(name, run.segment)
+        index.lost = False
+        quarantine.tell(name)
+    assert bound.reached
+    assert sum(match(open_space(store), chain(1000 + i)).blocks for i in range(6)) == 3
+    store.close()
+
+
+def test_what_the_index_can_not_be_told_leaves_the_bound_after_an_hour(tmp_path: Path) -> None:
+    """A namespace whose shard stays down takes quarantine away from no other one."""
+    now = [0.0]
+    store = make_store(tmp_path)
+    index, bound = Unheard(store.backends.index, done=False), HourlyBound(3, lambda: now[0])
+    quarantine, runs = bad(store, index, bound)
+    for run in runs[:3]:
+        quarantine.add(NamespaceId("0" * 16), run.segment)
+    index.lost = False
+    quarantine.add(open_space(store).id, runs[3].segment)
+    assert match(open_space(store), chain(1003)).blocks == 1, "the bound is reached"
+    now[0] += 3601.0
+    quarantine.add(open_space(store).id, runs[4].segment)
+    assert match(open_space(store), chain(1004)).blocks == 0
     store.close()
 
 

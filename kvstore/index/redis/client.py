@@ -28,7 +28,7 @@ import redis
 from redis.cluster import RedisCluster
 from redis.exceptions import MovedError, NoScriptError, RedisClusterException, SlotNotCoveredError
 
-from kvstore.breaker import answered_elsewhere
+from kvstore.breaker import answered_elsewhere, probes
 from kvstore.errors import ConfigError, StoreClosed, TransientError
 from kvstore.index.redis.connections import cluster, pool, replica, sentinels
 from kvstore.index.redis.errors import FAILURES, classified, damaged, denied
@@ -147,9 +147,9 @@ class RedisClient:
 
     def read(self, script: Script, key: str, *args: bytes | str | int | float, fresh: bool = False) -> Any:
         """Runs a script that changes nothing as `run` does, on a replica if there is one that may be read and
-        the answer need not be `fresh`."""
+        the answer need not be `fresh`. A breaker's probe asks the master, which it is about."""
         replicas = self._replicas
-        if replicas is None or fresh:
+        if replicas is None or fresh or probes():
             return self.run(script, key, *args)
 
         def send(client: _Client) -> Any:
@@ -249,6 +249,9 @@ class RedisClient:
     def close(self) -> None:
         """Closes every connection. Idempotent."""
         self._closed = True
+        if self._replicas is not None:
+            # First: it looks by the connections of the others.
+            self._replicas.close()
         for client in (self._first, self._current):
             if client is not None:
                 client.close()
@@ -256,8 +259,6 @@ class RedisClient:
                 client.connection_pool.disconnect()
         if self._sentinels is not None:
             self._sentinels.close()
-        if self._replicas is not None:
-            self._replicas.close()
 
     def _attempt(self, name: str, send: Callable[[_Client], Any]) -> Any:
         operation = f"redis {self._where}: {name}"

@@ -32,13 +32,22 @@ import redis
 from redis.cluster import RedisCluster
 
 from kvstore.index.redis.errors import FAILURES, denied
+from kvstore.index.redis.nodes import (
+    GARBLED,
+    MOST_REPLICAS,
+    Address,
+    client_of,
+    listed,
+    listed_by_cluster,
+    masters_of,
+    nodes_of,
+)
 from kvstore.rules.text import readable
 from kvstore.threads.deadline import in_background
 from schemas.urls import place
 
 log = logging.getLogger(__name__)
 
-Address = tuple[str, int]
 #: Is told by a connection what INFO replication says. Raises redis.ConnectionError.
 Proof = Callable[[Mapping[bytes, bytes]], None]
 
@@ -46,10 +55,8 @@ Proof = Callable[[Mapping[bytes, bytes]], None]
 COUNTED: Final = ("replica_reads", "replica_failures", "replica_lags")
 #: Looks within the longest lag that is allowed.
 _LOOKS = 4
-#: Most replicas of one master that are read, and most masters of which any are.
-_MOST_REPLICAS, _MOST_MASTERS = 8, 1024
-#: What taking apart an answer raises that no server of Redis gives.
-_GARBLED = (LookupError, ValueError, TypeError, AttributeError)
+#: Most masters of which replicas are read.
+_MOST_MASTERS = 1024
 #: Seconds for which a replica that denies looks is left alone.
 _REST_S = 300.0
 #: A replica is far away if the quickest of its last answers took so many times as long as the quickest of its
@@ -57,6 +64,8 @@ _REST_S = 300.0
 _FAR_TIMES, _FAR_S = 4, 0.005
 #: Seconds for which the replicas that a Cluster's master has named are believed to be all.
 _NAMED_S = 10.0
+#: Seconds within which one that is in step has heard of what was written.
+_STEP_S = 1.0
 #: Most characters of a reason in the log.
 _CHARS = 200
 
@@ -133,11 +142,12 @@ class Replicas:
         self._masters: dict[Address, _Master] = {}
         self._pid = os.getpid()
         self._turn = itertools.count()
+        self._closed = threading.Event()
 
     def of(self, client: redis.Redis | RedisCluster, key: str) -> Replica | None:
         """Returns a replica that may be read instead of the master that has `key`, the next one at each call;
         None: read the master. No I/O."""
-        nodes = _nodes(client, key)
+        nodes = nodes_of(client, key)
         if nodes is None:
             return None
         master = self._master(nodes[0] if nodes else ("", 0))
@@ -173,29 +183,37 @@ class Replicas:
         """Looks at the replicas of all masters, and says of each why it is not read; "" if it is. Takes as
         long as their timeouts, of one master after the other."""
         found: dict[Address, str] = {}
-        for nodes in _masters(client):
+        for nodes in masters_of(client):
             master = self._master(nodes[0] if nodes else ("", 0))
             for _ in range(_LOOKS):
                 for asked in self.look(master, client, nodes):
                     asked.result()
-                known = master.excluded.keys() | {one.address for one in master.readable}
-                if known >= master.clients.keys():
+                read = {one.address for one in master.readable}
+                if read | master.excluded.keys() >= master.clients.keys():
                     break
-            found |= {address: master.excluded.get(address, "") for address in master.clients}
+                # One that is in step hears meanwhile of what was written before.
+                time.sleep(min(self._max_lag_s, _STEP_S) / _LOOKS)
+            for address in list(master.clients):
+                behind = "" if address in read else "it is behind its master, or can't tell"
+                found[address] = master.excluded.get(address, behind)
         return found
 
     def close(self) -> None:
-        """Closes the connections to replicas. Idempotent."""
+        """Closes the connections to replicas. A look that is under way ends, and says nothing. Idempotent."""
+        self._closed.set()
+        self._leave(inuse_connections=True)
+
+    def _leave(self, *, inuse_connections: bool) -> None:
         for master in list(self._masters.values()):
             master.history = ""
             for client in list(master.clients.values()):
-                _close(client)
+                client.connection_pool.disconnect(inuse_connections)
 
     def _master(self, address: Address) -> _Master:
         if self._pid != os.getpid():
             self._masters, self._pid = {}, os.getpid()
         if len(self._masters) >= _MOST_MASTERS:
-            self.close()
+            self._leave(inuse_connections=False)
             self._masters = {}
         return self._masters.setdefault(address, _Master())
 
@@ -207,11 +225,11 @@ class Replicas:
         """
         asked_s = self._monotonic()
         try:
-            told = _timed(_client_of(client, nodes), master.took[None])
+            told = self._told(client_of(client, nodes), master.took[None])
             history, written = str(told["master_replid"]), int(told["master_repl_offset"])
             if told["role"] != "master":
                 history = ""
-        except (*FAILURES, *_GARBLED) as exc:
+        except (*FAILURES, *GARBLED) as exc:
             log.debug("replicas: the master can't tell: %s", exc)
             return []
         if history != master.history:
@@ -223,13 +241,14 @@ class Replicas:
             return []
         master.written.append((asked_s, written))
         try:
-            addresses = self._addresses(master, told, client, nodes)[:_MOST_REPLICAS]
-        except (*FAILURES, *_GARBLED) as exc:
+            addresses = self._addresses(master, told, client, nodes)[:MOST_REPLICAS]
+        except (*FAILURES, *GARBLED) as exc:
             log.debug("replicas: the master can't name them: %s", exc)
             return []
         for gone in master.clients.keys() - set(addresses):
             _publish(master, gone, None)
-            _close(master.clients.pop(gone))
+            # Reads under way end; the last of these drops its connection.
+            master.clients.pop(gone).connection_pool.disconnect(inuse_connections=False)
             master.forget(gone)
         asked = []
         for address in addresses:
@@ -252,16 +271,16 @@ class Replicas:
         client: redis.Redis | RedisCluster,
         nodes: Sequence[Address],
     ) -> Sequence[Address]:
-        """Raises one of FAILURES or _GARBLED."""
+        """Raises one of FAILURES or GARBLED."""
         if not nodes:
-            return _listed(told)
+            return listed(told)
         if int(told["connected_slaves"]) == len(nodes) - 1 and not master.excluded:
             return nodes[1:]
         # The client asks for a Cluster's nodes when something fails on its own way, and not for replicas that
         # came since, or came back elsewhere. Of a large Cluster the answer is long.
         now = self._monotonic()
         if now >= master.named_s:
-            master.named = _listed_by_cluster(_client_of(client, nodes), nodes[0])
+            master.named = listed_by_cluster(client_of(client, nodes), nodes[0])
             master.named_s = now + _NAMED_S
         return master.named
 
@@ -274,7 +293,7 @@ class Replicas:
         found, why = None, ""
         try:
             took, own = master.took[address], master.took[None]
-            told = _timed(client, took)
+            told = self._told(client, took)
             has = int(told["slave_repl_offset"])
             if str(told["master_replid"]) != history or int(told["master_sync_in_progress"]):
                 why = "it follows another master, or has not begun to"
@@ -295,12 +314,28 @@ class Replicas:
                 why += "; the user's rights are in the documentation's chapter on security"
                 # Each denial is an entry in the server's log of them.
                 master.resting[address] = asked_s + _REST_S
-        except _GARBLED:
+        except GARBLED:
             why = "it does not answer as replicas do"
         # Else there was a failover meanwhile, or an end.
-        if master.history == history:
+        if master.history == history and not self._closed.is_set():
             _publish(master, address, found)
             self._tell(master, address, why)
+
+    def _told(self, client: Any, took: deque[float]) -> dict[str, Any]:
+        """Returns what INFO replication says, and adds how long that took; leaves no connection behind once
+        this is closed. Raises one of FAILURES or GARBLED."""
+        if self._closed.is_set():
+            raise redis.ConnectionError("closed")
+        began = time.monotonic()
+        try:
+            told = client.info("replication")
+        finally:
+            if self._closed.is_set():
+                client.connection_pool.disconnect()
+        took.append(time.monotonic() - began)
+        if not isinstance(told, dict):
+            raise TypeError("no INFO")
+        return told
 
     def _tell(self, master: _Master, address: Address, why: str) -> None:
         before = master.excluded.pop(address, "")
@@ -338,63 +373,7 @@ def _prover(master: _Master, address: Address) -> Proof:
     return prove
 
 
-def _masters(client: redis.Redis | RedisCluster) -> list[list[Address]]:
-    """Returns each master of a Cluster and its replicas, as `_nodes` does."""
-    if not isinstance(client, RedisCluster):
-        return [[]]
-    slots = client.nodes_manager.slots_cache.values()
-    return list({nodes[0].name: [(one.host, one.port) for one in nodes] for nodes in slots if nodes}.values())
-
-
-def _nodes(client: redis.Redis | RedisCluster, key: str) -> list[Address] | None:
-    """Returns a Cluster's master that has a key, and its replicas as far as the client knows; nothing without
-    a Cluster, and None if nobody has the key."""
-    if not isinstance(client, RedisCluster):
-        return []
-    nodes = client.nodes_manager.slots_cache.get(client.keyslot(key))  # type: ignore[no-untyped-call]
-    return [(node.host, node.port) for node in nodes] if nodes else None
-
-
-def _client_of(client: redis.Redis | RedisCluster, nodes: Sequence[Address]) -> Any:
-    if not isinstance(client, RedisCluster):
-        return client
-    node = client.get_node(*nodes[0])  # type: ignore[no-untyped-call]
-    return client.get_redis_connection(node)
-
-
 def _is_far(took: deque[float], own: deque[float]) -> bool:
     """Tells whether a replica is, by its times and its master's; not before there are as many as are kept, of
     which the first ones connect."""
     return len(took) == took.maxlen and min(took) > _FAR_TIMES * min(own) + _FAR_S
-
-
-def _timed(client: Any, took: deque[float]) -> dict[str, Any]:
-    """Returns what INFO replication says, and adds how long that took."""
-    began = time.monotonic()
-    told = client.info("replication")
-    took.append(time.monotonic() - began)
-    if not isinstance(told, dict):
-        raise TypeError("no INFO")
-    return told
-
-
-def _listed(told: dict[str, Any]) -> list[Address]:
-    """Returns the replicas that a master names. Raises one of _GARBLED."""
-    lines = [told[f"slave{number}"] for number in range(min(int(told["connected_slaves"]), _MOST_REPLICAS))]
-    return [(str(line["ip"]), int(line["port"])) for line in lines if line["state"] == "online"]
-
-
-def _listed_by_cluster(client: Any, master: Address) -> list[Address]:
-    """Returns the replicas that a Cluster's master names as its own. Raises one of FAILURES or _GARBLED."""
-    # In two words: redis-py takes the answer to "CLUSTER SLOTS" apart.
-    for _, _, *nodes in client.execute_command("CLUSTER", "SLOTS"):
-        # A node that doesn't know its own name is where it was asked.
-        first, *others = [((one[0] or b"").decode("ascii") or master[0], int(one[1])) for one in nodes]
-        if first == master:
-            return others
-    return []
-
-
-def _close(client: redis.Redis) -> None:
-    client.close()
-    client.connection_pool.disconnect()

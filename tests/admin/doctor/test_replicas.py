@@ -33,20 +33,22 @@ def checked(folder: Path, url: str, **more: str) -> list[Check]:
     return [one for one in report.checks if one.name == "index replicas"]
 
 
-def test_the_user_of_the_page_reads_replicas_and_what_it_lacks_is_said(tmp_path: Path) -> None:
+def test_the_user_of_the_page_reads_replicas_and_what_it_lacks_is_said(
+    tmp_path: Path, replicated_cluster: RedisClusterServers
+) -> None:
     [rule] = re.findall(r"^user kvstore on >PASSWORD (.*)$", PAGE, re.MULTILINE)
     [more] = re.findall(r"In a Cluster add `(.*?)`", PAGE)
     login = {"KVSTORE_REDIS__USERNAME": "kvstore", "KVSTORE_REDIS__PASSWORD": "secret"}
-    with RedisClusterServers(tmp_path / "cluster", replicas=True) as cluster:
-        user = ("ACL", "SETUSER", "kvstore")
-        cluster.everywhere(*user, "on", ">secret", *rule.split(), *more.split())
-        [check] = checked(tmp_path, cluster.urls[0], **login)
-        assert (check.state, check.found, check.advice) == ("ok", "3 of 3 can be read", "")
-        cluster.everywhere(*user, "-readonly")
-        [check] = checked(tmp_path, cluster.urls[0], **login)
-        assert check.state == "warning" and check.found.startswith("0 of 3 can be read; 127.0.0.1:")
-        assert "+readonly" in check.advice
-        assert checked(tmp_path, cluster.urls[0], KVSTORE_REDIS__READ_FROM="master", **login) == []
+    url, user = replicated_cluster.urls[0], ("ACL", "SETUSER", "kvstore")
+    replicated_cluster.everywhere(*user, "on", ">secret", *rule.split(), *more.split())
+    [check] = checked(tmp_path, url, **login)
+    assert (check.state, check.found, check.advice) == ("ok", "3 of 3 can be read", "")
+    replicated_cluster.everywhere(*user, "-readonly")
+    [check] = checked(tmp_path, url, **login)
+    assert check.state == "warning" and check.found.startswith("0 of 3 can be read; 127.0.0.1:")
+    assert "+readonly" in check.advice
+    assert checked(tmp_path, url, KVSTORE_REDIS__READ_FROM="master", **login) == []
+    replicated_cluster.everywhere("ACL", "DELUSER", "kvstore")
 
 
 def test_replicas_that_nobody_names_are_none(tmp_path: Path, private_redis: RedisServer) -> None:

@@ -12,7 +12,8 @@ import redis
 from redis.cluster import RedisCluster
 
 from kvstore.index.redis import client as redis_client
-from kvstore.index.redis.replicas import Replica, Replicas, _nodes
+from kvstore.index.redis.nodes import nodes_of
+from kvstore.index.redis.replicas import Replica, Replicas
 from tests.waiting import PATIENCE_S, until
 
 
@@ -20,7 +21,7 @@ class InStep(Replicas):
     """Every read asks a replica, which then has all that its master has."""
 
     def of(self, client: redis.Redis | RedisCluster, key: str) -> Replica | None:
-        nodes = _nodes(client, key) or []
+        nodes = nodes_of(client, key) or []
         master = self._master(nodes[0] if nodes else ("", 0))
         master.look_s = float("inf")
 

@@ -95,22 +95,104 @@ def test_a_replica_that_fails_costs_no_answer(pair: Pair, fault: str) -> None:
 
 
 def test_without_its_master_a_replica_is_read_for_as_long_as_it_may_lag(pair: Pair) -> None:
-    with pair.open(max_lag_s=2.0) as index:
+    with pair.open(max_lag_s=4 * PATIENCE_S) as index:
         name = filled(index)
         until(lambda: is_read(pair, index, name))
         pair.master.kill()
+        assert is_read(pair, index, name)
+        replicas, _ = known(index)
+        replicas._monotonic = lambda: time.monotonic() + 5 * PATIENCE_S
+        with pytest.raises(TransientError):
+            index.match(name, chain(6))
+
+
+def test_who_looks_for_the_first_time_is_told_what_hears_its_master_no_more(pair: Pair) -> None:
+    """As the doctor does, who knows nothing from before."""
+    with pair.open() as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        here = f"127.0.0.1:{pair.replica.port}"
+        with pair.open() as doctor:
+            until(lambda: doctor._client.replicas() == {here: ""})
+        pair.cut()
+        put_all(index, name, chain(9), [4, 2, 3])
+    with pair.open() as doctor:
+        assert "behind its master" in doctor._client.replicas()[here]
+
+
+def test_who_finds_out_if_a_master_is_back_asks_the_master(pair: Pair) -> None:
+    """A replica's answer says nothing of it, and another probe would end the same way."""
+    now = [0.0]
+    with pair.open(max_lag_s=4 * PATIENCE_S) as leaf:
+        name = filled(leaf)
+        until(lambda: is_read(pair, leaf, name))
+        settings = BreakerSettings(failures=3, backoff_s=1, max_backoff_s=1)
+        breaker = Breaker("index", settings, lambda: now[0])
+        index = BreakingIndex(leaf, breaker)
+        for _ in range(3):
+            breaker.blame()
+        assert not breaker.is_closed
+        now[0] += 2.0
         before = pair.counts["replica_reads"]
-        assert served(index.match(name, chain(6))) == 6
+        assert None not in index.find(name, chain(6))
+        assert breaker.is_closed and pair.counts["replica_reads"] == before
+        assert None not in index.find(name, chain(6))
         assert pair.counts["replica_reads"] == before + 1
 
-        def fails() -> bool:
-            try:
-                assert served(index.match(name, chain(6))) == 6
-            except TransientError:
-                return True
-            return False
 
-        until(fails)
+def test_a_replica_that_leaves_ends_no_read_that_is_under_way(pair: Pair) -> None:
+    """Such a read would fail in ways that nobody knows, and say that the namespace is damaged."""
+    with pair.open(max_lag_s=4 * PATIENCE_S) as index:
+        name = filled(index)
+        until(lambda: is_read(pair, index, name))
+        replicas, master = known(index)
+        (replica,) = master.readable
+        reading = replica.client.connection_pool.get_connection()
+        socket = reading._sock
+        assert socket is not None
+        pair.replica.command("REPLICAOF", "NO", "ONE")
+
+        def left() -> bool:
+            replicas.look(master, index._client._client(), [])
+            return not master.clients
+
+        until(left)
+        assert reading._sock is socket and not master.readable
+        reading.disconnect()
+        assert served(index.match(name, chain(6))) == 6
+
+
+def test_a_look_that_outlives_its_index_leaves_nothing_behind(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = pair.open(max_lag_s=4 * PATIENCE_S)
+    name = filled(index)
+    until(lambda: is_read(pair, index, name))
+    replicas, master = known(index)
+    master.look_s = float("inf")
+    until(lambda: master.looking is None or master.looking.done())
+    client, history = index._client._client(), master.history
+
+    def ends() -> float:
+        index.close()
+        return time.monotonic()
+
+    replicas._monotonic = ends
+    for asked in replicas.look(master, client, []):
+        asked.result(PATIENCE_S)
+    (address,) = master.clients
+    # One that had begun before.
+    master.history = history
+    replicas._ask(master, address, history, time.monotonic())
+    for server in (pair.master, pair.replica):
+        until(lambda server=server: engines(server) == 0)
+    assert "is not read" not in caplog.text and not master.excluded
+
+
+def engines(server: RedisServer) -> int:
+    """How many connections have asked a server for its part in replication last."""
+    with redis.Redis(port=server.port, protocol=2) as client:
+        return sum(one["cmd"] == "info" for one in client.client_list())
 
 
 def test_a_replicas_answer_closes_no_breaker(pair: Pair) -> None:
@@ -170,7 +252,7 @@ def test_a_replica_that_hangs_takes_no_other_away(pair: Pair, tmp_path: Path) ->
                 return {port for _, port in (one.address for one in master.readable)}
 
             until(lambda: len(readable()) == 2)
-            index._client._timeout_s = 40.0
+            index._client._timeout_s = 8.0
             pair.replica.pause()
             as_of_s = max(one.as_of_s for one in master.readable)
 
@@ -193,18 +275,19 @@ def test_a_child_of_this_process_knows_nothing(pair: Pair) -> None:
 
 
 def test_one_has_no_connection_left_which_is_not_the_replicas_fault(pair: Pair) -> None:
-    with pair.open(max_lag_s=80.0, timeout_s=8.0, max_connections=1) as index:
+    with pair.open(max_lag_s=4 * PATIENCE_S, max_connections=1) as index:
         name = filled(index)
         until(lambda: is_read(pair, index, name))
         _, master = known(index)
         master.look_s = float("inf")
         (replica,) = master.readable
         pool, before = replica.client.connection_pool, pair.counts.copy()
-        mine = pool.get_connection()
+        mine, pool.timeout = pool.get_connection(), 0.1
         try:
             assert served(index.match(name, chain(6))) == 6
         finally:
             pool.release(mine)
+            pool.timeout = PATIENCE_S
         assert pair.counts == before and master.readable
         assert is_read(pair, index, name)
 

@@ -15,15 +15,11 @@ from kvstore.conformance.index.chains import LATER_S, chain, put, put_all, serve
 from kvstore.errors import ConfigError, PayloadMissing
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.index import ShardedIndex
-from kvstore.index.sharding.names import shard_names
-from kvstore.keys import NamespaceId
 from kvstore.store.housekeeping import Housekeeping
-from kvstore.testing import FullIndexConformance
-from schemas.settings import JournalSettings
+from kvstore.testing import IndexConformance, NoteConformance
 from tests.index.redis.cluster import RedisClusterServers
 from tests.index.redis.in_step import in_step
 from tests.index.redis.pair import Pair, filled, is_read, paired
-from tests.index.sharding.test_conformance import Sharded, miscount
 from tests.index.test_state_machine import IndexMachine, ShardedMachine, run
 from tests.servers.redis import PATIENT, RedisServer, patient
 from tests.store.world import SLOT_BYTES, content, fetch, match, slots
@@ -40,63 +36,35 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         yield pair
 
 
-#: What all tests of replicas in step have counted.
-asked: Counter[str] = Counter()
-
-
 @pytest.fixture(scope="module")
-def _replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClusterServers]:
-    with RedisClusterServers(tmp_path_factory.mktemp("replicated"), replicas=True) as servers:
-        asked.clear()
-        yield servers
+def _asked() -> Iterator[Counter[str]]:
+    """What all tests of replicas in step have counted."""
+    asked = Counter[str]()
+    yield asked
     assert asked["replica_reads"], "no replica was ever asked"
 
 
 @pytest.fixture
 def replicated(
-    _replicated: RedisClusterServers, monkeypatch: pytest.MonkeyPatch
+    replicated_cluster: RedisClusterServers, _asked: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RedisClusterServers]:
     """Three masters with a replica each, empty; what is read is read from these."""
-    _replicated.flush()
     with in_step(monkeypatch) as counts:
-        yield _replicated
-        asked.update(counts)
+        yield replicated_cluster
+        _asked.update(counts)
 
 
-class TestOneShardReadFromReplicas(FullIndexConformance):
-    @pytest.fixture
-    def index(self, replicated: RedisClusterServers) -> Iterator[RedisIndex]:
-        self.url = replicated.urls[0]
-        with self.reopen() as index:
-            yield index
+class TestEightShardsReadFromReplicas(IndexConformance, NoteConformance):
+    """The rest of the contract asks no replica."""
 
-    def reopen(self) -> RedisIndex:
-        return self.configured()
-
-    def configured(
-        self, *, journal: JournalSettings | None = None, cost_aware: bool = True, by: str = ""
-    ) -> RedisIndex:
-        journal = journal or JournalSettings()
-        return RedisIndex.from_settings(self.url, PATIENT, journal=journal, cost_aware=cost_aware, by=by)
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        with redis.RedisCluster.from_url(self.url, protocol=2) as client:
-            client.hincrby(f"kvs:{{{name}}}:meta", "bytes", nbytes)
-
-
-class TestEightShardsReadFromReplicas(Sharded):
     @pytest.fixture
     def index(self, replicated: RedisClusterServers) -> Iterator[ShardedIndex]:
         self.url = replicated.urls[0]
         with self.reopen() as index:
             yield index
 
-    def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> RedisIndex:
-        return RedisIndex.from_settings(self.url, PATIENT, journal=journal, cost_aware=cost_aware, by=by)
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        with redis.RedisCluster.from_url(self.url, protocol=2) as client:
-            miscount(client, shard_names(name, self.shards), nbytes)
+    def reopen(self) -> ShardedIndex:
+        return ShardedIndex(RedisIndex.from_settings(self.url, PATIENT), shards=8)
 
 
 @pytest.mark.parametrize("shards", [1, 8])
@@ -162,21 +130,20 @@ def test_a_fresh_answer_is_the_masters(pair: Pair) -> None:
         assert None not in index.find(name, digests, fresh=True)
 
 
-def test_a_replica_that_came_later_is_found(tmp_path: Path) -> None:
+def test_a_replica_that_came_later_is_found(replicated_cluster: RedisClusterServers) -> None:
     """A Cluster's client asks for its nodes when something fails, and nothing does."""
     counts: Counter[str] = Counter()
-    with RedisClusterServers(tmp_path / "cluster", masters=3, replicas=True) as cluster:
-        with RedisIndex.from_settings(
-            cluster.urls[0],
-            patient(max_lag_s=1.0, read_from="replicas"),
-            count=lambda name: counts.update([name]),
-        ) as index:
-            name = filled(index)
-            index.match(name, chain(6))
-            nodes = index._client._current.nodes_manager.slots_cache  # type: ignore[union-attr]
-            for slot, those in list(nodes.items()):
-                nodes[slot] = those[:1]  # as it was before there were any
-            until(lambda: served(index.match(name, chain(6))) == 6 and counts["replica_reads"] > 0)
+    with RedisIndex.from_settings(
+        replicated_cluster.urls[0],
+        patient(max_lag_s=1.0, read_from="replicas"),
+        count=lambda name: counts.update([name]),
+    ) as index:
+        name = filled(index)
+        index.match(name, chain(6))
+        nodes = index._client._current.nodes_manager.slots_cache  # type: ignore[union-attr]
+        for slot, those in list(nodes.items()):
+            nodes[slot] = those[:1]  # as it was before there were any
+        until(lambda: served(index.match(name, chain(6))) == 6 and counts["replica_reads"] > 0)
 
 
 def test_what_is_evicted_unseen_is_loaded_within_grace_and_then_a_miss(pair: Pair, tmp_path: Path) -> None:
