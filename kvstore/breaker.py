@@ -59,15 +59,17 @@ class Breaker:
         If `may_probe` is false, the call is refused even when a probe is due: for calls that a request
         waits for, which should not pay for finding out that the backend is still down. Raises BreakerOpen.
         """
-        self._admit(may_probe)
+        probe = self._admit(may_probe)
         try:
             yield
         except Throttled:
-            if not self.is_closed:
+            if probe:
                 self._failed(subject)
             raise
         except TransientError:
-            self._failed(subject)
+            # One that was under way when the breaker opened tells nothing that is not known.
+            if probe or self.is_closed:
+                self._failed(subject)
             raise
         except BaseException:
             self._succeeded()
@@ -96,14 +98,16 @@ class Breaker:
         """Sleeps for so long, or until not all calls pass any more."""
         self._opened.wait(seconds)
 
-    def _admit(self, may_probe: bool) -> None:
+    def _admit(self, may_probe: bool) -> bool:
+        """Returns whether the caller is the probe."""
         with self._lock:
             if self.is_closed:
-                return
+                return False
             now = self._clock()
             self._refuse(now, may_probe)
-            # This caller is the probe; others are refused until it reports or the backoff passes again.
+            # Others are refused until it reports or the backoff passes again.
             self._retry_at = now + self._backoff
+            return True
 
     def _refuse(self, now: float, may_probe: bool) -> None:
         if now < self._retry_at or not may_probe:

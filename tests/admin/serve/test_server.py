@@ -32,7 +32,7 @@ from kvstore.admin.serve.monitor import HANGS_S, READY_S, Monitor
 from kvstore.admin.serve.reports import ServingReport
 from kvstore.admin.serve.server import Serving
 from kvstore.build import load_settings
-from kvstore.errors import TransientError
+from kvstore.errors import Throttled, TransientError
 from kvstore.index.demand import OwnDemand
 from kvstore.index.eviction import Scope
 from kvstore.index.port import Outcome
@@ -41,6 +41,8 @@ from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.janitor.janitor import Janitor
 from kvstore.janitor.reports import STEPS, JanitorFault, JanitorState, ScrubState, StepState
 from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, session_id
+from kvstore.payloads import bucket
+from kvstore.payloads.s3.store import S3Payloads
 from kvstore.rules.reasons import MISS_REASONS, UNSAVED
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, PartRecord, SegmentRecord
@@ -815,3 +817,24 @@ def test_a_place_that_cannot_be_listened_on_ends_it(admin: Admin, filled: Filled
     ran = admin("serve", "--listen", "192.0.2.1:9464", *filled.options)
     assert ran.code == 2
     assert "can't listen on 192.0.2.1:9464" in ran.err
+
+
+def test_its_janitor_does_not_wait_as_long_for_a_bucket_as_tools_do(
+    store_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds a lease, and comes again."""
+    world = World(store_name, payloads="s3://bucket/pre")
+    serving, calls = Serving(world.cache), list[Any]()
+
+    def refuse(*args: Any) -> None:
+        calls.append(args)
+        raise Throttled("slow down")
+
+    monkeypatch.setattr(S3Payloads, "delete", refuse)
+    monkeypatch.setattr(bucket, "pause", lambda _: None)
+    with world.cache:
+        janitor = serving._opened_janitor()
+        assert janitor is not None
+        with pytest.raises(Throttled):
+            janitor._payloads.delete(["one"])
+        assert len(calls) <= world.cache.settings.s3.attempts
