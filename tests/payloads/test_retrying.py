@@ -254,7 +254,7 @@ def test_places_of_calls_that_a_breaker_refuses_are_given_back(store_name: str) 
     throttle.turn("reads", 5.0)
     with pytest.raises(BreakerOpen):
         fetch(payloads, fresh_name())
-    assert throttle.turn("reads", 5.0)[0] <= 0.25
+    assert throttle.turn("reads", 5.0)[0] <= 1.25 * throttle.pause_s("reads")
 
 
 def test_a_read_that_is_refused_to_the_end_blames_nobody_if_others_are_served(store_name: str) -> None:

@@ -820,10 +820,10 @@ def test_a_place_that_cannot_be_listened_on_ends_it(admin: Admin, filled: Filled
 
 
 def test_its_janitor_does_not_wait_as_long_for_a_bucket_as_tools_do(
-    store_name: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It holds a lease, and comes again."""
-    world = World(store_name, payloads="s3://bucket/pre")
+    world = World("brief", payloads="s3://bucket/pre")
     serving, calls = Serving(world.cache), list[Any]()
 
     def refuse(*args: Any) -> None:
@@ -836,5 +836,5 @@ def test_its_janitor_does_not_wait_as_long_for_a_bucket_as_tools_do(
         janitor = serving._opened_janitor()
         assert janitor is not None
         with pytest.raises(Throttled):
-            janitor._payloads.delete(["one"])
+            janitor._scrubbing._payloads.delete(["one"])
         assert len(calls) <= world.cache.settings.s3.attempts
