@@ -283,7 +283,12 @@ class Prefetch(NoPrefetch):
         for hinted in self._hinted.over(now):
             self._let_go(hinted)
         health = self._health
-        if now < self._paused_until or health.readers_down or health.readers_scarce or health.reads_are_scarce:
+        if (
+            now < self._paused_until
+            or health.readers_down
+            or health.readers_scarce
+            or health.reads_are_scarce
+        ):
             return
         while self._running < AHEAD_THREADS and not self._loads and (one := self._next()) is not None:
             name, nbytes = one.rest.popleft()

@@ -52,8 +52,8 @@ def for_engines(
 
 
 def for_tools(bucket: PayloadStore, s3: S3Settings, *, patient: bool = True) -> PayloadStore:
-    """Returns a bucket that is waited for as long as that takes while it serves: a payload that nobody has asked
-    for must not pass for one that can't be read. Without `patient` it is waited for as engines do."""
+    """Returns a bucket that is waited for as long as that takes while it serves: a payload that nobody has
+    asked for must not pass for one that can't be read. Without `patient`, for as long as engines wait."""
     return RetryingPayloads(
         bucket,
         attempts=s3.attempts,

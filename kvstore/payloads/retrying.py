@@ -53,8 +53,9 @@ class RetryingPayloads(PayloadStore):
     ) -> None:
         """`patience_s` is for how long in all a call waits for its turn (None: `max_backoff_s`), and
         `refusals` how many calls for fewer requests it bears, or all calls in a row while none is served
-        (None: `attempts`, of one). `breaker` is the one that guards `inner`, where no read is a probe. `count` gets "slow_downs", for each call that the store
-        refused, and "held_back", for each that was not made."""
+        (None: `attempts`, of one). `breaker` is the one that guards `inner`, where no read is a probe.
+        `count` gets "slow_downs", for each call that the store refused, and "held_back", for each that was
+        not made."""
         self._inner = inner
         self._attempts = attempts
         self._backoff_s = backoff_s

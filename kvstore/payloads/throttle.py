@@ -73,8 +73,8 @@ class Throttle:
             return max(0.0, self._lanes[lane].turn(now, now + wait_s) - now), now
 
     def give_back(self, lane: Lane) -> None:
-        """Notes that a request that had taken a place was not made, nor those after it: a breaker opened. Whoever
-        comes when it has closed doesn't wait for them."""
+        """Notes that a request that had taken a place was not made, nor those after it: a breaker opened.
+        Whoever comes when it has closed doesn't wait for them."""
         with self._lock:
             self._lanes[lane].give_back(self._clock())
 

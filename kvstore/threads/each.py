@@ -28,7 +28,7 @@ _stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
 
 
 def pause(seconds: float) -> None:
-    """Sleeps. Raises StoreClosed as soon as the `for_each` that this thread works for begins no other thing."""
+    """Sleeps. Raises StoreClosed as soon as the `for_each` that this thread works for begins no other."""
     if (stop := _stop.get()) is None:
         time.sleep(seconds)
     elif stop.wait(seconds):
