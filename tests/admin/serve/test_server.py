@@ -823,8 +823,10 @@ def test_its_janitor_does_not_wait_as_long_for_a_bucket_as_tools_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It holds a lease, and comes again."""
-    world = World("brief", payloads="s3://bucket/pre")
-    serving, calls = Serving(world.cache), list[Any]()
+    world, calls = World("brief"), list[Any]()
+    janitor = Serving(world.cache)._opened_janitor()
+    assert janitor is not None
+    assert janitor._scrubbing._payloads is world.cache.brief_payloads
 
     def refuse(*args: Any) -> None:
         calls.append(args)
@@ -832,9 +834,8 @@ def test_its_janitor_does_not_wait_as_long_for_a_bucket_as_tools_do(
 
     monkeypatch.setattr(S3Payloads, "delete", refuse)
     monkeypatch.setattr(bucket, "pause", lambda _: None)
-    with world.cache:
-        janitor = serving._opened_janitor()
-        assert janitor is not None
+    settings = load_settings({"payloads": "s3://bucket/pre", "index": "redis://127.0.0.1:1/0"}, {})
+    with Cache(settings) as cache:
         with pytest.raises(Throttled):
-            janitor._scrubbing._payloads.delete(["one"])
-        assert len(calls) <= world.cache.settings.s3.attempts
+            cache.brief_payloads.delete(["one"])
+    assert 0 < len(calls) <= settings.s3.attempts
