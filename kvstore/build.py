@@ -196,10 +196,12 @@ def open_redis(settings: Settings) -> RedisClient | None:
     return RedisClient.from_settings(settings.index_url, settings.redis, count=lambda name: None)
 
 
-def open_payloads(settings: Settings) -> PayloadStore:
-    """Returns the payload store that all nodes share, for tools: no breaker, no fast tier. No I/O for S3."""
+def open_payloads(settings: Settings, *, patient: bool = True) -> PayloadStore:
+    """Returns the payload store that all nodes share, for tools: no breaker, no fast tier. No I/O for S3.
+    `patient` is for_tools'.
+    """
     leaf = _leaf(settings)
-    return for_tools(leaf, settings.s3) if settings.origin.startswith("s3://") else leaf
+    return for_tools(leaf, settings.s3, patient=patient) if settings.origin.startswith("s3://") else leaf
 
 
 def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None], PayloadStore]:

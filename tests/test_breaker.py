@@ -196,6 +196,21 @@ def test_a_probe_that_is_told_to_come_less_often_has_failed(breaker: Breaker, cl
     assert probed(breaker)
 
 
+@pytest.mark.parametrize("error", [Throttled("slow down"), TransientError("down")])
+def test_calls_that_were_under_way_when_it_opened_are_no_probes(
+    breaker: Breaker, clock: Clock, error: Exception
+) -> None:
+    late = [breaker.guard(may_probe=False, subject=str(number)) for number in range(6)]
+    for one in late:
+        one.__enter__()
+    for _ in range(3):
+        fail(breaker)
+    for one in late:
+        assert not one.__exit__(type(error), error, None)
+    clock.now += 1.0
+    assert probed(breaker)
+
+
 def test_who_waits_for_its_turn_is_told_before_whether_it_may_call(breaker: Breaker, clock: Clock) -> None:
     assert not breaker.check()
     for _ in range(3):

@@ -16,8 +16,9 @@ What keeps this from costing anything:
                          a quarter of the folder: a long queue doesn't push out what its head waits for
     the network          what was fetched for nothing counts against that for `_WASTE_S` more: clients that
                          send requests and abort them don't make an engine fetch without an end
-    a store that fails   nothing is begun for `_PAUSE_S` after a failure, nor while the ranks can't read; a
-                         segment that fails twice is given up
+    a store that fails   nothing is begun for `_PAUSE_S` after a failure, nor while the ranks can't read,
+                         or they or this process are asked for fewer reads; a segment that fails twice
+                         is given up
 
 What this engine has computed, saved or loaded lately is in the folder as well, and the folder is larger than
 the engine's own cache, so that what is fetched is hardly ever what the engine has itself.
@@ -281,7 +282,13 @@ class Prefetch(NoPrefetch):
             self._wasted -= self._waste.popleft()[1]
         for hinted in self._hinted.over(now):
             self._let_go(hinted)
-        if now < self._paused_until or self._health.readers_down or self._health.reads_are_scarce:
+        health = self._health
+        if (
+            now < self._paused_until
+            or health.readers_down
+            or health.readers_scarce
+            or health.reads_are_scarce
+        ):
             return
         while self._running < AHEAD_THREADS and not self._loads and (one := self._next()) is not None:
             name, nbytes = one.rest.popleft()

@@ -316,7 +316,8 @@ class Meter:
         predicted = one.requests * settled.latency_s + one.nbytes / settled.bytes_per_s
         took = now - one.began + held_s
         if took > _SLOWER * predicted:
-            self._settled = corrected(settled, one.nbytes, took, rounds=one.requests)
+            # It shares the tier with all that is under way.
+            self._settled = self.speed(now + held_s)
             self._learned_at, self.tells_apart, self.better = now, False, False
             self._points.clear()
             self.count += 1

@@ -160,6 +160,8 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     load_seconds: dict[str, float] = field(default_factory=dict)
     #: Requests whose loads have ended on some rank -> what was done for them, if that is asked for.
     load_times: dict[str, LoadTimes] = field(default_factory=dict)
+    #: Ranks that have begun or ceased to be asked for fewer reads -> whether they are now.
+    reads_scarce: dict[int, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVStoreWorkerMetadata)
@@ -196,6 +198,7 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
             self.speeds | other.speeds,
             seconds,
             times,
+            self.reads_scarce | other.reads_scarce,
         )
 
 

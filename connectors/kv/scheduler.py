@@ -137,8 +137,9 @@ class KVScheduler:
         )
         self._queued_items = QueuedItems()
         self._hinted = HintedSessions(store, self.prefetch)
-        #: Ranks that can't read payloads now.
+        #: Ranks that can't read payloads now, and those that are asked for fewer reads.
         self._down: set[int] = set()
+        self._scarce: set[int] = set()
         self._abandon_loads = False
         self._enter(space)
         space.register_soon()
@@ -233,6 +234,9 @@ class KVScheduler:
             (self._down.add if down else self._down.discard)(rank)
         # This half reads no payloads itself, so only the ranks can tell it that promises would fail.
         self.store.health.readers_down = bool(self._down)
+        for rank, scarce in meta.reads_scarce.items():
+            (self._scarce.add if scarce else self._scarce.discard)(rank)
+        self.store.health.readers_scarce = bool(self._scarce)
         self._observer.load_times(meta.load_times)
         self.loading.reported(meta)
         for request_id in meta.failed_handoffs:

@@ -98,7 +98,7 @@ class Cache:
 
     def __exit__(self, *exc: object) -> None:
         # Closes only what was opened: a cached property that was never read is not in __dict__.
-        for name in ("index", "payloads", "fast"):
+        for name in ("index", "payloads", "brief_payloads", "fast"):
             if (backend := self.__dict__.get(name)) is not None:
                 backend.close()
 
@@ -144,6 +144,11 @@ class Cache:
     def payloads(self) -> PayloadStore:
         """The payload store."""
         return open_payloads(self.settings)
+
+    @cached_property
+    def brief_payloads(self) -> PayloadStore:
+        """The payload store for whoever holds a lease and comes again: it waits no longer than an engine."""
+        return open_payloads(self.settings, patient=False)
 
     @cached_property
     def keyring(self) -> Keyring:

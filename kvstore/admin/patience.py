@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvstore.errors import HeldBack, KVStoreError
+from kvstore.errors import KVStoreError
 
 #: Failures in a row after which the store as a whole is taken to fail.
 MOST = 5
@@ -23,12 +23,7 @@ class Patience:
             self._failures = 0
 
     def unanswered(self, exc: KVStoreError) -> None:
-        """Notes that a payload could not be read. Raises `exc` if that was once too often in a row.
-
-        A call that was not made says nothing of the store, and counts for nothing.
-        """
-        if isinstance(exc, HeldBack):
-            return
+        """Notes that a payload could not be read. Raises `exc` if that was once too often in a row."""
         with self._lock:
             self._failures += 1
             if self._failures >= MOST:

@@ -16,9 +16,11 @@ from kvstore.payloads.port import PayloadStore
 from kvstore.payloads.ranged import RangedPayloads, Together
 from kvstore.payloads.retrying import RetryingPayloads
 from kvstore.payloads.throttle import Throttle
+from kvstore.threads.each import pause
 from schemas.settings import S3Settings
 
-#: How many times a tool is asked for fewer requests, with one call, before that is an answer.
+#: How many times a tool is asked for fewer requests, with one call or with all in a row, before that is an
+#: answer.
 _TOOLS_REFUSALS: Final = 20
 
 
@@ -49,14 +51,15 @@ def for_engines(
     )
 
 
-def for_tools(bucket: PayloadStore, s3: S3Settings) -> PayloadStore:
-    """Returns a bucket that is waited for as long as that takes: a payload that nobody has asked for must not
-    pass for one that can't be read."""
+def for_tools(bucket: PayloadStore, s3: S3Settings, *, patient: bool = True) -> PayloadStore:
+    """Returns a bucket that is waited for as long as that takes while it serves: a payload that nobody has
+    asked for must not pass for one that can't be read. Without `patient`, for as long as engines wait."""
     return RetryingPayloads(
         bucket,
         attempts=s3.attempts,
         backoff_s=s3.backoff_s,
         max_backoff_s=s3.max_backoff_s,
-        patience_s=math.inf,
-        refusals=max(_TOOLS_REFUSALS, s3.attempts),
+        patience_s=math.inf if patient else None,
+        refusals=max(_TOOLS_REFUSALS, s3.attempts) if patient else None,
+        sleep=pause,
     )

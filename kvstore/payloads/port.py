@@ -13,14 +13,16 @@ them: nothing held can leak).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvstore.rules.tiers import Tier
 
 if TYPE_CHECKING:
     from typing import Self
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,12 @@ class Listed:
     nbytes: int
     #: Unix seconds of its last change.
     modified_s: float
+
+
+class Again(Protocol):
+    """Makes a request, and makes it again if that fails."""
+
+    def __call__(self, call: Callable[[], _T], /) -> _T: ...
 
 
 class PayloadStore(ABC):
@@ -79,6 +87,13 @@ class PayloadStore(ABC):
         Things that are not payloads (temporary files, an index file beside them) are not listed.
         """
 
+    def listed(self, prefix: str, again: Again) -> Iterator[Listed]:
+        """Yields what `list` does, and makes each request by `again`; here the first one only, since what has
+        been yielded can't be taken back."""
+        listing, first = again(lambda: _started(self.list(prefix)))
+        yield from first
+        yield from listing
+
     @abstractmethod
     def ping(self) -> None:
         """Raises what a put and a read would raise for lack of access. Leaves nothing behind."""
@@ -92,3 +107,12 @@ class PayloadStore(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def at_once(call: Callable[[], _T], /) -> _T:
+    """Makes a request once."""
+    return call()
+
+
+def _started(listing: Iterator[Listed]) -> tuple[Iterator[Listed], list[Listed]]:
+    return listing, [first for first in [next(listing, None)] if first is not None]

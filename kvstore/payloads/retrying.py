@@ -3,6 +3,7 @@ for their turn at a store that asks for fewer of them."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ class RetryingPayloads(PayloadStore):
 
     A call that the breaker would refuse doesn't wait to be told so. One that may find out whether the store
     is back goes past those that wait: a breaker lets few of them through. A read that the store has refused
-    to the end, while it served no other call, is blamed on the breaker.
+    in all its attempts, while it served no other call, is blamed on the breaker.
     """
 
     def __init__(
@@ -51,20 +52,24 @@ class RetryingPayloads(PayloadStore):
         rng: Callable[[], float] = random.random,
     ) -> None:
         """`patience_s` is for how long in all a call waits for its turn (None: `max_backoff_s`), and
-        `refusals` how many calls for fewer requests it bears (None: `attempts`). `breaker` is the one that
-        guards `inner`, where no read is a probe. `count` gets "slow_downs", for each call that the store
-        refused, and "held_back", for each that was not made."""
+        `refusals` how many calls for fewer requests it bears, or all calls in a row while none is served
+        (None: `attempts`, of one). `breaker` is the one that guards `inner`, where no read is a probe.
+        `count` gets "slow_downs", for each call that the store refused, and "held_back", for each that was
+        not made."""
         self._inner = inner
         self._attempts = attempts
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
         self._patience_s = max_backoff_s if patience_s is None else patience_s
         self._refusals = attempts if refusals is None else refusals
+        self._most_in_a_row = math.inf if refusals is None else refusals
         self._throttle = throttle or Throttle(longest_s=max_backoff_s)
         self._breaker = breaker
         #: Number of calls that the store has served. Not exact: compared with what it was, it tells whether
         #: any was.
         self._served = 0
+        #: Likewise the number of refusals since the last of them.
+        self._in_a_row = 0
         self._count = count
         self._sleep = sleep or (time.sleep if breaker is None else breaker.wait)
         self._rng = rng
@@ -78,15 +83,7 @@ class RetryingPayloads(PayloadStore):
     def read(
         self, name: str, offset: int, into: Sequence[memoryview], *, size: int | None = None
     ) -> int | None:
-        served = self._served
-        try:
-            return self._again(lambda: self._inner.read(name, offset, into, size=size), lane="reads")
-        except HeldBack:
-            raise
-        except Throttled:
-            if self._breaker is not None and self._served == served:
-                self._breaker.blame(name)
-            raise
+        return self._again(lambda: self._inner.read(name, offset, into, size=size), lane="reads", blame=name)
 
     def tier(self, name: str, nbytes: int) -> Tier:
         return self._inner.tier(name, nbytes)
@@ -95,10 +92,7 @@ class RetryingPayloads(PayloadStore):
         return self._again(lambda: self._inner.delete(names))
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
-        # Only the beginning is repeated: what has been yielded can't be taken back.
-        listing, first = self._again(lambda: _started(self._inner.list(prefix)))
-        yield from first
-        yield from listing
+        return self._inner.listed(prefix, self._again)
 
     def ping(self) -> None:
         # Once only: the caller wants to know how the store is now.
@@ -107,8 +101,10 @@ class RetryingPayloads(PayloadStore):
     def close(self) -> None:
         self._inner.close()
 
-    def _again(self, call: Callable[[], _T], *, lane: Lane = "saves", once: bool = False) -> _T:
-        pause, patience_s = self._backoff_s, self._patience_s
+    def _again(
+        self, call: Callable[[], _T], /, *, lane: Lane = "saves", once: bool = False, blame: str | None = None
+    ) -> _T:
+        pause, patience_s, served = self._backoff_s, self._patience_s, self._served
         failures, refusals = (1, 1) if once else (self._attempts, self._refusals)
         refused: Throttled | None = None
         made = 0
@@ -116,21 +112,29 @@ class RetryingPayloads(PayloadStore):
             made += 1
             try:
                 wait_s, taken = self._turn(lane, patience_s)
-            except HeldBack:
+            except HeldBack as held:
                 self._count("held_back")
                 # What the store has said itself tells more.
                 if refused is not None:
+                    refused.wait_s = held.wait_s
                     raise refused from None
                 raise
             patience_s -= wait_s
             try:
                 found = call()
-            except (BreakerOpen, StoreClosed):
+            except BreakerOpen:
+                if wait_s:
+                    self._throttle.give_back(lane)
+                raise
+            except StoreClosed:
                 raise
             except Throttled as exc:
                 self._count("slow_downs")
                 self._throttle.refused(lane, taken)
-                if made >= refusals:
+                self._in_a_row += 1
+                if made >= refusals or self._in_a_row >= self._most_in_a_row:
+                    if self._breaker is not None and blame is not None and self._served == served:
+                        self._breaker.blame(blame)
                     raise
                 refused = exc
             except TransientError:
@@ -140,6 +144,7 @@ class RetryingPayloads(PayloadStore):
                 pause *= 2
             else:
                 self._served += 1
+                self._in_a_row = 0
                 return found
 
     def _turn(self, lane: Lane, patience_s: float) -> tuple[float, float]:
@@ -150,7 +155,3 @@ class RetryingPayloads(PayloadStore):
         if wait_s:
             self._sleep(wait_s)
         return wait_s, taken
-
-
-def _started(listing: Iterator[Listed]) -> tuple[Iterator[Listed], list[Listed]]:
-    return listing, [first for first in [next(listing, None)] if first is not None]

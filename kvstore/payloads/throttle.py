@@ -72,6 +72,12 @@ class Throttle:
             now = self._clock()
             return max(0.0, self._lanes[lane].turn(now, now + wait_s) - now), now
 
+    def give_back(self, lane: Lane) -> None:
+        """Notes that a request that had taken a place was not made, nor those after it: a breaker opened.
+        Whoever comes when it has closed doesn't wait for them."""
+        with self._lock:
+            self._lanes[lane].give_back(self._clock())
+
     def probe(self, lane: Lane) -> float:
         """Notes a request that finds out whether the store is back, and waits for no turn: a breaker sees to
         it that they are few. Returns what `refused` has to be told of it."""
@@ -130,6 +136,9 @@ class _Pauses:
             self._next_s = at + self._jittered(pause)
         self.made(at)
         return at
+
+    def give_back(self, now: float) -> None:
+        self._next_s = min(self._next_s, now + self._jittered(self.pause_s(now)))
 
     def made(self, at: float) -> None:
         self._made.append(at)

@@ -27,6 +27,8 @@ class Health:
         #: Whether the processes that read payloads say that they can't now. Set by a scheduler, which never
         #: reads any itself.
         self.readers_down = False
+        #: Likewise whether they say that reads are scarce.
+        self.readers_scarce = False
 
     @property
     def index_down(self) -> bool:
@@ -40,7 +42,8 @@ class Health:
 
     @property
     def reads_are_scarce(self) -> bool:
-        """Tells whether the payload store has asked for fewer reads lately (Throttle.reads_are_scarce)."""
+        """Tells whether the payload store has asked this process for fewer reads lately
+        (Throttle.reads_are_scarce)."""
         return self._throttle is not None and self._throttle.reads_are_scarce()
 
     def payloads_answer(self) -> bool:

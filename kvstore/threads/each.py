@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import TypeVar
 
+from kvstore.errors import StoreClosed
 from kvstore.threads.transfers import Crew
 
 _T = TypeVar("_T")
@@ -15,7 +18,21 @@ class _Nothing:
     """Stands for the end of an iterator, whose items may be None."""
 
 
+class _Stopped(StoreClosed):
+    """What a thing waited for is not waited for any more."""
+
+
 _NOTHING = _Nothing()
+#: Set when no other thing is begun.
+_stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
+
+
+def pause(seconds: float) -> None:
+    """Sleeps. Raises StoreClosed as soon as the `for_each` that this thread works for begins no other."""
+    if (stop := _stop.get()) is None:
+        time.sleep(seconds)
+    elif stop.wait(seconds):
+        raise _Stopped("not waited for: the work has been stopped")
 
 
 def for_each(work: Callable[[_T], None], things: Iterable[_T], jobs: int) -> None:
@@ -27,16 +44,21 @@ def for_each(work: Callable[[_T], None], things: Iterable[_T], jobs: int) -> Non
     lock, stop = threading.Lock(), threading.Event()
 
     def worker() -> None:
-        while not stop.is_set():
-            with lock:
-                thing = next(source, _NOTHING)
-            if isinstance(thing, _Nothing):
-                return
-            try:
+        token = _stop.set(stop)
+        try:
+            while not stop.is_set():
+                with lock:
+                    thing = next(source, _NOTHING)
+                if isinstance(thing, _Nothing):
+                    return
                 work(thing)
-            except BaseException:
-                stop.set()
-                raise
+        except _Stopped:
+            pass  # another one has failed, and its error is the one to raise
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            _stop.reset(token)
 
     crew = Crew(jobs - 1, "cache-admin")
     try:

@@ -127,9 +127,9 @@ class S3Settings(StrictModel):
     attempts: int = Field(default=3, ge=1, le=10)
     #: Pause before the second attempt; the pauses double, with full jitter.
     backoff_s: Seconds = 0.1
-    #: The longest pause between attempts; and for how long a call of an engine waits for its turn, in all,
-    #: while the server asks for fewer requests (503 SlowDown). One whose turn comes later is not made. Tools
-    #: wait for as long as it takes.
+    #: The longest pause between attempts; and for how long a call of an engine or the janitor waits for its
+    #: turn, in all, while the server asks for fewer requests (503 SlowDown). One whose turn comes later is
+    #: not made. Tools wait for as long as it takes.
     max_backoff_s: Seconds = 2.0
     #: A longer read is split into ranged GETs of about this size, `concurrency` of them at a time.
     range_bytes: Bytes = Field(default=8 << 20, ge=64 << 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvstore.conformance.faulty import Rule
-from kvstore.errors import TransientError
+from kvstore.errors import Throttled, TransientError
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Reconciled
 from kvstore.janitor import janitor as janitors
@@ -22,9 +22,11 @@ from kvstore.janitor.janitor import Janitor
 from kvstore.janitor.lease import Leadership
 from kvstore.janitor.log import Logbook
 from kvstore.janitor.reports import DONE, STEPS, ScrubState, Step
+from kvstore.payloads import bucket
 from kvstore.store import housekeeping
 from kvstore.store.rounds import JANITOR
-from tests.janitor.world import CHANGES, READS, Calls, World, step
+from schemas.settings import S3Settings
+from tests.janitor.world import CHANGES, READS, Calls, RecordedPayloads, World, step
 
 LEASE_S = 15.0
 
@@ -312,6 +314,33 @@ def test_a_payload_store_that_is_down_is_asked_three_times_a_round(world: World)
     world.plan.replace()
     janitor.round()
     assert sum(account.trashed for account in world.index.accounts()) == 0
+
+
+def test_deletes_that_are_refused_take_less_than_a_lease_and_the_other_steps_go_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(RecordedPayloads):
+        def delete(self, names: Sequence[str]) -> int:
+            raise Throttled("slow down")
+
+    monkeypatch.setattr(bucket, "pause", world.clock.sleep)
+    world.open(bucket.for_tools(Refusing(world.name), S3Settings(), patient=False))
+    space, janitor = world.space(), world.janitor()
+    world.save(space, 0, 4)
+    world.index.invalidate(space.id)
+    janitor.round()
+    world.clock.now += world.settings.grace_s + 1
+    for _ in range(3):
+        began = world.clock.now
+        assert janitor.round()
+        assert world.clock.now - began < LEASE_S
+        world.clock.now += 10
+    state = janitor.state()
+    assert step(state, "reap").failing
+    assert (state.leader, state.losses) == (True, 0)
+    assert step(state, "sweep").runs == step(state, "reap").runs == 4
+    # What can't be deleted stays for the next round.
+    assert world.index.accounts()[0].trashed == 4
 
 
 def test_halving_is_once_an_hour_whoever_does_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

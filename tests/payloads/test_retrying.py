@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.admin.patience import Patience
 from kvstore.breaker import Breaker
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.conformance.faulty import FaultyPayloads, Plan, Rule, Verb
@@ -213,6 +212,51 @@ def test_a_burst_of_reads_that_are_held_back_does_not_open_the_breaker(store_nam
     assert told == ["held_back"] * (len(names) - served)
 
 
+def test_a_read_whose_next_turn_comes_too_late_blames_nobody(store_name: str) -> None:
+    """It was refused once, and would have been served with the next attempt, for all that is known."""
+    clock = Clock()
+    payloads = RetryingPayloads(
+        Raising(store_name, Throttled("slow down")),
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=2.0,
+        throttle=slowed(clock, 2.0, longest_s=2.0),
+        breaker=(breaker := touchy(clock)),
+        sleep=clock.sleep,
+    )
+    with pytest.raises(Throttled, match="slow down") as refused:
+        fetch(payloads, fresh_name())
+    assert breaker.is_closed
+    # What it would have waited is told all the same.
+    assert refused.value.wait_s > 0
+
+
+def test_places_of_calls_that_a_breaker_refuses_are_given_back(store_name: str) -> None:
+    clock = Clock()
+    throttle = slowed(clock, 0.2)
+    clock.now += 0.2
+
+    def opens(seconds: float) -> None:
+        """Nine others wait as well, when the breaker opens: none of them is made."""
+        for _ in range(9):
+            throttle.turn("reads", 5.0)
+        breaker.blame()
+
+    payloads = RetryingPayloads(
+        BreakingPayloads(MemoryPayloads(store_name), breaker := touchy(clock), reads_probe=False),
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=5.0,
+        throttle=throttle,
+        breaker=breaker,
+        sleep=opens,
+    )
+    throttle.turn("reads", 5.0)
+    with pytest.raises(BreakerOpen):
+        fetch(payloads, fresh_name())
+    assert throttle.turn("reads", 5.0)[0] <= 1.25 * throttle.pause_s("reads")
+
+
 def test_a_read_that_is_refused_to_the_end_blames_nobody_if_others_are_served(store_name: str) -> None:
     good = fresh_name()
 
@@ -347,13 +391,37 @@ def test_a_tool_bears_more_refusals_than_failures(store_name: str) -> None:
     assert refusing.errors == []
 
 
-def test_patience_does_not_count_calls_that_were_not_made() -> None:
-    patience = Patience()
-    for _ in range(20):
-        patience.unanswered(HeldBack("not tried"))
-    with pytest.raises(Throttled, match="slow down"):
-        for _ in range(5):
-            patience.unanswered(Throttled("slow down"))
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_tool_bears_refusals_while_other_calls_are_served(store_name: str, serves: bool) -> None:
+    """Else each of many jobs would find out by itself, in a row, that the bucket serves nobody."""
+    clock, name = Clock(), fresh_name()
+
+    class Some(MemoryPayloads):
+        made = 0
+
+        def read(self, *args: Any, **options: Any) -> int | None:
+            if args[0] == name:
+                return super().read(*args, **options)
+            self.made += 1
+            raise Throttled("slow down")
+
+    payloads = RetryingPayloads(
+        inner := Some(store_name),
+        attempts=3,
+        backoff_s=0.1,
+        max_backoff_s=2.0,
+        patience_s=math.inf,
+        refusals=20,
+        throttle=Throttle(longest_s=2.0, clock=clock),
+        sleep=clock.sleep,
+    )
+    inner.put(name, views(b"abc"))
+    for _ in range(8):
+        with pytest.raises(Throttled, match="slow down"):
+            fetch(payloads, fresh_name())
+        if serves:
+            assert fetch(payloads, name) == b"abc"
+    assert inner.made == (8 * 20 if serves else 20 + 7)
 
 
 def test_a_ping_is_made_once_and_takes_a_turn(store_name: str) -> None:

@@ -51,7 +51,7 @@ class KVWorker:
         self._store = store
         self._number = place.number
         self._namespace: Namespace | None = None
-        self._said_down = False
+        self._said_down = self._said_scarce = False
         self._naming: Naming | None = None
         self._tally = Tally(store.counters, RENAMED)
         self._tier_states = TierStates(store, self._tally, f"{{{place.number}}}")
@@ -94,16 +94,19 @@ class KVWorker:
 
     def take_report(self) -> KVStoreWorkerMetadata | None:
         """Returns what the scheduler half must know; None if nothing has happened."""
-        down = not self._store.health.payloads_answer()
+        down, scarce = not self._store.health.payloads_answer(), self._store.health.reads_are_scarce
         named, self._naming = self._naming, None
         parts = (self.reads, self.writes, self.audits)
-        if down == self._said_down and named is None and not any(part.has_news for part in parts):
+        said = (down, scarce) == (self._said_down, self._said_scarce)
+        if said and named is None and not any(part.has_news for part in parts):
             return None
         report = KVStoreWorkerMetadata()
         for part in parts:
             part.tell(report)
         if down != self._said_down:
             report.payloads_down[self._number] = self._said_down = down
+        if scarce != self._said_scarce:
+            report.reads_scarce[self._number] = self._said_scarce = scarce
         if named is not None:
             report.weights[self._number] = named
         return report

@@ -9,13 +9,14 @@ TransientError that says so; redirects are not followed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from kvstore.errors import KVStoreError, TransientError
-from kvstore.payloads.port import Listed
+from kvstore.payloads.port import Again, Listed, at_once
 from kvstore.payloads.s3.errors import classify, of_boto
 from kvstore.payloads.versions import Version
 from schemas.urls import S3Location
@@ -46,11 +47,11 @@ class S3Control:
         except _NONSENSE as exc:
             raise _nonsense(what, exc) from exc
 
-    def objects(self, what: str, prefix: str) -> Iterator[Listed]:
-        """Yields what lies under `prefix`, by its name below the root."""
+    def objects(self, what: str, prefix: str, again: Again = at_once) -> Iterator[Listed]:
+        """Yields what lies under `prefix`, by its name below the root. `again` asks for each page."""
         root = self._location.root
         tokens = ("ContinuationToken",)
-        for page in self._pages(what, "list_objects_v2", "Name", tokens, Prefix=prefix):
+        for page in self._pages(what, "list_objects_v2", "Name", tokens, again, Prefix=prefix):
             yield from self._each(
                 what,
                 page.get("Contents", ()),
@@ -117,7 +118,13 @@ class S3Control:
         self._client.close()
 
     def _pages(
-        self, what: str, operation: str, named: str, tokens: Sequence[str], **arguments: Any
+        self,
+        what: str,
+        operation: str,
+        named: str,
+        tokens: Sequence[str],
+        again: Again = at_once,
+        **arguments: Any,
     ) -> Iterator[dict[str, Any]]:
         """Yields the pages of a listing. `named` is where each says whose it is; `tokens` are its parameters
         whose values a page gives as `Next...`."""
@@ -126,7 +133,7 @@ class S3Control:
         # The place of page 1, 2, 4, 8, ...: a circle of any length comes past one of them.
         mark, number = place, 0
         while True:
-            page = self.ask(what, operation, **arguments, **place)
+            page = again(partial(self.ask, what, operation, **arguments, **place))
             if named not in page:
                 # As from a gate that wants to be logged in at: to boto3 any XML is a listing of nothing.
                 raise _nonsense(about, ValueError("no listing"))

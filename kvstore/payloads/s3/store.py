@@ -33,7 +33,7 @@ from kvstore.errors import KVStoreError, PermissionDenied, TransientError
 from kvstore.jitter import sooner
 from kvstore.keys import parse_payload_name
 from kvstore.payloads.buffers import flat, total
-from kvstore.payloads.port import Listed, PayloadStore
+from kvstore.payloads.port import Again, Listed, PayloadStore, at_once
 from kvstore.payloads.s3.clients import Session
 from kvstore.payloads.s3.control import S3Control
 from kvstore.payloads.s3.errors import Redirected
@@ -121,10 +121,13 @@ class S3Payloads(PayloadStore):
         return len(keys)
 
     def list(self, prefix: str = "") -> Iterator[Listed]:
+        return self.listed(prefix, at_once)
+
+    def listed(self, prefix: str, again: Again) -> Iterator[Listed]:
         if not _WITHIN.fullmatch(prefix):
             return  # no payload's name starts so, and some clients and servers can't spell it
         # One page at a time, so that a failure or a slow consumer costs one page.
-        for listed in self._control.objects(f"list {prefix}".rstrip(), self._root + prefix):
+        for listed in self._control.objects(f"list {prefix}".rstrip(), self._root + prefix, again):
             if parse_payload_name(listed.name):
                 yield listed
 

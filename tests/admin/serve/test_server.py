@@ -32,7 +32,7 @@ from kvstore.admin.serve.monitor import HANGS_S, READY_S, Monitor
 from kvstore.admin.serve.reports import ServingReport
 from kvstore.admin.serve.server import Serving
 from kvstore.build import load_settings
-from kvstore.errors import TransientError
+from kvstore.errors import Throttled, TransientError
 from kvstore.index.demand import OwnDemand
 from kvstore.index.eviction import Scope
 from kvstore.index.port import Outcome
@@ -41,6 +41,8 @@ from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.janitor.janitor import Janitor
 from kvstore.janitor.reports import STEPS, JanitorFault, JanitorState, ScrubState, StepState
 from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, session_id
+from kvstore.payloads import bucket
+from kvstore.payloads.s3.store import S3Payloads
 from kvstore.rules.reasons import MISS_REASONS, UNSAVED
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, PartRecord, SegmentRecord
@@ -815,3 +817,25 @@ def test_a_place_that_cannot_be_listened_on_ends_it(admin: Admin, filled: Filled
     ran = admin("serve", "--listen", "192.0.2.1:9464", *filled.options)
     assert ran.code == 2
     assert "can't listen on 192.0.2.1:9464" in ran.err
+
+
+def test_its_janitor_does_not_wait_as_long_for_a_bucket_as_tools_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It holds a lease, and comes again."""
+    world, calls = World("brief"), list[Any]()
+    janitor = Serving(world.cache)._opened_janitor()
+    assert janitor is not None
+    assert janitor._scrubbing._payloads is world.cache.brief_payloads
+
+    def refuse(*args: Any) -> None:
+        calls.append(args)
+        raise Throttled("slow down")
+
+    monkeypatch.setattr(S3Payloads, "delete", refuse)
+    monkeypatch.setattr(bucket, "pause", lambda _: None)
+    settings = load_settings({"payloads": "s3://bucket/pre", "index": "redis://127.0.0.1:1/0"}, {})
+    with Cache(settings) as cache:
+        with pytest.raises(Throttled):
+            cache.brief_payloads.delete(["one"])
+    assert 0 < len(calls) <= settings.s3.attempts

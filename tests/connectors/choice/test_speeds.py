@@ -354,3 +354,15 @@ def test_a_read_that_a_bucket_holds_back_tells_how_slow_it_is_at_least() -> None
     meter.end("two", 20.1, arrived=False)
     meter.held("two", 20.1, 60.0)
     assert meter.count == 1
+
+
+def test_a_read_that_is_held_back_is_not_all_that_the_tier_does() -> None:
+    meter = Meter(FIRST["bucket"], 16)
+    for number in range(16):
+        meter.ask(number, 8 << 20, 0.0)
+        meter.begin(number, 0.0)
+    meter.held(0, 0.0, 2.1)
+    # 2.1 seconds are no more than all of them take at this speed.
+    assert meter.speed(0.0).bytes_per_s > 0.8 * FIRST["bucket"].bytes_per_s
+    meter.held(0, 0.0, 30.0)
+    assert meter.speed(0.0).seconds(16 * (8 << 20)) == pytest.approx(30.0, rel=0.2)

@@ -287,16 +287,18 @@ def test_what_fails_twice_is_given_up(make: Any) -> None:
     assert prefetched(scheduler).held == 0
 
 
-def test_nothing_is_begun_while_the_ranks_cannot_read(make: Any) -> None:
+@pytest.mark.parametrize("what", ["payloads_down", "reads_scarce"])
+def test_nothing_is_begun_while_the_ranks_cannot_read(make: Any, what: str) -> None:
     node = make()
     node.save(*range(2))
     scheduler = engine(node)
     scheduler.on_new_request(FakeRequest("r", range(2)))
     until(lambda: prefetched(scheduler)._requests["r"].found)
-    tell(scheduler, payloads_down={0: True})
+    tell(scheduler, **{what: {0: True, 1: True}})
+    tell(scheduler, **{what: {1: False}})
     step(scheduler)
     assert node.store.transfers.drain(PATIENCE_S) and node.fetched() == 0
-    tell(scheduler, payloads_down={0: False})
+    tell(scheduler, **{what: {0: False}})
     step(scheduler)
     until(lambda: node.counted() == (1, 0, 0, 0))
 

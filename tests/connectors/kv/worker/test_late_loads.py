@@ -262,6 +262,16 @@ def test_nothing_is_read_for_the_sake_of_measuring_while_reads_are_scarce(store:
     assert not store.counters.snapshot()["probe_blocks"]
 
 
+def test_the_scheduler_is_told_once_that_reads_are_scarce(store: Store, space: Space) -> None:
+    """What is fetched ahead is fetched by another process, whose own throttle knows nothing of it."""
+    worker = worker_of(with_scarce_reads(store), space)
+    assert reported(worker).reads_scarce == {0: True}
+    assert worker.take_report() is None
+    other = KVStoreWorkerMetadata(reads_scarce={1: False})
+    both = KVStoreWorkerMetadata(reads_scarce={0: True}).aggregate(other)
+    assert isinstance(both, KVStoreWorkerMetadata) and both.reads_scarce == {0: True, 1: False}
+
+
 def test_a_load_that_is_held_back_tells_how_slow_the_store_is(
     worker: KVWorker, space: Space, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
