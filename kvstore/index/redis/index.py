@@ -60,6 +60,10 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     meta's field             what
     shards                   in how many it lies; only with schema 3
     erasing                  1: an erase has begun, and nobody has registered it since; only with schema 3
+    to                       the number of shards that a reshard fills; they are nobody's until it has turned
+    from                     the number of those that it has left, and brings over to the last bit
+    aside_bits               bucket_bits of what engines are not to change: of a shard that was left, and of
+                             one shard under the namespace's own id while that is filled, or was left
     schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
                              one of a newer schema is left alone
     json, kind, tenant       the namespace's
@@ -102,7 +106,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.index.contract import (
     HOT_KEPT,
     HOT_MOST,
@@ -117,22 +120,18 @@ from kvstore.index.contract import (
 )
 from kvstore.index.eviction import worth
 from kvstore.index.port import Claim, CommitState, Run
-from kvstore.index.redis.catalogue import shards_of
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
-from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
+from kvstore.index.redis.layouts import RedisLayouts
+from kvstore.index.redis.maintenance import SLICE
 from kvstore.index.redis.salts import RedisSalts
 from kvstore.index.redis.values import (
     JOURNAL,
-    MOST_BITS,
-    NAMESPACES,
-    SHARDED_SCHEMA,
     key,
     record_of,
     understood,
 )
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
-from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sketch import Marks, Window
 from kvstore.keys import (
     DIGEST_BYTES,
@@ -141,21 +140,14 @@ from kvstore.keys import (
     NamespaceId,
     SegmentId,
     SessionId,
-    canonical_json,
-    namespace_id,
 )
 from kvstore.rules.units import batches
-from schemas.namespace import Namespace
 from schemas.records import EvictionRule, SegmentRecord, pack_part
 from schemas.settings import JournalSettings, RedisSettings
 
-#: A full bucket has between half of this and this many entries on average.
-BUCKET_ENTRIES = 64
 #: Segments that one touch script is given: 1 to 2 ms of Redis's time.
 _TOUCH_SLICE = 1000
 
-_REGISTER = Script.load("register")
-_BEGIN_ERASING = Script.load("erasing")
 _MATCH = Script.load("match", "age", "walk")
 _FIND = Script.load("find", "age")
 _CLAIM = Script.load("claim", "holder", "age", "walk")
@@ -164,13 +156,10 @@ _TOUCH = Script.load("touch", "score", "retention")
 _EVICT = Script.load("evict", "changes", "score", "retention", "grace", "fate", "drop")
 _NOTE = Script.load("note")
 
-#: The answer of register.lua for a namespace of a newer schema, which it must not touch.
-_NEWER = 2
-
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
 
-class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
+class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
     """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
 
     def __init__(
@@ -214,60 +203,6 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         self._client.close()
 
     @understood
-    def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
-        name = namespace_id(namespace)
-        self._register(name, namespace, expected_blocks, 1)
-        return name
-
-    @understood
-    def lay_out(self, namespace: Namespace, *, expected_blocks: int, shards: int) -> int:
-        return self._register(namespace_id(namespace), namespace, expected_blocks, shards)
-
-    @understood
-    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
-        self._register(name, namespace, expected_blocks, 1)
-
-    def _register(self, name: NamespaceId, namespace: Namespace, expected_blocks: int, shards: int) -> int:
-        """Returns in how many shards it lies."""
-        self._client.command("SADD", NAMESPACES, name)
-        begun: int = self._run(
-            _REGISTER,
-            name,
-            canonical_json(namespace),
-            namespace.kind,
-            namespace.tenant,
-            bucket_bits(expected_blocks),
-            round(self._clock(), 3),
-            shards,
-        )
-        if begun == _NEWER:
-            raise PermissionDenied(
-                f"redis {self._client.where}: register: namespace {name} is of a newer release's schema; "
-                "upgrade this one, which goes on without it until then"
-            )
-        if begun:
-            # An `erase` that came between the two may have removed the id.
-            self._client.command("SADD", NAMESPACES, name)
-        return max(1, -begun)
-
-    @understood
-    def layout(self, namespace: NamespaceId) -> Layout | None:
-        schema, shards, kind = self._client.command(
-            "HMGET", key(namespace, "meta"), "schema", "shards", "kind"
-        )
-        if schema is None:
-            return None
-        if schema != b"%d" % SHARDED_SCHEMA:
-            return Layout(1, items=kind == b"ec")
-        if shards is None:
-            raise ValueError(f"schema {SHARDED_SCHEMA} without shards")
-        return Layout(shards_of(shards), items=kind == b"ec")
-
-    @understood
-    def begin_erasing(self, namespace: NamespaceId) -> None:
-        self._run(_BEGIN_ERASING, namespace)
-
-    @understood
     def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
         asked = count_digests(digests)
         segments, places, values = self._run(_MATCH, namespace, digests)
@@ -306,7 +241,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         ttl_ms = max(1, round(ttl_s * 1000))
         reply = self._run(_CLAIM, namespace, digests, segment, ttl_ms)
         if reply is None:
-            raise self._unknown("claim", namespace)
+            raise self._unregistered("claim", namespace)
         present, granted = reply
         if not 0 <= present <= count:
             raise ValueError(f"{present} blocks of {count}")
@@ -347,7 +282,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
             self._by,
         )
         if state is None:
-            raise self._unknown("commit", namespace)
+            raise self._unregistered("commit", namespace)
         if state not in (0, 1, 2):
             raise ValueError(f"{state!r} is no state")
         return _STATES[state]
@@ -392,18 +327,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
             window.keep_s,
         )
         if noted is None:
-            raise self._unknown("note", namespace)
+            raise self._unregistered("note", namespace)
         if not 0 <= noted <= asked:
             raise ValueError(f"{noted} blocks of {asked}")
         return int(noted)
-
-    def _unknown(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
-        return NamespaceUnknown(
-            f"redis {self._client.where}: {verb}: namespace {namespace} is not registered"
-        )
-
-
-def bucket_bits(expected_blocks: int) -> int:
-    """Returns the bits of a bucket's number: with `expected_blocks` buckets hold 32 to 64 entries."""
-    buckets = max(1, -(-expected_blocks // BUCKET_ENTRIES))
-    return min(MOST_BITS, (buckets - 1).bit_length())

@@ -219,13 +219,7 @@ class RedisMaintenance(RedisPart):
 
     @understood
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
-        state, dropped, looked = 1, 0, 0
-        asked = [word for length in BUCKETS_S for word in (length, kept_s(length))]
-        budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
-        while state == 1 and dropped < limit and looked < budget:
-            state, some, seen = self._run(_ERASE, namespace, limit - dropped, _SWEEP_SLICE, *asked)
-            dropped += some
-            looked += seen
+        state = self._erase(namespace, limit)
         if _ERASED[state] == "erased":
             self._unregister(namespace)
             # The ids that somebody has left who was cut off just here, or just before a first registration.
@@ -234,10 +228,21 @@ class RedisMaintenance(RedisPart):
                     self._unregister(name)
         return _ERASED[state]
 
+    def _erase(self, namespace: NamespaceId, limit: int, *, aside: bool = False) -> int:
+        state, dropped, looked = 1, 0, 0
+        asked = [word for length in BUCKETS_S for word in (length, kept_s(length))]
+        how = (_SWEEP_SLICE, "1" if aside else "", *asked)
+        budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
+        while state == 1 and dropped < limit and looked < budget:
+            state, some, seen = self._run(_ERASE, namespace, limit - dropped, *how)
+            dropped += some
+            looked += seen
+        return state
+
     @understood
     def is_in_use(self, name: NamespaceId) -> bool:
         """Asks `erase` for what it does first."""
-        state, _, _ = self._run(_ERASE, name, 0, 0)
+        state, _, _ = self._run(_ERASE, name, 0, 0, "")
         return bool(_ERASED[state] == "in_use")
 
     def _unregister(self, namespace: NamespaceId) -> None:

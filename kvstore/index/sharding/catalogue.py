@@ -21,6 +21,7 @@ from kvstore.index.maintenance import (
     Usage,
 )
 from kvstore.index.sessions import SessionListing
+from kvstore.index.sharding.layouts import split
 from kvstore.index.sharding.leaf import Layout
 from kvstore.index.sharding.names import base_of, place_of, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
@@ -31,6 +32,11 @@ _PAGE = 200
 
 _LOST = (
     "the shards of namespace {} are there, but not what lays them out; an engine that registers it mends that"
+)
+
+_MOVING = (
+    "namespace {0} is being brought into {1} shards, which takes memory for both; unless somebody is about "
+    "it, `cache-admin reshard {0} --shards {1} --apply` goes on"
 )
 
 _T = TypeVar("_T")
@@ -81,7 +87,22 @@ class ShardedCatalogue(ShardedRequests):
         return self._gathered(namespace, segments, self._leaf.get)
 
     def states(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentState | None]:
-        return self._gathered(namespace, segments, self._leaf.states)
+        """Of a namespace that a reshard has not brought over yet, what lies where it was is known as well."""
+        states = self._gathered(namespace, segments, self._leaf.states)
+        if None not in states or (left := self._others(namespace).left) == 0:
+            return states
+        parts = split(shard_names(namespace, left), segments)
+        before: dict[SegmentId, SegmentState | None] = {}
+        for name, some in parts.items():
+            before |= dict(zip(some, self._leaf.states(name, some), strict=True))
+        return [state or before[segment] for segment, state in zip(segments, states, strict=True)]
+
+    def _others(self, namespace: NamespaceId) -> Layout:
+        """Returns what of a namespace lies elsewhere, as it is told now."""
+        try:
+            return self._leaf.layout(namespace) or Layout(1, items=False)
+        except DamagedIndex:
+            return Layout(1, items=False)
 
     def entries(self, namespace: NamespaceId) -> Iterator[Entry]:
         for name in self._shards(namespace):
@@ -204,7 +225,12 @@ class ShardedCatalogue(ShardedRequests):
     def warnings(self) -> list[str]:
         names = set(self._leaf.namespaces())
         lost = sorted({base_of(one) for one in names} - names)
-        return [*self._leaf.warnings(), *map(_LOST.format, lost)]
+        moving = [one for one in self.reachable()[0] if one.to or one.left]
+        return [
+            *self._leaf.warnings(),
+            *map(_LOST.format, lost),
+            *(_MOVING.format(one.namespace, one.to or one.shards) for one in moving),
+        ]
 
 
 def in_order(one: Candidate) -> tuple[float, int, float, SegmentId]:
@@ -233,7 +259,8 @@ def _whole(accounts: Sequence[Account]) -> list[Account]:
 
 def _account(name: NamespaceId, members: Sequence[Account]) -> Account:
     own = next((one for one in members if one.namespace == name), None)
-    shards = [one for one in members if one.namespace != name]
+    others = set() if own is None else {own.to, own.left}
+    shards = [one for one in members if one.namespace != name and place_of(one.namespace)[0] not in others]
     if shards and (own is None or (own.problem and own.shards == 1)):
         number = _agreed([one.namespace for one in shards])
         if number is None:

@@ -7,7 +7,7 @@ registered it with another number. While the leaf can't say, what it said last c
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
@@ -16,7 +16,7 @@ from kvstore.errors import DamagedIndex, KVStoreError, TransientError
 from kvstore.index.contract import check_segments
 from kvstore.index.port import EngineIndex
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
-from kvstore.index.sharding.names import of_segment, shard_names
+from kvstore.index.sharding.names import of_segment, place_of, shard_names
 from kvstore.keys import NamespaceId, SaltId, SegmentId, namespace_id
 from schemas.namespace import Namespace
 
@@ -162,14 +162,30 @@ class ShardedLayouts(EngineIndex):
             raise
         before = None
         while layout.shards > 1 and layout != before:
-            self._register_shards(name, namespace, layout.shards, expected_blocks)
+            self.register_shards(name, namespace, layout.shards, expected_blocks)
             before, layout = layout, self._lay_out(name, namespace, expected_blocks)
         return name
 
     def _lay_out(self, name: NamespaceId, namespace: Namespace, expected_blocks: int) -> Layout:
         with self._guard(name):
-            count = self._leaf.lay_out(namespace, expected_blocks=expected_blocks, shards=self._asked)
+            shards = self._asked if self._is_laid_out(name) else self._lost(name) or self._asked
+            count = self._leaf.lay_out(namespace, expected_blocks=expected_blocks, shards=shards)
         return self._remember(name, Layout(count, items=namespace.kind == "ec"))
+
+    def _is_laid_out(self, name: NamespaceId) -> bool:
+        try:
+            return self._leaf.layout(name) is not None
+        except DamagedIndex:
+            return False
+
+    def _lost(self, name: NamespaceId) -> int:
+        """Returns how many shards a namespace has that has lost what lays it out: of several numbers the one
+        whose shards hold most. 0 if there are none. Raises what the leaf raises."""
+        held = Counter[int]()
+        for one in sorted(self._leaf.listed(name)):
+            if self._leaf.layout(one) is not None:
+                held[place_of(one)[0]] += self._leaf.usage(one).segments
+        return max(held, key=lambda shards: (held[shards], shards == self._asked), default=0)
 
     def _ask(self, names: Iterable[NamespaceId]) -> None:
         failures = FailedShards()
@@ -177,9 +193,11 @@ class ShardedLayouts(EngineIndex):
             with failures.passed(), self._guard(name):
                 self._leaf.layout(name)
 
-    def _register_shards(
+    def register_shards(
         self, name: NamespaceId, namespace: Namespace, shards: int, expected_blocks: int
     ) -> None:
+        """Registers so many shards, whether or not the namespace lies in them by now, with all that is
+        forbidden in it. Raises if none answers."""
         with self._guard(name):
             forbidden = self._leaf.forbidden(name)
         failures, done, share = FailedShards(), 0, -(-expected_blocks // shards)

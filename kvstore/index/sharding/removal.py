@@ -23,6 +23,7 @@ from kvstore.index.maintenance import (
 )
 from kvstore.index.sharding.catalogue import ShardedCatalogue, in_order, summed
 from kvstore.index.sharding.layouts import split
+from kvstore.index.sharding.names import place_of
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.records import EvictionRule
 
@@ -157,11 +158,16 @@ class ShardedRemoval(ShardedCatalogue):
 
     def invalidate(self, namespace: NamespaceId) -> int:
         """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
+        # Asked anew: in a shard that a reshard has left nothing is visible.
+        self._known.pop(namespace, None)
         return sum(self._each(self._shards(namespace), self._leaf.invalidate))
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         """Erases the shards, and then what says that there are any, if nobody has registered the namespace
-        meanwhile (ShardedLayouts.register). Nothing goes if something is stored in one of them now."""
+        meanwhile (ShardedLayouts.register). Nothing goes if something is stored in one of them now, or as
+        long as a reshard has not come to its end."""
+        if self._others(namespace).others:
+            return "in_use"
         self._leaf.begin_erasing(namespace)
         self._forget_layouts(namespace)
         shards = self._shards(namespace)
@@ -179,12 +185,15 @@ class ShardedRemoval(ShardedCatalogue):
     def _forget_layouts(self, namespace: NamespaceId) -> None:
         """Drops what lies in shards of another layout than the namespace's: it had lost what laid it out, and
         was registered with another number. Nobody looks there. Payloads of theirs are strays, but for those
-        that are stored again.
+        that are stored again. What a reshard fills, or has left, it drops itself.
         """
         # Asked before the layout: one that begins meanwhile is not among them.
         named = self._named(namespace)
         self._known.pop(namespace, None)
+        others = self._others(namespace).others
         for name in sorted(named.difference(self._shards(namespace))):
+            if place_of(name)[0] in others:
+                continue
             self._leaf.invalidate(name)
             while self._leaf.drain(name, delete_after_s=0, limit=_STEP):
                 pass
@@ -245,7 +254,9 @@ class ShardedRemoval(ShardedCatalogue):
         if len(shards) == 1:
             return self._leaf.reconcile(namespace)
         self._forget_layouts(namespace)
-        found = self._each([namespace, *shards], self._leaf.reconcile)
+        # What lies under the id itself while a reshard is under way is not the namespace's.
+        others = self._others(namespace).others
+        found = self._each(shards if 1 in others else [namespace, *shards], self._leaf.reconcile)
         counted = [one.counted for one in found if one.counted is not None]
         return Reconciled(
             summed([one.recorded for one in found]),
