@@ -23,7 +23,7 @@ from kvstore.index.maintenance import (
 )
 from kvstore.index.sharding.catalogue import ShardedCatalogue, in_order, summed
 from kvstore.index.sharding.layouts import split
-from kvstore.index.sharding.names import place_of
+from kvstore.index.sharding.names import place_of, shard_names
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.records import EvictionRule
 
@@ -158,9 +158,12 @@ class ShardedRemoval(ShardedCatalogue):
 
     def invalidate(self, namespace: NamespaceId) -> int:
         """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
-        # Asked anew: in a shard that a reshard has left nothing is visible.
         self._known.pop(namespace, None)
-        return sum(self._each(self._shards(namespace), self._leaf.invalidate))
+        names = set(self._shards(namespace))
+        if left := self._others(namespace).left:
+            # What a reshard has not brought over yet. (What it fills it holds against the shards before.)
+            names.update(shard_names(namespace, left))
+        return sum(self._each(sorted(names), self._leaf.invalidate))
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         """Erases the shards, and then what says that there are any, if nobody has registered the namespace

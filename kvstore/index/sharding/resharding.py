@@ -7,9 +7,9 @@
     finish    each shard before is sealed. What came since the last look is brought over, and what was evicted
               or invalidated there is evicted after; then it is dropped.
 
-The namespace's `meta` tells which of these it is, so whoever comes after one who was killed goes on. Until the
-turn what is visible before is the truth, and from then on what is after: to that only what was committed before
-the seal is added, and from it only goes what was evicted before.
+The namespace's `meta` tells which of these it is, so whoever comes after one who was killed goes on. Until
+the turn what is visible before is the truth, and from then on what is after: to that only what was committed
+before the seal is added, and from it only goes what was evicted before.
 
 What only sessions, sketches, ghosts and journals remember is not brought over: owners and what is retained,
 what was asked for once, totals, and the positions of readers of events, who have a Gap.
@@ -40,6 +40,8 @@ _FEW = 0.01
 #: Segments, or entries, that are looked at at a time.
 _PAGE = 500
 _ENTRIES = 5000
+#: Seconds within which what was made is not evicted, or is on its way to the shared store.
+_YOUNG_S = 3600.0
 #: Seconds beyond LOOK_S for which the shards before are left as they are: a call takes that long at most.
 _LATE_S = 2.0
 
@@ -236,9 +238,10 @@ class Resharding:
         """Brings over what is known before and not after.
 
         That was committed since the last round; or, if who turned was killed and nobody went on for long, it
-        was evicted and deleted after. So its payloads are looked for. Entries come first: of a segment whose
-        record is there nobody would look for them again.
+        was evicted and deleted after. So payloads are looked for, but of what is so young that it may be on a
+        node still. Entries come first: of a segment whose record is there nobody would look for them again.
         """
+        young_s = time.time() - _YOUNG_S
         late: dict[SegmentId, Taken] = {}
         for page in self._pages(olds):
             for name, some in split(news, [one.segment for one in page]).items():
@@ -247,7 +250,7 @@ class Resharding:
                 late |= {one.segment: one for one in page if one.segment in unknown}
         for segment, one in list(late.items()):
             self._hold()
-            if not self._is_stored(segment, len(one.record.parts)):
+            if one.record.created_s < young_s and not self._is_stored(segment, len(one.record.parts)):
                 del late[segment]
                 self.moved.missing += 1
         if not late:

@@ -64,5 +64,7 @@ if aside and known[4] then
     'drained', 'bygone', 'window', 'ttl', 'cursor', 'erased')
 else
   redis.call('UNLINK', meta)
+  -- Under the namespace's own id it says the same.
+  if aside then redis.call('UNLINK', prefix .. 'erased') end
 end
 return {0, dropped, math.ceil(looked)}
