@@ -78,23 +78,23 @@ def everything(index: ShardedIndex, name: NamespaceId) -> dict[str, Any]:
     }
 
 
-def filled(index: ShardedIndex) -> tuple[NamespaceId, list[bytes]]:
+def filled(index: ShardedIndex, number: int = 40) -> tuple[NamespaceId, list[bytes]]:
     """A namespace with some of everything; its chains that can be matched."""
     name = index.register(namespace(), expected_blocks=1000)
     index.forbid(name, BANNED)
-    chains = [chain(4, seed=str(seed)) for seed in range(40)]
+    chains = [chain(4, seed=str(seed)) for seed in range(number)]
     made = []
-    for number, one in enumerate(chains):
-        first = put(index, name, one[:32], created_s=CREATED_S + 60 * number)
+    for one in chains:
+        first = put(index, name, one[:32])
         salted = record(2, depth=2, salt=SALT, created_s=CREATED_S)
         second = new_segment_id(one)
         assert index.commit(name, second, one[32:], salted, rank=0, ranks=1) is CommitState.VISIBLE
         made.append((first, second))
-    for number, (first, second) in enumerate(made):
-        index.touch(name, [first, second], CREATED_S + 86_400 + 7200 * (number * 7 % 40))
+    for turn, (first, second) in enumerate(made):
+        index.touch(name, [first, second], CREATED_S + 86_400 + 7200 * (turn * 7 % 40))
     index.pin(name, [first for first, _ in made[:5]], most_bytes=1 << 40)
     index.age_out(name, TTL_S, delete_after_s=LATER_S)
-    index.evict(name, [second for _, second in made[30:]], delete_after_s=LATER_S, rule="admin")
+    index.evict(name, [second for _, second in made[-number // 4 :]], delete_after_s=LATER_S, rule="admin")
     while index.sweep(name, 1000):
         pass
     return name, chains
@@ -147,32 +147,48 @@ class Stopped(Exception):
     """Somebody was killed."""
 
 
+#: Chains of a namespace that is brought elsewhere many times, and what can be matched of them.
+FEW = 8
+ALL = [4] * 6 + [2] * 2
+#: About at so many of its steps something else happens.
+STEPS = 24
+
+
+def calls_of(leaf: Any, name: NamespaceId, after: int) -> int:
+    """How many calls a reshard takes."""
+    flaky = FlakyLeaf(leaf)
+    resharded(flaky, name, after)
+    return len(flaky.calls)
+
+
 @pytest.mark.parametrize(("before", "after"), WAYS)
 def test_who_is_stopped_anywhere_is_followed(leaf: RedisIndex, raw: Any, before: int, after: int) -> None:
     """And until then nobody has lost a hit."""
-    step, steps = 0, 1 << 30
-    while step < steps:
+    count = 0
+    for step in range(1, 1 << 30):
         raw.flushall()
         index = ShardedIndex(leaf, shards=before)
-        name, chains = filled(index)
+        name, chains = filled(index, FEW)
         kept, flaky = everything(index, name), FlakyLeaf(leaf)
         calls = 0
+        at = step if step < 10 else step * count // STEPS
 
         def stop(verb: str, where: Any) -> None:
             nonlocal calls
             calls += 1
-            if calls > step:
+            if at <= calls:
                 raise Stopped
 
+        if step == 1:
+            count = calls_of(leaf, name, after)
+            continue
+        if at > count:
+            break
         flaky.between = stop
-        try:
+        with pytest.raises(Stopped):
             resharded(flaky, name, after)
-        except Stopped:
-            pass
-        else:
-            steps = calls
         fresh = ShardedIndex(leaf, shards=before)
-        assert found(fresh, name, chains) == [4] * 30 + [2] * 10, step
+        assert found(fresh, name, chains) == ALL, step
         (account,) = fresh.accounts()
         assert (account.usage, account.problem) == (kept["usage"], ""), step
         # Neither a registration nor upkeep gets into a muddle.
@@ -181,8 +197,6 @@ def test_who_is_stopped_anywhere_is_followed(leaf: RedisIndex, raw: Any, before:
         assert fresh.erase(name, 1000) == "in_use"
         resharded(leaf, name, after)
         assert everything(ShardedIndex(leaf), name) == kept, step
-        step += 1 if step < 12 else 7
-    assert steps > 30
 
 
 class Engine:
@@ -217,21 +231,14 @@ def test_engines_go_on_at_every_step(
     leaf: RedisIndex, raw: Any, before: int, after: int, *, knows: bool
 ) -> None:
     """One that knows the old number, or one that looks at each step, saves, evicts and matches in between."""
-    name, chains = filled(ShardedIndex(leaf, shards=before))
-    count, flaky = 0, FlakyLeaf(leaf)
-
-    def counted(verb: str, where: Any) -> None:
-        nonlocal count
-        count += 1
-
-    flaky.between = counted
-    resharded(flaky, name, after)
+    name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
+    count = calls_of(leaf, name, after)
     refused = 0
-    for step in range(0, count, 5):
+    for step in range(0, count, max(1, count // STEPS)):
         raw.flushall()
-        name, chains = filled(ShardedIndex(leaf, shards=before))
+        name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
         engine, flaky = Engine(leaf, name), FlakyLeaf(leaf)
-        assert found(engine.index, name, chains) == [4] * 30 + [2] * 10
+        assert found(engine.index, name, chains) == ALL
         calls = 0
 
         def between(verb: str, where: Any) -> None:
@@ -239,20 +246,23 @@ def test_engines_go_on_at_every_step(
             calls += 1
             if calls == step + 1:
                 engine.now += 0.0 if knows else LOOK_S
-                assert found(engine.index, name, chains) == [4] * 30 + [2] * 10, step
+                assert found(engine.index, name, chains) == ALL, step
                 for seed in range(6):
                     assert engine.save(chain(3, seed=f"at {step}: {seed}"))
                 gone = [run.segment for one in chains[:3] for run in engine.index.match(name, one)]
                 engine.index.evict(name, gone, delete_after_s=LATER_S, rule="bad")
 
+        def wait(seconds: float) -> None:
+            engine.now += LOOK_S
+
         flaky.between = between
-        resharded(flaky, name, after)
+        resharded(flaky, name, after, wait=wait)
         refused += engine.refused
         index = ShardedIndex(leaf)
         assert found(index, name, engine.saved) == [3] * 6, step
-        assert found(index, name, chains) == [0] * 3 + [4] * 27 + [2] * 10, step
-        assert index.usage(name).segments == 70 - 6 + 6, step
-        assert len(index.reapable(name, LATER_S * 2, 1000)) == 10 + 6, step
+        assert found(index, name, chains) == [0] * 3 + ALL[3:], step
+        assert index.usage(name).segments == 2 * FEW - 2, step
+        assert len(index.reapable(name, LATER_S * 2, 1000)) == 2 + 6, step
         reconciled = index.reconcile(name)
         assert reconciled.counted == reconciled.recorded, step
         engine.now += LOOK_S
@@ -274,11 +284,12 @@ def test_what_is_invalidated_or_erased_meanwhile_stays_so(
         index.evict(name, some, delete_after_s=0, rule="erased")
         index.reaped(name, some)
 
+    name, _ = filled(ShardedIndex(leaf, shards=before), FEW)
+    count = calls_of(leaf, name, after)
     for action, left in ((invalidate, 0), (erase, 2)):
-        step, calls = 0, 1 << 30
-        while step < calls:
+        for step in range(0, count, max(1, count // STEPS)):
             raw.flushall()
-            name, chains = filled(ShardedIndex(leaf, shards=before))
+            name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
             operator, flaky = ShardedIndex(leaf), FlakyLeaf(leaf)
             found(operator, name, chains)
             calls = 0
@@ -291,8 +302,7 @@ def test_what_is_invalidated_or_erased_meanwhile_stays_so(
 
             flaky.between = between
             resharded(flaky, name, after)
-            assert found(ShardedIndex(leaf), name, chains) == [left] * 40, (action.__name__, step)
-            step += 5
+            assert found(ShardedIndex(leaf), name, chains) == [left] * FEW, (action.__name__, step)
 
 
 def test_another_number_undoes_what_was_begun(leaf: RedisIndex, raw: Any) -> None:
