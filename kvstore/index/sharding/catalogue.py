@@ -87,7 +87,7 @@ class ShardedCatalogue(ShardedRequests):
         return self._gathered(namespace, segments, self._leaf.get)
 
     def states(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentState | None]:
-        """Of a namespace that a reshard has not brought over yet, what lies where it was is known as well."""
+        """Knows as well what a reshard has left where it was, and not brought over yet."""
         states = self._gathered(namespace, segments, self._leaf.states)
         if None not in states or (left := self._others(namespace).left) == 0:
             return states

@@ -54,8 +54,7 @@ class Moved:
     #: Segments that became visible in the shards after, and entries that were written there.
     segments: int = 0
     entries: int = 0
-    #: Of the segments, those that begin a chain of another shard: an older release named them, nobody finds
-    #: them, and they go by age.
+    #: Segments whose id has another chain's tag, or none: nobody finds them, and they go by age.
     unfindable: int = 0
     #: Segments that were committed before while the turn came, and those of them whose payloads were gone.
     late: int = 0

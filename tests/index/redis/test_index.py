@@ -22,7 +22,8 @@ from kvstore.index.demand import OwnDemand
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState, Index, Outcome
-from kvstore.index.redis.index import RedisIndex, bucket_bits
+from kvstore.index.redis.index import RedisIndex
+from kvstore.index.redis.layouts import bucket_bits
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import (
     NO_SALT,

@@ -49,7 +49,7 @@ def test_of_a_cluster_the_node_that_is_the_fullest(redis_cluster: RedisClusterSe
         client.config_set("maxmemory", 50_000_000)
         try:
             with opened(redis_cluster.urls[0]) as index:
-                        # The first question that another node has to answer shows that it is a Cluster.
+                # The first question that another node has to answer shows that it is a Cluster.
                 index.register(namespace("a model"), expected_blocks=10)
                 index.accounts()
                 told = index.memory()
