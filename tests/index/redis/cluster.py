@@ -1,10 +1,11 @@
-"""A Redis Cluster of three masters on loopback, for tests."""
+"""A Redis Cluster of three masters on loopback, for tests, with a replica of each if they are asked for."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ from typing import Any, Self
 import redis
 
 from tests.servers.redis import START_TIMEOUT_S, ServerError, _free_port, find_redis_server
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 SLOTS = 16384
 
@@ -20,11 +21,13 @@ SLOTS = 16384
 class RedisClusterServers:
     """Started on entry, ended on exit, by process id."""
 
-    def __init__(self, folder: Path, masters: int = 3) -> None:
+    def __init__(self, folder: Path, masters: int = 3, *, replicas: bool = False) -> None:
+        """With `replicas`, that of the k-th of n masters is at `ports[n + k]`."""
         self._folder = folder
-        self.ports = [_free_port() for _ in range(masters)]
+        self._masters = masters
+        self.ports = [_free_port() for _ in range(masters * (1 + replicas))]
         # By default a bus listens on its master's port + 10000, which need not be a port.
-        self._buses = [_free_port() for _ in range(masters)]
+        self._buses = [_free_port() for _ in self.ports]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._clients = [redis.Redis(port=port, protocol=2, socket_timeout=PATIENCE_S) for port in self.ports]
 
@@ -33,7 +36,7 @@ class RedisClusterServers:
         return [f"redis://127.0.0.1:{port}/0" for port in self.ports]
 
     def flush(self) -> None:
-        for client in self._clients:
+        for client in self._clients[: self._masters]:
             client.flushall()
 
     def sizes(self) -> list[int]:
@@ -47,7 +50,7 @@ class RedisClusterServers:
         process.wait(PATIENCE_S)
 
     def set(self, name: str, value: str) -> None:
-        """CONFIG SET on every master."""
+        """CONFIG SET on every node."""
         for client in self._clients:
             client.config_set(name, value)
 
@@ -67,15 +70,42 @@ class RedisClusterServers:
         for port, bus in zip(self.ports, self._buses, strict=True):
             self._spawn(port, bus)
         self._wait(lambda client: client.ping())
-        for i, client in enumerate(self._clients):
-            first, last = (SLOTS * k // len(self._clients) for k in (i, i + 1))
+        for i, client in enumerate(self._clients[: self._masters]):
+            first, last = (SLOTS * k // self._masters for k in (i, i + 1))
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
             # Different epochs, or they would have to find out in the first second who is right.
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
         for port, bus in zip(self.ports[1:], self._buses[1:], strict=True):
             self._clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
         self._wait(self._joined)
+        for replica, client in enumerate(self._clients[self._masters :]):
+            of = self.node_id(self.ports[replica])
+            until(lambda: _answered(lambda: client.execute_command("CLUSTER", "REPLICATE", of)))
+            until(lambda: client.info("replication").get("master_link_status") == "up")
         return self
+
+    def node_id(self, port: int) -> str:
+        """The name of a node in the Cluster."""
+        told = self._clients[self.ports.index(port)].execute_command("CLUSTER", "MYID")
+        return str(told.decode())
+
+    def take_over(self, port: int) -> None:
+        """Makes the replica at this port the master of what its master, which is gone, was the master of."""
+        client = self._clients[self.ports.index(port)]
+        until(lambda: _answered(lambda: client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")))
+        until(lambda: client.info("replication")["role"] == "master")
+
+    def move(self, slot: int, source: int, target: int) -> None:
+        """Moves a slot with its keys, one after the other, from the master at one port to that at another."""
+        here, there = (self._clients[self.ports.index(port)] for port in (source, target))
+        names = [self.node_id(source), self.node_id(target)]
+        there.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[0])
+        here.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[1])
+        while keys := here.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10):
+            for key in keys:
+                here.execute_command("MIGRATE", "127.0.0.1", target, key, 0, int(PATIENCE_S * 1000))
+        for client in (there, here):
+            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[1])
 
     def stop(self) -> None:
         for client in self._clients:
@@ -113,3 +143,12 @@ class RedisClusterServers:
                 if time.monotonic() > until:
                     raise ServerError(f"no cluster on ports {self.ports}; logs in {self._folder}")
                 time.sleep(0.02)
+
+
+def _answered(call: Callable[[], object]) -> bool:
+    """Tells whether a node took a command: before it knows of the others it refuses."""
+    try:
+        call()
+    except redis.RedisError:
+        return False
+    return True
