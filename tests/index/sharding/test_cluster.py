@@ -64,8 +64,8 @@ def shard_of(number: int) -> str:
 
 
 def owner(cluster: RedisClusterServers, name: str) -> int:
-    """The port of the master that has a hash tag's slot."""
-    with redis.RedisCluster.from_url(cluster.urls[0], protocol=2) as client:
+    """The port of the master that has a hash tag's slot, as a node says that nobody kills."""
+    with redis.RedisCluster.from_url(cluster.urls[-1], protocol=2) as client:
         return int(client.get_node_from_key(f"{{{name}}}").port)
 
 
