@@ -430,3 +430,32 @@ def test_a_salt_of_none_is_no_salt(leaf: RedisIndex) -> None:
     ShardedIndex(leaf).forbid(name, NO_SALT)
     resharded(leaf, name, 8)
     assert found(ShardedIndex(leaf), name, chains) == [0] * 40
+
+
+def test_what_is_evicted_and_deleted_while_it_is_copied_is_not_brought_over(leaf: RedisIndex) -> None:
+    """No trash tells of it any more when the namespace turns."""
+    name, chains = filled(ShardedIndex(leaf, shards=2), FEW)
+    operator, flaky = ShardedIndex(leaf), FlakyLeaf(leaf)
+
+    def between(verb: str, where: Any) -> None:
+        if verb == "enter":
+            gone = [run.segment for one in chains[:3] for run in operator.match(name, one)]
+            operator.evict(name, gone, delete_after_s=0, rule="bad")
+            operator.reaped(name, gone)
+
+    flaky.between = between
+    assert resharded(flaky, name, 8).withdrawn == 6
+    assert found(ShardedIndex(leaf), name, chains) == [0] * 3 + ALL[3:]
+
+
+def test_a_shard_that_is_left_does_not_begin_anew(leaf: RedisIndex) -> None:
+    """Whoever registers it knew the number before."""
+    name, chains = filled(ShardedIndex(leaf, shards=2), FEW)
+    for shard in shard_names(name, 2):
+        before = leaf.usage(shard)
+        leaf.reshard(shard, "seal", 0, 0)
+        leaf.register_shard(shard, namespace(), expected_blocks=100)
+        assert leaf.usage(shard) == before
+        with pytest.raises(NamespaceUnknown):
+            leaf.claim(shard, chains[0], new_segment_id(chains[0]), 1.0)
+    assert found(ShardedIndex(leaf), name, chains) == ALL
