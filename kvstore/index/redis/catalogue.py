@@ -361,8 +361,8 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         ttl_s=read("ttl", ttl, number, 0),
         problem="; ".join(problems),
         shards=several,
-        to=read("to", to, number, 0),
-        left=read("from", left, number, 0),
+        to=read("to", to, other_of, 0),
+        left=read("from", left, other_of, 0),
     )
 
 
@@ -370,6 +370,14 @@ def shards_of(value: bytes) -> int:
     """Returns the number of shards in `meta`. Raises ValueError for one that can't be."""
     found = int(value)
     if not 1 < found <= MOST_SHARDS:
+        raise ValueError(f"{found} shards")
+    return found
+
+
+def other_of(value: bytes | None) -> int:
+    """Returns the number of shards that a reshard fills or has left; 0 for none. Raises ValueError."""
+    found = int(value or 0)
+    if not 0 <= found <= MOST_SHARDS:
         raise ValueError(f"{found} shards")
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Entry
-from kvstore.index.redis.catalogue import RedisCatalogue, shards_of
+from kvstore.index.redis.catalogue import RedisCatalogue, other_of, shards_of
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
 from kvstore.index.redis.values import (
@@ -19,7 +19,6 @@ from kvstore.index.redis.values import (
     SHARDED_SCHEMA,
     is_namespace,
     key,
-    number,
     record_of,
     segment_ids,
     understood,
@@ -101,7 +100,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
             raise ValueError(f"schema {SHARDED_SCHEMA} without shards")
         else:
             several = shards_of(shards)
-        return Layout(several, items=kind == b"ec", to=number(to), left=number(left))
+        return Layout(several, items=kind == b"ec", to=other_of(to), left=other_of(left))
 
     @understood
     def listed(self, namespace: NamespaceId) -> set[NamespaceId]:
