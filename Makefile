@@ -17,7 +17,7 @@ setup-quick: ## .venv with the project and its development tools only
 	@tools/setup.sh quick
 
 test: setup ## the whole suite, with real servers and real engines (ARGS=... goes to pytest)
-	@$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(PYTHON) -m pytest -n 3 --dist loadfile $(ARGS)
 
 test-quick: setup-quick ## what needs neither engines nor servers: under two minutes
 	@$(PYTHON) -m pytest -n 2 --dist loadfile -m "not engine and not servers and not gpu and not slow" $(ARGS)

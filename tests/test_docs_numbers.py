@@ -77,9 +77,9 @@ class Model:
         return self.gb * prices.storage * hours / MONTH_H
 
 
-def rows(name: str) -> Iterator[list[str]]:
+def rows(name: str, page: str = PAGE) -> Iterator[list[str]]:
     """The cells of the table that follows `<!-- table: name -->`, without its heading."""
-    _, found, rest = PAGE.partition(f"<!-- table: {name} -->\n\n")
+    _, found, rest = page.partition(f"<!-- table: {name} -->\n\n")
     assert found, name
     for line in rest.split("\n\n")[0].splitlines()[2:]:
         yield [cell.strip() for cell in line.strip("|").split("|")]

@@ -57,7 +57,7 @@ metricRelabelings:
 {{- range $name, $value := $values.thresholds }}{{ $_ := set $words $name ($value | toString) }}{{ end -}}
 {{- $text := .Files.Get "files/alerts.yaml" -}}
 {{- range $name, $value := $words }}{{ $text = replace (printf "@%s@" $name) $value $text }}{{ end -}}
-{{- $holds := dict "cronJobs" $values.cronJobs -}}
+{{- $holds := dict "cronJobs" $values.cronJobs "follow" .Values.follow.enabled -}}
 {{- $groups := list -}}
 {{- range $group := (fromYaml $text).groups -}}
 {{- $rules := list -}}

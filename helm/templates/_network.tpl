@@ -6,7 +6,7 @@ matchLabels:
 matchExpressions:
   - key: app.kubernetes.io/component
     operator: In
-    values: [janitor, fsck, gc, pack, test]
+    values: [janitor, follow, fsck, gc, pack, test]
 {{- end -}}
 
 {{/* The port of a URL of HTTP; 443 without one. */}}

@@ -238,13 +238,14 @@ yes
 {{- end }}
 {{- end -}}
 
+{{/* /tmp has room for fsck's file: 52 bytes for each of a hundred million blocks. */}}
 {{- define "kvstore.ownVolumes" -}}
 - name: settings
   configMap:
     name: {{ include "kvstore.fullname" . }}
 - name: tmp
   emptyDir:
-    sizeLimit: 64Mi
+    sizeLimit: 6Gi
 {{- include "kvstore.storeVolumes" . }}
 {{- end -}}
 

@@ -22,6 +22,9 @@ monitoring.prometheusRule is enabled, but neither monitoring.serviceMonitor nor 
 {{- if and $rule.enabled $rule.cronJobs (not .Values.fsck.enabled) (not .Values.gc.enabled) }}
 monitoring.prometheusRule.cronJobs is true, but fsck and gc are both disabled: there is no CronJob to watch.
 {{- end }}
+{{- if and $rule.enabled .Values.follow.enabled (le (float64 $rule.thresholds.followSeconds) (mulf 2 .Values.follow.every)) }}
+monitoring.prometheusRule.thresholds.followSeconds ({{ $rule.thresholds.followSeconds }}) is not above twice follow.every ({{ .Values.follow.every }}): KVStoreFollowLate would fire between two looks; raise it.
+{{- end }}
 {{- $known := list -}}
 {{- range (.Files.Get "files/alerts.yaml" | fromYaml).groups -}}
 {{- range .rules }}{{ with .alert }}{{ $known = append $known . }}{{ end }}{{ end -}}

@@ -30,7 +30,7 @@ monitoring.{{ $name }}.tlsConfig is set, and janitor.tls.existingSecret is not: 
 {{- if and (eq (int $janitor.replicas) 0) .Values.monitoring.prometheusRule.enabled }}
 monitoring.prometheusRule.enabled is true, and janitor.replicas is 0: its alerts are about metrics that nobody would show; keep a janitor, or take the rules out.
 {{- end }}
-{{- range $name := list "janitor" "fsck" "gc" }}
+{{- range $name := list "janitor" "fsck" "gc" "follow" }}
 {{- $resources := (index $.Values $name).resources }}
 {{- $limit := dig "limits" "memory" "" $resources | toString }}
 {{- $request := dig "requests" "memory" "" $resources | toString }}

@@ -38,9 +38,20 @@ from kvstore.format import segment as codec
 from kvstore.format.segment import Slot
 from kvstore.index.redis import catalogue as redis_catalogue
 from kvstore.index.redis import index as index_redis
+from kvstore.index.redis import journal as redis_journal
 from kvstore.index.redis import maintenance as redis_upkeep
+from kvstore.index.redis import salts as redis_salts
+from kvstore.index.redis import sessions as redis_sessions
 from kvstore.index.redis.client import Script
-from kvstore.keys import block_key, canonical_json, namespace_id, new_segment_id, payload_name
+from kvstore.keys import (
+    SegmentId,
+    block_key,
+    canonical_json,
+    digests,
+    namespace_id,
+    new_segment_id,
+    payload_name,
+)
 from kvstore.metrics import Counters
 from kvstore.payloads.local import LocalPayloads
 from kvstore.store.housekeeping import Housekeeping
@@ -52,13 +63,44 @@ SEGMENT = 64
 #: Segments of one chain.
 _CHAIN = 64
 _SHAPE = (1, 1, 1, 1)
-_NAMESPACE = Namespace(
+NAMESPACE = Namespace(
     kind="kv", model="tiny", weights="w", dtype="bfloat16", block_tokens=1, hash_algo="sha256",
     hash_root="r", kv_dtype="auto", page_order="LHNC",
     groups=(GroupSpec(kind="full", block_tokens=1, dtype="BF16", shape=_SHAPE),),
 )  # fmt: skip
 #: From this on Redis keeps a command in its SLOWLOG.
 _NOTED_US = 500
+
+
+def hashes(number: int, blocks: int) -> list[bytes]:
+    """Returns the block hashes of a chain."""
+    found, parent = [], f"chain {number}".encode()
+    for _ in range(blocks):
+        parent = hashlib.sha256(parent).digest()
+        found.append(parent)
+    return found
+
+
+def encoded_chain(number: int, segments: int, size: int) -> Iterator[tuple[SegmentId, codec.Encoded]]:
+    """Yields the segments of a chain, of `size` blocks of two bytes each, with real headers."""
+    chain, text = hashes(number, segments * size), canonical_json(NAMESPACE)
+    for first in range(0, len(chain), size):
+        some = chain[first : first + size]
+        slots = [Slot(block_key(one), memoryview(one[:2]), "BF16", _SHAPE) for one in some]
+        segment = new_segment_id(digests(chain[:1]))
+        created_s = 1_700_000_000 + number
+        yield (
+            segment,
+            codec.encode(
+                slots,
+                namespace_json=text,
+                kind="kv",
+                segment=segment,
+                depth=first,
+                created_s=created_s,
+                writer="a benchmark",
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +135,7 @@ class Bench:
         }
         self.settings = load_settings(given, environ={})
         self.client: Any = redis.Redis.from_url(self.server.url, protocol=2)
-        self.name = namespace_id(_NAMESPACE)
+        self.name = namespace_id(NAMESPACE)
 
     def run(self) -> None:
         self.client.config_set("slowlog-log-slower-than", _NOTED_US)
@@ -117,7 +159,7 @@ class Bench:
         note = work()
         seconds = time.perf_counter() - began
         slow = sorted(self.client.slowlog_get(10_000), key=lambda one: -one["duration"])
-        took, name = (slow[0]["duration"] / 1000, _named(slow[0]["command"])) if slow else (0.0, "")
+        took, name = (slow[0]["duration"] / 1000, script_name(slow[0]["command"])) if slow else (0.0, "")
         over = sum(one["duration"] > 10_000 for one in slow)
         self.rows.append(Row(what, seconds, took, name, over, note))
         print(self._line(self.rows[-1]), flush=True)
@@ -131,33 +173,12 @@ class Bench:
     def _write(self) -> str:
         payloads = LocalPayloads(str(self.folder))
         total = 0
-        for number, encoded in self._segments():
-            payloads.put(payload_name(self.name, number, 0), encoded.buffers)
-            total += encoded.part.nbytes
+        segments = self.blocks // SEGMENT
+        for number in range(0, segments, _CHAIN):
+            for name, encoded in encoded_chain(number // _CHAIN, min(_CHAIN, segments - number), SEGMENT):
+                payloads.put(payload_name(self.name, name, 0), encoded.buffers)
+                total += encoded.part.nbytes
         return f"{total / 1e6:.0f} MB"
-
-    def _segments(self) -> Iterator[tuple[Any, codec.Encoded]]:
-        parent, text = b"", canonical_json(_NAMESPACE)
-        for number in range(self.blocks // SEGMENT):
-            if number % _CHAIN == 0:
-                parent = f"chain {number}".encode()
-            slots = []
-            for _ in range(SEGMENT):
-                parent = hashlib.sha256(parent).digest()
-                slots.append(Slot(block_key(parent), memoryview(parent[:2]), "BF16", _SHAPE))
-            segment = new_segment_id()
-            yield (
-                segment,
-                codec.encode(
-                    slots,
-                    namespace_json=text,
-                    kind="kv",
-                    segment=segment,
-                    depth=number % _CHAIN * SEGMENT,
-                    created_s=1_700_000_000 + number // _CHAIN,
-                    writer="a benchmark",
-                ),
-            )
 
     def _rebuild(self) -> str:
         with self._cache() as cache:
@@ -221,12 +242,12 @@ class Bench:
         )
 
 
-def _named(command: bytes) -> str:
-    """A script's name, or a command's."""
+def script_name(command: bytes) -> str:
+    """Returns a script's name, or a command's, as SLOWLOG has it."""
     words = command.split()
     scripts = [
         script
-        for module in (index_redis, redis_catalogue, redis_upkeep)
+        for module in (index_redis, redis_catalogue, redis_upkeep, redis_journal, redis_salts, redis_sessions)
         for script in vars(module).values()
         if isinstance(script, Script)
     ]

@@ -9,14 +9,14 @@ latency change while requests run, and which can stall (tests.servers.link). The
     always     loads every prompt
     adaptive   does what the planner says
 
-Every request is for a prompt that the bucket has and the engine has not. Each round asks all three in turn,
-so that whatever else the machine does happens to all. A ratio is
+Every request is for a prompt that the bucket has and the engine has not. Each round asks all three, another
+one first each time, so that whatever else the machine does happens to all. A ratio is
 
     TTFT of adaptive / min(TTFT of never, TTFT of always)
 
 of medians over the rounds next to it; 1 is as good as the better one. What a busy machine does to such a
-ratio is seen in that of `never` itself, to its own median; "right" is free of that, the share of requests
-that did as the better one does. With `--paced` the engines compute as on an accelerator (paced.py), which
+ratio is the noise: the better one's own ratio. "right" is free of that, the share of requests that did as
+the better one does. With `--paced` the engines compute as on an accelerator (paced.py), which
 takes its time whatever the processor does: no noise of computing, and loads have the processor for
 themselves. `--quick` takes seconds and says nothing.
 
@@ -255,8 +255,8 @@ class Steady:
 
     @property
     def ratios(self) -> dict[str, list[float]]:
-        """Returns by mode the ratios to the better of `never` and `always` in the rounds around; and those of
-        never to never as "noise"."""
+        """Returns by mode the ratios to the better of `never` and `always` in the rounds around; and as
+        "noise" those of the better one itself."""
         found: dict[str, list[float]] = {
             mode: [
                 sample / min(near(self.seconds[other], at) for other in ("never", "always"))
@@ -264,8 +264,8 @@ class Steady:
             ]
             for mode in MODES
         }
-        never = self.seconds["never"]
-        return found | {"noise": [sample / near(never, at) for at, sample in enumerate(never)]}
+        better = min(("never", "always"), key=lambda mode: statistics.median(self.seconds[mode]))
+        return found | {"noise": found[better]}
 
 
 def steady(bed: Bed, network: Network) -> Steady:
@@ -273,8 +273,9 @@ def steady(bed: Bed, network: Network) -> Steady:
     bed.settle(network)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     answers = []
-    for _ in range(bed.plan.rounds):
-        for mode in MODES:
+    for turn in range(bed.plan.rounds):
+        first = turn % len(MODES)
+        for mode in (*MODES[first:], *MODES[:first]):
             if mode == "always" and sum(seconds[mode]) > _MOST_S and len(seconds[mode]) > 2:
                 continue
             answer = bed.ask(mode)
@@ -357,7 +358,7 @@ def run(plan: Plan, say: Callable[[str], object]) -> dict[str, Any]:
         pooled = spread([ratio for row in rows for ratio in row.ratios["adaptive"]])
         noise = spread([ratio for row in rows for ratio in row.ratios["noise"]])
         say(f"adaptive, all of them: p50 {pooled['p50']:.2f}, p99 {pooled['p99']:.2f}")
-        say(f"never, to itself:      p50 {noise['p50']:.2f}, p99 {noise['p99']:.2f}")
+        say(f"the better, to itself: p50 {noise['p50']:.2f}, p99 {noise['p99']:.2f}")
         changes = []
         for before, after in plan.changes:
             best = bests[after] if after in bests else steady(made, after).best

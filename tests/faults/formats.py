@@ -19,7 +19,7 @@ import redis
 
 from kvstore.errors import KVStoreError
 from kvstore.format.segment import Slot
-from kvstore.index.redis.values import SCHEMA
+from kvstore.index.redis.values import SCHEMA, SHARDED_SCHEMA
 from kvstore.index.sqlite.schema import APPLICATION_ID, SCHEMA_VERSION, SCHEMAS
 from schemas.namespace import Parallel
 from tests.faults.ground import CHAINS, NEW, ONE, Ground, ids, open_space
@@ -262,7 +262,7 @@ def newer_redis(place: Path) -> Result:
         payloads = set((place / "payloads").glob("*/??/*"))
         bits = {name: client.hget(f"kvs:{{{name}}}:meta", "bucket_bits") for name in ids().values()}
         for name in bits:
-            client.hset(f"kvs:{{{name}}}:meta", "schema", SCHEMA + 1)
+            client.hset(f"kvs:{{{name}}}:meta", "schema", SHARDED_SCHEMA + 1)
             client.hdel(f"kvs:{{{name}}}:meta", "bucket_bits")
         seen, said = ground.look(), ""
         result.wrong_tokens += seen["wrong"] + sum(seen["blocks"].values())

@@ -789,6 +789,43 @@ CASES = [
         ],
         500,
     ),
+    Case(
+        "KVStoreFollowLate",
+        "looks don't end",
+        [series("kvstore_follow_behind_seconds", "0+60x60"), series("kvstore_follow_up", "1x60")],
+        40,
+        [{}],
+    ),
+    Case(
+        "KVStoreFollowLate",
+        "what it finds is refused",
+        [series("kvstore_follow_behind_seconds", "30x60"), series("kvstore_follow_up", "0x60")],
+        40,
+        [{}],
+    ),
+    Case("KVStoreFollowLate", "there is none", [series("kvstore_follow_up", "1x5 stale")], 40, [{}]),
+    Case(
+        "KVStoreFollowLate",
+        "restarted, and one look failed",
+        [
+            series("kvstore_follow_behind_seconds", "50x30 _x4 600 50x30"),
+            series("kvstore_follow_up", "1x10 0 1x19 _x4 1x30"),
+        ],
+        45,
+    ),
+    Case(
+        "KVStoreCopyLate",
+        "the copier lags",
+        [series("kvstore_follow_way_seconds", "4000x60")],
+        40,
+        [{}],
+    ),
+    Case(
+        "KVStoreCopyLate",
+        "one late segment",
+        [series("kvstore_follow_way_seconds", "50x20 4000 50x40")],
+        40,
+    ),
 ]
 
 
@@ -813,6 +850,9 @@ def healthy() -> list[dict[str, str]]:
         *[space("segments", "1000x200", instance=one) for one in "ab"],
         *ratio("0+6000x200", "0+3000x200"),
         *[space("requests_total", "0+60x200", instance=one) for one in "ab"],
+        series("kvstore_follow_behind_seconds", f"50x{gone} _x2 0 50x{back}"),
+        series("kvstore_follow_way_seconds", f"90x{gone} _x2 0 90x{back}"),
+        series("kvstore_follow_up", f"1x{gone} _x2 1x{back}"),
     ]
     # An engine's counters begin anew.
     grows, still = f"0+100x{gone} _x3 0+100x{back}", f"0x{gone} _x3 0x{back}"

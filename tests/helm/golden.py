@@ -26,11 +26,15 @@ def _with(name: str, **more: Any) -> Values:
     return values | more
 
 
-#: A first try, with a key to a bucket; a claim, scraped pod by pod; a bucket and a Redis of the cloud's, with
-#: all of the monitoring that scrapes Services.
+#: A first try, with a key to a bucket; a claim that is followed, scraped pod by pod; a bucket and a Redis of
+#: the cloud's, with all of the monitoring that scrapes Services.
 CASES: dict[str, Values] = {
     "minimal": {"payloads": {"s3": {"bucket": "my-bucket", "accessKeyId": "id", "secretAccessKey": "key"}}},
-    "small": _with("small", monitoring={"podMonitor": {"enabled": True}, "engines": {"enabled": True}}),
+    "small": _with(
+        "small",
+        monitoring={"podMonitor": {"enabled": True}, "engines": {"enabled": True}},
+        follow={"enabled": True},
+    ),
     "large": CHART / "ci" / "large-values.yaml",
 }
 #: Longer than this is a file.

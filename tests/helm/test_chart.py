@@ -213,7 +213,7 @@ def test_what_our_containers_run_is_a_command_of_ours(values: Path) -> None:
             variables = {variable["name"]: variable.get("value") for variable in one["env"]}
             mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
             assert variables["KVSTORE_SETTINGS"] in mounts
-    assert seen - {"pack"} == {"serve", "fsck", "gc", "doctor"}
+    assert seen - {"pack", "rebuild"} == {"serve", "fsck", "gc", "doctor"}
 
 
 # Settings.
@@ -237,7 +237,7 @@ def _accepted(manifests: list[Manifest], name: str, folder: Path) -> Settings:
     config = next(one for one in manifests if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name)
     file = folder / f"{name}.yaml"
     file.write_text(config["data"]["settings.yaml"])
-    spec = pick(manifests, "Deployment")["spec"]["template"]["spec"]
+    spec = pick(manifests, "Deployment", "cache-kvstore")["spec"]["template"]["spec"]
     variables = {one["name"]: one.get("value", "a secret") for one in spec["containers"][0]["env"]}
     return load_settings({"settings": str(file)}, variables)
 

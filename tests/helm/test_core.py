@@ -485,9 +485,10 @@ def test_a_claim_that_exists() -> None:
 
 
 def test_with_a_claim_of_one_node_all_pods_are_there() -> None:
-    manifests = render(ONE_NODE)
-    selector = pick(manifests, "Deployment")["spec"]["selector"]
+    manifests = render(ONE_NODE | {"follow": {"enabled": True}})
+    selector = pick(manifests, "Deployment", "cache-kvstore")["spec"]["selector"]
     specs = [pick(manifests, "Pod")["spec"]]
+    specs.append(pick(manifests, "Deployment", "cache-kvstore-follow")["spec"]["template"]["spec"])
     specs += [
         one["spec"]["jobTemplate"]["spec"]["template"]["spec"]
         for one in manifests
@@ -521,6 +522,17 @@ def job(values: dict[str, Any], verb: str, kube: str = "1.34.0") -> dict[str, An
 def test_what_jobs_run(verb: str, values: dict[str, Any], arguments: list[str]) -> None:
     spec = job(given(**{verb: values}), verb)["jobTemplate"]["spec"]["template"]["spec"]
     assert spec["containers"][0]["args"] == arguments
+
+
+def test_what_follows_another_regions_payloads() -> None:
+    values = given(follow={"enabled": True, "every": 300, "jobs": 2}, janitor__listen="[::]")
+    assert not [one for one in render(given()) if one["metadata"]["name"] == "cache-kvstore-follow"]
+    spec = pick(render(values), "Deployment", "cache-kvstore-follow")["spec"]
+    [one] = spec["template"]["spec"]["containers"]
+    expected = ["rebuild", "--follow", "--json", "--jobs", "2", "--every", "300", "--listen", "[::]:9466"]
+    assert (spec["replicas"], one["args"]) == (1, expected)
+    assert one["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert one["ports"] == [{"name": "http", "containerPort": 9466}]
 
 
 @pytest.mark.parametrize("verb", ["fsck", "gc"])
@@ -605,12 +617,13 @@ def test_every_container_can_be_given_limits() -> None:
     limits = {"resources": {"limits": {"cpu": "1"}}}
     values = given(janitor=limits, fsck=limits, gc=limits, test=limits, redis__builtIn=limits)
     values["packs"] = {**limits, "apply": [{"pack": "/a.tar"}]}
+    values["follow"] = {**limits, "enabled": True}
     seen = 0
     for what, template in pod_templates(render(values)):
         for one in containers(template["spec"]):
             assert one["resources"]["limits"]["cpu"] == "1", (what, one["name"])
             seen += 1
-    assert seen == 7
+    assert seen == 8
 
 
 class _Janitor(BaseHTTPRequestHandler):

@@ -64,7 +64,7 @@ def test_nothing_is_rendered_that_a_cluster_may_not_know() -> None:
 def test_a_missing_crd_is_for_the_api_server_to_report() -> None:
     # helm template doesn't know what the cluster has: see _monitoring.tpl.
     found = of_kinds(render(VALUES), *MONITORS)
-    assert len(found) == 3
+    assert len(found) == 4
     assert found == of_kinds(render(VALUES, apis=("monitoring.coreos.com/v1",)), *MONITORS)
 
 
@@ -100,6 +100,20 @@ def test_janitors_are_scraped_by_their_labels_and_port(kind: str, key: str) -> N
     assert "honorLabels" not in endpoint
 
 
+@pytest.mark.parametrize("key", ["serviceMonitor", "podMonitor"])
+def test_what_follows_is_scraped_as_janitors_are(key: str) -> None:
+    own = {"labels": {"release": "prometheus"}, "namespace": "monitoring", "interval": "15s"}
+    manifests = render(values(**{key: on(**own)}) | {"follow": on()})
+    found = pick(manifests, "PodMonitor", "cache-kvstore-follow")
+    template = pick(manifests, "Deployment", "cache-kvstore-follow")["spec"]["template"]
+    assert found["metadata"]["labels"]["release"] == "prometheus"
+    assert found["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    [endpoint] = found["spec"]["podMetricsEndpoints"]
+    assert (endpoint["interval"], endpoint["path"]) == ("15s", "/metrics")
+    [port] = template["spec"]["containers"][0]["ports"]
+    assert port["name"] == endpoint["port"]
+
+
 @pytest.mark.parametrize(
     ("kind", "key"), [("ServiceMonitor", "serviceMonitor"), ("PodMonitor", "podMonitor")]
 )
@@ -128,9 +142,10 @@ def test_engines_are_those_that_use_the_store_and_are_not_the_charts() -> None:
     spec = monitor("PodMonitor", "cache-kvstore-vllm")["spec"]
     assert spec["selector"]["matchLabels"] == {"kvstore/client": "true"}
     [rule] = spec["selector"]["matchExpressions"]
-    pods = pick(render(VALUES), "Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert pods["kvstore/client"] == "true"
-    assert (rule["operator"], pods[rule["key"]] in rule["values"]) == ("NotIn", True)
+    for name in ("cache-kvstore", "cache-kvstore-follow"):
+        pods = pick(render(VALUES), "Deployment", name)["spec"]["template"]["metadata"]["labels"]
+        assert pods["kvstore/client"] == "true"
+        assert (rule["operator"], pods[rule["key"]] in rule["values"]) == ("NotIn", True)
     [endpoint] = spec["podMetricsEndpoints"]
     assert endpoint["relabelings"][0] == {"targetLabel": "release", "replacement": RELEASE}
     [colon] = endpoint["metricRelabelings"]
@@ -234,7 +249,8 @@ def test_alerts_can_be_left_out_and_their_thresholds_set() -> None:
     found = rendered_alerts(
         disabled=["KVStoreVersionMix"], thresholds={"matchSeconds": 0.05, "janitorSeconds": 90}
     )
-    assert set(NAMED) - set(found) == {"KVStoreVersionMix", "KVStoreCronJobFailing"}
+    unasked = {"KVStoreCronJobFailing", "KVStoreFollowLate", "KVStoreCopyLate"}
+    assert set(NAMED) - set(found) == {"KVStoreVersionMix"} | unasked
     assert "> 0.05" in found["KVStoreMatchSlow"]["expr"]
     assert "> 90" in found["KVStoreJanitorStuck"]["expr"]
     assert found["KVStoreIndexDown"]["labels"] == {"severity": "critical", "release": RELEASE}
@@ -301,6 +317,10 @@ def test_cron_jobs_are_called_as_they_are() -> None:
             values(serviceMonitor=on(), prometheusRule=on(cronJobs=True))
             | {"fsck": {"enabled": False}, "gc": {"enabled": False}},
             "monitoring.prometheusRule.cronJobs is true, but fsck and gc are both disabled",
+        ),
+        (
+            values(serviceMonitor=on(), prometheusRule=on()) | {"follow": on(every=450)},
+            "monitoring.prometheusRule.thresholds.followSeconds (900) is not above twice follow.every (450)",
         ),
         (
             values(serviceMonitor=on(), prometheusRule=on(disabled=["KVStoreNothing"])),

@@ -24,6 +24,9 @@ from vllm.config import KVTransferConfig
 from connectors.ec.metrics import ECStorePromMetrics
 from connectors.kv.metrics import KVStorePromMetrics
 from connectors.tier import metrics as tier_metrics
+from kvstore.admin.backends import Cache
+from kvstore.admin.repair.follow import PayloadFollower, metrics_of
+from kvstore.admin.serve.exposed import exposed
 from kvstore.build import load_settings, open_index
 from kvstore.index.demand import OwnDemand
 from kvstore.index.port import Outcome
@@ -51,6 +54,7 @@ pytestmark = [pytest.mark.servers, pytest.mark.engine, pytest.mark.slow]
 #: As the operator labels what it scrapes.
 JANITORS = {"namespace": "inference", "service": "cache-kvstore", "container": "janitor", "endpoint": "http"}
 ENGINES = {"namespace": "inference", "container": "vllm", "endpoint": "http"}
+FOLLOWERS = {"namespace": "inference", "container": "follow", "endpoint": "http"}
 WINDOW = "30s"
 
 
@@ -135,6 +139,19 @@ class KubeState:
         self._thread.join(PATIENCE_S)
 
 
+class Follower:
+    """The metrics of what follows the payloads."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        with Cache(load_settings(settings, {})) as cache:
+            told = PayloadFollower(cache).turn()
+        self._server = exposed("127.0.0.1", 0, lambda: metrics_of(told), lambda: True)
+        self.target = self._server.url.removeprefix("http://").rstrip("/")
+
+    def close(self) -> None:
+        self._server.close()
+
+
 @dataclass
 class World:
     prometheus: Prometheus
@@ -179,6 +196,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         redis.command("CONFIG", "SET", "maxmemory", "100mb")
         filled, options = serving(folder, redis)
         engines, kube = (Engine(filled.kv_id), Engine(filled.kv_id)), KubeState()
+        follower = Follower(filled.settings)
         stop = threading.Event()
 
         def work() -> None:
@@ -188,6 +206,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
         janitors = monitor("ServiceMonitor", "cache-kvstore")["spec"]["endpoints"][0]
         vllm = monitor("PodMonitor", "cache-kvstore-vllm")["spec"]["podMetricsEndpoints"][0]
+        follow = monitor("PodMonitor", "cache-kvstore-follow")["spec"]["podMetricsEndpoints"][0]
         index = open_index(load_settings(filled.settings, {}))
         assert isinstance(index, ShardedIndex)
         # What is asked for lately is looked at seldom, so it is there from the beginning.
@@ -205,6 +224,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             jobs = [
                 job("cache-kvstore", at, janitors, JANITORS),
                 job("cache-kvstore-vllm", [engine.target for engine in engines], vllm, ENGINES),
+                job("cache-kvstore-follow", [follower.target], follow, FOLLOWERS),
                 job("kube-state-metrics", [kube.target], {"path": "/metrics"}, {}, honor_labels=True),
             ]
             worker = threading.Thread(target=work, daemon=True)
@@ -217,14 +237,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             finally:
                 stop.set()
                 worker.join(PATIENCE_S)
-                for one in (*engines, kube):
+                for one in (*engines, kube, follower):
                     one.close()
 
 
 def ready(world: World, index: ShardedIndex) -> None:
     """Until everything was scraped, and traffic was seen between two scrapes."""
     ask, serve = world.prometheus.query, world.servers[0]
-    serve.until(lambda: [s.value for s in ask("up")] == [1.0] * 5)
+    serve.until(lambda: [s.value for s in ask("up")] == [1.0] * 6)
     serve.until(lambda: sum(s.value for s in ask(f'kvstore_janitor_leader{{release="{RELEASE}"}}')) == 1)
     serve.until(lambda: ask("kvstore_janitor_round_timestamp_seconds"))
     told(index, world.filled)
@@ -303,6 +323,12 @@ UNSEEN = {
     "kvstore_answered_timestamp_seconds",
     "kvstore_blocks",
     "kvstore_damaged_namespaces",
+    "kvstore_follow_gone_segments_total",
+    "kvstore_follow_incomplete_segments",
+    "kvstore_follow_listed_bytes_total",
+    "kvstore_follow_listed_segments_total",
+    "kvstore_follow_notified_total",
+    "kvstore_follow_turns_total",
     "kvstore_journal_unreadable_entries_total",
     "kvstore_serve_refused_total",
     "kvstore_janitor_scrubbed_unreadable_segments_total",

@@ -39,7 +39,8 @@ def ours(manifests: list[Manifest]) -> dict[str, End]:
 
 def with_everything(values: dict[str, Any]) -> dict[str, Any]:
     """The same, with every pod that there can be."""
-    return {**values, **{name: {**values.get(name, {}), "enabled": True} for name in ("fsck", "gc")}}
+    switched = ("fsck", "gc", "follow")
+    return {**values, **{name: {**values.get(name, {}), "enabled": True} for name in switched}}
 
 
 @pytest.mark.parametrize("path", CI, ids=lambda path: path.stem)
@@ -47,7 +48,7 @@ def test_every_variant_lets_pass_what_it_needs(path: Path) -> None:
     values = with_everything(yaml.safe_load(path.read_text()) or {})
     manifests = render(values, namespace=HERE)
     reach, pods = Reach(manifests, HERE), ours(manifests)
-    assert {"janitor", "fsck", "gc"} <= set(pods)
+    assert {"janitor", "follow", "fsck", "gc"} <= set(pods)
     servers = {name: pod for name, pod in pods.items() if name == "redis"}
     clients = [pod for name, pod in pods.items() if name != "redis"]
     settings = yaml.safe_load(pick(manifests, "ConfigMap", "cache-kvstore")["data"]["settings.yaml"])
@@ -183,6 +184,7 @@ def test_who_may_is_a_value() -> None:
     manifests = render(
         {
             "payloads": S3,
+            "follow": {"enabled": True},
             "networkPolicy": {
                 "redis": only,
                 "janitor": {"from": [{"namespaceSelector": monitoring}]},
@@ -202,8 +204,9 @@ def test_who_may_is_a_value() -> None:
     assert reach.may(STRANGER, pods["redis"], 15008)
     assert reach.may(STRANGER, pods["janitor"], 15008)
     assert reach.may(pods["janitor"], STRANGER, 15008)
-    assert reach.may(PROMETHEUS, pods["janitor"], 9464)
-    assert not reach.may(STRANGER, pods["janitor"], 9464)
+    for name, port in (("janitor", 9464), ("follow", 9466)):
+        assert reach.may(PROMETHEUS, pods[name], port)
+        assert not reach.may(STRANGER, pods[name], port)
 
 
 def test_without_policies_there_are_none() -> None:
@@ -214,4 +217,4 @@ def test_without_policies_there_are_none() -> None:
 def test_every_pod_of_the_chart_is_known_to_the_policies() -> None:
     """A new component that opens the store must be let in."""
     manifests = render(with_everything({"payloads": S3}), namespace=HERE)
-    assert set(ours(manifests)) - {"redis"} == {"janitor", "fsck", "gc", "test"}
+    assert set(ours(manifests)) - {"redis"} == {"janitor", "follow", "fsck", "gc", "test"}

@@ -205,5 +205,23 @@ UPKEEP = Row(
             alerts=("KVStoreVersionMix",),
             columns=("servers", "engines"),
         ),
+        Panel(
+            "Copied from elsewhere",
+            "timeseries",
+            "s",
+            tuple(
+                Query(
+                    f"max by (release) (kvstore_follow_{name}_seconds{{{INDEX}}})",
+                    f"{{{{release}}}} {legend}",
+                )
+                for name, legend in (
+                    ("behind", "since the last look"),
+                    ("way", "from making to here"),
+                )
+            ),
+            "Where another region's payloads are copied into this bucket and `cache-admin rebuild --follow` "
+            "keeps the index up with them: how late the index is, and how late the copier. Elsewhere empty.",
+            alerts=("KVStoreFollowLate", "KVStoreCopyLate"),
+        ),
     ),
 )

@@ -181,7 +181,8 @@ class IndexCheck:
 
         Raises TransientError when a store does not answer, and what the index raises.
         """
-        _Run(self, name, stock, found).all()
+        with Blocks() as truth:
+            _Run(self, name, stock, found, truth).all()
 
     def again(
         self, name: NamespaceId, bad: FaultySegment, listing: Listing, *, read: bool
@@ -213,7 +214,7 @@ class _Run:
     name: NamespaceId
     stock: Stock
     found: Checked
-    truth: Blocks = field(default_factory=Blocks)
+    truth: Blocks
     _seen: array[int] = field(default_factory=lambda: array("Q"))
     _pinned: int = 0
     _cost: int = 0
@@ -349,10 +350,11 @@ class _Run:
     def _entries(self) -> None:
         index = self.check.index
         self.check.progress.begin(f"compare the entries of {self.name}")
-        entries = collect(index.entries(self.name))
         bad = {finding.segment for finding in self.found.findings if finding.segment is not None}
-        differences = compare(entries, self.truth, bad)
-        self.found.entries = len(entries)
+        with Blocks() as entries:
+            collect(index.entries(self.name), entries)
+            differences = compare(entries, self.truth, bad)
+            self.found.entries = len(entries)
         self.found.dangling = differences.elsewhere
         # The content of a segment's slots never changes: an entry that contradicts it is wrong at any time.
         astray = differences.astray
@@ -363,7 +365,7 @@ class _Run:
         for page in paged(differences.hidden.items()):
             visible = index.get(self.name, [segment for segment, _ in page])
             for (segment, digests), listing in zip(page, visible, strict=True):
-                lost = b"" if listing is None else self._lost(segment, digests, wrong)
+                lost = b"" if listing is None else self._lost(segment, bytes(digests), wrong)
                 if lost:
                     detail = f"no entry leads to {len(lost) // DIGEST_BYTES} of its blocks"
                     self.found.findings.append(FoundFault(self.name, "hidden", detail, segment, lost))

