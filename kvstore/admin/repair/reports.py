@@ -231,9 +231,8 @@ class ReshardReport(StrictModel):
     unfindable: int
     #: Segments that were copied and evicted after that where they came from.
     withdrawn: int
-    #: Segments that were saved while the namespace turned. Those whose payloads are gone are `missing`.
-    late: int
-    missing: int
+    #: For how long nothing could be saved in it, and for how long all of it took.
+    sealed_s: float
     seconds: float
 
 

@@ -15,13 +15,13 @@ from kvstore.admin.backends import Cache, Refused
 from kvstore.admin.counting import amount_of
 from kvstore.admin.described import described
 from kvstore.admin.progress import ProgressListener, Silent
-from kvstore.admin.repair.listing import look_up
 from kvstore.admin.repair.reports import ReshardReport
 from kvstore.admin.reports import Ended
 from kvstore.admin.selection import needed_index
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import Account
 from kvstore.index.sharding.index import ShardedIndex
+from kvstore.index.sharding.layouts import lease_of
 from kvstore.index.sharding.leaf import MovableLeaf
 from kvstore.index.sharding.resharding import Moved, Resharding
 from kvstore.keys import NamespaceId
@@ -71,7 +71,7 @@ def reshard(
             name,
             shards,
             expected_blocks=_blocks(cache, namespace, account),
-            is_stored=lambda segment, ranks: len(look_up(cache.payloads, name, segment).sizes) >= ranks,
+            late_s=_late_s(cache),
             hold=lease.hold,
             begin=lambda what, nbytes: shows.begin(what, nbytes or None),
             advance=shows.advance,
@@ -102,8 +102,7 @@ def reshard(
         entries=moved.entries,
         unfindable=moved.unfindable,
         withdrawn=moved.withdrawn,
-        late=moved.late,
-        missing=moved.missing,
+        sealed_s=moved.sealed_s,
         seconds=time.monotonic() - began,
     )
 
@@ -113,7 +112,7 @@ class _Lease:
 
     def __init__(self, index: ShardedIndex, name: NamespaceId) -> None:
         self._index = index
-        self._name = f"reshard:{name}"
+        self._name = lease_of(name)
         self._holder = uuid.uuid4().hex
         self._until = 0.0
 
@@ -138,6 +137,13 @@ def _account(cache: Cache, name: NamespaceId) -> Account:
     if not found:
         raise Refused(f"another process has just removed namespace {name}")
     return found[0]
+
+
+def _late_s(cache: Cache) -> float:
+    """Returns for how long a call that goes by the old number may take: to look at it, and to ask by it, with
+    as much again for processes whose settings are other ones."""
+    redis = cache.settings.redis
+    return 4 * (redis.timeout_s + redis.connect_timeout_s)
 
 
 def _blocks(cache: Cache, namespace: Namespace, account: Account) -> int:

@@ -258,7 +258,7 @@ def _of_fsck(report: FsckReport) -> ExitCode:
 
 @of_report.register
 def _of_reshard(report: ReshardReport) -> ExitCode:
-    return ENDS[report.ended] or (ExitCode.PARTIAL if report.missing else ExitCode.OK)
+    return ENDS[report.ended]
 
 
 @of_report.register

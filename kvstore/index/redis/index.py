@@ -153,7 +153,7 @@ _FIND = Script.load("find", "age")
 _CLAIM = Script.load("claim", "holder", "age", "walk")
 _COMMIT = Script.load("commit", "changes", "score", "generations", "forbidden", "retention", "sessions")
 _TOUCH = Script.load("touch", "score", "retention")
-_EVICT = Script.load("evict", "changes", "score", "retention", "grace", "fate", "drop")
+_EVICT = Script.load("evict", "sealed", "changes", "score", "retention", "grace", "fate", "drop")
 _NOTE = Script.load("note")
 
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)

@@ -3,10 +3,10 @@ kvstore.index.redis.index."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvstore.errors import NamespaceUnknown, PermissionDenied
+from kvstore.errors import NamespaceUnknown, PermissionDenied, TransientError
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Entry
 from kvstore.index.redis.catalogue import RedisCatalogue, other_of, shards_of
@@ -38,13 +38,16 @@ _ENTER_SLICE = 500
 _REGISTER = Script.load("register")
 _BEGIN_ERASING = Script.load("erasing")
 _RESHARD = Script.load("reshard")
-_ADOPT = Script.load("adopt", "changes", "generations", "forbidden")
-_ENTER = Script.load("enter")
-_DISCARD = Script.load("discard", "changes", "generations", "score", "retention", "grace", "fate", "drop")
-_SCORES = Script.load("scores")
+_TAKEN = Script.load("taken", "score", "retention")
+_ADOPT = Script.load("adopt", "changes", "filling")
+_WITHDRAW = Script.load("unlist", "changes", "generations", "filling")
+_ENTER = Script.load("enter", "filling")
+_DISCARD = Script.load("discard", "filling")
 
 #: The answer of register.lua for a namespace of a newer schema, which it must not touch.
 _NEWER = 2
+#: And for a shard that takes no changes.
+_SEALED = 3
 
 
 class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
@@ -58,14 +61,14 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
 
     @understood
     def lay_out(self, namespace: Namespace, *, expected_blocks: int, shards: int) -> int:
-        return self._register(namespace_id(namespace), namespace, expected_blocks, shards)
+        return max(1, -self._register(namespace_id(namespace), namespace, expected_blocks, shards))
 
     @understood
-    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
-        self._register(name, namespace, expected_blocks, 1)
+    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> bool:
+        return self._register(name, namespace, expected_blocks, 1) != _SEALED
 
     def _register(self, name: NamespaceId, namespace: Namespace, expected_blocks: int, shards: int) -> int:
-        """Returns in how many shards it lies."""
+        """Returns what register.lua answers."""
         self._client.command("SADD", NAMESPACES, name)
         begun: int = self._run(
             _REGISTER,
@@ -85,12 +88,12 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
         if begun:
             # An `erase` that came between the two may have removed the id.
             self._client.command("SADD", NAMESPACES, name)
-        return max(1, -begun)
+        return begun
 
     @understood
     def layout(self, namespace: NamespaceId) -> Layout | None:
-        schema, shards, kind, to, left = self._client.command(
-            "HMGET", key(namespace, "meta"), "schema", "shards", "kind", "to", "from"
+        schema, shards, kind, to, left, *words = self._client.command(
+            "HMGET", key(namespace, "meta"), "schema", "shards", "kind", "to", "from", "run", "sealed", "role"
         )
         if schema is None:
             return None
@@ -100,7 +103,8 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
             raise ValueError(f"schema {SHARDED_SCHEMA} without shards")
         else:
             several = shards_of(shards)
-        return Layout(several, items=kind == b"ec", to=other_of(to), left=other_of(left))
+        run, sealed, role = ((word or b"").decode("ascii", "replace") for word in words)
+        return Layout(several, kind == b"ec", other_of(to), other_of(left), run, sealed, role)
 
     @understood
     def listed(self, namespace: NamespaceId) -> set[NamespaceId]:
@@ -114,18 +118,32 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
     # Other numbers of shards
 
     @understood
+    def unseal(self, name: NamespaceId, run: str) -> None:
+        if self.reshard(base_of(name), "disarm", run=run):
+            self.reshard(name, "unseal", run=run)
+
+    @understood
+    def forget(self, name: NamespaceId, role: str) -> None:
+        if self.reshard(name, "aside", told=role):
+            while self.drop_aside(name, SLICE):
+                pass
+
+    @understood
     def reshard(
         self,
         name: NamespaceId,
         step: Step,
-        before: int,
-        after: int,
         *,
-        expected_blocks: int = 0,
-        ttl_s: int = 0,
+        run: str = "",
+        before: int = 0,
+        after: int = 0,
+        told: str | int = "",
     ) -> bool:
-        told = ttl_s if step == "ttl" else bucket_bits(expected_blocks)
-        return bool(self._run(_RESHARD, name, step, before, after, told))
+        return bool(self._run(_RESHARD, name, step, run, before, after, told))
+
+    def begin(self, name: NamespaceId, run: str, before: int, after: int, *, expected_blocks: int) -> bool:
+        bits = bucket_bits(expected_blocks)
+        return self.reshard(name, "begin", run=run, before=before, after=after, told=bits)
 
     def taken(self, name: NamespaceId) -> Iterator[list[Taken]]:
         cursor: Any = 0
@@ -140,55 +158,67 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
         cursor, page = self._client.command("HSCAN", key(name, "segs"), cursor, "COUNT", _PAGE)
         found: list[Taken] = []
         for segments in batches(segment_ids(list(page)), _PAGE):
-            listed, pinned = self._run(_SCORES, name, b"".join(segments))
-            heats = self._client.command("ZMSCORE", key(name, "hot"), *segments)
-            for segment, one, other, heat in zip(segments, listed, pinned, heats, strict=True):
+            places = self._run(_TAKEN, name, b"".join(segments))
+            for segment, *place in zip(segments, places[::3], places[1::3], places[2::3], strict=True):
                 record = record_of(page[segment])
-                score = one if other is None else other
                 # Without a place in the order it was evicted between the two calls, or is damaged.
-                if record is not None and score is not None:
+                if record is not None and place[0]:
                     first = page[segment].split(b":", 2)[2][: AGREED_BYTES - 8]
-                    place = (_exact(score), b"1" if other is not None else b"", _exact(heat))
                     found.append(Taken(segment, record, first, (page[segment], *place)))
         return cursor, found
 
     @understood
-    def adopt(self, name: NamespaceId, segments: Sequence[Taken], *, building: bool) -> int:
-        adopted, how = 0, ("1", 0) if building else ("", self._journal.events)
+    def adopt(self, name: NamespaceId, segments: Sequence[Taken], run: str) -> int:
+        adopted = 0
         for some in batches(segments, SLICE):
-            words = [word for one in some for word in (one.segment, *one.kept)]
-            answer = self._run(_ADOPT, name, *how, *words, self._by)
-            if answer is None:
-                raise self._unregistered("adopt", name)
-            adopted += answer
+            adopted += self._filled(
+                _ADOPT, name, run, *(word for one in some for word in (one.segment, *one.kept))
+            )
         return adopted
 
     @understood
-    def enter(self, name: NamespaceId, entries: Sequence[Entry], *, visible: bool) -> int:
+    def withdraw(self, name: NamespaceId, segments: Sequence[SegmentId], run: str) -> int:
+        check_segments(segments)
+        return sum(self._filled(_WITHDRAW, name, run, b"".join(some), 0) for some in batches(segments, SLICE))
+
+    @understood
+    def enter(self, name: NamespaceId, entries: Sequence[Entry], run: str) -> int:
         entered = 0
         for some in batches(entries, _ENTER_SLICE):
             packed = b"".join(one.digest + one.segment + one.slot.to_bytes(2, "big") for one in some)
-            answer = self._run(_ENTER, name, packed, "1" if visible else "")
-            if answer is None:
-                raise self._unregistered("enter", name)
-            entered += answer
+            entered += self._filled(_ENTER, name, run, packed)
         return entered
 
-    @understood
-    def discarded(self, name: NamespaceId, limit: int) -> dict[SegmentId, float]:
-        flat = self._client.command("ZRANGE", key(name, "trash"), 0, limit - 1, "WITHSCORES")
-        scores = dict(zip(flat[::2], map(float, flat[1::2]), strict=True))
-        return {segment: scores[segment] for segment in segment_ids(list(scores))}
+    def trashed(self, name: NamespaceId) -> Iterator[list[tuple[SegmentId, float]]]:
+        cursor: Any = 0
+        while True:
+            cursor, found = self._trashed_page(name, cursor)
+            yield found
+            if cursor == 0:
+                return
 
     @understood
-    def discard(self, name: NamespaceId, segments: Mapping[SegmentId, float]) -> int:
-        check_segments(list(segments))
+    def _trashed_page(self, name: NamespaceId, cursor: Any) -> tuple[Any, list[tuple[SegmentId, float]]]:
+        cursor, page = self._client.command("ZSCAN", key(name, "trash"), cursor, "COUNT", _PAGE)
+        known = set(segment_ids([segment for segment, _ in page]))
+        return cursor, [(segment, float(score)) for segment, score in page if segment in known]
+
+    @understood
+    def discard(self, name: NamespaceId, segments: Sequence[tuple[SegmentId, float]], run: str) -> int:
         gone = 0
-        for some in batches(list(segments), SLICE):
-            scores = ",".join(f"{segments[one]:.17g}" for one in some)
-            how = (self.deletion(1), *self.recorded("repair"), scores, self._by)
-            gone += self._run(_DISCARD, name, b"".join(some), *how)
+        for some in batches(segments, _PAGE):
+            words = (word for segment, score in some for word in (f"{score:.17g}", segment))
+            gone += self._filled(_DISCARD, name, run, *words)
         return gone
+
+    def _filled(self, script: Script, name: NamespaceId, run: str, *args: bytes | str | int) -> int:
+        answer = self._run(script, name, *args, run, self._by)
+        if answer is None:
+            raise TransientError(
+                f"redis {self._client.where}: {script.name}: another process fills {name} by now, or has "
+                "dropped it; run it again"
+            )
+        return int(answer)
 
     @understood
     def drop_aside(self, name: NamespaceId, limit: int) -> bool:
@@ -207,8 +237,3 @@ def bucket_bits(expected_blocks: int) -> int:
     """Returns the bits of a bucket's number: with `expected_blocks` buckets hold 32 to 64 entries."""
     buckets = max(1, -(-expected_blocks // BUCKET_ENTRIES))
     return min(MOST_BITS, (buckets - 1).bit_length())
-
-
-def _exact(score: bytes | float | None) -> bytes:
-    """Returns a score as a script takes it; b"" for none."""
-    return b"" if score is None else b"%.17g" % float(score)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from heapq import merge
 from itertools import islice
@@ -21,7 +22,6 @@ from kvstore.index.maintenance import (
     Usage,
 )
 from kvstore.index.sessions import SessionListing
-from kvstore.index.sharding.layouts import split
 from kvstore.index.sharding.leaf import Layout
 from kvstore.index.sharding.names import base_of, place_of, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
@@ -80,33 +80,44 @@ class ShardedCatalogue(ShardedRequests):
         return summed(self._each(self._shards(namespace), self._leaf.usage))
 
     def segments(self, namespace: NamespaceId) -> Iterator[Listing]:
-        for name in self._shards(namespace):
-            yield from self._leaf.segments(name)
+        return self._walked(namespace, self._leaf.segments)
+
+    def _walked(self, namespace: NamespaceId, walk: Callable[[NamespaceId], Iterator[_T]]) -> Iterator[_T]:
+        """Walks through one shard after the other. Raises TransientError at the end if the namespace lies
+        otherwise by then: what was walked through was being emptied."""
+        shards = self._shards(namespace)
+        for name in shards:
+            yield from walk(name)
+        with suppress(DamagedIndex):
+            found = self._leaf.layout(namespace)
+            if found is not None and found.shards != len(shards):
+                raise TransientError(
+                    f"{self._leaf!r}: namespace {namespace} was brought from {len(shards)} shards into "
+                    f"{found.shards} while it was listed: try again"
+                )
 
     def get(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[Listing | None]:
-        return self._gathered(namespace, segments, self._leaf.get)
+        return self._gathered(self._shards(namespace), segments, self._leaf.get)
 
     def states(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentState | None]:
-        """Knows as well what a reshard has left where it was, and not brought over yet."""
-        states = self._gathered(namespace, segments, self._leaf.states)
-        if None not in states or (left := self._others(namespace).left) == 0:
-            return states
-        parts = split(shard_names(namespace, left), segments)
-        before: dict[SegmentId, SegmentState | None] = {}
-        for name, some in parts.items():
-            before |= dict(zip(some, self._leaf.states(name, some), strict=True))
-        return [state or before[segment] for segment, state in zip(segments, states, strict=True)]
+        """Goes by how the namespace lies before and after it was asked: what is unknown may be deleted."""
+        layout = self._now(namespace)
+        while True:
+            states = self._gathered(shard_names(namespace, layout.shards), segments, self._leaf.states)
+            before, layout = layout, self._now(namespace)
+            if layout.shards == before.shards:
+                return states
 
-    def _others(self, namespace: NamespaceId) -> Layout:
-        """Returns what of a namespace lies elsewhere, as it is told now."""
+    def _now(self, namespace: NamespaceId) -> Layout:
+        """Returns how a namespace lies now, whatever was known. Raises what the leaf raises."""
         try:
-            return self._leaf.layout(namespace) or Layout(1, items=False)
+            found = self._leaf.layout(namespace)
         except DamagedIndex:
-            return Layout(1, items=False)
+            found = None
+        return self._unknown(namespace) if found is None else found
 
     def entries(self, namespace: NamespaceId) -> Iterator[Entry]:
-        for name in self._shards(namespace):
-            yield from self._leaf.entries(name)
+        return self._walked(namespace, self._leaf.entries)
 
     def sample(self, namespace: NamespaceId, count: int) -> list[Listing]:
         """Draws of each shard as many as its share of the segments makes likely."""
@@ -139,8 +150,7 @@ class ShardedCatalogue(ShardedRequests):
 
     def of_salt(self, namespace: NamespaceId, salt: SaltId) -> Iterator[Listing]:
         check_salt(salt)
-        for name in self._shards(namespace):
-            yield from self._leaf.of_salt(name, salt)
+        return self._walked(namespace, lambda name: self._leaf.of_salt(name, salt))
 
     def holdings(self, namespace: NamespaceId, over_bytes: int) -> dict[SaltId, int]:
         shards = self._shards(namespace)
@@ -189,7 +199,7 @@ class ShardedCatalogue(ShardedRequests):
         return [_joined(one) if any(one) else None for one in zip(*found, strict=True)]
 
     def owners(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SessionId]:
-        return self._gathered(namespace, segments, self._leaf.owners)
+        return self._gathered(self._shards(namespace), segments, self._leaf.owners)
 
     def retained(self, namespace: NamespaceId) -> dict[SaltId, int]:
         held: Counter[SaltId] = Counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +12,12 @@ from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.namespace import Namespace
 from schemas.records import SegmentRecord
 
-#: The steps of a reshard (kvstore.index.sharding.resharding), in their order, and what undoes the first.
-Step = Literal["begin", "ttl", "turn", "seal", "end", "undo"]
+#: The steps of a reshard (kvstore.index.sharding.resharding); they stand in lua/reshard.lua.
+Step = Literal["begin", "turn", "end", "undo", "disarm", "fill", "ttl", "seal", "unseal", "turned", "aside"]
+#: What the role of a shard begins with that a run fills, and of one that a run has turned to, or from.
+FILLS, TURNED = "fills ", "turned "
+#: Segments or entries of a shard that nobody uses that one call drops.
+_STEP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,11 @@ class Layout:
     #: The number that a reshard fills, or that it has left and not dropped yet; 0: none.
     to: int = 0
     left: int = 0
+    #: The run of a reshard that alone may turn, or that has turned; "": none.
+    run: str = ""
+    #: Of a shard that takes no changes: by which run. Of any that a run has to do with: what it is to it.
+    sealed: str = ""
+    role: str = ""
 
     @property
     def others(self) -> set[int]:
@@ -80,53 +89,76 @@ class ShardLeaf(FullIndex):
         """Forbids as Salts.forbid does, but what was created until a given time (unix seconds)."""
 
     @abstractmethod
-    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
-        """Registers a shard of a namespace that was laid out; `expected_blocks` are the shard's."""
+    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> bool:
+        """Registers a shard of a namespace that was laid out; `expected_blocks` are the shard's. False if it
+        is sealed, and stays so."""
+
+    def unseal(self, name: NamespaceId, run: str) -> None:
+        """Ends the seal of a run that is about it no more, and sees to it that it can't turn. Does nothing if
+        it has turned. (An index that seals nothing has nothing to do.)"""
+
+    def forget(self, name: NamespaceId, role: str) -> None:
+        """Drops a shard that nobody uses, whatever it holds, unless it has another role by now."""
+        self.invalidate(name)
+        while self.drain(name, delete_after_s=0, limit=_STEP):
+            pass
+        while due := self.reapable(name, None, _STEP):
+            self.reaped(name, [segment for segment, _ in due])
+        while self.erase(name, _STEP) == "more":
+            pass
 
 
 class MovableLeaf(ShardLeaf):
-    """A leaf that can move what is in shards into others (kvstore.index.sharding.resharding)."""
+    """A leaf that can move what is in shards into others (kvstore.index.sharding.resharding).
+
+    `run` is the token of who does it. What fills a shard raises TransientError if another run does by now.
+    """
 
     @abstractmethod
     def reshard(
         self,
         name: NamespaceId,
         step: Step,
-        before: int,
-        after: int,
         *,
-        expected_blocks: int = 0,
-        ttl_s: int = 0,
+        run: str = "",
+        before: int = 0,
+        after: int = 0,
+        told: str | int = "",
     ) -> bool:
-        """Takes one step; False if the namespace lies otherwise than it says. `seal` and `ttl` are of a
-        shard, the others of the id. `expected_blocks` is for `begin`, which may make a single shard."""
+        """Takes one step; False if the namespace, or the shard, is otherwise than it says."""
+
+    @abstractmethod
+    def begin(self, name: NamespaceId, run: str, before: int, after: int, *, expected_blocks: int) -> bool:
+        """Takes the first step, which may make a single shard for so many blocks."""
 
     @abstractmethod
     def taken(self, name: NamespaceId) -> Iterator[list[Taken]]:
         """Yields what is visible in a shard, in pages, which may be empty. Weakly consistent, as `segments`
-        is."""
+        is: exact while the shard is sealed."""
 
     @abstractmethod
-    def adopt(self, name: NamespaceId, segments: Sequence[Taken], *, building: bool) -> int:
+    def adopt(self, name: NamespaceId, segments: Sequence[Taken], run: str) -> int:
         """Makes segments of other shards visible, with their places in the order of eviction, pins and heat.
-        Returns how many. What is known in any state, or forbidden, stays as it is, except that while the
-        shard is `building` a segment gets the place that it has by now. Raises NamespaceUnknown."""
+        Returns how many. What is visible gets the place that it has by now."""
 
     @abstractmethod
-    def enter(self, name: NamespaceId, entries: Sequence[Entry], *, visible: bool) -> int:
-        """Writes entries, only those of visible segments if `visible`. One that leads to a visible segment is
-        not overwritten. Returns how many. Raises NamespaceUnknown."""
+    def withdraw(self, name: NamespaceId, segments: Sequence[SegmentId], run: str) -> int:
+        """Makes segments unknown. Returns how many were visible."""
 
     @abstractmethod
-    def discarded(self, name: NamespaceId, limit: int) -> dict[SegmentId, float]:
-        """Returns some of the trash, with what `discard` takes."""
+    def enter(self, name: NamespaceId, entries: Sequence[Entry], run: str) -> int:
+        """Writes entries of visible segments. One that leads to a visible segment is not overwritten. Returns
+        how many."""
 
     @abstractmethod
-    def discard(self, name: NamespaceId, segments: Mapping[SegmentId, float]) -> int:
-        """Takes over what another shard has in its trash, and evicts what of it is visible. Returns how many
-        were."""
+    def trashed(self, name: NamespaceId) -> Iterator[list[tuple[SegmentId, float]]]:
+        """Yields the trash, in pages, with what `discard` takes."""
+
+    @abstractmethod
+    def discard(self, name: NamespaceId, segments: Sequence[tuple[SegmentId, float]], run: str) -> int:
+        """Takes over what another shard has in its trash. Returns how many were not there."""
 
     @abstractmethod
     def drop_aside(self, name: NamespaceId, limit: int) -> bool:
-        """Drops up to about `limit` entries of what a reshard has put aside, and all else at last, whatever
-        it holds; nothing if nothing lies aside. True if there is more."""
+        """Drops up to about `limit` entries of what was put aside or sealed, and all else at last, whatever
+        it holds; nothing if it isn't. True if there is more."""

@@ -23,14 +23,12 @@ from kvstore.index.maintenance import (
 )
 from kvstore.index.sharding.catalogue import ShardedCatalogue, in_order, summed
 from kvstore.index.sharding.layouts import split
-from kvstore.index.sharding.names import place_of, shard_names
+from kvstore.index.sharding.names import place_of
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.records import EvictionRule
 
 #: How many more of each order a cull looks at than its equal part of twice what is to be evicted.
 _FEW_LOOKS = 16
-#: Segments or entries of a layout that is gone that one call drops.
-_STEP = 256
 
 
 @dataclass(slots=True)
@@ -159,17 +157,13 @@ class ShardedRemoval(ShardedCatalogue):
     def invalidate(self, namespace: NamespaceId) -> int:
         """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
         self._known.pop(namespace, None)
-        names = set(self._shards(namespace))
-        if left := self._others(namespace).left:
-            # What a reshard has not brought over yet. (What it fills it holds against the shards before.)
-            names.update(shard_names(namespace, left))
-        return sum(self._each(sorted(names), self._leaf.invalidate))
+        return sum(self._each(self._shards(namespace), self._leaf.invalidate))
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         """Erases the shards, and then what says that there are any, if nobody has registered the namespace
         meanwhile (ShardedLayouts.register). Nothing goes if something is stored in one of them now, or as
         long as a reshard has not come to its end."""
-        if self._others(namespace).others:
+        if self._now(namespace).others:
             return "in_use"
         self._leaf.begin_erasing(namespace)
         self._forget_layouts(namespace)
@@ -190,20 +184,13 @@ class ShardedRemoval(ShardedCatalogue):
         was registered with another number. Nobody looks there. Payloads of theirs are strays, but for those
         that are stored again. What a reshard fills, or has left, it drops itself.
         """
-        # Asked before the layout: one that begins meanwhile is not among them.
-        named = self._named(namespace)
+        # Asked before the layout. Whoever begins with one of them after that gives it another role.
+        roles = {name: self._leaf.layout(name) for name in sorted(self._named(namespace))}
         self._known.pop(namespace, None)
-        others = self._others(namespace).others
-        for name in sorted(named.difference(self._shards(namespace))):
-            if place_of(name)[0] in others:
-                continue
-            self._leaf.invalidate(name)
-            while self._leaf.drain(name, delete_after_s=0, limit=_STEP):
-                pass
-            while due := self._leaf.reapable(name, None, _STEP):
-                self._leaf.reaped(name, [segment for segment, _ in due])
-            while self._leaf.erase(name, _STEP) == "more":
-                pass
+        layout = self._now(namespace)
+        for name, one in roles.items():
+            if one is not None and place_of(name)[0] not in {layout.shards, *layout.others}:
+                self._leaf.forget(name, one.role)
 
     # Pins
 
@@ -258,7 +245,7 @@ class ShardedRemoval(ShardedCatalogue):
             return self._leaf.reconcile(namespace)
         self._forget_layouts(namespace)
         # What lies under the id itself while a reshard is under way is not the namespace's.
-        others = self._others(namespace).others
+        others = self._now(namespace).others
         found = self._each(shards if 1 in others else [namespace, *shards], self._leaf.reconcile)
         counted = [one.counted for one in found if one.counted is not None]
         return Reconciled(

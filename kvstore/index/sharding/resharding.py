@@ -1,49 +1,49 @@
 """Resharding: brings a namespace from its shards into another number of them, while engines use it.
 
-    build     the shards after are filled from those before, again and again until little is new. Nobody
-              reads them, they count for nothing, and what is not visible before is not in them.
-    turn      one script: the namespace lies in the shards after. Who believes the old number is still served
-              there, for LOOK_S at most, and is told that it is gone when he writes.
-    finish    each shard before is sealed. What came since the last look is brought over, and what was evicted
-              or invalidated there is evicted after; then it is dropped.
+    fill      the shards after are filled from those before, again and again until little is new. Nobody
+              reads them, they count for nothing.
+    seal      the shards before take no changes any more: nothing is saved in the namespace, evicted or
+              pinned; matches and loads go on. The shards after are held against them once more, which is
+              exact now: the same is visible, and the same is in the trash.
+    turn      one script: the namespace lies in the shards after, and engines save there.
+    finish    once nobody believes the old number any more, the shards before are dropped.
 
-The namespace's `meta` tells which of these it is, so whoever comes after one who was killed goes on. Until
-the turn what is visible before is the truth, and from then on what is after: to that only what was committed
-before the seal is added, and from it only goes what was evicted before.
+The namespace's `meta` tells which of these it is, so whoever comes after one who was killed goes on. Each run
+has a token, which `begin` writes into `meta` and into what it fills and seals. Of two at a time only the one
+that began later changes anything, and turns; and whoever ends a seal disarms its run first. So what turns
+was compared under seals that nobody has broken.
 
 What only sessions, sketches, ghosts and journals remember is not brought over: owners and what is retained,
-what was asked for once, totals, and the positions of readers of events, who have a Gap.
+what was asked for once, totals, and the positions of readers of events, who have a Gap. Last uses of the time
+in which the namespace is sealed are lost.
 """
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from kvstore.errors import NamespaceUnknown, TransientError
+from kvstore.errors import KVStoreError, NamespaceUnknown, TransientError
 from kvstore.index.contract import is_forbidden
 from kvstore.index.maintenance import Entry, Listing
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.layouts import LOOK_S, split
-from kvstore.index.sharding.leaf import Layout, MovableLeaf, Step, Taken
+from kvstore.index.sharding.leaf import FILLS, Layout, MovableLeaf, Step, Taken
 from kvstore.index.sharding.names import of_chain, of_segment, shard_names
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from kvstore.rules.units import batches
 from schemas.namespace import Namespace
 
-#: Rounds of copying at most, and the part of all segments that may be new in the last: what is left then the
-#: finish brings over, while it is not found.
+#: Rounds of copying at most before the seal, and the part of all segments that may be new in the last.
 _ROUNDS = 4
 _FEW = 0.01
 #: Segments, or entries, that are looked at at a time.
 _PAGE = 500
 _ENTRIES = 5000
-#: Seconds within which what was made is not evicted, or is on its way to the shared store.
-_YOUNG_S = 3600.0
-#: Seconds beyond LOOK_S for which the shards before are left as they are: a call takes that long at most.
-_LATE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -56,11 +56,10 @@ class Moved:
     entries: int = 0
     #: Segments whose id has another chain's tag, or none: nobody finds them, and they go by age.
     unfindable: int = 0
-    #: Segments that were committed before while the turn came, and those of them whose payloads were gone.
-    late: int = 0
-    missing: int = 0
     #: Segments that were copied and then evicted before.
     withdrawn: int = 0
+    #: For how long nothing could be saved.
+    sealed_s: float = 0.0
 
 
 class Resharding:
@@ -75,14 +74,15 @@ class Resharding:
         shards: int,
         *,
         expected_blocks: int,
-        is_stored: Callable[[SegmentId, int], bool],
+        late_s: float,
         hold: Callable[[], None] = lambda: None,
         begin: Callable[[str, int], None] = lambda what, nbytes: None,
         advance: Callable[[int], None] = lambda nbytes: None,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`is_stored` tells whether the payloads of all ranks are there. `hold` is called before each page,
-        and raises if somebody else has begun. `begin` and `advance` tell how far it is, in bytes of segments.
+        """`late_s`: seconds beyond LOOK_S within which a call that goes by the old number is over. `hold` is
+        called before each page, and raises if somebody else has begun. `begin` and `advance` tell how far it
+        is, in bytes of segments.
         """
         self._index = index
         self._leaf = leaf
@@ -90,65 +90,126 @@ class Resharding:
         self._name = name
         self._shards = shards
         self._expected_blocks = expected_blocks
-        self._is_stored = is_stored
+        self._late_s = late_s
         self._hold = hold
         self._begin = begin
         self._advance = advance
         self._wait = wait
+        self._run = uuid.uuid4().hex
         self.moved = Moved()
 
     def run(self) -> Moved:
         """Ends where the namespace lies in as many shards as it should, and nothing of it elsewhere."""
         while True:
-            layout = self._leaf.layout(self._name)
-            if layout is None:
-                raise NamespaceUnknown(f"namespace {self._name} is not registered any more")
+            layout = self._layout()
             if layout.left:
                 self._finish(layout)
+            elif self._index.had_turned(self._name, layout):
+                self._turn_again(layout)
             elif layout.to and layout.to != self._shards:
                 self._undo(layout)
             elif layout.shards != self._shards:
-                self._build(layout)
+                self._fill(layout)
             else:
+                self._index.unseal(self._name, layout.shards)
                 return self.moved
 
-    # Build
+    def _layout(self) -> Layout:
+        layout = self._leaf.layout(self._name)
+        if layout is None:
+            raise NamespaceUnknown(f"namespace {self._name} is not registered any more")
+        return layout
 
-    def _build(self, layout: Layout) -> None:
+    def _step(self, step: Step, before: int, after: int, run: str = "") -> None:
+        self._must(self._leaf.reshard(self._name, step, run=run or self._run, before=before, after=after))
+
+    def _must(self, taken: bool) -> None:
+        if not taken:
+            raise TransientError(
+                f"namespace {self._name} lies otherwise by now, or somebody else brings it into other "
+                "shards, or this was held up until engines went on without it; run it again"
+            )
+
+    def _roles(self, names: Iterable[NamespaceId]) -> dict[NamespaceId, Layout]:
+        """Returns those shards that are there. Under the namespace's own id lies more than a shard."""
+        found = {one: self._leaf.layout(one) for one in names}
+        return {one: layout for one, layout in found.items() if layout is not None}
+
+    # Fill
+
+    def _fill(self, layout: Layout) -> None:
         name, before, after = self._name, layout.shards, self._shards
         olds, news = shard_names(name, before), shard_names(name, after)
-        self._step("begin", before, after)
-        if after > 1:
-            for one in news:
-                # Of an undoing that was killed: what lies aside takes nothing.
-                while self._leaf.drop_aside(one, _ENTRIES):
-                    self._hold()
-            self._index.register_shards(name, self._namespace, after, self._expected_blocks)
+        roles = self._roles(news)
+        self._must(self._take_over(before, after))
+        self._make_ready(news, roles, before)
         few = 0.0
         for _ in range(_ROUNDS):
-            self._tell_lives(news)
             new = self._round(olds, news)
             few = few or new * _FEW
             if new <= few:
                 break
+        try:
+            self._turn(olds, news, before)
+        except BaseException:
+            # Else nothing could be saved until somebody goes on, or an engine sees that nobody is about it.
+            with suppress(KVStoreError):
+                self._index.unseal(name, before)
+            raise
+
+    def _take_over(self, before: int, after: int) -> bool:
+        return self._leaf.begin(self._name, self._run, before, after, expected_blocks=self._expected_blocks)
+
+    def _make_ready(
+        self, news: Sequence[NamespaceId], roles: Mapping[NamespaceId, Layout], before: int
+    ) -> None:
+        """Registers the shards after, and makes them this run's. What an earlier one has filled stays; what
+        else is there, or was going to be dropped, nobody uses."""
+        for one, layout in roles.items():
+            if layout.sealed or (one != self._name and not layout.role.startswith(FILLS)):
+                self._drop(one, self._role(one, layout))
+        if len(news) == 1:
+            # Which makes it, where it was just dropped.
+            self._must(self._take_over(before, 1))
+            return
+        self._index.register_shards(self._name, self._namespace, len(news), self._expected_blocks)
+        for one in news:
+            found = roles.get(one)
+            role = found.role if found and not found.sealed and found.role.startswith(FILLS) else ""
+            self._must(self._leaf.reshard(one, "fill", run=self._run, told=role))
+
+    def _role(self, one: NamespaceId, layout: Layout) -> str:
+        """Returns the role of a shard after this run has begun."""
+        return FILLS + self._run if one == self._name else layout.role
+
+    def _drop(self, name: NamespaceId, role: str) -> None:
+        """Drops a shard that has this role still."""
+        if self._leaf.reshard(name, "aside", told=role):
+            while self._leaf.drop_aside(name, _ENTRIES):
+                self._hold()
+
+    def _turn(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId], before: int) -> None:
+        since = time.monotonic()
+        for one in olds:
+            self._hold()
+            self._must(self._leaf.reshard(one, "seal", run=self._run))
+        if len(news) > 1:
+            # With what was forbidden meanwhile.
+            self._index.register_shards(self._name, self._namespace, len(news), self._expected_blocks)
+        self._round(olds, news)
+        self._bring_trash(olds, news)
         self._hold()
-        self._step("turn", before, after)
-
-    def _step(self, step: Step, before: int, after: int) -> None:
-        if not self._leaf.reshard(self._name, step, before, after, expected_blocks=self._expected_blocks):
-            raise TransientError(
-                f"namespace {self._name} does not lie in {before} shards any more, or somebody else brings "
-                "it into others; run it again"
-            )
-
-    def _tell_lives(self, news: Sequence[NamespaceId]) -> None:
-        (account,) = (one for one in self._index.accounts() if one.namespace == self._name)
-        for name in news:
-            self._leaf.reshard(name, "ttl", 0, 0, ttl_s=account.ttl_s)
+        self._step("turn", before, len(news))
+        self.moved.sealed_s = time.monotonic() - since
 
     def _round(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> int:
-        """Makes the shards after what those before are. Returns how many segments were new."""
+        """Makes the shards after what those before are. Returns how many segments were new.
+
+        Entries come last: one that leads to a visible segment is not overwritten, so what is not visible
+        before must be gone by then.
+        """
         self._begin("copy", sum(self._leaf.usage(name).nbytes for name in olds))
+        self._tell_lives(news)
         copied, unfindable = 0, 0
         for page in self._pages(olds):
             parts = defaultdict[NamespaceId, list[Taken]](list)
@@ -157,17 +218,23 @@ class Resharding:
                 parts[name].append(one)
                 unfindable += not one.record.depth and of_chain(news, one.first) != name
             for name, some in parts.items():
-                copied += self._leaf.adopt(name, some, building=True)
+                copied += self._leaf.adopt(name, some, self._run)
             self._advance(sum(one.record.nbytes for one in page))
-        for segments in self._listed(news):
+        for page in self._pages(news):
+            segments = [one.segment for one in page]
             kept = set(self._visible(olds, segments))
             for name, gone in split(news, [one for one in segments if one not in kept]).items():
-                self.moved.withdrawn += self._leaf.unlist(name, gone)
-        self._enter(olds, news, None)
+                self.moved.withdrawn += self._leaf.withdraw(name, gone, self._run)
+        self._enter(olds, news)
         self.moved.rounds += 1
         self.moved.segments += copied
         self.moved.unfindable = unfindable
         return copied
+
+    def _tell_lives(self, news: Sequence[NamespaceId]) -> None:
+        (account,) = (one for one in self._index.accounts() if one.namespace == self._name)
+        for name in news:
+            self._leaf.reshard(name, "ttl", told=account.ttl_s)
 
     def _pages(self, names: Iterable[NamespaceId]) -> Iterator[list[Taken]]:
         for name in names:
@@ -175,101 +242,79 @@ class Resharding:
                 self._hold()
                 yield page
 
-    def _listed(self, names: Sequence[NamespaceId]) -> Iterator[list[SegmentId]]:
-        for page in self._pages(names):
-            yield [one.segment for one in page]
-
     def _visible(self, names: Sequence[NamespaceId], segments: Sequence[SegmentId]) -> Iterator[SegmentId]:
         for name, some in split(names, segments).items():
             states = self._leaf.states(name, some)
             yield from (one for one, state in zip(some, states, strict=True) if state == "visible")
 
-    def _enter(
-        self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId], only: Collection[SegmentId] | None
-    ) -> None:
-        """Copies the entries of what is visible after, or of some segments, whether or not they are."""
+    def _enter(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> None:
         for old in olds:
-            entries = (one for one in self._leaf.entries(old) if only is None or one.segment in only)
-            for some in _pages(entries, _ENTRIES):
+            for some in _pages(self._leaf.entries(old), _ENTRIES):
                 self._hold()
                 parts = defaultdict[NamespaceId, list[Entry]](list)
                 for one in some:
                     parts[of_segment(news, one.segment)].append(one)
                 for name, those in parts.items():
-                    self.moved.entries += self._leaf.enter(name, those, visible=only is None)
+                    self.moved.entries += self._leaf.enter(name, those, self._run)
+
+    def _bring_trash(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> None:
+        for old in olds:
+            # Nothing is invalidated any more. What others drain lies in the same trash.
+            while self._leaf.drain(old, delete_after_s=time.time(), limit=_PAGE):
+                self._hold()
+            for page in self._leaf.trashed(old):
+                self._hold()
+                scores = dict(page)
+                for name, some in split(news, list(scores)).items():
+                    self._leaf.discard(name, [(one, scores[one]) for one in some], self._run)
+
+    # Undo, or do again
 
     def _undo(self, layout: Layout) -> None:
-        """Drops what was built for another number."""
+        """Drops what was filled for another number."""
         self._hold()
-        for name in shard_names(self._name, layout.to):
-            self._drop(name)
+        roles = self._roles(shard_names(self._name, layout.to))
+        self._must(self._take_over(layout.shards, layout.to))
+        for one, found in roles.items():
+            self._drop(one, self._role(one, found))
+        self._index.unseal(self._name, layout.shards)
         self._step("undo", layout.shards, layout.to)
 
-    def _drop(self, name: NamespaceId) -> None:
-        if name != self._name:
-            self._leaf.reshard(name, "seal", 0, 0)
-        while self._leaf.drop_aside(name, _ENTRIES):
-            self._hold()
+    def _turn_again(self, layout: Layout) -> None:
+        """After a failover to a server that had not heard of the turn. Nothing is compared: what lies in the
+        shards after is the truth since then."""
+        if layout.shards == 1:
+            # It may not have heard of the seal either.
+            self._must(self._leaf.reshard(self._name, "seal", run=layout.run))
+        self._step("turn", layout.shards, layout.to, layout.run)
 
     # Finish
 
     def _finish(self, layout: Layout) -> None:
         name, before, after = self._name, layout.left, layout.shards
         olds, news = shard_names(name, before), shard_names(name, after)
-        if before > 1:
-            for old in olds:
-                self._leaf.reshard(old, "seal", 0, 0)
-        sealed = time.monotonic()
+        turned = time.monotonic()
+        for one in {*olds, *news} - {name}:
+            self._leaf.reshard(one, "turned", run=layout.run)
         if after > 1:
             # What was forbidden while there were two layouts.
             self._index.register_shards(name, self._namespace, after, self._expected_blocks)
-        self._bring_late(olds, news)
-        self._bring_trash(olds, news)
         self._evict_forbidden(news)
         self._begin("wait for processes that know the old number", 0)
-        self._wait(max(0.0, sealed + LOOK_S + _LATE_S - time.monotonic()))
-        self._bring_trash(olds, news)
-        for old in olds:
-            self._drop(old)
+        self._wait(max(0.0, turned + LOOK_S + self._late_s - time.monotonic()))
+        self._hold()
+        roles = self._roles(olds)
+        now = self._layout()
+        if (now.shards, now.left, now.run) != (after, before, layout.run):
+            # Nothing is dropped on the word of a turn that was lost again: it turns once more.
+            self._must(now.to == after and now.run == layout.run)
+            return
+        for one, found in roles.items():
+            self._drop(one, found.role)
         self._step("end", before, after)
 
-    def _bring_late(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> None:
-        """Brings over what is known before and not after.
-
-        That was committed since the last round; or, if who turned was killed and nobody went on for long, it
-        was evicted and deleted after. So payloads are looked for, but of what is so young that it may be on a
-        node still. Entries come first: of a segment whose record is there nobody would look for them again.
-        """
-        young_s = time.time() - _YOUNG_S
-        late: dict[SegmentId, Taken] = {}
-        for page in self._pages(olds):
-            for name, some in split(news, [one.segment for one in page]).items():
-                states = self._leaf.states(name, some)
-                unknown = {one for one, state in zip(some, states, strict=True) if state is None}
-                late |= {one.segment: one for one in page if one.segment in unknown}
-        for segment, one in list(late.items()):
-            self._hold()
-            if one.record.created_s < young_s and not self._is_stored(segment, len(one.record.parts)):
-                del late[segment]
-                self.moved.missing += 1
-        if not late:
-            return
-        self._enter(olds, news, late.keys())
-        for name, some in split(news, list(late)).items():
-            self.moved.late += self._leaf.adopt(name, [late[one] for one in some], building=False)
-
-    def _bring_trash(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> None:
-        for old in olds:
-            while self._leaf.drain(old, delete_after_s=time.time(), limit=_PAGE):
-                self._hold()
-            while found := self._leaf.discarded(old, _PAGE):
-                self._hold()
-                for name, some in split(news, list(found)).items():
-                    self.moved.withdrawn += self._leaf.discard(name, {one: found[one] for one in some})
-                self._leaf.reaped(old, list(found))
-
     def _evict_forbidden(self, news: Sequence[NamespaceId]) -> None:
-        """An erasure deletes at once what it finds, and it looked where the namespace lay."""
+        """Whoever erased meanwhile was refused where the namespace was sealed, or looked where it lay."""
         forbidden = self._leaf.forbidden(self._name)
         if not forbidden:
             return

@@ -146,9 +146,10 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
         with self._database.writing("erase") as db:
             db.execute("UPDATE quotas SET nbytes = -abs(nbytes) WHERE scope = ?", (f"{SHARDS}{namespace}",))
 
-    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
+    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> bool:
         with self._database.writing("register") as db:
             self._register(db, name, namespace)
+        return True
 
     def _register(self, db: sqlite3.Connection, name: NamespaceId, namespace: Namespace) -> bool:
         """Returns whether it begins now."""

@@ -1,15 +1,8 @@
--- discard: KEYS[1] meta, ARGV packed segments, then what drop.lua says, their scores in the trash, by commas, by whom.
--- Answers how many were visible.
+-- discard: KEYS[1] meta, ARGV scores in the trash and segments in turn, the run, by whom.
+-- Answers how many are in the trash now that were not; nil if another run fills the shard, or none.
 --
--- Takes over what was evicted in another shard: what is visible here is evicted, and has its grace time from now on;
--- what is not is deleted when it was to be there.
+-- Takes over what was evicted in another shard, to be deleted when it was to be there.
 --
--- Race closed: see drop.lua. The first write is one that a full Redis accepts (HDEL), or one that it refuses (ZADD):
--- what is left is taken over by the next attempt.
-local scores = {}
-for score in string.gmatch(ARGV[6], '[^,]+') do scores[#scores + 1] = score end
-for i, segment in ipairs(items(ARGV[1], 8)) do
-  if not drop(segment) and not generation_of(segment) then redis.call('ZADD', trash, 'NX', scores[i], segment) end
-end
-account_drops()
-return dropped
+-- Race closed: see filling.lua.
+if #ARGV < 4 then return 0 end
+return redis.call('ZADD', trash, unpack(ARGV, 1, #ARGV - 2))

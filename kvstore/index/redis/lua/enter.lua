@@ -1,14 +1,12 @@
--- enter: KEYS[1] meta, ARGV packed entries (digest, segment, slot), 1 to enter only those of visible segments, or ''.
--- Answers how many were entered; nil if the namespace is unknown.
+-- enter: KEYS[1] meta, ARGV packed entries (digest, segment, slot), the run, by whom.
+-- Answers how many were entered; nil if another run fills the shard, or none.
 --
--- Race closed: an entry that leads to a visible segment stays, and looking and writing are one step.
+-- Enters those of visible segments, but over no entry that leads to one.
 --
--- The first write is one that Redis refuses when it is full (HSET): then nothing has been written.
+-- Race closed: see filling.lua. The first write is one that Redis refuses when it is full (HSET): then nothing has been
+-- written.
 local fields = redis.call('HMGET', meta, 'bucket_bits', 'aside_bits')
-local bits = fields[1] or fields[2]
-if not bits then return false end
-
-local locate, known, entered = locator(tonumber(bits)), {}, 0
+local locate, known, entered = locator(tonumber(fields[1] or fields[2])), {}, 0
 local function visible(segment)
   if known[segment] == nil then known[segment] = redis.call('HEXISTS', segs, segment) == 1 end
   return known[segment]
@@ -16,7 +14,7 @@ end
 
 for _, item in ipairs(items(ARGV[1], 26)) do
   local entry = string.sub(item, 17)
-  if ARGV[2] == '' or visible(string.sub(entry, 1, 8)) then
+  if visible(string.sub(entry, 1, 8)) then
     local bucket, field = locate(item, 0)
     local present = redis.pcall('HGET', bucket, field)
     if type(present) ~= 'table' and present ~= entry and not (present and visible(string.sub(present, 1, 8))) then

@@ -8,10 +8,11 @@
 -- What `erased` forbids outlives the namespace: archives and folders of other machines may still have it.
 --
 -- The first write is one that a full Redis accepts (UNLINK).
-local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased', 'shards', 'erasing', 'aside_bits')
+local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased', 'shards', 'erasing', 'aside_bits', 'sealed')
 local bits, aside = known[1], ARGV[3] ~= ''
 if aside then
-  bits = not bits and known[6]
+  -- Else somebody has begun to use it again.
+  bits = not bits and known[7] and known[6]
   if not bits then return {0, 0, 0} end
 elseif not bits then
   -- Not before the reshard has come to its end.
@@ -61,7 +62,7 @@ end
 if aside and known[4] then
   -- Under the namespace's own id, where meta tells how the rest of it lies.
   redis.call('HDEL', meta, 'aside_bits', 'bytes', 'segments', 'blocks', 'pinned', 'cost', 'changes', 'evicted', 'epoch',
-    'drained', 'bygone', 'window', 'ttl', 'cursor', 'erased')
+    'drained', 'bygone', 'window', 'ttl', 'cursor', 'erased', 'sealed', 'role')
 else
   redis.call('UNLINK', meta)
   -- Under the namespace's own id it says the same.
