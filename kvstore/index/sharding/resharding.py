@@ -96,6 +96,8 @@ class Resharding:
         self._advance = advance
         self._wait = wait
         self._run = uuid.uuid4().hex
+        #: A run of which it is known that it has turned.
+        self._turned = ""
         self.moved = Moved()
 
     def run(self) -> Moved:
@@ -104,7 +106,7 @@ class Resharding:
             layout = self._layout()
             if layout.left:
                 self._finish(layout)
-            elif self._index.had_turned(self._name, layout):
+            elif layout.to and self._had_turned(layout):
                 self._turn_again(layout)
             elif layout.to and layout.to != self._shards:
                 self._undo(layout)
@@ -141,6 +143,7 @@ class Resharding:
         name, before, after = self._name, layout.shards, self._shards
         olds, news = shard_names(name, before), shard_names(name, after)
         roles = self._roles(news)
+        self._must(len(self._roles(olds)) == before)
         self._must(self._take_over(before, after))
         self._make_ready(news, roles, before)
         few = 0.0
@@ -200,6 +203,7 @@ class Resharding:
         self._bring_trash(olds, news)
         self._hold()
         self._step("turn", before, len(news))
+        self._turned = self._run
         self.moved.sealed_s = time.monotonic() - since
 
     def _round(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> int:
@@ -280,6 +284,9 @@ class Resharding:
         self._index.unseal(self._name, layout.shards)
         self._step("undo", layout.shards, layout.to)
 
+    def _had_turned(self, layout: Layout) -> bool:
+        return layout.run == self._turned or self._index.had_turned(self._name, layout)
+
     def _turn_again(self, layout: Layout) -> None:
         """After a failover to a server that had not heard of the turn. Nothing is compared: what lies in the
         shards after is the truth since then."""
@@ -293,7 +300,7 @@ class Resharding:
     def _finish(self, layout: Layout) -> None:
         name, before, after = self._name, layout.left, layout.shards
         olds, news = shard_names(name, before), shard_names(name, after)
-        turned = time.monotonic()
+        turned, self._turned = time.monotonic(), layout.run
         for one in {*olds, *news} - {name}:
             self._leaf.reshard(one, "turned", run=layout.run)
         if after > 1:
@@ -304,14 +311,21 @@ class Resharding:
         self._wait(max(0.0, turned + LOOK_S + self._late_s - time.monotonic()))
         self._hold()
         roles = self._roles(olds)
+        # Nothing is dropped on the word of a turn that was lost again: then it turns once more.
+        if self._has_turned(layout):
+            for one, found in roles.items():
+                self._drop(one, found.role)
+            if not self._leaf.reshard(name, "end", before=before, after=after):
+                self._must(not self._has_turned(layout))
+
+    def _has_turned(self, layout: Layout) -> bool:
+        """Tells whether a namespace still lies as after a turn; False if that was lost. Raises if somebody has
+        gone on with it."""
         now = self._layout()
-        if (now.shards, now.left, now.run) != (after, before, layout.run):
-            # Nothing is dropped on the word of a turn that was lost again: it turns once more.
-            self._must(now.to == after and now.run == layout.run)
-            return
-        for one, found in roles.items():
-            self._drop(one, found.role)
-        self._step("end", before, after)
+        if (now.shards, now.left, now.run) == (layout.shards, layout.left, layout.run):
+            return True
+        self._must(now.to == layout.shards and now.run == layout.run)
+        return False
 
     def _evict_forbidden(self, news: Sequence[NamespaceId]) -> None:
         """Whoever erased meanwhile was refused where the namespace was sealed, or looked where it lay."""

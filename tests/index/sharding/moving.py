@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import pytest
 
 from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain, namespace, put, record, served
 from kvstore.errors import NamespaceUnknown
@@ -40,6 +43,7 @@ class Stepped:
         self.steps = 0
         #: Names of scripts, and of commands.
         self.last = ""
+        self.dead = False
         self.between: Callable[[], None] = lambda: None
         client: Any = self.leaf._client
         for verb in ("run", "command", "many"):
@@ -52,6 +56,8 @@ class Stepped:
             if self.last == "reshard":
                 self.last = str(args[2])
             self.between()
+            if self.dead:
+                raise Stopped
             return call(*args, **options)
 
         return stepped
@@ -77,12 +83,42 @@ class Stepped:
 
         self.between = between
 
+    @contextmanager
+    def killed(self, *, step: int = 0, before: str = "", surely: bool = True) -> Iterator[None]:
+        """Lets it be killed there: it cleans nothing up."""
+
+        def kill() -> None:
+            self.dead = True
+
+        if step:
+            self.at(step, kill)
+        else:
+            self.before(before, kill)
+        try:
+            with pytest.raises(Stopped) if surely else suppress(Stopped):
+                yield
+        finally:
+            self.dead, self.between = False, lambda: None
+
     def close(self) -> None:
         self.leaf.close()
 
 
 def stop() -> None:
+    """Interrupts it: it may clean up."""
     raise Stopped
+
+
+def some_steps(count: int, most: int = STEPS) -> range:
+    """Returns about so many of that many steps."""
+    return range(1, count + 1, max(1, count // most))
+
+
+def steps_of(stepped: Stepped, name: NamespaceId, after: int) -> int:
+    """Returns how many requests a reshard takes, and does it."""
+    first = stepped.steps
+    resharded(stepped.leaf, name, after)
+    return stepped.steps - first
 
 
 def resharded(
@@ -107,7 +143,6 @@ def resharded(
         hold()
         return run.run()
     finally:
-        # Who is killed has one that runs out.
         index.release(lease_of(name), holder)
 
 

@@ -8,11 +8,11 @@
 -- What `erased` forbids outlives the namespace: archives and folders of other machines may still have it.
 --
 -- The first write is one that a full Redis accepts (UNLINK).
-local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased', 'shards', 'erasing', 'aside_bits', 'sealed')
+local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased', 'shards', 'erasing', 'aside_bits', 'sealed', 'to')
 local bits, aside = known[1], ARGV[3] ~= ''
 if aside then
-  -- Else somebody has begun to use it again.
-  bits = not bits and known[7] and known[6]
+  -- Else somebody has begun to use it again, or goes by a turn that was lost.
+  bits = not bits and known[7] and (known[4] or not known[8]) and known[6]
   if not bits then return {0, 0, 0} end
 elseif not bits then
   -- Not before the reshard has come to its end.

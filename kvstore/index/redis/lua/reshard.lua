@@ -50,7 +50,8 @@ elseif step == 'turned' then
   if sealed ~= run and role ~= 'fills ' .. run then return 0 end
   redis.call('HSET', meta, 'role', 'turned ' .. run)
 elseif step == 'aside' then
-  if role ~= told or not bits and not aside then return 0 end
+  -- Of an id that lies in one shard and is being brought elsewhere this is what there is: the turn was lost.
+  if role ~= told or not bits and not aside or to and schema == SCHEMA then return 0 end
   seal('gone')
 elseif step == 'begin' then
   if not lies_before then return 0 end
