@@ -220,12 +220,13 @@ def _reshard(
 ) -> None:
     """Bring a namespace into another number of shards, while engines use it.
 
-    Its index is copied into new shards beside those that it has, which takes Redis's memory for both; then
-    one step turns to the new ones, and what came meanwhile follows. Nothing that is stored is lost, but for
-    saves that end in that very moment. Pins, last uses, times to live and what was erased come along; what
-    sessions retain, and the journal, begin anew. One that was cut short goes on when it is run again; with
-    the present number it is undone, as long as it has not turned. Set redis.shards to the same number, for
-    namespaces that come later.
+    Its index is copied into new shards beside those that it has, which takes Redis's memory for both. Then
+    the old ones are sealed and compared with the new ones once more, and one step turns to these. Matches
+    and loads go on all the while. While it is sealed, for about as long as one pass over its index takes,
+    nothing is saved in it, evicted, pinned or invalidated: who asks for that is told to try again. Pins, last
+    uses, times to live and what was erased come along; what sessions retain, and the journal, begin anew.
+    One that was cut short goes on when it is run again; with the present number it is undone, as long as
+    it has not turned. Set redis.shards to the same number, for namespaces that come later.
     """
     with call.cache() as cache, progress.shown() as shows:
         report = reshard.reshard(cache, namespace, shards, apply=apply, progress=shows)

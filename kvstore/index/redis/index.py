@@ -61,9 +61,12 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     shards                   in how many it lies; only with schema 3
     erasing                  1: an erase has begun, and nobody has registered it since; only with schema 3
     to                       the number of shards that a reshard fills; they are nobody's until it has turned
-    from                     the number of those that it has left, and brings over to the last bit
-    aside_bits               bucket_bits of what engines are not to change: of a shard that was left, and of
-                             one shard under the namespace's own id while that is filled, or was left
+    from                     the number of those that it has left, and drops
+    run                      the token of who does it: who begins later disarms it
+    sealed                   by which run: nothing changes here, but for what is deleted of the trash
+    aside_bits               bucket_bits of what is sealed, and of one shard under the namespace's own id while
+                             that is filled: engines don't commit there
+    role                     "fills <run>", "turned <run>": of a shard, by whom it was filled or left
     schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
                              one of a newer schema is left alone
     json, kind, tenant       the namespace's

@@ -40,7 +40,7 @@ _BEGIN_ERASING = Script.load("erasing")
 _RESHARD = Script.load("reshard")
 _TAKEN = Script.load("taken", "score", "retention")
 _ADOPT = Script.load("adopt", "changes", "filling")
-_WITHDRAW = Script.load("unlist", "changes", "generations", "filling")
+_WITHDRAW = Script.load("withdraw", "changes", "filling")
 _ENTER = Script.load("enter", "filling")
 _DISCARD = Script.load("discard", "filling")
 
@@ -179,7 +179,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
     @understood
     def withdraw(self, name: NamespaceId, segments: Sequence[SegmentId], run: str) -> int:
         check_segments(segments)
-        return sum(self._filled(_WITHDRAW, name, run, b"".join(some), 0) for some in batches(segments, SLICE))
+        return sum(self._filled(_WITHDRAW, name, run, b"".join(some)) for some in batches(segments, SLICE))
 
     @understood
     def enter(self, name: NamespaceId, entries: Sequence[Entry], run: str) -> int:
