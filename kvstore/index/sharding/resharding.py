@@ -236,9 +236,10 @@ class Resharding:
         return copied
 
     def _tell_lives(self, news: Sequence[NamespaceId]) -> None:
-        (account,) = (one for one in self._index.accounts() if one.namespace == self._name)
+        lives = [one.ttl_s for one in self._index.accounts() if one.namespace == self._name]
+        self._must(len(lives) == 1)
         for name in news:
-            self._leaf.reshard(name, "ttl", told=account.ttl_s)
+            self._leaf.reshard(name, "ttl", told=lives[0])
 
     def _pages(self, names: Iterable[NamespaceId]) -> Iterator[list[Taken]]:
         for name in names:
@@ -319,8 +320,8 @@ class Resharding:
                 self._must(not self._has_turned(layout))
 
     def _has_turned(self, layout: Layout) -> bool:
-        """Tells whether a namespace still lies as after a turn; False if that was lost. Raises if somebody has
-        gone on with it."""
+        """Tells whether a namespace still lies as after a turn; False if that was lost. Raises if somebody
+        has gone on with it."""
         now = self._layout()
         if (now.shards, now.left, now.run) == (layout.shards, layout.left, layout.run):
             return True
