@@ -238,14 +238,14 @@ yes
 {{- end }}
 {{- end -}}
 
-{{/* /tmp has room for fsck's file: 52 bytes for each of a hundred million blocks. */}}
+{{/* /tmp is of the size that its pod asks for as tmpSize, beside Values; small otherwise. */}}
 {{- define "kvstore.ownVolumes" -}}
 - name: settings
   configMap:
     name: {{ include "kvstore.fullname" . }}
 - name: tmp
   emptyDir:
-    sizeLimit: 6Gi
+    sizeLimit: {{ .tmpSize | default "64Mi" }}
 {{- include "kvstore.storeVolumes" . }}
 {{- end -}}
 

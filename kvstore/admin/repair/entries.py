@@ -103,6 +103,7 @@ class Blocks:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="kvstore-fsck-")  # noqa: SIM115 (`close` closes it)
             self._file.write(rows.tobytes())
+            self._file.flush()  # a full disk is told of here
         except OSError as exc:
             raise KVStoreError(
                 f"entries are compared in a temporary file, which takes {2 * _ROW.itemsize} bytes for each "

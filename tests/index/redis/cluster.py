@@ -119,6 +119,8 @@ class RedisClusterServers:
         folder.mkdir(parents=True)
         command = [find_redis_server(), "--port", str(port), "--cluster-port", str(bus)]
         command += ["--bind", "127.0.0.1", "--cluster-enabled", "yes", "--save", "", "--dir", str(folder)]
+        # Else a replica waits five seconds for others to join it.
+        command += ["--repl-diskless-sync-delay", "0"]
         # setpriv replaces itself by the server, which then ends with this process however that ends.
         if tie := shutil.which("setpriv"):
             command = [tie, "--pdeathsig", "KILL", *command]

@@ -40,7 +40,7 @@ def ground(cluster: RedisClusterServers, tmp_path: Path) -> Ground:
         {
             "payloads": f"file://{tmp_path}/payloads",
             "index": f"redis://{hosts}/0",
-            "redis": {"shards": SHARDS, "timeout_s": 1.0},
+            "redis": {"shards": SHARDS, "timeout_s": 20.0, "connect_timeout_s": 20.0},
             "breaker": {"failures": 2, "backoff_s": 0.1, "max_backoff_s": 0.2},
         }
     )
