@@ -64,8 +64,8 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     from                     the number of those that it has left, and drops
     run                      the token of who does it: who begins later disarms it
     sealed                   by which run: nothing changes here, but for what is deleted of the trash
-    aside_bits               bucket_bits of what is sealed, and of a single shard while it is filled, under the
-                             id: engines don't commit there
+    aside_bits               bucket_bits of what is sealed, and of a single shard while it is filled, under
+                             the id: engines don't commit there
     role                     "fills <run>", "turned <run>": of a shard, by whom it was filled or left
     schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
                              one of a newer schema is left alone
