@@ -83,17 +83,17 @@ class Stepped:
 
         self.between = between
 
+    def kill(self) -> None:
+        """Lets nothing of it come through any more: it cleans nothing up."""
+        self.dead = True
+
     @contextmanager
     def killed(self, *, step: int = 0, before: str = "", surely: bool = True) -> Iterator[None]:
-        """Lets it be killed there: it cleans nothing up."""
-
-        def kill() -> None:
-            self.dead = True
-
+        """Kills it there, or expects that it is killed."""
         if step:
-            self.at(step, kill)
-        else:
-            self.before(before, kill)
+            self.at(step, self.kill)
+        elif before:
+            self.before(before, self.kill)
         try:
             with pytest.raises(Stopped) if surely else suppress(Stopped):
                 yield

@@ -136,6 +136,32 @@ def test_a_turn_that_is_lost_is_taken_again(
         whole(leaf, engine, chains)
 
 
+@pytest.mark.parametrize(("before", "after"), WAYS)
+def test_nothing_is_dropped_on_the_word_of_a_turn_that_is_lost(
+    leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int
+) -> None:
+    """It is lost during the wait, and whoever took it is killed at its end."""
+    name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
+    engine, kept = Engine(leaf, name), dict[bytes, bytes]()
+
+    def turn() -> None:
+        kept.update(raw.hgetall(f"kvs:{{{name}}}:meta"))
+        stepped.before("end", stepped.kill)
+
+    def lose(seconds: float) -> None:
+        engine.now += LOOK_S
+        if kept:
+            engine.save(chain(3, seed="after the turn"))
+            restored(raw, name, kept)
+            kept.clear()
+
+    with stepped.killed():
+        stepped.before("turn", turn)
+        resharded(stepped.leaf, name, after, wait=lose, lease=False)
+    resharded(leaf, name, after)
+    whole(leaf, engine, chains)
+
+
 @pytest.mark.parametrize(("before", "after"), [(8, 2), (2, 8)])
 @pytest.mark.parametrize("asked", ["before", "after", "another"])
 def test_what_says_how_it_lies_is_lost(
@@ -326,13 +352,13 @@ def test_what_an_erasure_was_refused_is_deleted(leaf: RedisIndex, stepped: Stepp
         engine.tools.forbid(name, SALT)
         with pytest.raises(NamespaceUnknown):
             engine.tools.evict(name, [late], delete_after_s=0, rule="erased")
-        stepped.dead = True
+        stepped.kill()
 
     def seal() -> None:
         save()
         stepped.before("turn", erase)
 
-    with stepped.killed(before="seal"):
+    with stepped.killed():
         stepped.before("seal", seal)
         resharded(stepped.leaf, name, 2, lease=False)
     resharded(leaf, name, 2)
