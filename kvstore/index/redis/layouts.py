@@ -229,7 +229,8 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
 
     def _unregistered(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
         return NamespaceUnknown(
-            f"redis {self._client.where}: {verb}: namespace {namespace} is not registered"
+            f"redis {self._client.where}: {verb}: namespace {namespace} is not registered, or is being "
+            "brought into another number of shards"
         )
 
 
