@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 
 from kvstore.admin.backends import Refused
 from kvstore.admin.repair import reshard as verb
+from kvstore.admin.repair.gc import gc
 from kvstore.admin.repair.reshard import reshard
+from kvstore.errors import NamespaceUnknown
 from kvstore.index.sharding import layouts, resharding
+from kvstore.rules.lateness import SETTLED_S
 from tests.admin.conftest import Admin
-from tests.faults.ground import BLOCKS, CHAINS, Ground, hashes, ids, loaded, open_space
+from tests.faults.ground import BLOCKS, CHAINS, Ground, hashes, ids, later, loaded, open_space
 from tests.store.world import content, match
 
 pytestmark = pytest.mark.servers
@@ -115,8 +119,9 @@ def test_stores_go_on(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
                 space, number = open_space(store, "one"), 100
                 while not over.is_set():
                     number += 1
-                    ground.save(store, "one", number)
-                    # Nothing is while the namespace is sealed.
+                    # Nothing is while the namespace is sealed, and who writes is told.
+                    with suppress(NamespaceUnknown):
+                        ground.save(store, "one", number)
                     if match(space, hashes("one", number)).blocks == BLOCKS:
                         saved.append(number)
         except BaseException as exc:
@@ -159,4 +164,7 @@ def test_stores_go_on(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
         space = open_space(store, "one")
         lost = [one for one in saved if match(space, hashes("one", one)).blocks != BLOCKS]
     assert lost == [] and len(saved) > 3
+    # What was written, and then refused, nothing names.
+    with ground.cache() as cache:
+        gc(cache, delete=True, older_than_s=SETTLED_S, clock=later)
     assert ground.leaks() == []
