@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvstore.errors import DamagedIndex, KVStoreError, TransientError
+from kvstore.errors import DamagedIndex, KVStoreError, NamespaceUnknown, TransientError
 from kvstore.index.ageing import Ageing
 from kvstore.index.eviction import Holder, Scope, plan, shift_s, watermarks
 from kvstore.index.maintenance import Account, Candidate, FullIndex
@@ -239,11 +239,15 @@ class Housekeeping:
 
     @contextmanager
     def _noting_damage(self, namespace: NamespaceId) -> Iterator[None]:
-        """Goes on without a namespace in which something makes no sense: the quotas hold for all others."""
+        """Goes on without a namespace in which something makes no sense, or that takes no changes: the quotas
+        hold for all others."""
         try:
             yield
         except DamagedIndex as exc:
             self.damaged[namespace] = str(exc)
+        except NamespaceUnknown as exc:
+            # Erased meanwhile, or being brought into other shards: nothing is added there either.
+            log.info("%s", exc)
 
     def _orders(self, quota: Quota) -> _Orders:
         """Returns what goes first in each member, and whether there may be more; nothing for a single one,

@@ -31,6 +31,7 @@ from kvstore.index.redis import index as redis_index
 from kvstore.index.redis import (
     journal as redis_journal,
 )
+from kvstore.index.redis import layouts as redis_layouts
 from kvstore.index.redis import (
     maintenance as redis_upkeep,
 )
@@ -356,6 +357,7 @@ LUA = ROOT / "kvstore" / "index" / "redis" / "lua"
 def scripts() -> Iterator[Script]:
     modules = (
         redis_index,
+        redis_layouts,
         redis_catalogue,
         redis_journal,
         redis_upkeep,
@@ -388,15 +390,17 @@ def test_how_many_arguments_the_scripts_take() -> None:
     """Of those that a writer needs: as many as the script reads."""
     for names, chunks, arguments, _ in rows("The text of a script is its chunks"):
         (name, *others) = code(names)
-        if others or name in ("tell", "erase"):
+        if others or name in ("tell", "erase", "adopt", "discard"):
             continue  # of these the last ones are a list
         text = "\n".join((LUA / f"{chunk}.lua").read_text() for chunk in (*code(chunks), name))
         read = max((int(one) for one in re.findall(r"ARGV\[(\d+)\]", text)), default=0)
         listed = "as; sweep" if arguments == "as `sweep`" else re.sub(r"KEYS\[1\][^;]*;", "", arguments)
         said = len(listed.split(";")) if listed else 0
         if arguments.endswith("; by"):
-            assert "ARGV[#ARGV]" in text, name
+            assert "ARGV[#ARGV" in text, name
             read += 1  # always the last
+        if "filling" in code(chunks):
+            read += 1  # the run, before that
         if name == "quota":
             said += 1  # "scope, bytes or nothing"
         if name in ("register", "claim"):

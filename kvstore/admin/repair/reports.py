@@ -208,6 +208,34 @@ class RebuildReport(StrictModel):
     seconds: float
 
 
+class ReshardReport(StrictModel):
+    """`cache-admin reshard`; nothing was changed unless `applied`."""
+
+    at_s: float
+    applied: bool
+    ended: Ended
+    problem: str
+    namespace: str
+    model: str
+    #: Numbers of shards. `before` is what a reshard began with that this one went on with.
+    before: int
+    after: int
+    #: What the namespace held when this began.
+    visible: Amount
+    #: How often the shards after were held against those before; segments that became visible there and
+    #: entries that were written.
+    rounds: int
+    copied: int
+    entries: int
+    #: Segments that an older release named, and which nobody finds in several shards: they go by age.
+    unfindable: int
+    #: Segments that were copied and evicted after that where they came from.
+    withdrawn: int
+    #: For how long nothing could be saved in it, and for how long all of it took.
+    sealed_s: float
+    seconds: float
+
+
 class FollowReport(StrictModel):
     """A turn of `cache-admin rebuild --follow`, and what was done since it began."""
 

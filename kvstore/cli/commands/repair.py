@@ -1,4 +1,4 @@
-"""gc, fsck, rebuild: what is waste, what is wrong, and the index from the payloads."""
+"""gc, fsck, rebuild, reshard: what is waste, what is wrong, the index from the payloads, and in shards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from kvstore.admin.repair import fsck, gc, rebuild
+from kvstore.admin.repair import fsck, gc, rebuild, reshard
 from kvstore.admin.repair.check import Depth
 from kvstore.admin.repair.follow import PayloadFollower, metrics_of
-from kvstore.admin.repair.reports import FsckReport, GcReport, RebuildReport
+from kvstore.admin.repair.reports import FsckReport, GcReport, RebuildReport, ReshardReport
 from kvstore.admin.serve.exposed import exposed
 from kvstore.cli import progress
-from kvstore.cli.call import Call, say
+from kvstore.cli.call import Call, remind, say
 from kvstore.cli.exits import ENDS, ExitCode, of_report
 from kvstore.cli.options import Apply, Namespaces, formerly, seconds_of
 from kvstore.cli.running import PipedLines, logged, place, until_told
@@ -203,6 +203,38 @@ def _follow(
                     call.line(follower.notice(some), repair_text.follow)
 
 
+@verb(
+    "reshard",
+    section="Maintain",
+    examples=("cache-admin reshard 8a74e0fa --shards 8", "cache-admin reshard 8a74e0fa --shards 8 --apply"),
+    see_also=("rebuild", "namespaces", "status"),
+    exits=(ExitCode.PARTIAL,),
+)
+def _reshard(
+    call: Call,
+    namespace: Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id.")],
+    shards: Annotated[
+        int, typer.Option(min=1, max=256, metavar="M", help="In how many shards it is to lie.")
+    ],
+    apply: Apply = False,
+) -> None:
+    """Bring a namespace into another number of shards, while engines use it.
+
+    Its index is copied into new shards beside those that it has, which takes Redis's memory for both. Then
+    the old ones are sealed and compared with the new ones once more, and one step turns to these. Matches
+    and loads go on all the while. While it is sealed, for about as long as one pass over its index takes,
+    nothing is saved in it, evicted, pinned or invalidated: who asks for that is told to try again. Pins, last
+    uses, times to live and what was erased come along; what sessions retain, and the journal, begin anew.
+    One that was cut short goes on when it is run again; with the present number it is undone, as long as
+    it has not turned. Set redis.shards to the same number, for namespaces that come later.
+    """
+    with call.cache() as cache, progress.shown() as shows:
+        report = reshard.reshard(cache, namespace, shards, apply=apply, progress=shows)
+    call.print(report, repair_text.reshard)
+    remind(applied=apply, anything=report.before != report.after)
+    call.end(report)
+
+
 def _percent(text: str) -> float:
     try:
         percent = float(text.removesuffix("%"))
@@ -223,6 +255,11 @@ def _of_fsck(report: FsckReport) -> ExitCode:
     left = report.found if report.remaining is None else report.remaining
     code = ENDS[report.ended] or (ExitCode.PROBLEMS if left else ExitCode.OK)
     return ExitCode.PARTIAL if code is ExitCode.PROBLEMS and report.mended else code
+
+
+@of_report.register
+def _of_reshard(report: ReshardReport) -> ExitCode:
+    return ENDS[report.ended]
 
 
 @of_report.register

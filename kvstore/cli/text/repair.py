@@ -12,6 +12,7 @@ from kvstore.admin.repair.reports import (
     FsckReport,
     GcReport,
     RebuildReport,
+    ReshardReport,
 )
 from kvstore.cli.tables import SHOWN, Column, Renderables, TableRows, count, left_rows, pair
 from kvstore.rules.units import size
@@ -156,6 +157,35 @@ def rebuild(report: RebuildReport) -> Renderables:
         yield pair("ended", Text(f"{report.ended}: {report.problem}", style="bold red"), width=_WIDTH)
     if report.dry_run:
         yield pair("rebuild", "nothing committed: a dry run", width=_WIDTH)
+    yield pair("took", f"{report.seconds:.1f} s", width=_WIDTH)
+
+
+def reshard(report: ReshardReport) -> Renderables:
+    """Yields where the namespace lies, and what was brought over."""
+    yield pair("namespace", f"{report.namespace} {report.model}", width=_WIDTH)
+    yield pair("shards", f"{report.before} -> {report.after}", width=_WIDTH)
+    held = report.visible
+    yield pair(
+        "holds",
+        f"{count(held.segments, 'segment')}, {count(held.blocks, 'block')}, {size(held.stored_bytes)}",
+        width=_WIDTH,
+    )
+    if not report.applied:
+        return
+    yield pair(
+        "copied",
+        f"{count(report.copied, 'segment')}, {report.entries:,} entries, {count(report.rounds, 'round')}",
+        width=_WIDTH,
+    )
+    if report.withdrawn:
+        yield pair("withdrawn", f"{report.withdrawn:,}: evicted while they were copied", width=_WIDTH)
+    if report.unfindable and report.after > 1:
+        found = f"{report.unfindable:,}: an older release named them, nobody finds them, and they go by age"
+        yield pair("not found", Text(found, style="yellow"), width=_WIDTH)
+    if report.sealed_s:
+        yield pair("sealed", f"for {report.sealed_s:.1f} s, in which nothing was saved", width=_WIDTH)
+    if report.ended != "complete":
+        yield pair("ended", Text(f"{report.ended}: {report.problem}", style="bold red"), width=_WIDTH)
     yield pair("took", f"{report.seconds:.1f} s", width=_WIDTH)
 
 

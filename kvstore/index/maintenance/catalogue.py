@@ -46,6 +46,9 @@ class Account:
     #: In how many shards it lies (kvstore.index.sharding), and those of them that these are the sums of.
     shards: int = 1
     summed: tuple[NamespaceId, ...] = ()
+    #: The number that a reshard fills, or that it has left and not dropped yet; 0: none is under way.
+    to: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,10 @@ class RedisCatalogue(RedisPart):
         fields = (
             "schema",
             "bucket_bits",
+            "aside_bits",
             "shards",
+            "to",
+            "from",
             "kind",
             "tenant",
             "seen",
@@ -332,28 +335,34 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
 
     if isinstance(known, DamagedIndex):
         return Account(name, "", "", Usage(0, 0, 0), 0, 0, 0.0, "meta: another type of key")
-    schema, bits, shards, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
+    schema, bits, aside, shards, to, left, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
+    usage = known[-len(_USAGE) :]
     version = 0 if schema is None else read("schema", schema, int, 0)
     if schema is None or version > SHARDED_SCHEMA:
         return None
     if version == SHARDED_SCHEMA:
         several = read("shards", shards, shards_of, 1)
+        if aside is not None:
+            # What lies under the id itself is not the namespace's yet, or no more.
+            usage, trashed, bygone = [None] * len(_USAGE), 0, None
     else:
         several = 1
-        read("bucket_bits", bits, _bits, 0)
+        read("bucket_bits", bits or aside, _bits, 0)
     for field, value in zip(_NUMBERS, numbers, strict=True):
         read(field, value, number, 0)
     return Account(
         namespace=name,
         kind=read("kind", kind, lambda value: value.decode("ascii"), ""),
         tenant=read("tenant", tenant, lambda value: value.decode(), ""),
-        usage=read("usage", known[-len(_USAGE) :], usage_of, Usage(0, 0, 0)),
+        usage=read("usage", usage, usage_of, Usage(0, 0, 0)),
         trashed=read("trash", trashed, int, 0),
         bygone=read("bygone", bygone, number, 0),
         seen_s=read("seen", seen, _time, 0.0),
         ttl_s=read("ttl", ttl, number, 0),
         problem="; ".join(problems),
         shards=several,
+        to=read("to", to, other_of, 0),
+        left=read("from", left, other_of, 0),
     )
 
 
@@ -361,6 +370,14 @@ def shards_of(value: bytes) -> int:
     """Returns the number of shards in `meta`. Raises ValueError for one that can't be."""
     found = int(value)
     if not 1 < found <= MOST_SHARDS:
+        raise ValueError(f"{found} shards")
+    return found
+
+
+def other_of(value: bytes | None) -> int:
+    """Returns the number of shards that a reshard fills or has left; 0 for none. Raises ValueError."""
+    found = int(value or 0)
+    if not 0 <= found <= MOST_SHARDS:
         raise ValueError(f"{found} shards")
     return found
 

@@ -60,6 +60,13 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     meta's field             what
     shards                   in how many it lies; only with schema 3
     erasing                  1: an erase has begun, and nobody has registered it since; only with schema 3
+    to                       the number of shards that a reshard fills; they are nobody's until it has turned
+    from                     the number of those that it has left, and drops
+    run                      the token of who does it: who begins later disarms it
+    sealed                   by which run: nothing changes here, but for what is deleted of the trash
+    aside_bits               bucket_bits of what is sealed, and of a single shard while it is filled, under
+                             the id: engines don't commit there
+    role                     "fills <run>", "turned <run>": of a shard, by whom it was filled or left
     schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
                              one of a newer schema is left alone
     json, kind, tenant       the namespace's
@@ -102,7 +109,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.index.contract import (
     HOT_KEPT,
     HOT_MOST,
@@ -117,22 +123,18 @@ from kvstore.index.contract import (
 )
 from kvstore.index.eviction import worth
 from kvstore.index.port import Claim, CommitState, Run
-from kvstore.index.redis.catalogue import shards_of
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
-from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
+from kvstore.index.redis.layouts import RedisLayouts
+from kvstore.index.redis.maintenance import SLICE
 from kvstore.index.redis.salts import RedisSalts
 from kvstore.index.redis.values import (
     JOURNAL,
-    NAMESPACES,
-    SHARDED_SCHEMA,
-    bucket_bits,
     key,
     record_of,
     understood,
 )
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
-from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sketch import Marks, Window
 from kvstore.keys import (
     DIGEST_BYTES,
@@ -141,34 +143,26 @@ from kvstore.keys import (
     NamespaceId,
     SegmentId,
     SessionId,
-    canonical_json,
-    namespace_id,
 )
 from kvstore.rules.units import batches
-from schemas.namespace import Namespace
 from schemas.records import EvictionRule, SegmentRecord, pack_part
 from schemas.settings import JournalSettings, RedisSettings
 
 #: Segments that one touch script is given: 1 to 2 ms of Redis's time.
 _TOUCH_SLICE = 1000
 
-_REGISTER = Script.load("register")
-_BEGIN_ERASING = Script.load("erasing")
 _MATCH = Script.load("match", "age", "walk")
 _FIND = Script.load("find", "age")
 _CLAIM = Script.load("claim", "holder", "age", "walk")
 _COMMIT = Script.load("commit", "changes", "score", "generations", "forbidden", "retention", "sessions")
 _TOUCH = Script.load("touch", "score", "retention")
-_EVICT = Script.load("evict", "changes", "score", "retention", "grace", "fate", "drop")
+_EVICT = Script.load("evict", "sealed", "changes", "score", "retention", "grace", "fate", "drop")
 _NOTE = Script.load("note")
-
-#: The answer of register.lua for a namespace of a newer schema, which it must not touch.
-_NEWER = 2
 
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
 
-class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
+class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
     """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
 
     @classmethod
@@ -202,60 +196,6 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
 
     def close(self) -> None:
         self._client.close()
-
-    @understood
-    def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
-        name = namespace_id(namespace)
-        self._register(name, namespace, expected_blocks, 1)
-        return name
-
-    @understood
-    def lay_out(self, namespace: Namespace, *, expected_blocks: int, shards: int) -> int:
-        return self._register(namespace_id(namespace), namespace, expected_blocks, shards)
-
-    @understood
-    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
-        self._register(name, namespace, expected_blocks, 1)
-
-    def _register(self, name: NamespaceId, namespace: Namespace, expected_blocks: int, shards: int) -> int:
-        """Returns in how many shards it lies."""
-        self._client.command("SADD", NAMESPACES, name)
-        begun: int = self._run(
-            _REGISTER,
-            name,
-            canonical_json(namespace),
-            namespace.kind,
-            namespace.tenant,
-            bucket_bits(expected_blocks),
-            round(self._clock(), 3),
-            shards,
-        )
-        if begun == _NEWER:
-            raise PermissionDenied(
-                f"redis {self._client.where}: register: namespace {name} is of a newer release's schema; "
-                "upgrade this one, which goes on without it until then"
-            )
-        if begun:
-            # An `erase` that came between the two may have removed the id.
-            self._client.command("SADD", NAMESPACES, name)
-        return max(1, -begun)
-
-    @understood
-    def layout(self, namespace: NamespaceId) -> Layout | None:
-        schema, shards, kind = self._client.command(
-            "HMGET", key(namespace, "meta"), "schema", "shards", "kind"
-        )
-        if schema is None:
-            return None
-        if schema != b"%d" % SHARDED_SCHEMA:
-            return Layout(1, items=kind == b"ec")
-        if shards is None:
-            raise ValueError(f"schema {SHARDED_SCHEMA} without shards")
-        return Layout(shards_of(shards), items=kind == b"ec")
-
-    @understood
-    def begin_erasing(self, namespace: NamespaceId) -> None:
-        self._run(_BEGIN_ERASING, namespace)
 
     @understood
     def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
@@ -298,7 +238,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
         ttl_ms = max(1, round(ttl_s * 1000))
         reply = self._run(_CLAIM, namespace, digests, segment, ttl_ms)
         if reply is None:
-            raise self._unknown("claim", namespace)
+            raise self._unregistered("claim", namespace)
         present, granted = reply
         if not 0 <= present <= count:
             raise ValueError(f"{present} blocks of {count}")
@@ -339,7 +279,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
             self._by,
         )
         if state is None:
-            raise self._unknown("commit", namespace)
+            raise self._unregistered("commit", namespace)
         if state not in (0, 1, 2):
             raise ValueError(f"{state!r} is no state")
         return _STATES[state]
@@ -384,12 +324,7 @@ class RedisIndex(RedisSalts, RedisMaintenance, RedisJournal, ShardLeaf):
             window.keep_s,
         )
         if noted is None:
-            raise self._unknown("note", namespace)
+            raise self._unregistered("note", namespace)
         if not 0 <= noted <= asked:
             raise ValueError(f"{noted} blocks of {asked}")
         return int(noted)
-
-    def _unknown(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
-        return NamespaceUnknown(
-            f"redis {self._client.where}: {verb}: namespace {namespace} is not registered"
-        )

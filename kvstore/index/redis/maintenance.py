@@ -55,13 +55,13 @@ _COUNT_TRIES = 4
 _CULL = Script.load("cull", "changes", "score", "retention", "grace", "fate", "drop")
 _AGE_OUT = Script.load("age_out", "changes", "score", "retention", "grace", "fate", "drop")
 _SWEEP = Script.load("sweep", "buckets")
-_PIN = Script.load("pin", "changes", "pinnable")
-_UNPIN = Script.load("unpin", "changes", "pinnable")
+_PIN = Script.load("pin", "sealed", "changes", "pinnable")
+_UNPIN = Script.load("unpin", "sealed", "changes", "pinnable")
 _QUOTA = Script.load("quota")
-_INVALIDATE = Script.load("invalidate", "changes", "generations")
+_INVALIDATE = Script.load("invalidate", "sealed", "changes", "generations")
 _DRAIN = Script.load("drain", "generations", "grace")
 _ERASE = Script.load("erase", "generations")
-_UNLIST = Script.load("unlist", "changes", "generations")
+_UNLIST = Script.load("unlist", "sealed", "changes", "generations")
 _UNLINK = Script.load("unlink")
 _REPLACE = Script.load("replace", "generations")
 _COUNT = Script.load("count", "score")
@@ -219,13 +219,7 @@ class RedisMaintenance(RedisPart):
 
     @understood
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
-        state, dropped, looked = 1, 0, 0
-        asked = [word for length in BUCKETS_S for word in (length, kept_s(length))]
-        budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
-        while state == 1 and dropped < limit and looked < budget:
-            state, some, seen = self._run(_ERASE, namespace, limit - dropped, _SWEEP_SLICE, *asked)
-            dropped += some
-            looked += seen
+        state = self._erase(namespace, limit)
         if _ERASED[state] == "erased":
             self._unregister(namespace)
             # The ids that somebody has left who was cut off just here, or just before a first registration.
@@ -234,10 +228,21 @@ class RedisMaintenance(RedisPart):
                     self._unregister(name)
         return _ERASED[state]
 
+    def _erase(self, namespace: NamespaceId, limit: int, *, aside: bool = False) -> int:
+        state, dropped, looked = 1, 0, 0
+        asked = [word for length in BUCKETS_S for word in (length, kept_s(length))]
+        how = (_SWEEP_SLICE, "1" if aside else "", *asked)
+        budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
+        while state == 1 and dropped < limit and looked < budget:
+            state, some, seen = self._run(_ERASE, namespace, limit - dropped, *how)
+            dropped += some
+            looked += seen
+        return state
+
     @understood
     def is_in_use(self, name: NamespaceId) -> bool:
         """Asks `erase` for what it does first."""
-        state, _, _ = self._run(_ERASE, name, 0, 0)
+        state, _, _ = self._run(_ERASE, name, 0, 0, "")
         return bool(_ERASED[state] == "in_use")
 
     def _unregister(self, namespace: NamespaceId) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from heapq import merge
 from itertools import islice
@@ -31,6 +32,11 @@ _PAGE = 200
 
 _LOST = (
     "the shards of namespace {} are there, but not what lays them out; an engine that registers it mends that"
+)
+
+_MOVING = (
+    "namespace {0} is being brought into {1} shards, which takes memory for both; unless somebody is about "
+    "it, `cache-admin reshard {0} --shards {1} --apply` goes on"
 )
 
 _T = TypeVar("_T")
@@ -74,18 +80,44 @@ class ShardedCatalogue(ShardedRequests):
         return summed(self._each(self._shards(namespace), self._leaf.usage))
 
     def segments(self, namespace: NamespaceId) -> Iterator[Listing]:
-        for name in self._shards(namespace):
-            yield from self._leaf.segments(name)
+        return self._walked(namespace, self._leaf.segments)
+
+    def _walked(self, namespace: NamespaceId, walk: Callable[[NamespaceId], Iterator[_T]]) -> Iterator[_T]:
+        """Walks through one shard after the other. Raises TransientError at the end if the namespace lies
+        otherwise by then: what was walked through was being emptied."""
+        shards = self._shards(namespace)
+        for name in shards:
+            yield from walk(name)
+        with suppress(DamagedIndex):
+            found = self._leaf.layout(namespace)
+            if found is not None and found.shards != len(shards):
+                raise TransientError(
+                    f"{self._leaf!r}: namespace {namespace} was brought from {len(shards)} shards into "
+                    f"{found.shards} while it was listed: try again"
+                )
 
     def get(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[Listing | None]:
-        return self._gathered(namespace, segments, self._leaf.get)
+        return self._gathered(self._shards(namespace), segments, self._leaf.get)
 
     def states(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentState | None]:
-        return self._gathered(namespace, segments, self._leaf.states)
+        """Goes by how the namespace lies before and after it was asked: what is unknown may be deleted."""
+        layout = self._now(namespace)
+        while True:
+            states = self._gathered(shard_names(namespace, layout.shards), segments, self._leaf.states)
+            before, layout = layout, self._now(namespace)
+            if layout.shards == before.shards:
+                return states
+
+    def _now(self, namespace: NamespaceId) -> Layout:
+        """Returns how a namespace lies now, whatever was known. Raises what the leaf raises."""
+        try:
+            found = self._leaf.layout(namespace)
+        except DamagedIndex:
+            found = None
+        return self._unknown(namespace) if found is None else found
 
     def entries(self, namespace: NamespaceId) -> Iterator[Entry]:
-        for name in self._shards(namespace):
-            yield from self._leaf.entries(name)
+        return self._walked(namespace, self._leaf.entries)
 
     def sample(self, namespace: NamespaceId, count: int) -> list[Listing]:
         """Draws of each shard as many as its share of the segments makes likely."""
@@ -118,8 +150,7 @@ class ShardedCatalogue(ShardedRequests):
 
     def of_salt(self, namespace: NamespaceId, salt: SaltId) -> Iterator[Listing]:
         check_salt(salt)
-        for name in self._shards(namespace):
-            yield from self._leaf.of_salt(name, salt)
+        return self._walked(namespace, lambda name: self._leaf.of_salt(name, salt))
 
     def holdings(self, namespace: NamespaceId, over_bytes: int) -> dict[SaltId, int]:
         shards = self._shards(namespace)
@@ -168,7 +199,7 @@ class ShardedCatalogue(ShardedRequests):
         return [_joined(one) if any(one) else None for one in zip(*found, strict=True)]
 
     def owners(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SessionId]:
-        return self._gathered(namespace, segments, self._leaf.owners)
+        return self._gathered(self._shards(namespace), segments, self._leaf.owners)
 
     def retained(self, namespace: NamespaceId) -> dict[SaltId, int]:
         held: Counter[SaltId] = Counter()
@@ -204,7 +235,12 @@ class ShardedCatalogue(ShardedRequests):
     def warnings(self) -> list[str]:
         names = set(self._leaf.namespaces())
         lost = sorted({base_of(one) for one in names} - names)
-        return [*self._leaf.warnings(), *map(_LOST.format, lost)]
+        moving = [one for one in self.reachable()[0] if one.to or one.left]
+        return [
+            *self._leaf.warnings(),
+            *map(_LOST.format, lost),
+            *(_MOVING.format(one.namespace, one.to or one.shards) for one in moving),
+        ]
 
 
 def in_order(one: Candidate) -> tuple[float, int, float, SegmentId]:
@@ -233,7 +269,8 @@ def _whole(accounts: Sequence[Account]) -> list[Account]:
 
 def _account(name: NamespaceId, members: Sequence[Account]) -> Account:
     own = next((one for one in members if one.namespace == name), None)
-    shards = [one for one in members if one.namespace != name]
+    others = set() if own is None else {own.to, own.left}
+    shards = [one for one in members if one.namespace != name and place_of(one.namespace)[0] not in others]
     if shards and (own is None or (own.problem and own.shards == 1)):
         number = _agreed([one.namespace for one in shards])
         if number is None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol, TypeVar
 
 from kvstore.errors import DamagedIndex, KVStoreError, TransientError
 from kvstore.index.contract import check_segments
 from kvstore.index.near import NearRuns
 from kvstore.index.port import EngineIndex
-from kvstore.index.sharding.leaf import Layout, ShardLeaf
-from kvstore.index.sharding.names import of_segment, shard_names
+from kvstore.index.sharding.leaf import FILLS, TURNED, Layout, ShardLeaf
+from kvstore.index.sharding.names import of_segment, place_of, shard_names
 from kvstore.keys import NamespaceId, SaltId, SegmentId, namespace_id
 from schemas.namespace import Namespace
 
@@ -106,17 +106,18 @@ class ShardedLayouts(EngineIndex):
             # Not remembered: it may be registered any moment.
             self._known.pop(namespace, None)
             return self._unknown(namespace)
-        return self._remember(namespace, found)
+        return self._remember(namespace, found, now)
 
     def _unknown(self, namespace: NamespaceId) -> Layout:
         """Returns the layout of a namespace that isn't registered, or of which that can't be read. What of it
         is under its own id, or is not, the leaf says."""
         return Layout(1, items=False)
 
-    def _remember(self, namespace: NamespaceId, layout: Layout) -> Layout:
+    def _remember(self, namespace: NamespaceId, layout: Layout, since: float) -> Layout:
+        """Believes in a layout for LOOK_S from the moment before it was asked for."""
         if len(self._known) >= _MOST:
             self._known = {}
-        self._known[namespace] = self._monotonic(), layout
+        self._known[namespace] = since, layout
         return layout
 
     def _shards(self, namespace: NamespaceId, *, may_probe: bool = True) -> tuple[NamespaceId, ...]:
@@ -135,12 +136,11 @@ class ShardedLayouts(EngineIndex):
 
     def _gathered(
         self,
-        namespace: NamespaceId,
+        shards: Sequence[NamespaceId],
         segments: Sequence[SegmentId],
         ask: Callable[[NamespaceId, list[SegmentId]], Sequence[_T]],
     ) -> list[_T]:
         """Asks each shard about its segments, and returns the answers in step with `segments`."""
-        shards = self._shards(namespace)
         parts = split(shards, segments)
         answers = dict(zip(parts, self._each(parts, lambda name: iter(ask(name, parts[name]))), strict=True))
         return [next(answers[of_segment(shards, segment)]) for segment in segments]
@@ -160,20 +160,71 @@ class ShardedLayouts(EngineIndex):
         _, known = self._known.get(name, (0.0, None))
         try:
             layout = self._lay_out(name, namespace, expected_blocks)
+            sealed = bool(layout.sealed)
         except TransientError:
             if known is not None and known.shards > 1:
                 self._ask(shard_names(name, known.shards))
             raise
         before = None
         while layout.shards > 1 and layout != before:
-            self._register_shards(name, namespace, layout.shards, expected_blocks)
+            sealed = not self.register_shards(name, namespace, layout.shards, expected_blocks)
             before, layout = layout, self._lay_out(name, namespace, expected_blocks)
+        if sealed:
+            with suppress(KVStoreError), self._guard(name):
+                if self._leaf.leaseholder(lease_of(name)) is None:
+                    self.unseal(name, layout.shards)
         return name
 
     def _lay_out(self, name: NamespaceId, namespace: Namespace, expected_blocks: int) -> Layout:
+        now = self._monotonic()
         with self._guard(name):
-            count = self._leaf.lay_out(namespace, expected_blocks=expected_blocks, shards=self._asked)
-        return self._remember(name, Layout(count, items=namespace.kind == "ec"))
+            found = self._laid_out(name)
+            shards = self._asked if found else self._lost(name) or self._asked
+            count = self._leaf.lay_out(namespace, expected_blocks=expected_blocks, shards=shards)
+        sealed = found.sealed if found else ""
+        return self._remember(name, Layout(count, items=namespace.kind == "ec", sealed=sealed), now)
+
+    def _laid_out(self, name: NamespaceId) -> Layout | None:
+        try:
+            return self._leaf.layout(name)
+        except DamagedIndex:
+            return None
+
+    def _lost(self, name: NamespaceId) -> int:
+        """Returns how many shards a namespace has that has lost what lays it out: of several numbers the one
+        whose shards hold most. 0 if there are none. Raises what the leaf raises.
+
+        What a reshard fills counts for nothing until it has turned, and then what it has left does."""
+        held = dict[int, tuple[bool, bool, int]]()
+        for one in sorted(self._leaf.listed(name)):
+            if (layout := self._leaf.layout(one)) is not None:
+                shards, _ = place_of(one)
+                live, unsealed, most = held.get(shards, (True, True, 0))
+                held[shards] = (
+                    live and not layout.role.startswith(FILLS),
+                    unsealed and not layout.sealed,
+                    most + self._leaf.usage(one).segments,
+                )
+        return max(held, key=lambda shards: (*held[shards], shards == self._asked), default=0)
+
+    def unseal(self, name: NamespaceId, shards: int) -> None:
+        """Ends the seals of whoever was bringing a namespace elsewhere and is about it no more: it can't turn
+        from then on. Does nothing once it has turned."""
+        known = self._leaf.layout(name)
+        if known is not None and self.had_turned(name, known):
+            return
+        for one in shard_names(name, shards):
+            layout = self._leaf.layout(one)
+            if layout is not None and layout.sealed:
+                self._leaf.unseal(one, layout.sealed)
+
+    def had_turned(self, name: NamespaceId, layout: Layout) -> bool:
+        """Tells whether a reshard has turned of which `meta` of the id knows no more, as after a failover."""
+        if not layout.to:
+            return False
+        names = {*shard_names(name, layout.shards), *shard_names(name, layout.to)} - {name}
+        found = (self._leaf.layout(one) for one in sorted(names))
+        return any(one is not None and one.role == TURNED + layout.run for one in found)
 
     def _ask(self, names: Iterable[NamespaceId]) -> None:
         failures = FailedShards()
@@ -181,19 +232,21 @@ class ShardedLayouts(EngineIndex):
             with failures.passed(), self._guard(name):
                 self._leaf.layout(name)
 
-    def _register_shards(
+    def register_shards(
         self, name: NamespaceId, namespace: Namespace, shards: int, expected_blocks: int
-    ) -> None:
+    ) -> bool:
+        """Registers so many shards, whether or not the namespace lies in them by now, with all that is
+        forbidden in it. Returns whether none of them is sealed. Raises if none answers."""
         with self._guard(name):
             forbidden = self._leaf.forbidden(name)
-        failures, done, share = FailedShards(), 0, -(-expected_blocks // shards)
+        failures, done, share = FailedShards(), list[bool](), -(-expected_blocks // shards)
         for one in shard_names(name, shards):
             with failures.passed(), self._guard(one):
                 self._forbid_as_before(one, forbidden)
-                self._leaf.register_shard(one, namespace, expected_blocks=share)
-                done += 1
+                done.append(self._leaf.register_shard(one, namespace, expected_blocks=share))
         if not done:
             failures.end()
+        return all(done)
 
     def _forbid_as_before(self, name: NamespaceId, forbidden: Mapping[SaltId, float]) -> None:
         """Forbids in a shard, before it begins, what was forbidden before, and what it was down for.
@@ -203,6 +256,11 @@ class ShardedLayouts(EngineIndex):
             for salt, until in forbidden.items():
                 if there.get(salt, 0.0) < until:
                     self._leaf.forbid_until(name, salt, until)
+
+
+def lease_of(namespace: NamespaceId) -> str:
+    """Returns the lease that whoever brings a namespace into other shards has."""
+    return f"reshard:{namespace}"
 
 
 def split(shards: Sequence[NamespaceId], segments: Sequence[SegmentId]) -> dict[NamespaceId, list[SegmentId]]:

@@ -23,13 +23,12 @@ from kvstore.index.maintenance import (
 )
 from kvstore.index.sharding.catalogue import ShardedCatalogue, in_order, summed
 from kvstore.index.sharding.layouts import split
+from kvstore.index.sharding.names import place_of
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.records import EvictionRule
 
 #: How many more of each order a cull looks at than its equal part of twice what is to be evicted.
 _FEW_LOOKS = 16
-#: Segments or entries of a layout that is gone that one call drops.
-_STEP = 256
 
 
 @dataclass(slots=True)
@@ -168,6 +167,7 @@ class ShardedRemoval(ShardedCatalogue):
 
     def invalidate(self, namespace: NamespaceId) -> int:
         """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
+        self._known.pop(namespace, None)
         try:
             return sum(self._each(self._shards(namespace), self._leaf.invalidate))
         finally:
@@ -175,7 +175,10 @@ class ShardedRemoval(ShardedCatalogue):
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         """Erases the shards, and then what says that there are any, if nobody has registered the namespace
-        meanwhile (ShardedLayouts.register). Nothing goes if something is stored in one of them now."""
+        meanwhile (ShardedLayouts.register). Nothing goes if something is stored in one of them now, or as
+        long as a reshard has not come to its end."""
+        if self._now(namespace).others:
+            return "in_use"
         self._leaf.begin_erasing(namespace)
         self._forget_layouts(namespace)
         shards = self._shards(namespace)
@@ -193,19 +196,15 @@ class ShardedRemoval(ShardedCatalogue):
     def _forget_layouts(self, namespace: NamespaceId) -> None:
         """Drops what lies in shards of another layout than the namespace's: it had lost what laid it out, and
         was registered with another number. Nobody looks there. Payloads of theirs are strays, but for those
-        that are stored again.
+        that are stored again. What a reshard fills, or has left, it drops itself.
         """
-        # Asked before the layout: one that begins meanwhile is not among them.
-        named = self._named(namespace)
+        # Asked before the layout. Whoever begins with one of them after that gives it another role.
+        roles = {name: self._leaf.layout(name) for name in sorted(self._named(namespace))}
         self._known.pop(namespace, None)
-        for name in sorted(named.difference(self._shards(namespace))):
-            self._leaf.invalidate(name)
-            while self._leaf.drain(name, delete_after_s=0, limit=_STEP):
-                pass
-            while due := self._leaf.reapable(name, None, _STEP):
-                self._leaf.reaped(name, [segment for segment, _ in due])
-            while self._leaf.erase(name, _STEP) == "more":
-                pass
+        layout = self._now(namespace)
+        for name, one in roles.items():
+            if one is not None and place_of(name)[0] not in {layout.shards, *layout.others}:
+                self._leaf.forget(name, one.role)
 
     # Pins
 
@@ -262,7 +261,9 @@ class ShardedRemoval(ShardedCatalogue):
         if len(shards) == 1:
             return self._leaf.reconcile(namespace)
         self._forget_layouts(namespace)
-        found = self._each([namespace, *shards], self._leaf.reconcile)
+        # What lies under the id itself while a reshard is under way is not the namespace's.
+        others = self._now(namespace).others
+        found = self._each(shards if 1 in others else [namespace, *shards], self._leaf.reconcile)
         counted = [one.counted for one in found if one.counted is not None]
         return Reconciled(
             summed([one.recorded for one in found]),

@@ -30,6 +30,7 @@ from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, Outcome, Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
+from kvstore.index.sharding.names import base_of
 from kvstore.index.sketch import Marks, Window
 from kvstore.index.sqlite import uses as sqlite_uses
 from kvstore.index.sqlite.commits import RankCommit
@@ -145,9 +146,10 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
         with self._database.writing("erase") as db:
             db.execute("UPDATE quotas SET nbytes = -abs(nbytes) WHERE scope = ?", (f"{SHARDS}{namespace}",))
 
-    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
+    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> bool:
         with self._database.writing("register") as db:
             self._register(db, name, namespace)
+        return True
 
     def _register(self, db: sqlite3.Connection, name: NamespaceId, namespace: Namespace) -> bool:
         """Returns whether it begins now."""
@@ -164,6 +166,9 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
         with self._database.reading("layout") as db:
             row = db.execute("SELECT kind FROM namespaces WHERE id = ?", (namespace,)).fetchone()
             return Layout(shards_of(db, namespace), items=row[0] == "ec") if row else None
+
+    def listed(self, namespace: NamespaceId) -> set[NamespaceId]:
+        return {name for name in self.namespaces() if base_of(name) == namespace != name}
 
     def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
         count_digests(digests)

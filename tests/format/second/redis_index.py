@@ -48,7 +48,7 @@ SCRIPTS = {
     "commit": ("changes", "score", "generations", "forbidden", "retention", "sessions"),
     "touch": ("score", "retention"),
     "session": ("score", "retention", "sessions"),
-    "evict": ("changes", "score", "retention", "grace", "fate", "drop"),
+    "evict": ("sealed", "changes", "score", "retention", "grace", "fate", "drop"),
     "note": (),
     "forbid": ("forbidden",),
     "salted": (),

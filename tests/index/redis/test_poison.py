@@ -131,6 +131,12 @@ POISONS = [
     *(_field("seen", bad) for bad in (b"nan", b"inf", b"-inf")),
     *(_field("shards", bad) for bad in (b"x", b"-5", b"0", b"8", b"1.5", HUGE)),
     *(_field("erasing", bad) for bad in (b"1", b"\xff")),
+    *(
+        _field(name, bad)
+        for name in ("to", "from")
+        for bad in (b"x", b"-5", b"1", b"8", b"1.5", b"1000000", HUGE)
+    ),
+    *(_field("aside_bits", bad) for bad in (b"x", b"-1", b"4", b"60", HUGE, b"1.5")),
     _field("epoch", b"1000000000000"),
     _field("cursor", b"0:" + HUGE),
     _field("erased", HUGE + b":" + HUGE),

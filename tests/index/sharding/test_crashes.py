@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvstore.admin.repair import reshard as reshard_verb
+from kvstore.admin.repair.reshard import reshard
 from tests.faults.crashing import crash
+from tests.faults.ground import HASTY, LEASE_S, Ground, ids
 from tests.faults.verbs import VERBS, Verb
 from tests.servers.redis import RedisServer
 
@@ -17,9 +20,24 @@ _DATABASES = "4096"
 _KILLS = 4
 
 
+def _to(shards: int) -> Verb:
+    def work(ground: Ground) -> None:
+        with ground.cache(**HASTY) as cache:
+            name = ids()["one"]
+            done = reshard(cache, name, shards, apply=True, wait=lambda seconds: None)
+            assert done.ended == "complete", done.problem
+
+    return Verb(f"reshard to {shards}", work)
+
+
+@pytest.fixture(autouse=True)
+def _short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reshard_verb, "LEASE_S", LEASE_S / 2)
+
+
 @pytest.mark.servers
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+@pytest.mark.parametrize("verb", [*VERBS, _to(1), _to(3)], ids=lambda verb: verb.name)
 def test_who_is_killed_leaves_nothing_that_is_not_mended(verb: Verb, tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", "--databases", _DATABASES) as server:
 

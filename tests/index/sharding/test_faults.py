@@ -305,11 +305,26 @@ def test_what_is_laid_out_nowhere_is_not_empty(place: Place) -> None:
         assert index.warnings() == leaf.warnings()
 
 
+@pytest.mark.parametrize("asked", [1, 8])
+def test_what_is_laid_out_nowhere_is_laid_out_as_its_shards_are(place: Place, asked: int) -> None:
+    """Whatever the settings of who registers it first ask for."""
+    with place.leaf() as leaf:
+        name, chains = filled(sharded(leaf))
+        place.lose_layout(name)
+        index = sharded(leaf, asked)
+        index.register(namespace(), expected_blocks=1000)
+        (account,) = index.accounts()
+        assert (account.shards, account.usage.segments, account.problem) == (SHARDS, len(chains), "")
+        assert all(served(index.match(name, one)) == 2 for one in chains)
+
+
 def test_what_may_be_laid_out_in_two_ways_is_damage(place: Place) -> None:
     with place.leaf() as leaf:
         index = sharded(leaf)
         name, chains = filled(index)
         place.lose_layout(name)
+        # As a release did that took the settings' number whatever there was.
+        leaf.lay_out(namespace(), expected_blocks=1000, shards=8)
         sharded(leaf, 8).register(namespace(), expected_blocks=1000)
         place.lose_layout(name)
         index = sharded(leaf)
@@ -364,6 +379,7 @@ def test_another_layout_does_not_count_and_is_forgotten(place: Place) -> None:
     with place.leaf() as leaf:
         name, _ = filled(sharded(leaf))
         place.lose_layout(name)
+        leaf.lay_out(namespace(), expected_blocks=1000, shards=8)
         index = sharded(leaf, 8)
         index.register(namespace(), expected_blocks=1000)
         again = put(index, name, chain(3, seed="again"))
@@ -375,6 +391,7 @@ def test_another_layout_does_not_count_and_is_forgotten(place: Place) -> None:
         assert index.states(name, [again]) == ["visible"]
 
         place.lose_layout(name)
+        leaf.lay_out(namespace(), expected_blocks=1000, shards=2)
         other = sharded(leaf, 2)
         other.register(namespace(), expected_blocks=1000)
         assert other.erase(name, 1000) == "erased"

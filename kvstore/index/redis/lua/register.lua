@@ -1,6 +1,6 @@
 -- register: KEYS[1] meta, ARGV namespace JSON, kind, tenant, bucket bits, unix seconds, shards.
 -- Answers 1 if the namespace or the shard begins now, 0 if it was known, 2 if a newer schema has it: then nothing
--- is changed. The negative number of shards if the namespace lies in several: then this is all that there is of it
+-- is changed, and 3 if it is sealed: likewise. The negative number of shards if the namespace lies in several: then this is all that there is of it
 -- under its own id, and to releases that know no shards its schema is a newer one.
 --
 -- Race closed: replicas that start together may expect different numbers of blocks, or ask for different numbers
@@ -8,7 +8,7 @@
 -- that don't see each other.
 local SCHEMA = '2'
 local SHARDED = '3'
-local known = redis.call('HMGET', meta, 'schema', 'bucket_bits', 'bits', 'shards')
+local known = redis.call('HMGET', meta, 'schema', 'bucket_bits', 'bits', 'shards', 'aside_bits')
 local schema, bits, shards = known[1], tonumber(known[2] or nil), tonumber(known[4] or nil)
 local asked = tonumber(ARGV[6] or 1)
 if schema == SHARDED then
@@ -20,6 +20,8 @@ if schema == SHARDED then
     return -shards
   end
 end
+-- A reshard compares it, or leaves it: then who asks for it knew the number before, and is told the present one next.
+if schema == SCHEMA and known[5] and not bits then return 3 end
 if schema == SCHEMA and bits and bits >= 0 and bits <= MOST_BITS and bits % 1 == 0 then
   -- The id is the digest of these: whatever else stands there is damaged.
   redis.call('HSET', meta, 'json', ARGV[1], 'kind', ARGV[2], 'tenant', ARGV[3], 'seen', ARGV[5])

@@ -66,7 +66,7 @@ if not whole(field('schema')) or not whole(field('bucket_bits'), MOST_BITS) then
   return replaced
 end
 for _, name in ipairs({'bytes', 'segments', 'blocks', 'pinned', 'cost', 'changes', 'evicted', 'bygone', 'epoch',
-  'drained', 'created', 'seen', 'window', 'ttl'}) do
+  'drained', 'created', 'seen', 'window', 'ttl', 'to', 'from', 'aside_bits'}) do
   if not whole((string.gsub(field(name), '%.%d+$', ''))) then
     redis.call('HDEL', meta, name)
     replaced[#replaced + 1] = name
