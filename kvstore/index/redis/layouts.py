@@ -137,11 +137,9 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
         after: int = 0,
         told: str | int = "",
     ) -> bool:
+        if step == "begin":
+            told = bucket_bits(int(told))
         return bool(self._run(_RESHARD, name, step, run, before, after, told))
-
-    def begin(self, name: NamespaceId, run: str, before: int, after: int, *, expected_blocks: int) -> bool:
-        bits = bucket_bits(expected_blocks)
-        return self.reshard(name, "begin", run=run, before=before, after=after, told=bits)
 
     def taken(self, name: NamespaceId) -> Iterator[list[Taken]]:
         cursor: Any = 0

@@ -32,8 +32,9 @@ class Layout:
     left: int = 0
     #: The run of a reshard that alone may turn, or that has turned; "": none.
     run: str = ""
-    #: Of a shard that takes no changes: by which run. Of any that a run has to do with: what it is to it.
+    #: The run that has sealed a shard, which takes no changes then; "": it isn't sealed.
     sealed: str = ""
+    #: What a shard is to a run: FILLS or TURNED, and the run; "": nothing.
     role: str = ""
 
     @property
@@ -125,11 +126,10 @@ class MovableLeaf(ShardLeaf):
         after: int = 0,
         told: str | int = "",
     ) -> bool:
-        """Takes one step; False if the namespace, or the shard, is otherwise than it says."""
+        """Takes one step; False if the namespace, or the shard, is otherwise than it says.
 
-    @abstractmethod
-    def begin(self, name: NamespaceId, run: str, before: int, after: int, *, expected_blocks: int) -> bool:
-        """Takes the first step, which may make a single shard for so many blocks."""
+        `begin` is told for how many blocks a single shard is to be, `ttl` seconds, `fill` and `aside` a role.
+        """
 
     @abstractmethod
     def taken(self, name: NamespaceId) -> Iterator[list[Taken]]:

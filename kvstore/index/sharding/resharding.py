@@ -161,7 +161,8 @@ class Resharding:
             raise
 
     def _take_over(self, before: int, after: int) -> bool:
-        return self._leaf.begin(self._name, self._run, before, after, expected_blocks=self._expected_blocks)
+        told = self._expected_blocks
+        return self._leaf.reshard(self._name, "begin", run=self._run, before=before, after=after, told=told)
 
     def _make_ready(
         self, news: Sequence[NamespaceId], roles: Mapping[NamespaceId, Layout], before: int
@@ -286,7 +287,8 @@ class Resharding:
         self._step("undo", layout.shards, layout.to)
 
     def _had_turned(self, layout: Layout) -> bool:
-        return layout.run == self._turned or self._index.had_turned(self._name, layout)
+        known = layout.run != "" and layout.run == self._turned
+        return known or self._index.had_turned(self._name, layout)
 
     def _turn_again(self, layout: Layout) -> None:
         """After a failover to a server that had not heard of the turn. Nothing is compared: what lies in the

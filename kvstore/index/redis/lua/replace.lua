@@ -72,6 +72,11 @@ for _, name in ipairs({'bytes', 'segments', 'blocks', 'pinned', 'cost', 'changes
     replaced[#replaced + 1] = name
   end
 end
+if redis.call('HEXISTS', meta, 'sealed') + redis.call('HEXISTS', meta, 'bucket_bits') == 2 then
+  -- What is sealed has no such bits: nobody could evict there, nor end it.
+  redis.call('HDEL', meta, 'sealed')
+  replaced[#replaced + 1] = 'sealed'
+end
 if redis.call('HEXISTS', meta, 'seen') == 0 then
   redis.call('HDEL', meta, 'seen')
   redis.call('HSET', meta, 'seen', redis.call('TIME')[1])
