@@ -32,7 +32,7 @@ from kvstore.breaker import answered_elsewhere, probes
 from kvstore.errors import ConfigError, StoreClosed, TransientError
 from kvstore.index.redis.connections import cluster, pool, replica, sentinels
 from kvstore.index.redis.errors import FAILURES, classified, damaged, denied
-from kvstore.index.redis.replicas import Replicas
+from kvstore.index.redis.replication.replicas import Replicas
 from kvstore.index.redis.sentinel import Sentinels
 from kvstore.index.redis.timed import in_time, sooner
 from kvstore.threads.deadline import in_background
@@ -105,8 +105,8 @@ class RedisClient:
     ) -> Self:
         """Returns a client for the URL of a Redis (schemas.urls). Does no I/O. Raises ConfigError.
 
-        With `count`, which is told of each of kvstore.index.redis.replicas.COUNTED, it reads from replicas if
-        the settings say so, and the URL is not of one server.
+        With `count`, which is told of each of kvstore.index.redis.replication.replicas.COUNTED, it reads from
+        replicas if the settings say so, and the URL is not of one server.
         """
         try:
             location = redis_location(url)

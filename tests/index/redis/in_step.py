@@ -12,8 +12,8 @@ import redis
 from redis.cluster import RedisCluster
 
 from kvstore.index.redis import client as redis_client
-from kvstore.index.redis.nodes import nodes_of
-from kvstore.index.redis.replicas import Replica, Replicas
+from kvstore.index.redis.replication.nodes import nodes_of
+from kvstore.index.redis.replication.replicas import Replica, Replicas
 from tests.waiting import PATIENCE_S, until
 
 

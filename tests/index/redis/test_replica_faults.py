@@ -21,7 +21,7 @@ from kvstore.conformance.index.chains import LATER_S, chain, namespace, put_all,
 from kvstore.errors import TransientError
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.redis.index import RedisIndex
-from kvstore.index.redis.replicas import Replicas, _Master
+from kvstore.index.redis.replication.replicas import Replicas, _Master
 from kvstore.index.redis.values import key
 from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.index.sharding.index import ShardedIndex

@@ -32,7 +32,7 @@ import redis
 from redis.cluster import RedisCluster
 
 from kvstore.index.redis.errors import FAILURES, denied
-from kvstore.index.redis.nodes import (
+from kvstore.index.redis.replication.nodes import (
     GARBLED,
     MOST_REPLICAS,
     Address,

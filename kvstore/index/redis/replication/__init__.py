@@ -1,0 +1,1 @@
+"""Replicas of Redis: where they are, and which of them may be read."""
