@@ -117,10 +117,11 @@ class JournalConformance(Maintained):
         for rank in (1, 1, 0):
             index.commit(name, ranked, chain(3, seed="r"), record(3), rank=rank, ranks=2)
         before = catalogue.events(name)
-        assert [(one.op, one.segment, one.nbytes) for one in before] == [
+        # Of two shards, what happens in one millisecond has no order.
+        assert {(one.op, one.segment, one.nbytes) for one in before} == {
             ("commit", segment, record(10).nbytes),
             ("commit", ranked, 2 * record(3).nbytes),
-        ]
+        }
         put(index, name, digests, segment=segment)
         index.commit(name, segment, digests, record(10, depth=5), rank=0, ranks=1)
         index.commit(name, new_segment_id(digests), digests, record(10), rank=0, ranks=2)
