@@ -228,7 +228,7 @@ def test_an_engine_ends_the_seal_of_who_is_about_it_no_more(
 def test_older_releases_leave_alone_what_is_sealed(
     leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int
 ) -> None:
-    """Their engines register what is unknown to them, and empty what has lost its bits, if it is of schema 2."""
+    """Their engines register what is unknown to them, and empty what of schema 2 has lost its bits."""
     name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
     folder = Path(redis_layouts.__file__).parent / "lua"
     older = raw.register_script(
