@@ -25,7 +25,7 @@ from kvstore.index.sharding.layouts import lease_of
 from kvstore.index.sharding.leaf import MovableLeaf
 from kvstore.index.sharding.resharding import Moved, Resharding
 from kvstore.keys import NamespaceId
-from kvstore.rules.segments import typical_block_bytes
+from kvstore.rules.segments import index_bytes, typical_block_bytes
 from schemas.namespace import Namespace
 
 #: Seconds for which whoever was killed keeps others from going on. A page takes far less.
@@ -62,6 +62,8 @@ def reshard(
             raise Refused(
                 f"what namespace {name} is can't be read; `cache-admin fsck {name} --apply` mends it"
             ) from None
+        if not account.to and not account.left and account.shards != shards:
+            _see_that_it_fits(index, account)
         cache.record("reshard", f"{name}: {account.shards} -> {shards} shards")
         shows, lease = progress or Silent(), _Lease(index, name)
         run = Resharding(
@@ -137,6 +139,20 @@ def _account(cache: Cache, name: NamespaceId) -> Account:
     if not found:
         raise Refused(f"another process has just removed namespace {name}")
     return found[0]
+
+
+def _see_that_it_fits(index: ShardedIndex, account: Account) -> None:
+    """Raises Refused if the copy would fill Redis: then nobody could save until it is undone."""
+    told = index.memory()
+    if told is None or not told[1]:
+        return
+    used, most = told
+    needed = index_bytes(account.usage.blocks, account.usage.segments, namespaces=0)
+    if used + needed > most:
+        raise Refused(
+            f"Redis uses {used / 1e6:,.0f} MB of maxmemory {most / 1e6:,.0f} MB, and the copy takes about "
+            f"{needed / 1e6:,.0f} MB until it is done: raise maxmemory first"
+        )
 
 
 def _late_s(cache: Cache) -> float:

@@ -16,6 +16,7 @@ from kvstore.index.redis.values import (
     NAMESPACES,
     NAMESPACES_PAGE,
     QUOTAS,
+    SEALED_SCHEMA,
     SHARDED_SCHEMA,
     RedisPart,
     Use,
@@ -338,7 +339,7 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
     schema, bits, aside, shards, to, left, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
     usage = known[-len(_USAGE) :]
     version = 0 if schema is None else read("schema", schema, int, 0)
-    if schema is None or version > SHARDED_SCHEMA:
+    if schema is None or version > SEALED_SCHEMA:
         return None
     if version == SHARDED_SCHEMA:
         several = read("shards", shards, shards_of, 1)

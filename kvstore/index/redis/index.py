@@ -67,8 +67,9 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     aside_bits               bucket_bits of what is sealed, and of a single shard while it is filled, under
                              the id: engines don't commit there
     role                     "fills <run>", "turned <run>": of a shard, by whom it was filled or left
-    schema                   2. A namespace of schema 1 is unknown until it is registered, and begins anew;
-                             one of a newer schema is left alone
+    schema                   2; 4 of what is sealed, which older releases leave alone. A namespace of
+                             schema 1 is unknown until it is registered, and begins anew; one of a newer
+                             schema is left alone
     json, kind, tenant       the namespace's
     bucket_bits              bits of a bucket's number
     created, seen            unix s of the first and the latest registration

@@ -219,7 +219,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
     @understood
     def drop_aside(self, name: NamespaceId, limit: int) -> bool:
         more = self._erase(name, limit, aside=True) == 1
-        if not more:
+        if not more and base_of(name) != name:
             self._unregister(name)
         return more
 

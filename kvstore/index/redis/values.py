@@ -22,6 +22,8 @@ from schemas.settings import JournalSettings
 SCHEMA = 2
 #: That of the meta of a namespace which lies in several shards, and of which nothing else is there.
 SHARDED_SCHEMA = 3
+#: That of a shard which takes no changes.
+SEALED_SCHEMA = 4
 NAMESPACES = "kvs:ns"
 #: Namespaces that one round trip asks for.
 NAMESPACES_PAGE = 256

@@ -35,8 +35,8 @@ _LOST = (
 )
 
 _MOVING = (
-    "namespace {0} is being brought into {1} shards, which takes memory for both; unless somebody is about "
-    "it, `cache-admin reshard {0} --shards {1} --apply` goes on"
+    "namespace {0} is being brought into {1} shards, which takes memory for both, and at its end nothing is "
+    "saved; unless somebody is about it, run `cache-admin reshard {0} --shards {1} --apply`, which goes on"
 )
 
 _T = TypeVar("_T")

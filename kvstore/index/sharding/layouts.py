@@ -157,6 +157,8 @@ class ShardedLayouts(EngineIndex):
         lays them out, and only if nobody has done that since it began: so that is done last here as well.
         """
         name = namespace_id(namespace)
+        if self._is_moving(name):
+            return name
         _, known = self._known.get(name, (0.0, None))
         try:
             layout = self._lay_out(name, namespace, expected_blocks)
@@ -174,6 +176,25 @@ class ShardedLayouts(EngineIndex):
                 if self._leaf.leaseholder(lease_of(name)) is None:
                     self.unseal(name, layout.shards)
         return name
+
+    def _is_moving(self, name: NamespaceId) -> bool:
+        """Tells whether somebody who is about it has sealed a namespace: then there is nothing to register,
+        and many ask. If nobody is about it any more, ends the seals, for which a full Redis has room."""
+        with suppress(KVStoreError):
+            with self._guard(name):
+                found = self._leaf.layout(name)
+            if found is None or not found.to:
+                return False
+            one = shard_names(name, found.shards)[0]
+            with self._guard(one):
+                first = self._leaf.layout(one)
+            if first is None or not first.sealed:
+                return False
+            with self._guard(name):
+                if self._leaf.leaseholder(lease_of(name)) is not None:
+                    return True
+                self.unseal(name, found.shards)
+        return False
 
     def _lay_out(self, name: NamespaceId, namespace: Namespace, expected_blocks: int) -> Layout:
         now = self._monotonic()
@@ -233,10 +254,17 @@ class ShardedLayouts(EngineIndex):
                 self._leaf.layout(name)
 
     def register_shards(
-        self, name: NamespaceId, namespace: Namespace, shards: int, expected_blocks: int
+        self,
+        name: NamespaceId,
+        namespace: Namespace,
+        shards: int,
+        expected_blocks: int,
+        *,
+        every: bool = False,
     ) -> bool:
         """Registers so many shards, whether or not the namespace lies in them by now, with all that is
-        forbidden in it. Returns whether none of them is sealed. Raises if none answers."""
+        forbidden in it. Returns whether none of them is sealed. Raises if none answers, or not `every` one
+        does, after all were asked."""
         with self._guard(name):
             forbidden = self._leaf.forbidden(name)
         failures, done, share = FailedShards(), list[bool](), -(-expected_blocks // shards)
@@ -244,9 +272,14 @@ class ShardedLayouts(EngineIndex):
             with failures.passed(), self._guard(one):
                 self._forbid_as_before(one, forbidden)
                 done.append(self._leaf.register_shard(one, namespace, expected_blocks=share))
-        if not done:
+        if every or not done:
             failures.end()
         return all(done)
+
+    def forbid_as_before(self, name: NamespaceId, shards: Iterable[NamespaceId]) -> None:
+        """Forbids in shards what is forbidden in their namespace. Raises if one of them does not answer."""
+        forbidden = self._leaf.forbidden(name)
+        self._each(shards, lambda one: self._forbid_as_before(one, forbidden))
 
     def _forbid_as_before(self, name: NamespaceId, forbidden: Mapping[SaltId, float]) -> None:
         """Forbids in a shard, before it begins, what was forbidden before, and what it was down for.

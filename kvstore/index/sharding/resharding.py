@@ -98,6 +98,8 @@ class Resharding:
         self._run = uuid.uuid4().hex
         #: A run of which it is known that it has turned.
         self._turned = ""
+        #: How many segments the last round has found in the shards before.
+        self._seen = 0
         self.moved = Moved()
 
     def run(self) -> Moved:
@@ -156,8 +158,10 @@ class Resharding:
             self._turn(olds, news, before)
         except BaseException:
             # Else nothing could be saved until somebody goes on, or an engine sees that nobody is about it.
-            with suppress(KVStoreError):
-                self._index.unseal(name, before)
+            # Of its own alone: another run may have begun by now.
+            for one in olds:
+                with suppress(KVStoreError):
+                    self._leaf.unseal(one, self._run)
             raise
 
     def _take_over(self, before: int, after: int) -> bool:
@@ -176,7 +180,7 @@ class Resharding:
             # Which makes it, where it was just dropped.
             self._must(self._take_over(before, 1))
             return
-        self._index.register_shards(self._name, self._namespace, len(news), self._expected_blocks)
+        self._register(len(news))
         for one in news:
             found = roles.get(one)
             role = found.role if found and not found.sealed and found.role.startswith(FILLS) else ""
@@ -199,13 +203,26 @@ class Resharding:
             self._must(self._leaf.reshard(one, "seal", run=self._run))
         if len(news) > 1:
             # With what was forbidden meanwhile.
-            self._index.register_shards(self._name, self._namespace, len(news), self._expected_blocks)
+            self._register(len(news))
         self._round(olds, news)
         self._bring_trash(olds, news)
         self._hold()
+        self._look_again(olds, news)
         self._step("turn", before, len(news))
         self._turned = self._run
         self.moved.sealed_s = time.monotonic() - since
+
+    def _register(self, shards: int) -> None:
+        self._index.register_shards(self._name, self._namespace, shards, self._expected_blocks, every=True)
+
+    def _look_again(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> None:
+        """Sees that no node has lost what it was told, as by a failover to one that had not heard of it."""
+        sealed, filled = self._roles(olds), self._roles(news)
+        self._must(all(one in sealed and sealed[one].sealed == self._run for one in olds))
+        self._must(all(one in filled and filled[one].role == FILLS + self._run for one in news))
+        there = sum(self._leaf.usage(one).segments for one in news)
+        # Of these two the first may be damaged, and the second tell of some twice.
+        self._must(there in (sum(self._leaf.usage(one).segments for one in olds), self._seen))
 
     def _round(self, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> int:
         """Makes the shards after what those before are. Returns how many segments were new.
@@ -215,8 +232,9 @@ class Resharding:
         """
         self._begin("copy", sum(self._leaf.usage(name).nbytes for name in olds))
         self._tell_lives(news)
-        copied, unfindable = 0, 0
+        copied, unfindable, self._seen = 0, 0, 0
         for page in self._pages(olds):
+            self._seen += len(page)
             parts = defaultdict[NamespaceId, list[Taken]](list)
             for one in page:
                 name = of_segment(news, one.segment)
@@ -304,11 +322,17 @@ class Resharding:
         name, before, after = self._name, layout.left, layout.shards
         olds, news = shard_names(name, before), shard_names(name, after)
         turned, self._turned = time.monotonic(), layout.run
-        for one in {*olds, *news} - {name}:
-            self._leaf.reshard(one, "turned", run=layout.run)
+        noted = {one: self._leaf.reshard(one, "turned", run=layout.run) for one in {*olds, *news} - {name}}
+        lost = [one for one in news if not noted.get(one, True)]
+        if lost and layout.run == self._run:
+            raise TransientError(
+                f"shard {lost[0]} of namespace {name} has lost what was brought there, and nothing that was "
+                "left is dropped: bring its node back as it was; or run it again, which drops that, and then "
+                "`cache-admin rebuild`"
+            )
         if after > 1:
             # What was forbidden while there were two layouts.
-            self._index.register_shards(name, self._namespace, after, self._expected_blocks)
+            self._index.forbid_as_before(name, news)
         self._evict_forbidden(news)
         self._begin("wait for processes that know the old number", 0)
         self._wait(max(0.0, turned + LOOK_S + self._late_s - time.monotonic()))

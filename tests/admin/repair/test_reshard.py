@@ -14,10 +14,14 @@ from kvstore.admin.repair import reshard as verb
 from kvstore.admin.repair.gc import gc
 from kvstore.admin.repair.reshard import reshard
 from kvstore.errors import NamespaceUnknown
+from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding import layouts, resharding
+from kvstore.index.sharding.index import ShardedIndex
+from kvstore.index.sharding.layouts import lease_of
 from kvstore.rules.lateness import SETTLED_S
 from tests.admin.conftest import Admin
 from tests.faults.ground import BLOCKS, CHAINS, Ground, hashes, ids, later, loaded, open_space
+from tests.servers.redis import RedisServer
 from tests.store.world import content, match
 
 pytestmark = pytest.mark.servers
@@ -102,6 +106,50 @@ def test_who_interrupts_it_goes_on_later(ground: Ground) -> None:
         report = reshard(cache, name, 8, apply=True, wait=lambda seconds: None)
         assert (report.before, report.ended) == (1, "complete")
         assert [(one.shards, one.left) for one in cache.accounts(name)] == [(8, 0)]
+
+
+def test_what_would_not_fit_does_not_begin(private_redis: RedisServer, tmp_path: Path) -> None:
+    ground = Ground(
+        {"payloads": f"file://{tmp_path}/payloads", "index": f"redis://127.0.0.1:{private_redis.port}/0"}
+    )
+    ground.fill()
+    name = ids()["one"]
+    with ground.cache() as cache:
+        used, _ = cache.made_index().memory() or (0, 0)
+        private_redis.command("CONFIG", "SET", "maxmemory", str(used))
+        with pytest.raises(Refused, match="raise maxmemory first"):
+            reshard(cache, name, 8, apply=True)
+        assert [one.to for one in cache.accounts(name)] == [0]
+        private_redis.command("CONFIG", "SET", "maxmemory", str(2 * used))
+        assert reshard(cache, name, 8, apply=True, wait=lambda seconds: None).ended == "complete"
+
+
+def test_a_store_asks_about_a_seal_once(ground: Ground) -> None:
+    """Until a breaker's shortest backoff is over its saves are refused without a call."""
+    ground.fill()
+    name, calls = ids()["one"], 0
+    with ground.cache() as cache, ground.store() as store:
+        index = cache.made_index()
+        assert isinstance(index, ShardedIndex) and isinstance(index.leaf, RedisIndex)
+        leaf = index.leaf
+        space = open_space(store, "one")
+        assert leaf.reshard(name, "begin", run="r", before=1, after=8, told=1000)
+        assert leaf.reshard(name, "seal", run="r")
+        assert leaf.lease(lease_of(name), "holder", 60.0)
+
+        def call() -> None:
+            nonlocal calls
+            calls += 1
+            raise NamespaceUnknown("it is sealed")
+
+        for _ in range(3):
+            with pytest.raises(NamespaceUnknown, match="it is sealed"):
+                space.registered(call)
+            assert space._refused_until > 0
+            space._refused_until = float("inf")
+        assert calls == 2
+        space._refused_until = 0.0
+        assert space.registered(lambda: 1) == 1
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, record, served
 from kvstore.errors import KVStoreError, NamespaceUnknown, TransientError
 from kvstore.index.port import CommitState
+from kvstore.index.redis import layouts as redis_layouts
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.layouts import LOOK_S, lease_of
@@ -33,7 +35,8 @@ from tests.index.sharding.moving import (
 
 pytestmark = pytest.mark.servers
 
-
+#: Has register.lua of the release before there were seals.
+GOLDEN = Path(__file__).parent / "golden"
 #: What of `meta` tells how a namespace lies.
 LAYOUT = ("schema", "shards", "to", "from", "run", "bucket_bits", "aside_bits", "sealed", "role")
 
@@ -219,6 +222,37 @@ def test_an_engine_ends_the_seal_of_who_is_about_it_no_more(
     assert found(index, name, chains) == [0] * 3 + ALL[3:]
     assert found(index, name, engine.saved) == [3]
     engine.check(index)
+
+
+@pytest.mark.parametrize(("before", "after"), WAYS)
+def test_older_releases_leave_alone_what_is_sealed(
+    leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int
+) -> None:
+    """Their engines register what is unknown to them, and empty what of schema 2 has lost its bits."""
+    name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
+    folder = Path(redis_layouts.__file__).parent / "lua"
+    older = raw.register_script(
+        (folder / "keys.lua").read_text() + (GOLDEN / "register_without_seals.lua").read_text()
+    )
+    answers = []
+
+    def register() -> None:
+        for shard in shard_names(name, before):
+            answers.append(older([f"kvs:{{{shard}}}:meta"], ["{}", "kv", "", 4, 1, 1]))
+
+    stepped.before("turn", register)
+    resharded(stepped.leaf, name, after)
+    assert answers == [2] * before
+    index = ShardedIndex(leaf)
+    assert found(index, name, chains) == ALL
+    Engine(leaf, name).check(index)
+    # And one that is unsealed is theirs again.
+    with stepped.killed(before="turn"):
+        resharded(stepped.leaf, name, before, lease=False)
+    index.register(namespace(), expected_blocks=1000)
+    for shard in shard_names(name, after):
+        assert older([f"kvs:{{{shard}}}:meta"], ["{}", "kv", "", 4, 1, 1]) == 0
+    assert found(index, name, chains) == ALL
 
 
 @pytest.mark.parametrize("number", [8, 2])

@@ -8,6 +8,7 @@
 -- that don't see each other.
 local SCHEMA = '2'
 local SHARDED = '3'
+local SEALED = '4'
 local known = redis.call('HMGET', meta, 'schema', 'bucket_bits', 'bits', 'shards', 'aside_bits')
 local schema, bits, shards = known[1], tonumber(known[2] or nil), tonumber(known[4] or nil)
 local asked = tonumber(ARGV[6] or 1)
@@ -21,7 +22,7 @@ if schema == SHARDED then
   end
 end
 -- A reshard compares it, or leaves it: then who asks for it knew the number before, and is told the present one next.
-if schema == SCHEMA and known[5] and not bits then return 3 end
+if schema == SEALED and known[5] and not bits then return 3 end
 if schema == SCHEMA and bits and bits >= 0 and bits <= MOST_BITS and bits % 1 == 0 then
   -- The id is the digest of these: whatever else stands there is damaged.
   redis.call('HSET', meta, 'json', ARGV[1], 'kind', ARGV[2], 'tenant', ARGV[3], 'seen', ARGV[5])

@@ -18,8 +18,8 @@
 -- With one shard before, its meta is the id's, and so with one after, which has aside_bits until the turn.
 --
 -- Race closed: of two runs only the later one turns, and only if all that it has sealed is sealed still. The first write
--- is one that Redis refuses when it is full (HSET), or that undoes something.
-local SCHEMA, SHARDED = '2', '3'
+-- is one that a full Redis accepts (HDEL), but for those that begin something: what makes room must not need any.
+local SCHEMA, SHARDED, SEALED = '2', '3', '4'
 local step, run, before, after, told = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local known = redis.call('HMGET', meta, 'schema', 'shards', 'to', 'from', 'run', 'bucket_bits', 'aside_bits', 'sealed', 'role')
 local schema, to, from, runs, bits, aside, sealed = known[1], known[3], known[4], known[5], known[6], known[7], known[8]
@@ -28,9 +28,11 @@ if not schema then return 0 end
 local shards = schema == SHARDED and known[2] or '1'
 local lies_before = not from and shards == before and (not to or to == after)
 
+-- What is sealed has a schema that releases before this one leave alone: of what has lost its bucket_bits they take
+-- schema 2 for the remains of schema 1, and empty it.
 local function seal(by)
-  redis.call('HSET', meta, 'sealed', by, 'aside_bits', bits or aside)
   redis.call('HDEL', meta, 'bucket_bits')
+  redis.call('HSET', meta, 'sealed', by, 'aside_bits', bits or aside, 'schema', schema == SHARDED and SHARDED or SEALED)
 end
 
 if step == 'fill' then
@@ -44,17 +46,20 @@ elseif step == 'seal' then
   seal(run)
 elseif step == 'unseal' then
   if sealed ~= run or not aside then return 0 end
-  redis.call('HSET', meta, 'bucket_bits', aside)
   redis.call('HDEL', meta, 'sealed', 'aside_bits')
+  redis.call('HSET', meta, 'bucket_bits', aside, 'schema', SCHEMA)
 elseif step == 'turned' then
-  if sealed ~= run and role ~= 'fills ' .. run then return 0 end
+  if sealed ~= run and role ~= 'fills ' .. run and role ~= 'turned ' .. run then return 0 end
+  redis.call('HDEL', meta, 'role')
   redis.call('HSET', meta, 'role', 'turned ' .. run)
 elseif step == 'aside' then
   -- Of an id that lies in one shard and is being brought elsewhere this is what there is: the turn was lost.
-  if role ~= told or not bits and not aside or to and schema == SCHEMA then return 0 end
+  if role ~= told or not bits and not aside or to and schema ~= SHARDED then return 0 end
   seal('gone')
 elseif step == 'begin' then
   if not lies_before then return 0 end
+  -- Of what has begun it may be the end that is asked for.
+  if to then redis.call('HDEL', meta, 'run') end
   redis.call('HSET', meta, 'to', after, 'run', run)
   if after == '1' then
     redis.call('HSET', meta, 'role', 'fills ' .. run)
@@ -68,8 +73,8 @@ elseif step == 'turn' then
   if from == before and shards == after and runs == run then return 1 end
   if not lies_before or not to or runs ~= run then return 0 end
   if before == '1' and sealed ~= run or after == '1' and not aside then return 0 end
-  redis.call('HSET', meta, 'from', before)
   redis.call('HDEL', meta, 'to', 'shards', 'erasing')
+  redis.call('HSET', meta, 'from', before)
   if after == '1' then
     redis.call('HSET', meta, 'schema', SCHEMA, 'bucket_bits', aside, 'role', 'turned ' .. run)
     redis.call('HDEL', meta, 'aside_bits')
