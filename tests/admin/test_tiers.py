@@ -385,7 +385,7 @@ def test_wrong_keys(s3_bucket: S3Bucket, tmp_path: Path) -> None:
         (TransientError("bucket b: put a probe: 404 NoSuchBucket"), "create bucket bkt"),
         (TransientError("bucket b: put a probe: no connection"), "http://e:1 is right"),
         (DeadlineExceeded("bucket b: put a probe: the server did not answer in time"), "network policies"),
-        (Throttled("bucket b: put a probe: 503 SlowDown"), "s3.concurrency"),
+        (Throttled("bucket b: put a probe: 503 SlowDown"), "slow down by themselves"),
         (CapacityExceeded("bucket b: put a probe: 507 QuotaExceeded"), "quota"),
         (ConfigError("s3.tls_ca: no such file"), "settings under s3"),
     ],
