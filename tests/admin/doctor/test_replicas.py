@@ -29,7 +29,9 @@ def checked(folder: Path, url: str, **more: str) -> list[Check]:
     sources = Sources(payloads=f"file://{folder}", index=url, environ=environ | more)
     with Cache(sources.settings()) as cache:
         report = doctor(cache, sources, mounts="")
-    assert not [one for one in report.checks if one.name == "index" and one.state != "ok"]
+    # How fast the index answers is the machine's affair: the state may warn of it.
+    [index] = [one for one in report.checks if one.name == "index"]
+    assert index.found.startswith("read and written; ")
     return [one for one in report.checks if one.name == "index replicas"]
 
 
