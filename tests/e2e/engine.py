@@ -8,9 +8,9 @@ that a test may end one by `kill -9`. An engine that dies or hangs raises `Engin
 log; a request that vLLM refuses raises `EngineError` and leaves the engine usable.
 
 An engine is forked from a process that has imported vLLM (tests.e2e.nursery), which makes it ready in one or
-two seconds instead of five; one with an environment of its own is started afresh. A test that can ask
-several questions of one engine should. Two constructed before either is entered start side by side. With
-`multiprocess` it is three processes (front end, engine core, worker) and 20 s.
+two seconds instead of five; one whose environment is another when vLLM is imported is started afresh. A test
+that can ask several questions of one engine should. Two constructed before either is entered start side by
+side. With `multiprocess` it is three processes (front end, engine core, worker), forked one from the other.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Engine:
         self._ready = False
         self._began = time.monotonic()
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._process = _started(log_path, environment, fork=not multiprocess)
+        self._process = _started(log_path, environment)
         self._send(made)
 
     @property
@@ -417,17 +417,22 @@ class Engine:
 #: Forks the engines of this process.
 _nursery: Nursery | None = None
 
+#: What is read when it is needed, and not when vLLM is imported.
+_READ_LATE = {
+    "PYTEST_CURRENT_TEST",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_PP_LAYER_PARTITION",
+    "VLLM_SERVER_DEV_MODE",
+}
+_READ_LATE_PREFIXES = ("KVSTORE_", "OTEL_")
 
-def _started(log_path: Path, environment: dict[str, str], *, fork: bool) -> subprocess.Popen[bytes] | Forked:
-    """The process of an engine: forked from one that has imported vLLM, where it has the same environment."""
-    global _nursery
+
+def _started(log_path: Path, environment: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
+    """The process of an engine: forked from one that has imported vLLM, where that has read the same of the
+    environment."""
+    if forked := _forked(log_path, environment):
+        return forked
     with log_path.open("ab") as log:
-        if fork and (_nursery is None or not _nursery.alive):
-            _nursery = Nursery(environment)
-        # What a test names itself by is not for its engines.
-        differing = environment.items() ^ _nursery.environment.items() if _nursery else ()
-        if fork and _nursery and {name for name, _ in differing} <= {"PYTEST_CURRENT_TEST"}:
-            return _nursery.fork(log.fileno(), START_TIMEOUT_S)
         return subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.engine_child"],
             stdin=subprocess.PIPE,
@@ -437,6 +442,34 @@ def _started(log_path: Path, environment: dict[str, str], *, fork: bool) -> subp
             env=environment,
             # A group of its own, so that kill() ends the other processes of an engine too.
             start_new_session=True,
+        )
+
+
+def serve(arguments: Sequence[str], log_path: Path, env: Mapping[str, str]) -> Forked:
+    """The process of `vllm serve` with these arguments, forked from one that has imported vLLM."""
+    made = _forked(
+        log_path, {**os.environ, **_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **env}, arguments
+    )
+    assert made is not None, "a server is not started afresh"
+    # All that it says is in its log.
+    made.stdin.close()
+    made.stdout.close()
+    return made
+
+
+def _forked(log_path: Path, environment: dict[str, str], serve: Sequence[str] | None = None) -> Forked | None:
+    global _nursery
+    if _nursery is None or not _nursery.alive:
+        _nursery = Nursery(environment)
+    differing = {name for name, _ in environment.items() ^ _nursery.environment.items()}
+    if not all(name in _READ_LATE or name.startswith(_READ_LATE_PREFIXES) for name in differing):
+        return None
+    with log_path.open("ab") as log:
+        return _nursery.fork(
+            log.fileno(),
+            START_TIMEOUT_S,
+            environment={name: environment.get(name) for name in differing},
+            serve=serve,
         )
 
 

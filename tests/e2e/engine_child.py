@@ -78,6 +78,7 @@ class Served:
         gc.enable()
         if arguments.pop("split_mamba2_prefills", False):
             engine_patches.split_mamba2_prefills()
+        engine_patches.fork_processes()
         if arguments.get("async_scheduling"):
             engine_patches.allow_async_scheduling()
         self.slow = engine_patches.SlowTransfers()

@@ -7,10 +7,15 @@ store is too quick on a local disk to be met at work.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+#: Seconds after its last message in which a process of an engine looks for the next one before it sleeps.
+BUSY_S = 0.005
 
 
 def split_mamba2_prefills() -> None:
@@ -55,6 +60,27 @@ def allow_async_scheduling() -> None:
     torch.cuda.Stream = Stream
     torch.cuda.current_stream = Stream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def fork_processes() -> None:
+    """Makes vLLM fork its engine cores and workers, as it does by default, where the CPU platform has them
+    spawned. Each would import vLLM anew, which takes longer than all that tests ask of it.
+
+    That connectors work in spawned processes, tests/e2e/test_chart_configs.py and tests/test_wheel.py show.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: Any, vllm_config: Any) -> None:
+        check(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+    # By default each looks for its next message without a pause for a second after the last one, and keeps
+    # those that it waits for from their processor.
+    SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=BUSY_S)
 
 
 class SlowTransfers:

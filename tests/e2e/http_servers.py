@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import engine as engines
+from tests.e2e.nursery import Forked
 from tests.waiting import PATIENCE_S
 
 
@@ -24,9 +25,12 @@ class Server:
 
     def __init__(self, arguments: list[str], port: int, log_path: Path, env: Mapping[str, str]) -> None:
         self.url, self._log_path = f"http://127.0.0.1:{port}", log_path
-        with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *arguments, "--host", "127.0.0.1", "--port", str(port)],
+        self._process = self._started([*arguments, "--host", "127.0.0.1", "--port", str(port)], env)
+
+    def _started(self, arguments: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes] | Forked:
+        with self._log_path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, *arguments],
                 stdout=log,
                 stderr=log,
                 cwd=engines.ROOT,
@@ -63,6 +67,13 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(PATIENCE_S)
+
+
+class VllmServer(Server):
+    """`vllm serve` with these arguments, and the environment of engines but for `env`."""
+
+    def _started(self, arguments: list[str], env: Mapping[str, str]) -> Forked:
+        return engines.serve(arguments, self._log_path, env)
 
 
 def free_ports(count: int) -> list[int]:

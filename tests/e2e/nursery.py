@@ -1,9 +1,10 @@
-"""A process that has imported vLLM, and forks one that becomes an engine whenever it is asked to.
+"""A process that has imported vLLM, and forks one that becomes an engine or a server whenever it is asked to.
 
 Importing takes four of the five seconds in which an engine starts. `tests.e2e.engine` talks to this process
 over a Unix socket, one JSON message a packet:
 
-    to it     {} with three descriptors: the engine's input, its output and its log
+    to it     {"environment": {name: text or null}, "serve": arguments or null} with three descriptors: the
+              engine's input, its output and its log
     from it   {"born": pid}, and once for each engine that has ended {"dead": pid, "status": returncode}
 
 It ends with the process that started it, and its engines with it (tests.e2e.engine_child watches its parent).
@@ -21,8 +22,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Imported before any fork; with these nothing that takes long is left to an engine's own start.
@@ -91,11 +94,20 @@ class Nursery:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, log: int, timeout_s: float) -> Forked:
-        """A new engine's process, which writes to the descriptor `log`."""
+    def fork(
+        self,
+        log: int,
+        timeout_s: float,
+        *,
+        environment: Mapping[str, str | None] | None = None,
+        serve: Sequence[str] | None = None,
+    ) -> Forked:
+        """A new engine's process, or with `serve` that of `vllm serve` with these arguments, which writes to
+        the descriptor `log`. `environment` changes what was not read yet when vLLM had been imported."""
+        told = json.dumps({"environment": dict(environment or {}), "serve": serve})
         (stdin, ours), (mine, stdout) = os.pipe(), os.pipe()
         try:
-            socket.send_fds(self._socket, [b"{}"], [stdin, stdout, log])
+            socket.send_fds(self._socket, [told.encode()], [stdin, stdout, log])
         finally:
             os.close(stdin)
             os.close(stdout)
@@ -141,7 +153,7 @@ def main() -> None:
                 os.read(woken, 4096)
             _tell_of_the_dead(ours)
         if ours in ready:
-            message, descriptors, _, _ = socket.recv_fds(ours, 4096, 3)
+            message, descriptors, _, _ = socket.recv_fds(ours, 1 << 16, 3)
             if not message:
                 # Whatever runs at the end of an interpreter that has imported vLLM is not worth waiting for.
                 os._exit(0)
@@ -151,7 +163,7 @@ def main() -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for number in (ours.detach(), woken, wakes):
                     os.close(number)
-                _become_an_engine(descriptors)
+                _become(descriptors, json.loads(message))
             for number in descriptors:
                 os.close(number)
             ours.send(json.dumps({"born": pid}).encode())
@@ -166,8 +178,9 @@ def _tell_of_the_dead(ours: socket.socket) -> None:
             ours.send(json.dumps({"dead": pid, "status": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def _become_an_engine(descriptors: list[int]) -> None:
-    """Goes on as `python -m tests.e2e.engine_child` would with these as its input, output and errors."""
+def _become(descriptors: list[int], told: dict[str, Any]) -> None:
+    """Goes on as `python -m tests.e2e.engine_child` or `tests.e2e.serve` would with these as its input,
+    output and errors."""
     status = 1
     try:
         # A group of its own, so that a kill ends the other processes of an engine too.
@@ -175,10 +188,20 @@ def _become_an_engine(descriptors: list[int]) -> None:
         for number, standard in enumerate(descriptors):
             os.dup2(standard, number)
             os.close(standard)
-        from tests.e2e import engine_child
+        for name, text in told["environment"].items():
+            os.environ.pop(name, None) if text is None else os.environ.update({name: text})
+        if told["serve"] is None:
+            from tests.e2e import engine_child
 
-        engine_child.main()
+            engine_child.main()
+        else:
+            from tests.e2e import serve
+
+            os.dup2(2, 1)
+            serve.main(told["serve"])
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)
 

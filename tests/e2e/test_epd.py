@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from kvstore.build import load_settings, open_store
-from tests.e2e import engine as engines
 from tests.e2e.engine import Engine, random_image
-from tests.e2e.http_servers import Server, free_ports
+from tests.e2e.http_servers import Server, VllmServer, free_ports
 from tests.e2e.sharing import check_store, segment_files
 from tests.waiting import PATIENCE_S
 from tools.models import IMAGE_TOKEN
@@ -165,7 +164,7 @@ def deployment(
     ports = free_ports(3)
     config = store_config("sqlite")
     config["ec"]["staging_dir"] = str(tmp_path / "staging")
-    started = []
+    started: list[Server] = []
     for role, port, servers in zip(("ec_producer", "ec_consumer"), ports, (1, 2), strict=False):
         transfer = {
             "ec_connector": "ECStoreConnector",
@@ -174,17 +173,16 @@ def deployment(
             "ec_connector_extra_config": config,
         }
         arguments = (
-            f"-m tests.e2e.serve {deepstack_model} --served-model-name tiny --api-server-count {servers} "
+            f"{deepstack_model} --served-model-name tiny --api-server-count {servers} "
             f"--chat-template {template} --dtype float32 --enforce-eager --max-model-len 2048 "
             "--block-size 32 --kv-cache-memory-bytes 67108864"
         )
-        env = engines._ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"}
         started.append(
-            Server(
+            VllmServer(
                 [*arguments.split(), "--ec-transfer-config", json.dumps(transfer)],
                 port,
                 tmp_path / f"{role}.log",
-                env,
+                {"VLLM_SERVER_DEV_MODE": "1"},
             )
         )
     encode, rest = started

@@ -18,7 +18,7 @@ from kvstore.build import load_settings, open_index
 from kvstore.keys import NO_SALT, session_id
 from tests.e2e import engine as engines
 from tests.e2e.engine import Engine, Result, random_image
-from tests.e2e.http_servers import Server, free_ports
+from tests.e2e.http_servers import Server, VllmServer, free_ports
 from tests.e2e.sharing import check_store, extended, prompt, scheduler_counters, worker_counters
 from tests.e2e.test_ec import ask
 from tests.waiting import PATIENCE_S, until
@@ -279,7 +279,8 @@ def test_windows_block_sizes_and_states(kind: str, model: Callable[..., Path], t
 @pytest.fixture
 def deployment(text_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Server, Server]]:
     """A prefill engine, a decode engine, and the proxy before them."""
-    ports, started = free_ports(3), []
+    ports = free_ports(3)
+    started: list[Server] = []
     for role, port in zip(("kv_producer", "kv_consumer"), ports, strict=False):
         transfer = {
             "kv_connector": "KVStoreConnector",
@@ -289,16 +290,16 @@ def deployment(text_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Serve
             "kv_connector_extra_config": config(tmp_path),
         }
         arguments = (
-            f"-m vllm.entrypoints.openai.api_server --model {text_model} --served-model-name tiny "
+            f"{text_model} --served-model-name tiny "
             "--skip-tokenizer-init --dtype float32 --enforce-eager --max-model-len 2048 --block-size 32 "
             "--kv-cache-memory-bytes 67108864"
         )
         started.append(
-            Server(
+            VllmServer(
                 [*arguments.split(), "--kv-transfer-config", json.dumps(transfer)],
                 port,
                 tmp_path / f"{role}.log",
-                engines._ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"},
+                {"VLLM_SERVER_DEV_MODE": "1"},
             )
         )
     prefill, decode = started

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from connectors.telemetry.ways import SOURCES
-from tests.e2e import engine as engines
 from tests.e2e.collector import Received, collecting
-from tests.e2e.http_servers import Server, free_ports
+from tests.e2e.http_servers import Server, VllmServer, free_ports
 from tests.e2e.sharing import prompt
 from tests.waiting import PATIENCE_S, until
 
@@ -55,12 +54,11 @@ def test_a_client_sees_where_its_tokens_came_from(
         "kv_connector_extra_config": store_config("sqlite"),
     }
     arguments = (
-        f"-m vllm.entrypoints.openai.api_server --model {text_model} --served-model-name tiny "
+        f"{text_model} --served-model-name tiny "
         "--skip-tokenizer-init --dtype float32 --enforce-eager --max-model-len 2048 --block-size 32 "
         "--kv-cache-memory-bytes 67108864 --max-num-batched-tokens 2048"
     )
     environment = {
-        **engines._ENVIRONMENT,
         "VLLM_SERVER_DEV_MODE": "1",
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "100",
@@ -70,7 +68,7 @@ def test_a_client_sees_where_its_tokens_came_from(
     with collecting() as collector:
         [port] = free_ports(1)
         traced = ["--otlp-traces-endpoint", collector.url]
-        server = Server(
+        server = VllmServer(
             [*arguments.split(), *traced, "--kv-transfer-config", json.dumps(transfer)],
             port,
             tmp_path / "server.log",
