@@ -183,13 +183,14 @@ def open_index(
         return SqliteIndex(path, busy_timeout_s=busy_timeout_s, access=access, **options)
     if url.startswith("memory://"):
         return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
+    count = count if settings.reads_replicas else None
     leaf = RedisIndex.from_settings(url, settings.redis, count=count, **options)
     return ShardedIndex(leaf, shards=settings.redis.shards, near=near)
 
 
 def open_redis(settings: Settings) -> RedisClient | None:
     """Returns the Redis under the index, for questions that no index answers; None if the index is elsewhere.
-    It knows of the replicas that engines read. No I/O.
+    It knows of the replicas that engines may read. No I/O.
     """
     if not settings.index_url.startswith(("redis", "unix")):
         return None
