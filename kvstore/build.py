@@ -161,7 +161,7 @@ def open_index(
     """Returns the leaf index of these settings, for reading, writing and maintenance. No I/O for Redis.
 
     `by` says in the journal who does what is done with it; "" is for engines. With `count`, which is told of
-    that, replicas are read where the settings say so; without, as tools need it, nothing is behind. `near`
+    that, replicas are read where the settings let it; without, as tools need it, nothing is behind. `near`
     forgets what is evicted through the index.
     """
     url = settings.index_url
