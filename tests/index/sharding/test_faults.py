@@ -108,6 +108,15 @@ class Clocked:
 
 
 @pytest.mark.parametrize("shards", [1, SHARDS])
+def test_a_registration_that_fails_is_one_failure(leaf: FlakyLeaf, shards: int) -> None:
+    """More of them would open the breaker of an index that has not answered once."""
+    leaf.down.add(namespace_id(namespace()))
+    with pytest.raises(TransientError):
+        Clocked(leaf, shards).index.register(namespace(), expected_blocks=10)
+    assert [verb for verb, _ in leaf.calls] == ["layout"]
+
+
+@pytest.mark.parametrize("shards", [1, SHARDS])
 @pytest.mark.parametrize("forgets", [False, True])
 def test_who_only_saves_finds_out_that_the_index_is_back(
     leaf: FlakyLeaf, *, shards: int, forgets: bool
