@@ -161,7 +161,7 @@ def open_index(
     """Returns the leaf index of these settings, for reading, writing and maintenance. No I/O for Redis.
 
     `by` says in the journal who does what is done with it; "" is for engines. With `count`, which is told of
-    that, replicas are read where the settings say so; without, as tools need it, nothing is behind. `near`
+    that, replicas are read where the settings let it; without, as tools need it, nothing is behind. `near`
     forgets what is evicted through the index.
     """
     url = settings.index_url
@@ -183,13 +183,14 @@ def open_index(
         return SqliteIndex(path, busy_timeout_s=busy_timeout_s, access=access, **options)
     if url.startswith("memory://"):
         return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
+    count = count if settings.reads_replicas else None
     leaf = RedisIndex.from_settings(url, settings.redis, count=count, **options)
     return ShardedIndex(leaf, shards=settings.redis.shards, near=near)
 
 
 def open_redis(settings: Settings) -> RedisClient | None:
     """Returns the Redis under the index, for questions that no index answers; None if the index is elsewhere.
-    It knows of the replicas that engines read. No I/O.
+    It knows of the replicas that engines may read. No I/O.
     """
     if not settings.index_url.startswith(("redis", "unix")):
         return None

@@ -113,8 +113,8 @@ class Index(ABC):
 
         Every block of every run belongs to a segment that is visible, exactly so at the moment of the call
         if the answer is to be `fresh`; else an index may answer what was so `redis.max_lag_s +
-        redis.near_s` ago, if it was told to. Ask for a fresh answer where others rely on it, or where what
-        is stored isn't saved again.
+        redis.near_s` ago, if its settings let it. Ask for a fresh answer where others rely on it, or where
+        what is stored isn't saved again.
         `digests` must be a hash chain (each digest determined by what precedes it): this is what
         lets the walk cost O(segments) and not O(blocks). An unknown namespace has no runs.
         """

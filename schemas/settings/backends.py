@@ -33,9 +33,10 @@ class RedisSettings(StrictModel):
     #: so that the masters of a Redis Cluster share its load. One that is there keeps the number it has.
     shards: int = Field(default=1, ge=1, le=256)
     #: Whom an engine asks what is stored: the `master`, or, where a Cluster or Sentinels name them, its
-    #: `replicas`, in turns. What changes something goes to the master, and so do tools. For fleets whose
-    #: masters are short of time. A replica that takes much longer to answer than its master is left out.
-    read_from: Literal["replicas", "master"] = "master"
+    #: `replicas`, in turns. What changes something goes to the master, and so do tools. A replica that takes
+    #: much longer to answer than its master is left out. `auto`: replicas, if `grace_s` has room for
+    #: `max_lag_s` beside `near_s`, `kv.match_ttl_s` and `kv.load_deadline_s`, or else the master.
+    read_from: Literal["auto", "replicas", "master"] = "auto"
     #: How far a replica may be behind its master; one further behind is not read, nor one that can't be told.
     max_lag_s: Seconds = Field(default=2.0, ge=1.0)
     #: For how long a process remembers which beginnings of prompts were stored, and asks for what follows
@@ -53,14 +54,6 @@ class RedisSettings(StrictModel):
     tls_cert: str | None = None
     #: File with the key of that certificate, in PEM and not encrypted.
     tls_key: str | None = None
-
-    def unheard_s(self, url: str) -> float:
-        """Returns for how many seconds an engine with the index at `url` may match what has been evicted, as
-        it reads replicas that lag, and remembers."""
-        if not url.startswith(("redis", "unix")):
-            return 0.0
-        lags = self.read_from == "replicas" and url.startswith("redis")
-        return self.near_s + (self.max_lag_s if lags else 0.0)
 
     @model_validator(mode="after")
     def _together(self) -> Self:

@@ -157,7 +157,7 @@ class Settings(StrictModel):
     def _check_grace(self) -> None:
         """What is matched may be so old that its grace time is not over when it is loaded."""
         redis, kv = self.redis, self.kv
-        if redis.unheard_s(self.index or "") + kv.match_ttl_s + kv.load_deadline_s > self.grace_s:
+        if self.needed_s(redis.max_lag_s if self.reads_replicas else 0.0) > self.grace_s:
             raise ValueError(
                 f"redis.max_lag_s = {redis.max_lag_s:g} (if replicas are read), redis.near_s = "
                 f"{redis.near_s:g}, kv.match_ttl_s = {kv.match_ttl_s:g} and kv.load_deadline_s = "
@@ -173,6 +173,18 @@ class Settings(StrictModel):
                 "redis.sentinel_password is for an index that is found by Sentinels: "
                 "redis+sentinel://HOST:26379/MASTER/0"
             )
+
+    @property
+    def reads_replicas(self) -> bool:
+        """Whether engines read from replicas, where the index is one that names some."""
+        if not self.index_url.startswith("redis") or self.redis.read_from == "master":
+            return False
+        return self.redis.read_from == "replicas" or self.needed_s(self.redis.max_lag_s) <= self.grace_s
+
+    def needed_s(self, lag_s: float) -> float:
+        """Returns how long what was evicted must stay, in seconds, if readers hear of that `lag_s` later."""
+        near_s = self.redis.near_s if self.index_url.startswith(("redis", "unix")) else 0.0
+        return near_s + lag_s + self.kv.match_ttl_s + self.kv.load_deadline_s
 
     @property
     def nowhere(self) -> bool:

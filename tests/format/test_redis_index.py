@@ -439,7 +439,7 @@ def test_a_newer_schema_is_left_alone(
         ours.save(path("n", 3))
         name = ours.space.id
         # As a newer release would: see the document on versions.
-        raw.hset(f"kvs:{{{name}}}:meta", "schema", "4")
+        raw.hset(f"kvs:{{{name}}}:meta", "schema", "5")
         raw.hdel(f"kvs:{{{name}}}:meta", "bucket_bits")
         before = dump(raw, name)
         with pytest.raises(PermissionDenied, match="newer"):

@@ -203,7 +203,7 @@ def test_the_users_may_do_what_the_store_asks_for() -> None:
     folder = ROOT / "kvstore"
     scripts = "".join(path.read_text() for path in (folder / "index/redis/lua").glob("*.lua"))
     asked = {word.lower() for word in re.findall(r"call\('([A-Z]+)'", scripts)}
-    for path in (*folder.glob("index/redis/*.py"), *folder.glob("admin/**/*.py")):
+    for path in (*folder.glob("index/redis/**/*.py"), *folder.glob("admin/**/*.py")):
         text = path.read_text()
         asked |= {word.lower() for word in re.findall(r'(?:command|_asked|\[|, )\(\s*"([A-Z]+)"', text)}
         asked |= {word.lower() for word in re.findall(r'_asked\(client, "([A-Z]+)"', text)}

@@ -239,8 +239,7 @@ class _Erasure:
         self.progress.begin("hide")
         for space in self.spaces:
             self._hide(space)
-        settings = self.cache.settings
-        if unheard_s := settings.redis.unheard_s(settings.index or ""):
+        if unheard_s := self.cache.unheard_s():
             # Engines may match until then what they have not heard of, and a node may still have a copy.
             self.sleep(unheard_s)
         while True:

@@ -106,7 +106,7 @@ class RedisClient:
         """Returns a client for the URL of a Redis (schemas.urls). Does no I/O. Raises ConfigError.
 
         With `count`, which is told of each of kvstore.index.redis.replication.replicas.COUNTED, it reads from
-        replicas if the settings say so, and the URL is not of one server.
+        replicas where there are some, unless the settings name the master.
         """
         try:
             location = redis_location(url)
@@ -114,7 +114,7 @@ class RedisClient:
             raise ConfigError(f"index is not a usable redis URL: {exc}") from None
         where, timeout_s = location.where, settings.timeout_s
         replicas = None
-        if count is not None and settings.read_from == "replicas" and not location.path:
+        if count is not None and settings.read_from != "master" and not location.path:
             connect = replica(location, settings, timeout_s * _REPLICA_SHARE)
             replicas = Replicas(connect, max_lag_s=settings.max_lag_s, count=count)
         if location.master is not None:
@@ -179,18 +179,24 @@ class RedisClient:
     def replicas(self) -> dict[str, str]:
         """Looks at the replicas that `read` may ask, and says of each why it is not asked; "" if it is. Takes
         as long as their timeouts."""
-        if self._replicas is None:
+        client = self._naming()
+        if client is None or self._replicas is None:
             return {}
+        return {place(*address): why for address, why in self._replicas.survey(client).items()}
+
+    def may_lag(self) -> bool:
+        """Tells whether `read` may ask a replica, as there is somebody who names them."""
+        return self._naming() is not None
+
+    def _naming(self) -> _Client | None:
+        """Returns the client that knows the replicas that `read` may ask; None: there is none that does."""
 
         def named(client: Any) -> _Client | None:
             if not self._names_replicas(client) and client.info("cluster").get("cluster_enabled"):
                 client = self._become_cluster(client)
             return cast(_Client, client) if self._names_replicas(client) else None
 
-        client = self._attempt("replicas", named)
-        if client is None:
-            return {}
-        return {place(*address): why for address, why in self._replicas.survey(client).items()}
+        return None if self._replicas is None else cast(_Client | None, self._attempt("replicas", named))
 
     def command(self, *words: bytes | str | int | float, name: str = "") -> Any:
         """Runs one command."""

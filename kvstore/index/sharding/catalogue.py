@@ -29,6 +29,8 @@ from kvstore.keys import NamespaceId, SaltId, SegmentId, SessionId
 
 #: Sessions of a shard that the others are asked for at a time.
 _PAGE = 200
+#: How often `states` asks of a namespace that is moved meanwhile.
+_LOOKS = 3
 
 _LOST = (
     "the shards of namespace {} are there, but not what lays them out; an engine that registers it mends that"
@@ -100,13 +102,17 @@ class ShardedCatalogue(ShardedRequests):
         return self._gathered(self._shards(namespace), segments, self._leaf.get)
 
     def states(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentState | None]:
-        """Goes by how the namespace lies before and after it was asked: what is unknown may be deleted."""
+        """Goes by how the namespace lies before and after it was asked: what is unknown may be deleted.
+        Raises TransientError if that changes each time."""
         layout = self._now(namespace)
-        while True:
+        for _ in range(_LOOKS):
             states = self._gathered(shard_names(namespace, layout.shards), segments, self._leaf.states)
             before, layout = layout, self._now(namespace)
             if layout.shards == before.shards:
                 return states
+        raise TransientError(
+            f"{self._leaf!r}: namespace {namespace} is being brought into {layout.shards} shards: try again"
+        )
 
     def _now(self, namespace: NamespaceId) -> Layout:
         """Returns how a namespace lies now, whatever was known. Raises what the leaf raises."""

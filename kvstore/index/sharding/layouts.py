@@ -157,10 +157,10 @@ class ShardedLayouts(EngineIndex):
         lays them out, and only if nobody has done that since it began: so that is done last here as well.
         """
         name = namespace_id(namespace)
-        if self._is_moving(name):
-            return name
         _, known = self._known.get(name, (0.0, None))
         try:
+            if self._is_moving(name):
+                return name
             layout = self._lay_out(name, namespace, expected_blocks)
             sealed = bool(layout.sealed)
         except TransientError:
@@ -179,12 +179,13 @@ class ShardedLayouts(EngineIndex):
 
     def _is_moving(self, name: NamespaceId) -> bool:
         """Tells whether somebody who is about it has sealed a namespace: then there is nothing to register,
-        and many ask. If nobody is about it any more, ends the seals, for which a full Redis has room."""
+        and many ask. If nobody is about it any more, ends the seals, for which a full Redis has room.
+        Raises if how the namespace lies can't be told: one call that fails is enough."""
+        with self._guard(name):
+            found = self._laid_out(name)
+        if found is None or not found.to:
+            return False
         with suppress(KVStoreError):
-            with self._guard(name):
-                found = self._leaf.layout(name)
-            if found is None or not found.to:
-                return False
             one = shard_names(name, found.shards)[0]
             with self._guard(one):
                 first = self._leaf.layout(one)

@@ -20,9 +20,8 @@ PAGE = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="
 
 
 def checked(folder: Path, url: str, **more: str) -> list[Check]:
-    """The check of a store whose engines are to read replicas."""
+    """The check of a store; by default its engines read replicas where there are some."""
     environ = {
-        "KVSTORE_REDIS__READ_FROM": "replicas",
         "KVSTORE_REDIS__TIMEOUT_S": str(PATIENCE_S),
         "KVSTORE_REDIS__CONNECT_TIMEOUT_S": str(PATIENCE_S),
     }
@@ -49,11 +48,30 @@ def test_the_user_of_the_page_reads_replicas_and_what_it_lacks_is_said(
     [check] = checked(tmp_path, url, **login)
     assert check.state == "warning" and check.found.startswith("0 of 3 can be read; 127.0.0.1:")
     assert "+readonly" in check.advice
+    [same] = checked(tmp_path, url, KVSTORE_REDIS__READ_FROM="replicas", **login)
+    assert (same.state, same.advice) == (check.state, check.advice)
     assert checked(tmp_path, url, KVSTORE_REDIS__READ_FROM="master", **login) == []
     replicated_cluster.everywhere("ACL", "DELUSER", "kvstore")
 
 
+def test_replicas_for_which_grace_has_no_room_are_nobodys_fault(
+    tmp_path: Path, replicated_cluster: RedisClusterServers
+) -> None:
+    [check] = checked(tmp_path, replicated_cluster.urls[0], KVSTORE_GRACE_S="41")
+    assert (check.state, check.advice) == ("ok", "")
+    assert check.found.startswith("none of 3 is read: after redis.max_lag_s = 2, grace_s = 41 leaves")
+    assert "with grace_s = 42 or more they are read" in check.found
+    [check] = checked(tmp_path, replicated_cluster.urls[0], KVSTORE_GRACE_S="42")
+    assert check.found == "3 of 3 can be read"
+
+
 def test_replicas_that_nobody_names_are_none(tmp_path: Path, private_redis: RedisServer) -> None:
-    [check] = checked(tmp_path, private_redis.url)
+    [check] = checked(tmp_path, private_redis.url, KVSTORE_REDIS__READ_FROM="replicas")
     assert (check.state, check.found) == ("warning", "0 of 0 can be read")
     assert "Sentinels" in check.advice
+    assert checked(tmp_path, private_redis.url) == []
+    assert checked(tmp_path, private_redis.url, KVSTORE_GRACE_S="41") == []
+    # Nor where it doesn't tell.
+    private_redis.command("ACL", "SETUSER", "mute", "on", ">secret", "~*", "+@all", "-info")
+    login = {"KVSTORE_REDIS__USERNAME": "mute", "KVSTORE_REDIS__PASSWORD": "secret"}
+    assert checked(tmp_path, private_redis.url, **login) == []

@@ -109,7 +109,7 @@ def test_what_a_newer_release_has_written_is_no_waste(redis_url: str, tmp_path: 
     age(world, newer.names[0], 2 * HOUR_S)
     with redis.Redis.from_url(redis_url, protocol=2) as client:
         where = f"kvs:{{{newer.name}}}:"
-        client.hset(f"{where}meta", "schema", "4")
+        client.hset(f"{where}meta", "schema", "5")
         client.hdel(f"{where}meta", "bucket_bits")
         client.rename(f"{where}segs", f"{where}segments")
     assert run(world, delete=True).deleted.objects == len(done.names)

@@ -95,13 +95,13 @@ def test_a_replica_that_fails_costs_no_answer(pair: Pair, fault: str) -> None:
 
 
 def test_without_its_master_a_replica_is_read_for_as_long_as_it_may_lag(pair: Pair) -> None:
-    with pair.open(max_lag_s=4 * PATIENCE_S) as index:
+    with pair.open(max_lag_s=PATIENCE_S) as index:
         name = filled(index)
         until(lambda: is_read(pair, index, name))
         pair.master.kill()
         assert is_read(pair, index, name)
         replicas, _ = known(index)
-        replicas._monotonic = lambda: time.monotonic() + 5 * PATIENCE_S
+        replicas._monotonic = lambda: time.monotonic() + 2 * PATIENCE_S
         with pytest.raises(TransientError):
             index.match(name, chain(6))
 
@@ -123,7 +123,7 @@ def test_who_looks_for_the_first_time_is_told_what_hears_its_master_no_more(pair
 def test_who_finds_out_if_a_master_is_back_asks_the_master(pair: Pair) -> None:
     """A replica's answer says nothing of it, and another probe would end the same way."""
     now = [0.0]
-    with pair.open(max_lag_s=4 * PATIENCE_S) as leaf:
+    with pair.open(max_lag_s=PATIENCE_S) as leaf:
         name = filled(leaf)
         until(lambda: is_read(pair, leaf, name))
         settings = BreakerSettings(failures=3, backoff_s=1, max_backoff_s=1)
@@ -142,7 +142,7 @@ def test_who_finds_out_if_a_master_is_back_asks_the_master(pair: Pair) -> None:
 
 def test_a_replica_that_leaves_ends_no_read_that_is_under_way(pair: Pair) -> None:
     """Such a read would fail in ways that nobody knows, and say that the namespace is damaged."""
-    with pair.open(max_lag_s=4 * PATIENCE_S) as index:
+    with pair.open(max_lag_s=PATIENCE_S) as index:
         name = filled(index)
         until(lambda: is_read(pair, index, name))
         replicas, master = known(index)
@@ -165,7 +165,7 @@ def test_a_replica_that_leaves_ends_no_read_that_is_under_way(pair: Pair) -> Non
 def test_a_look_that_outlives_its_index_leaves_nothing_behind(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    index = pair.open(max_lag_s=4 * PATIENCE_S)
+    index = pair.open(max_lag_s=PATIENCE_S)
     name = filled(index)
     until(lambda: is_read(pair, index, name))
     replicas, master = known(index)
@@ -275,7 +275,7 @@ def test_a_child_of_this_process_knows_nothing(pair: Pair) -> None:
 
 
 def test_one_has_no_connection_left_which_is_not_the_replicas_fault(pair: Pair) -> None:
-    with pair.open(max_lag_s=4 * PATIENCE_S, max_connections=1) as index:
+    with pair.open(max_lag_s=PATIENCE_S, max_connections=1) as index:
         name = filled(index)
         until(lambda: is_read(pair, index, name))
         _, master = known(index)

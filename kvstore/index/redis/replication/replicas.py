@@ -57,8 +57,10 @@ COUNTED: Final = ("replica_reads", "replica_failures", "replica_lags")
 _LOOKS = 4
 #: Most masters of which replicas are read.
 _MOST_MASTERS = 1024
-#: Seconds for which a replica that denies looks is left alone.
+#: Seconds for which a server that denies looks is left alone.
 _REST_S = 300.0
+#: Seconds for which a master that has no replicas is left alone.
+_ALONE_S = 10.0
 #: A replica is far away if the quickest of its last answers took so many times as long as the quickest of its
 #: master's, and so many seconds more.
 _FAR_TIMES, _FAR_S = 4, 0.005
@@ -231,6 +233,8 @@ class Replicas:
                 history = ""
         except (*FAILURES, *GARBLED) as exc:
             log.debug("replicas: the master can't tell: %s", exc)
+            if denied(exc):
+                master.look_s = asked_s + _REST_S
             return []
         if history != master.history:
             with master.lock:
@@ -245,6 +249,9 @@ class Replicas:
         except (*FAILURES, *GARBLED) as exc:
             log.debug("replicas: the master can't name them: %s", exc)
             return []
+        # Nobody is to be asked before: there is no replica, or all rest.
+        rest_s = min((master.resting.get(one, 0.0) for one in addresses), default=asked_s + _ALONE_S)
+        master.look_s = max(master.look_s, rest_s)
         for gone in master.clients.keys() - set(addresses):
             _publish(master, gone, None)
             # Reads under way end; the last of these drops its connection.
