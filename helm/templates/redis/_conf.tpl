@@ -1,7 +1,7 @@
 {{/* Who may do what in the built-in Redis; users.sh adds the passwords' hashes after "on". */}}
 {{- define "kvstore.redis.users" -}}
 {{- /* Commands that look. A script may run no more than its caller, so these with eval change nothing. */ -}}
-{{- $looks := list "eval" "evalsha" "ping" "time" "info" "exists" "get" "getrange" "bitcount" "hexists" "hget" "hgetall" "hlen" "hmget" "hrandfield" "hscan" "smembers" "xrange" "xrevrange" "zcard" "zcount" "zmscore" "zrange" "zrevrange" "zscore" "pttl" "type" "object|encoding" -}}
+{{- $looks := list "eval" "evalsha" "ping" "time" "info" "exists" "get" "getrange" "bitcount" "hexists" "hget" "hgetall" "hlen" "hmget" "hrandfield" "hscan" "smembers" "xrange" "xrevrange" "zcard" "zcount" "zmscore" "zrange" "zrevrange" "zscan" "zscore" "pttl" "type" "object|encoding" -}}
 {{- $changes := list "set" "setrange" "bitfield" "del" "unlink" "rename" "expire" "hset" "hdel" "hincrby" "sadd" "srem" "zadd" "zincrby" "zrem" "zremrangebyrank" "zremrangebyscore" "zunionstore" "xadd" -}}
 {{- /*
 Nobody can be the default user, who is off and has no password. It keeps its rights because Redis replays the
