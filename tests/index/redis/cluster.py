@@ -16,6 +16,8 @@ from tests.servers.redis import START_TIMEOUT_S, ServerError, _free_port, find_r
 from tests.waiting import PATIENCE_S, until
 
 SLOTS = 16384
+#: Seconds between two introductions of nodes that don't know each other yet.
+_AGAIN_S = 5.0
 
 
 class RedisClusterServers:
@@ -25,10 +27,17 @@ class RedisClusterServers:
         """With `replicas`, that of the k-th of n masters is at `ports[n + k]`."""
         self._folder = folder
         self._masters = masters
-        self.ports = [_free_port() for _ in range(masters * (1 + replicas))]
+        self._nodes = masters * (1 + replicas)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._clients: list[Any] = []
+        self.ports: list[int] = []
+        self._draw()
+
+    def _draw(self) -> None:
+        """Draw the ports anew: another program may have taken a free port before its node listened there."""
+        self.ports = [_free_port() for _ in range(self._nodes)]
         # By default a bus listens on its master's port + 10000, which need not be a port.
         self._buses = [_free_port() for _ in self.ports]
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._clients = [redis.Redis(port=port, protocol=2, socket_timeout=PATIENCE_S) for port in self.ports]
 
     @property
@@ -59,11 +68,18 @@ class RedisClusterServers:
             client.execute_command(*words)
 
     def __enter__(self) -> Self:
-        try:
-            return self._start()
-        except BaseException:
-            self.stop()
-            raise
+        for tries_left in (2, 1, 0):
+            try:
+                return self._start()
+            except ServerError:
+                self.stop()
+                if not tries_left:
+                    raise
+                self._draw()
+            except BaseException:
+                self.stop()
+                raise
+        raise AssertionError("the last try returns or raises")
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
@@ -79,9 +95,8 @@ class RedisClusterServers:
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
             # Different epochs, or they would have to find out in the first second who is right.
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
-        for port, bus in zip(self.ports[1:], self._buses[1:], strict=True):
-            self._clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
-        self._wait(self._joined)
+        self._meet()
+        self._wait(self._joined, self._meet)
         for replica, client in enumerate(self._clients[self._masters :]):
             of = self.node_id(self.ports[replica])
             until(lambda: _answered(lambda: client.execute_command("CLUSTER", "REPLICATE", of)))
@@ -89,6 +104,11 @@ class RedisClusterServers:
         # Who asks any node is told of all replicas.
         self._wait(self._knows_replicas)
         return self
+
+    def _meet(self) -> None:
+        """Introduce all nodes to the first. A node gives an introduction up that a busy machine delays."""
+        for port, bus in zip(self.ports[1:], self._buses[1:], strict=True):
+            self._clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
 
     def _knows_replicas(self, client: Any) -> bool:
         # In two words, or redis-py would take the answer apart.
@@ -124,6 +144,7 @@ class RedisClusterServers:
         for process in self._processes:
             process.kill()
             process.wait(PATIENCE_S)
+        self._processes.clear()
 
     def _spawn(self, port: int, bus: int) -> None:
         folder = self._folder / str(port)
@@ -144,16 +165,22 @@ class RedisClusterServers:
         state = text.get("cluster_state"), text.get("cluster_known_nodes")
         return state == ("ok", str(len(self.ports)))
 
-    def _wait(self, ready: Any) -> None:
-        until = time.monotonic() + START_TIMEOUT_S
+    def _wait(self, ready: Callable[[Any], object], again: Callable[[], None] | None = None) -> None:
+        """Wait until every node is ready; `again` is called every few seconds meanwhile."""
+        now = time.monotonic()
+        end, next_try = now + START_TIMEOUT_S, now + _AGAIN_S
         for client in self._clients:
             while True:
                 try:
                     if ready(client):
                         break
+                    if again is not None and time.monotonic() > next_try:
+                        again()
+                        next_try = time.monotonic() + _AGAIN_S
                 except redis.RedisError:
                     pass
-                if time.monotonic() > until:
+                ended = any(process.poll() is not None for process in self._processes)
+                if ended or time.monotonic() > end:
                     raise ServerError(f"no cluster on ports {self.ports}; logs in {self._folder}")
                 time.sleep(0.02)
 
