@@ -129,7 +129,7 @@ class ECWorker:
                 return
             self._dropped(key)
             if copy.under_way:
-                # Not for this thread to wait for.
+                # Not for this thread to wait for: in a store that is closed its memory stays taken.
                 self._store.transfers.in_turn(discard)
             else:
                 discard()

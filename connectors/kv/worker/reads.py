@@ -285,7 +285,9 @@ class KVReads:
             request = readable(ticket.load.request_id)
             log.exception("request %s: %d blocks are computed", request, run.count)
         if copied is not None and copied.under_way:
-            self._store.transfers.in_turn(partial(self._await_copy, ticket, piece, chunk, copied))
+            wait = partial(self._await_copy, ticket, piece, chunk, copied)
+            if not self._store.transfers.in_turn(wait):
+                wait()
         else:
             self._ended(ticket, piece, failed, chunk, arrived=arrived)
 
