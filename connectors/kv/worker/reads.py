@@ -194,12 +194,19 @@ class KVReads:
 
     def halt(self) -> None:
         """Make loads under way fail, and write to no paged block until `resume`. Waits for copies under way,
-        which end with the steps that were launched."""
+        which end with the steps that were launched. Raises TimeoutError, with nothing halted, if they don't
+        end by the deadline of a load."""
         self.abandon()
+        within_s = self._store.settings.kv.load_deadline_s
         with self._lock:
             self._halted = True
-            while any(ticket.writing for ticket in self._live):
-                self._copied.wait()
+            idle = self._copied.wait_for(lambda: not any(one.writing for one in self._live), within_s)
+            self._halted = idle
+        if not idle:
+            raise TimeoutError(
+                f"kvstore: copies to the KV cache have not ended within {within_s:g} s, so its memory must stay "
+                "where it is; is the device hanging?"
+            )
 
     def resume(self) -> None:
         """Write to paged blocks again."""
