@@ -198,16 +198,22 @@ class ECScheduler:
                 return self._give_up(request, "its item is not of the size it describes")
             if self._promise(key, item):
                 return True
+            # It has made room for others, again and again perhaps.
+            if self._waited_s(request, key) >= self._deadline_s:
+                self._observer.missed(request.request_id, key, "capacity")
+                return self._give_up(request, "the staging folder has no room for its item")
         elif item.outcome in _HOPELESS or not self._go_on_waiting(request, key):
             return self._unavailable_item(request, key, item)
         return False
 
     def _go_on_waiting(self, request: RequestView, key: ContentKey) -> bool:
-        waited_s = time.monotonic() - self._waits[request.request_id][key]
-        if waited_s >= self._deadline_s:
+        if (waited_s := self._waited_s(request, key)) >= self._deadline_s:
             return False
         self._items.look_again(key, request.request_id, self._uses.by(request), waited_s=waited_s)
         return True
+
+    def _waited_s(self, request: RequestView, key: ContentKey) -> float:
+        return time.monotonic() - self._waits[request.request_id][key]
 
     def _unavailable_item(self, request: RequestView, key: ContentKey, item: Item) -> bool:
         self._observer.missed(request.request_id, key, str(item.outcome))
@@ -272,9 +278,12 @@ class ECScheduler:
             self._observer.encoded_unasked(view.request_id, unnamed=unnamed)
             return
         item = self._items.get(key)
-        if item is not None and item.staged is not None and self._promises.hand_over(key, item.name):
-            self._loads[identifier] = item.staged
-            self._observer.loaded(view.request_id, item.staged, again=item.used)
+        staged = None
+        if item is not None and item.staged is not None:
+            staged = self._promises.hand_over(item.staged, item.name)
+        if item is not None and staged is not None:
+            self._loads[identifier] = staged
+            self._observer.loaded(view.request_id, staged, again=item.used)
             self._uses.again(view, item)
             item.used = True
             if (content := self._contents.of(view, index)) is not None:
@@ -406,4 +415,5 @@ class ECScheduler:
         self._leave()
         self._observer.tick(idle=True)
         self._store.close()
+        self._promises.close()
         self._staging.close()

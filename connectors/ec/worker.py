@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,7 +166,8 @@ class ECWorker:
     def _tensor(self, item: StagedItem) -> torch.Tensor:
         if self._memory is not None and (loaded := self._memory.load(item)) is not None:
             return loaded
-        data = bytearray(Path(item.path).read_bytes())
+        with item.open() as file:
+            data = bytearray(file.readall())
         host = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return host.view(TORCH_DTYPES[item.dtype]).view(item.rows, item.width).to(self._device())
 

@@ -204,8 +204,8 @@ class KVReads:
             self._halted = idle
         if not idle:
             raise TimeoutError(
-                f"kvstore: copies to the KV cache have not ended within {within_s:g} s, so its memory must stay "
-                "where it is; is the device hanging?"
+                f"kvstore: copies to the KV cache have not ended within {within_s:g} s, so its memory must "
+                "stay where it is; is the device hanging?"
             )
 
     def resume(self) -> None:
