@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from connectors.ec.engine import ECEngine
 from connectors.ec.messages import NOBODY, StagedItem, User
 from connectors.ec.staging import StagingFolder
+from connectors.engine.guard import guarded
 from connectors.engine.sessions.telling import tell
 from connectors.telemetry.metrics import Tally
 from connectors.telemetry.ways import FARTHEST
@@ -101,6 +102,7 @@ class Items:
         #: What was forbidden when the staging folder was emptied for the last time; the call thread's.
         self._done: dict[SaltId, float] = {}
 
+    @guarded(None)
     def tick(self) -> None:
         """Look for erasures if it is time to."""
         now = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from connectors.engine.guard import otherwise
 from connectors.engine.sessions.hints import Hints
 from kvstore.index.port import Run
 from kvstore.index.sessions import USE, Hint
@@ -34,6 +35,7 @@ class SessionTeller:
         if hints.ignored:
             self._store.counters.add("hints_ignored", hints.ignored)
 
+    @otherwise(list)
     def matched(self, hints: Hints, salt: SaltId, runs: Iterable[Iterable[Run]]) -> list[SegmentId]:
         """Tell that a request of a session is matched with these runs, by group; once per request. `salt` is
         the id of the request's.
