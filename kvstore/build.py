@@ -346,7 +346,8 @@ def _at_once() -> Callable[[int, Callable[[], None]], bool]:
 
 
 def open_store(settings: Settings | Mapping[str, Any]) -> Store:
-    """Builds the stack. Raises ConfigError. An unreachable Redis is not an error: all is a miss meanwhile."""
+    """Builds the stack and starts its threads. Raises ConfigError, also if the process can't have so many. An
+    unreachable Redis is not an error: all is a miss meanwhile."""
     if not isinstance(settings, Settings):
         settings = load_settings(settings)
     keyring = open_keyring(settings.signing)
@@ -359,7 +360,7 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     origin = _origin(settings, breaker, throttle, crew, counters)
     tiers = settings.tiers
     tier = _tiered(settings, tiers, origin, throttle, transfers, counters) if tiers else None
-    return Store(
+    store = Store(
         Backends(
             settings=settings,
             payloads=tier or origin,
@@ -379,6 +380,12 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
             trace=_trace(settings, transfers, counters),
         )
     )
+    try:
+        transfers.start()
+    except ConfigError:
+        store.close()
+        raise
+    return store
 
 
 def _for_requests(

@@ -244,3 +244,21 @@ def test_tiers_from_the_environment(tmp_path: Path) -> None:
     settings = load_settings(environ=environ)
     assert settings.tiers is not None
     assert (settings.tiers.fast_capacity, settings.s3.attempts) == (5 << 30, 5)
+
+
+def test_a_process_that_can_have_no_threads_opens_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    settings = {"payloads": f"file://{tmp_path}"}
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"start 0 of the 1\d threads"):
+        patch.setattr(threading.Thread, "start", no_more)
+        open_store(settings)
+    with open_store(settings) as store:
+        monkeypatch.setattr(threading.Thread, "start", no_more)
+        hashes = chain(1, 2)
+        space = open_space(store)
+        assert space.save(slots(hashes)).stored
+        assert fetch_all(space, hashes, match(space, hashes))

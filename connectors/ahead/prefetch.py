@@ -236,6 +236,7 @@ class Prefetch(NoPrefetch):
             for one in self._hinted:
                 self._hinted.discard(one)
                 self._let_go(one)
+            self._loads.clear()
 
     # ---- the steps of the above, which hold the lock --------------------------------------------
 

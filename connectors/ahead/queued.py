@@ -46,6 +46,10 @@ class QueuedItems:
         """A request waits no more: it starts or has ended."""
         self._requests.pop(request_id, None)
 
+    def restart(self) -> None:
+        """Tell of none of the requests that wait now."""
+        self._requests.clear()
+
     def step(self) -> None:
         """Tell of the requests that this step has passed over, as soon as they are looked up."""
         for request, tokens in list(self._requests.values()):

@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from connectors.engine.guard import otherwise
+
 #: A step counts if it computes at least this many tokens more than one per request, and on average at least
 #: `_LEAST_PER_REQUEST` per request: it then consists mostly of prompts, even if drafts are verified in it.
 _LEAST_TOKENS: Final = 48
@@ -72,9 +74,14 @@ class TokenCost:
         self._w = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
+    @otherwise(int)
     def under_way(self) -> int:
         """Returns how many steps were sent and have not ended."""
         return len(self._sent)
+
+    def restart(self) -> None:
+        """Forget the steps under way."""
+        self._sent.clear()
 
     def prefill(self) -> Prefill | None:
         """Returns the line; None while nothing is known."""

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from connectors.engine.guard import otherwise
 from kvstore.rules.weighed import Weighed
 
 #: Is told of a regret in seconds, what computing all takes in seconds, and whether it was measured.
@@ -83,6 +84,7 @@ class Regrets:
         self._ending: dict[str, _Computing] = {}
 
     @property
+    @otherwise(bool)
     def computing(self) -> bool:
         """Whether some request computes what the store has: only then steps need to be told."""
         return bool(self._computing)

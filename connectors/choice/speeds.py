@@ -274,9 +274,10 @@ class Meter:
         self._probes[read] = _Read(nbytes, requests, now, alone=not self._flying and not self._probes)
 
     def end_probe(self, read: Hashable, now: float, *, arrived: bool) -> None:
-        """Records that a probe has ended; `arrived`: with its bytes."""
-        ended = self._probes.pop(read)
-        assert ended.began is not None
+        """Records that a probe has ended; `arrived`: with its bytes. Does nothing if it wasn't begun here."""
+        ended = self._probes.pop(read, None)
+        if ended is None or ended.began is None:
+            return
         took, settled = max(now - ended.began, 1e-9), self._settled
         predicted = ended.requests * settled.latency_s + ended.nbytes / settled.bytes_per_s
         better = _likely(took, predicted) * _SLOWER < predicted

@@ -22,8 +22,10 @@ class Ahead:
         self._transfers = store.transfers
         self._prefetch = open_prefetch(store) if consumer else NoPrefetch()
         self._requests: set[str] = set()
-        #: Called in every step.
-        self.step = self._prefetch.step
+
+    def step(self) -> None:
+        """The scheduler has decided a step."""
+        self._prefetch.step()
 
     def bring(self, request_id: str, space: Space, keys: Sequence[ContentKey]) -> None:
         """Have items fetched for a request that the scheduler has passed over, as far as they are stored."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from connectors.engine.contents import HANDLE
+from connectors.engine.guard import otherwise
 from connectors.engine.media import Media
 from kvstore.store.space import Space
 
@@ -43,6 +44,7 @@ class Announcements:
                 entry["metadata"] = {}
         return made
 
+    @otherwise(bool)
     def include(self, params: Mapping[str, Any], identifier: str, space: Space | None) -> bool:
         """Returns whether a producer has announced the item in `space`, which is where this engine looks.
 

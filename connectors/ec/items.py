@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from connectors.ec.engine import ECEngine
 from connectors.ec.messages import NOBODY, StagedItem, User
 from connectors.ec.staging import StagingFolder
+from connectors.engine.guard import guarded
 from connectors.engine.sessions.telling import tell
 from connectors.telemetry.metrics import Tally
 from connectors.telemetry.ways import FARTHEST
@@ -69,10 +70,12 @@ class Item:
     reading: bool = False
     #: Whether the workers have loaded it since it was fetched.
     used: bool = False
-    #: Held while it is staged, and while it is abandoned: only one of the two happens.
+    #: Held for a moment by whoever sets the outcome: its fetch, or the scheduler at its deadline.
     lock: threading.Lock = field(default_factory=threading.Lock)
-    #: Whether its deadline has passed, so that it is not staged any more.
-    abandoned: bool = False
+
+    def is_over(self) -> bool:
+        """Returns whether its outcome is known."""
+        return self.outcome is not None
 
 
 class Items:
@@ -99,6 +102,7 @@ class Items:
         #: What was forbidden when the staging folder was emptied for the last time; the call thread's.
         self._done: dict[SaltId, float] = {}
 
+    @guarded(None)
     def tick(self) -> None:
         """Look for erasures if it is time to."""
         now = time.monotonic()
@@ -179,17 +183,14 @@ class Items:
         return age > self._settings.absent_ttl_s or (item.asked_by != request_id and age > _AGAIN_S)
 
     def _abandon(self, item: Item) -> None:
-        if not item.lock.acquire(blocking=False):
-            return  # being written to the staging folder at this moment
-        try:
-            if item.outcome is None:
-                item.abandoned = True
-                item.outcome = "deadline"
-                self._store.counters.miss("deadline", 1)
-                if item.reading:
-                    self._store.health.read_hangs()
-        finally:
-            item.lock.release()
+        """Give an item up, whatever its fetch hangs in: a read, or a write to the staging folder."""
+        with item.lock:
+            if item.outcome is not None:
+                return
+            item.outcome = "deadline"
+        self._store.counters.miss("deadline", 1)
+        if item.reading:
+            self._store.health.read_hangs()
 
     def _fetch(self, key: ContentKey, now: float, request_id: str, user: User) -> Item:
         last = self._items.pop(key, None)
@@ -233,7 +234,7 @@ class Items:
 
     def _read(self, key: ContentKey, item: Item, user: User, run: Run) -> None:
         """Reads, verifies and stages the item. Runs on a transfer thread."""
-        outcome = "error"
+        outcome, name = "error", ""
         try:
             tier = self._space.tiers([run]).get(run.segment, FARTHEST)
             most = self._settings.staging_bytes
@@ -245,15 +246,18 @@ class Items:
                 raise CorruptPayload(
                     f"encoder output is {slot.dtype}{list(slot.shape)}, expected {self._dtype}[rows, width]"
                 )
+            if item.is_over():
+                return  # it was given up
             # The segment is part of the name: what was damaged and is saved anew has another file.
-            name = hashlib.sha256(key + run.segment).hexdigest()
+            staged_as = hashlib.sha256(key + run.segment).hexdigest()
+            path = self._staging.put(staged_as, data)
+            name = staged_as
             with item.lock:
-                if item.abandoned:
-                    return
-                path = self._staging.put(name, data)
+                if item.is_over():
+                    return  # while it was written: the folder keeps it as long as it has room
                 item.name = name
                 item.staged = StagedItem(key, path, slot.dtype, *slot.shape, data.nbytes, run.record.cost_us)
-                outcome = "ready"
+                item.outcome = outcome = "ready"
             self._tally.timed("fetch_seconds", time.monotonic() - item.asked_at)
             self._tally.add(f"fetched_items{{{tier}}}")
             if user.session:
@@ -268,5 +272,5 @@ class Items:
             with item.lock:
                 if item.outcome is None:
                     item.outcome = outcome
-            if outcome == "ready":
-                self._staging.unpin(item.name)
+            if name:
+                self._staging.unpin(name)

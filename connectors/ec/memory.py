@@ -13,7 +13,6 @@ All of it is locked once, at the start. On the CPU there is none of this (connec
 from __future__ import annotations
 
 from collections import deque
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -52,7 +51,7 @@ class ItemMemory:
             return None
         done = None
         try:
-            with Path(item.path).open("rb", buffering=0) as file:
+            with item.open() as file:
                 if file.readinto(chunk.views(1, item.nbytes)[0]) != item.nbytes:
                     raise OSError(f"{item.path} is shorter than it was")
             host = chunk.tensor.view(TORCH_DTYPES[item.dtype]).view(item.rows, item.width)

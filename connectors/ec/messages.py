@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from io import FileIO
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
 
@@ -35,6 +36,17 @@ class StagedItem:
     nbytes: int
     #: How long encoding it took, in microseconds; 0 if that is unknown.
     cost_us: int = 0
+    #: Where its bytes are still found when its file is gone, as long as its load is under way; "": nowhere.
+    spare: str = ""
+
+    def open(self) -> FileIO:
+        """Opens it for reading. Raises OSError."""
+        try:
+            return FileIO(self.path)
+        except FileNotFoundError:
+            if not self.spare:
+                raise
+            return FileIO(self.spare)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from functools import partial
 from connectors.ec.items import Item
 from connectors.ec.messages import ECStoreWorkerMetadata, StagedItem
 from connectors.ec.metrics import RENAMED
+from connectors.engine.guard import Parts
 from connectors.telemetry.metrics import Report, Tally, TierStates, merge
 from connectors.telemetry.outcomes import Missing, Outcomes, nothing_missing
 from kvstore.keys import ContentKey, digest
@@ -33,12 +34,13 @@ _MOST_SAVING = 4096
 class ECObserver:
     """Turns the events of one engine into statistics, journal entries and log lines."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, parts: Parts) -> None:
+        """The journal is one of the `parts`, by itself."""
         self._store = store
         #: This half's own statistics.
         self.tally = Tally(store.counters, RENAMED)
         self._tier_states = TierStates(store, self.tally)
-        self._outcomes = Outcomes(store)
+        self._outcomes = parts.guard(Outcomes(store))
         self._space: Space | None = None
         #: Requests whose items the workers are saving.
         self._saving: dict[ContentKey, str] = {}
@@ -50,6 +52,10 @@ class ECObserver:
         self._space = space
         self._saving.clear()
         self.tally.state(f"namespace{{{space.id if space is not None else ''}}}", 1)
+
+    def restart(self) -> None:
+        """Forget the saves under way."""
+        self._saving.clear()
 
     # ---- items that were asked for --------------------------------------------------------------
 

@@ -3,13 +3,18 @@
     promised   until the scheduler's pass ends; an item that it does not schedule after all is asked for again
     loading    handed to the workers, until they report it; if the step never reaches one, for `_PIN_S`
 
+vLLM ends the engine over an item that does not come. So what is handed to the workers is kept open here, too:
+they find it though somebody has emptied the folder.
+
 Everything here runs on the scheduler's thread.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
+from dataclasses import replace
 
 from connectors.ec.messages import StagedItem
 from connectors.ec.staging import StagingFolder
@@ -30,8 +35,8 @@ class Promises:
         self._expected: dict[ContentKey, tuple[int, int | None]] = {}
         #: Names of staged items that were promised in this pass, and are pinned.
         self._promised: set[str] = set()
-        #: Loads handed to the workers: (name, when its pin ends by itself).
-        self._loading: dict[ContentKey, deque[tuple[str, float]]] = {}
+        #: Loads handed to the workers, oldest first: (name, its descriptor or None, when its pin ends).
+        self._loading: dict[ContentKey, deque[tuple[str, int | None, float]]] = {}
 
     def expect(self, key: ContentKey, rows: int, width: int | None) -> None:
         """Remember for this pass what size a request expects an item to have."""
@@ -55,20 +60,28 @@ class Promises:
             self._promised.add(name)
         return True
 
-    def hand_over(self, key: ContentKey, name: str) -> bool:
-        """Keep a promised item pinned until the workers report its load; False if it was not promised."""
+    def hand_over(self, staged: StagedItem, name: str) -> StagedItem | None:
+        """Keep a promised item until the workers report its load. Returns it as they are to load it; None if
+        it was not promised."""
         if name not in self._promised:
-            return False
+            return None
         self._promised.remove(name)
-        self._loading.setdefault(key, deque()).append((name, time.monotonic() + _PIN_S))
-        return True
+        held = self._staging.open(name)
+        self._loading.setdefault(staged.key, deque()).append((name, held, time.monotonic() + _PIN_S))
+        return staged if held is None else replace(staged, spare=f"/proc/{os.getpid()}/fd/{held}")
 
     def taken(self, key: ContentKey) -> None:
-        """Unpin an item that the workers have loaded."""
+        """Let go of an item that the workers have loaded."""
         if pins := self._loading.get(key):
-            self._staging.unpin(pins.popleft()[0])
+            self._let_go(pins)
             if not pins:
                 del self._loading[key]
+
+    def _let_go(self, pins: deque[tuple[str, int | None, float]]) -> None:
+        name, held, _ = pins.popleft()
+        self._staging.unpin(name)
+        if held is not None:
+            os.close(held)
 
     def end_pass(self) -> None:
         """End the pins of requests that were not scheduled, and those whose release was lost."""
@@ -77,6 +90,14 @@ class Promises:
             self._staging.unpin(name)
         self._promised.clear()
         now = time.monotonic()
-        for key in [one for one, pins in self._loading.items() if pins[0][1] < now]:
-            for name, _ in self._loading.pop(key):
-                self._staging.unpin(name)
+        for key in [one for one, pins in self._loading.items() if pins[0][2] < now]:
+            # The others of this key are on their way to the workers, the last perhaps with this very pass.
+            while (pins := self._loading.get(key)) and pins[0][2] < now:
+                self.taken(key)
+
+    def close(self) -> None:
+        """Let go of all items: the engine ends."""
+        for pins in self._loading.values():
+            while pins:
+                self._let_go(pins)
+        self._loading.clear()

@@ -26,7 +26,9 @@ With `admission.second_use` an absent item is saved only if an earlier request h
 noted together with its look-up, once per request, however often the request looks it up while it waits. An
 encoder-only producer saves everything.
 
-All state belongs to the scheduler's thread.
+All state belongs to the scheduler's thread. What is done beside all that is a part (connectors.engine.guard),
+whose faults cost that part alone. Two things stand bare: what was promised is handed to the workers, and what
+they have loaded is let go.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from connectors.ec.promises import Promises
 from connectors.ec.staging import StagingFolder
 from connectors.ec.uses import ItemUses
 from connectors.engine.contents import MOST_NAME, Contents, loaded
-from connectors.engine.guard import guarded
+from connectors.engine.guard import Parts, guarded
 from connectors.engine.new_weights import empty, follow
 from connectors.engine.step import RequestView, StepView, items_ahead
 from connectors.telemetry.metrics import Report
@@ -83,8 +85,10 @@ class ECScheduler:
         self._first = space.namespace
         self._staging = StagingFolder(settings.ec.staging_dir, settings.ec.staging_bytes)
         self._promises = Promises(self._staging, engine.hidden)
-        self._announcements = Announcements(engine.media)
-        self._observer = ECObserver(store)
+        #: What each hook guards by itself.
+        self.parts = parts = Parts(store.counters)
+        self._announcements = parts.guard(Announcements(engine.media))
+        self._observer = parts.guard(ECObserver(store, parts), ECObserver.restart)
         self._contents = Contents(engine.media)
         #: What the request that is being scheduled calls its items, and their keys; None: not to be cached.
         self._asking: dict[str, ContentKey | None] = {}
@@ -102,8 +106,8 @@ class ECScheduler:
         self._saves: dict[str, ContentKey] = {}
         self._saves_held: dict[str, ContentKey] = {}
         self._savers: dict[ContentKey, User] = {}
-        self._uses = ItemUses(store)
-        self._ahead = Ahead(store, consumer=engine.consumer)
+        self._uses = parts.guard(ItemUses(store), ItemUses.restart)
+        self._ahead = parts.guard(Ahead(store, consumer=engine.consumer), Ahead.restart)
         self._open(space)
         follow(self)
         listen(self)
@@ -131,9 +135,23 @@ class ECScheduler:
         if wanted:
             self._ahead.bring(request.request_id, self._space, wanted)
 
-    @guarded(True)
     def ensure_cache_available(self, request: Request, computed: int) -> bool:
         """Returns False while an item that the request still needs is being fetched; never for long."""
+        if (available := self._available(request, computed)) is None:
+            # The engine encodes what it can.
+            self._asking.clear()
+            return self._brings_all(RequestView(request))
+        return available
+
+    @guarded(True)
+    def _brings_all(self, request: RequestView) -> bool:
+        """Returns whether a request brings the media of all its items; one that doesn't fails."""
+        if all(map(self._engine.media.is_here, request.mm_features)):
+            return True
+        return self._give_up(request, "its items can't be looked up")
+
+    @guarded(None)
+    def _available(self, request: Request, computed: int) -> bool | None:
         self._asking.clear()
         ahead = items_ahead(request, computed)
         if self._ahead:
@@ -198,16 +216,22 @@ class ECScheduler:
                 return self._give_up(request, "its item is not of the size it describes")
             if self._promise(key, item):
                 return True
+            # It has made room for others, again and again perhaps.
+            if self._waited_s(request, key) >= self._deadline_s:
+                self._observer.missed(request.request_id, key, "capacity")
+                return self._give_up(request, "the staging folder has no room for its item")
         elif item.outcome in _HOPELESS or not self._go_on_waiting(request, key):
             return self._unavailable_item(request, key, item)
         return False
 
     def _go_on_waiting(self, request: RequestView, key: ContentKey) -> bool:
-        waited_s = time.monotonic() - self._waits[request.request_id][key]
-        if waited_s >= self._deadline_s:
+        if (waited_s := self._waited_s(request, key)) >= self._deadline_s:
             return False
         self._items.look_again(key, request.request_id, self._uses.by(request), waited_s=waited_s)
         return True
+
+    def _waited_s(self, request: RequestView, key: ContentKey) -> float:
+        return time.monotonic() - self._waits[request.request_id][key]
 
     def _unavailable_item(self, request: RequestView, key: ContentKey, item: Item) -> bool:
         self._observer.missed(request.request_id, key, str(item.outcome))
@@ -272,19 +296,27 @@ class ECScheduler:
             self._observer.encoded_unasked(view.request_id, unnamed=unnamed)
             return
         item = self._items.get(key)
-        if item is not None and item.staged is not None and self._promises.hand_over(key, item.name):
-            self._loads[identifier] = item.staged
-            self._observer.loaded(view.request_id, item.staged, again=item.used)
+        staged = None
+        if item is not None and item.staged is not None:
+            staged = self._promises.hand_over(item.staged, item.name)
+        if item is not None and staged is not None:
+            self._loads[identifier] = staged
+            self._observer.loaded(view.request_id, staged, again=item.used)
             self._uses.again(view, item)
             item.used = True
-            if (content := self._contents.of(view, index)) is not None:
-                loaded(identifier, content)
+            self._loads_content(view, index, identifier)
         elif item is not None and item.outcome == "stored":
             self._observer.skipped(view.request_id, key)
         else:
             self._observer.encoded(view.request_id, key, item)
             self._save_encoded(view, identifier, key, item)
 
+    @guarded(None)
+    def _loads_content(self, request: RequestView, index: int, identifier: str) -> None:
+        if (content := self._contents.of(request, index)) is not None:
+            loaded(identifier, content)
+
+    @guarded(None)
     def _save_encoded(
         self, request: RequestView, identifier: str, key: ContentKey, item: Item | None
     ) -> None:
@@ -320,13 +352,19 @@ class ECScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> ECStoreMetadata:
         """Returns this step's work for the workers."""
-        freed = StepView(output).free_encoder_mm_hashes
+        loads, self._loads = self._loads, {}
+        if (made := self._plan_step(StepView(output), loads)) is None:
+            return ECStoreMetadata(self._namespace_json, loads)
+        return made
+
+    @guarded(None)
+    def _plan_step(self, step: StepView, loads: dict[str, StagedItem]) -> ECStoreMetadata | None:
+        freed = step.free_encoder_mm_hashes
         self._resident.difference_update(freed)
         for identifier in freed:
             # One that was dropped and encoded again in this very pass is held still.
             if identifier not in self._saves:
                 self._held.pop(identifier, None)
-        loads, self._loads = self._loads, {}
         saves, self._saves = self._saves, {}
         held, self._saves_held = self._saves_held, {}
         savers, self._savers = self._savers, {}
@@ -406,4 +444,5 @@ class ECScheduler:
         self._leave()
         self._observer.tick(idle=True)
         self._store.close()
+        self._promises.close()
         self._staging.close()

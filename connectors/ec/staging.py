@@ -92,6 +92,13 @@ class StagingFolder:
         with self._lock:
             return self._keep(name)
 
+    def open(self, name: str) -> int | None:
+        """Opens a pinned item's file. Returns its descriptor, for the caller to close; None if that fails."""
+        try:
+            return open_file(self._root / name, os.O_RDONLY)
+        except OSError:
+            return None
+
     def holds(self, name: str) -> bool:
         """Returns whether the item was put here and not removed since by this process."""
         with self._lock:

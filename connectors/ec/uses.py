@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from connectors.ec.items import Item
 from connectors.ec.messages import NOBODY, User
+from connectors.engine.guard import otherwise
 from connectors.engine.sessions.hints import Hints
 from connectors.engine.sessions.telling import SessionTeller, tell
 from connectors.engine.step import RequestView
@@ -45,11 +46,16 @@ class ItemUses:
         if space is not None:
             self._teller.use(space)
 
+    @otherwise(lambda: NOBODY)
     def by(self, request: RequestView) -> User:
         """Returns who uses the items of a request, which has not ended."""
         if (known := self._known.get(request.request_id)) is None:
             known = self._known[request.request_id] = self._read(request)
         return known.user
+
+    def restart(self) -> None:
+        """Forget the requests under way."""
+        self._known.clear()
 
     def again(self, request: RequestView, item: Item) -> None:
         """A request loads a staged item, which perhaps another one had fetched."""

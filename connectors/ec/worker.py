@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from connectors.ec.cost import Encoding
 from connectors.ec.memory import ItemCopy, ItemMemory
 from connectors.ec.messages import NOBODY, ECStoreMetadata, ECStoreWorkerMetadata, StagedItem, User
 from connectors.ec.metrics import RENAMED, no_gauges
+from connectors.engine.guard import guarded
 from connectors.engine.tensors import TORCH_DTYPES, HostCopy
-from connectors.telemetry.metrics import Tally
+from connectors.telemetry.metrics import Report, Tally
 from kvstore.errors import KVStoreError
 from kvstore.format.segment import Slot
 from kvstore.keys import ContentKey
@@ -82,6 +82,7 @@ class ECWorker:
             self._loaded.add(item.key)
         self._begin(metadata)
 
+    @guarded(None)
     def save_held(self, metadata: ECStoreMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Save what an earlier step computed and the store lacks; `save` saves what this step computes."""
         for identifier, key in metadata.held.items():
@@ -89,9 +90,12 @@ class ECWorker:
                 self._save(metadata, key, encoder_cache[identifier], None)
         self._begin(metadata)
 
+    @guarded(None)
     def _begin(self, metadata: ECStoreMetadata) -> None:
+        self._encoding = None
         self._encoding = Encoding(self._device()) if metadata.saves and self._saves() else None
 
+    @guarded(None)
     def save(
         self, metadata: ECStoreMetadata, encoder_cache: dict[str, torch.Tensor], identifier: str
     ) -> None:
@@ -129,7 +133,7 @@ class ECWorker:
                 return
             self._dropped(key)
             if copy.under_way:
-                # Not for this thread to wait for.
+                # Not for this thread to wait for: in a store that is closed its memory stays taken.
                 self._store.transfers.in_turn(discard)
             else:
                 discard()
@@ -151,14 +155,18 @@ class ECWorker:
         """Queue the saves of the step, which is over; return what happened since the last call, or None."""
         encoded, self._encoded, self._encoding = self._encoded, [], None
         for queue in encoded:
-            queue()
-        stats = self._tally.take(False, no_gauges)
+            guarded(None)(queue)()
+        stats = self._stats()
         if not (self._loaded or self._saved or stats is not None):
             return None
         with self._lock:
             saved, self._saved = self._saved, {}
         loaded, self._loaded = self._loaded, set()
         return ECStoreWorkerMetadata(loaded, stats, saved)
+
+    @guarded(None)
+    def _stats(self) -> Report | None:
+        return self._tally.take(False, no_gauges)
 
     def shutdown(self) -> None:
         """Let queued saves finish, for a bounded time, then close the store of this half."""
@@ -167,7 +175,8 @@ class ECWorker:
     def _tensor(self, item: StagedItem) -> torch.Tensor:
         if self._memory is not None and (loaded := self._memory.load(item)) is not None:
             return loaded
-        data = bytearray(Path(item.path).read_bytes())
+        with item.open() as file:
+            data = bytearray(file.readall())
         host = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return host.view(TORCH_DTYPES[item.dtype]).view(item.rows, item.width).to(self._device())
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from connectors.engine.guard import guarded
+from connectors.engine.guard import bare, guarded
 from connectors.engine.names import ALL_TOKENS, BlockNames, PromptItem
 from connectors.engine.step import StepView
 
@@ -110,6 +110,7 @@ class Provenance:
         while len(self._outputs) > MOST:
             self._outputs.popitem(last=False)
 
+    @bare
     def follow(
         self,
         origin: Origin,

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from connectors.engine.guard import guarded
+from connectors.engine.guard import guarded, otherwise
 from connectors.engine.layout import Group
 from connectors.engine.names import BlockNames
 from connectors.engine.provenance import Origin
@@ -79,6 +79,11 @@ class Audits:
         self._under_way.clear()
         self._wrong.clear()
 
+    def drop(self) -> None:
+        """Compare none of what was declined up to now."""
+        self._under_way.clear()
+
+    @otherwise(bool)
     def declines(
         self, request: RequestView, names: BlockNames, origin: Origin, found: Found, computed: int
     ) -> bool:
@@ -92,6 +97,7 @@ class Audits:
         )
         return True
 
+    @otherwise(bool)
     def tries(self, weighed: Weighed) -> bool:
         """Returns whether a load is made that does not seem to pay, by what was weighed."""
         if not self._every or weighed.load_s > _MOST_TIMES * weighed.compute_s:
@@ -106,6 +112,7 @@ class Audits:
         """Forget a request that has ended, or starts over: what it computes next may be a local hit."""
         self._under_way.pop(request_id, None)
 
+    @otherwise(list)
     def plan_step(self, step: StepView) -> list[Load]:
         """Returns, by request, stored blocks that this step's forward pass completes in the engine itself."""
         due: list[Load] = []
@@ -161,6 +168,7 @@ class Audits:
             {table: list(ids[blocks.start : blocks.stop]) for table, ids in own.items()},
         )
 
+    @otherwise(lambda: True)
     def found_wrong(self, segments: Iterable[SegmentId]) -> bool:
         """Record segments that differ from what was computed. Returns whether the engine must leave the
         namespace alone from now on."""

@@ -16,6 +16,7 @@ from typing import Final
 from connectors.choice.cost import Prefill, TokenCost
 from connectors.choice.decision import WAIT, Decision, Why, choose
 from connectors.choice.speeds import Expected
+from connectors.engine.guard import bare, otherwise
 from connectors.engine.names import BlockNames
 from connectors.kv.match import Found
 from connectors.kv.messages import GroupLoad, KVStoreWorkerMetadata
@@ -70,6 +71,7 @@ class Choosing:
         #: Tier -> whether what was read there last for the sake of measuring was a single block.
         self._small: dict[Tier, bool] = {}
 
+    @bare
     def decide(self, tracked: Tracked, found: Found, computed: int, *, comes: bool = False) -> Decision:
         """Returns how much of what was found is to be loaded, and keeps that with the request. `comes`:
         another request is loading it."""
@@ -122,6 +124,7 @@ class Choosing:
             self._look_at = now
         return decision
 
+    @otherwise(bool)
     def pays_near(self, found: Found, prompt: int) -> bool:
         """Returns whether any of what was found of a prompt of so many tokens would be loaded from the
         node's folder. Any thread may ask: estimates that change at that moment are as good."""
@@ -147,6 +150,7 @@ class Choosing:
     def _prefill(self, found: Found) -> Prefill | None:
         return self._cost.prefill() or (Prefill(found.token_us) if found.token_us else None)
 
+    @otherwise(list)
     def take_probes(self) -> list[GroupLoad]:
         """Returns the reads that this step begins for the sake of measuring."""
         if self._declined is None or (now := self._clock()) < self._look_at:

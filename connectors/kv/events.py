@@ -27,6 +27,7 @@ from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from connectors.engine.guard import otherwise
 from connectors.engine.layout import Group
 from connectors.engine.step import RequestView
 from connectors.kv.messages import GroupLoad, Save
@@ -102,6 +103,10 @@ class NoEvents:
     def restart(self, ownership: str) -> None:
         """Announces the loss of all announced blocks: from now on blocks belong to another namespace."""
 
+    def forget(self) -> None:
+        """Does so of the same namespace."""
+
+    @otherwise(tuple)
     def take(self) -> Sequence[BlockStored | BlockRemoved]:
         """Returns the events since the last call, in order."""
         return ()
@@ -249,7 +254,11 @@ class Events(NoEvents):
         for number, block_hash in self._announced:
             gone.setdefault(number, []).append(block_hash)
         self._removed(gone)
+        self._loading.clear()
         self._ownership = ownership
+
+    def forget(self) -> None:
+        self.restart(self._ownership)
 
     def take(self) -> Sequence[BlockStored | BlockRemoved]:
         if not self._events:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Final
 
 from connectors.choice.decision import Decision
+from connectors.engine.guard import Parts, otherwise
 from connectors.engine.layout import Group
 from connectors.engine.step import RequestView
 from connectors.kv.events import NoEvents
@@ -25,7 +26,7 @@ from connectors.kv.metrics import RENAMED, KVStoreStats
 from connectors.kv.save import Progress
 from connectors.telemetry.metrics import Tally
 from connectors.telemetry.outcomes import Missing, Outcomes, SaveOutcomes
-from connectors.telemetry.spans import LoadTimes, OpenSpans
+from connectors.telemetry.spans import LoadTimes, NoSpans, OpenSpans
 from connectors.telemetry.ways import FARTHEST, Way
 from kvstore.index.port import MISSING_DIGESTS
 from kvstore.keys import SegmentId, digests
@@ -48,17 +49,21 @@ class Observer:
         hash_tokens: int,
         events: NoEvents,
         open_spans: OpenSpans,
+        parts: Parts,
     ) -> None:
+        """All that is told here is one of the `parts`, each by itself."""
         self._groups = groups
         self._hash_tokens = hash_tokens
-        self._events = events
+        self._events = parts.guard(events, NoEvents.forget)
         self._tally = tally = Tally(store.counters, RENAMED)
-        self._spans = open_spans(lambda count: tally.add("events{spans_lost}", count))
-        self._outcomes = Outcomes(store)
+        self._spans = parts.guard(
+            open_spans(lambda count: tally.add("events{spans_lost}", count)), NoSpans.restart
+        )
+        self._outcomes = parts.guard(Outcomes(store))
         #: Outcomes.tick and NoEvents.take themselves: they run in every step, so a call in between is spared.
         self.tick = self._outcomes.tick
-        self.take_events = events.take
-        self._saves = SaveOutcomes(self._outcomes)
+        self.take_events = self._events.take
+        self._saves = parts.guard(SaveOutcomes(self._outcomes), SaveOutcomes.restart)
 
     def entered(self, space: Space | None) -> None:
         """Report about this namespace from now on, or with None about no namespace.
@@ -160,6 +165,7 @@ class Observer:
     # ---- loads ----------------------------------------------------------------------------------
 
     @property
+    @otherwise(bool)
     def wants_times(self) -> bool:
         """Returns whether the workers are to report the times of loads."""
         return self._spans.on

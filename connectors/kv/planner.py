@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from connectors.engine.guard import guarded
+from connectors.engine.guard import guarded, otherwise
 from connectors.engine.provenance import Provenance
 from connectors.engine.step import StepView
 from connectors.kv.admission import Admission, Note
@@ -71,7 +71,7 @@ class SavePlanner:
         tracked.note = note or tracked.note
         return note
 
-    @guarded(())
+    @otherwise(tuple)
     def plan_step(self, step: StepView) -> Sequence[Save]:
         """Returns the saves of blocks that this step's forward pass completes."""
         saves: list[Save] = []
@@ -83,12 +83,16 @@ class SavePlanner:
                 done_tokens = tracked.request.num_computed_tokens + tokens
                 if done_tokens < tracked.idle_tokens and request_id not in offers:
                     tracked.seen_tokens = done_tokens
+                elif (planned := self._plan_request(tracked, tokens, step)) is not None:
+                    saves += planned
                 else:
-                    saves += self._plan_request(tracked, tokens, step)
+                    # Segments may be planned that no worker hears of, and it would fail in each step.
+                    self._saving.forget(tracked.progress)
+                    unsaved.pop(request_id, None)
         return saves
 
-    @guarded(())
-    def _plan_request(self, tracked: Tracked, scheduled: int, step: StepView) -> Sequence[Save]:
+    @guarded(None)
+    def _plan_request(self, tracked: Tracked, scheduled: int, step: StepView) -> Sequence[Save] | None:
         request = tracked.request
         if not self._requests.cacheable(request):
             del self._requests.unsaved[request.request_id]
@@ -202,12 +206,12 @@ class SavePlanner:
         MultiConnector may, and by RDMA, which nothing on a device's stream holds back."""
         self._handed_out.update(block for blocks in tables for block in blocks)
 
+    @otherwise(list)
     def take_flushes(self, step: StepView) -> list[Save]:
         """Returns the saves that were left at the end of requests, each once."""
         flushes, self.flushes = self.flushes, []
         return list(self._still_there(flushes, step))
 
-    @guarded(())
     def _still_there(self, flushes: Sequence[Save], step: StepView) -> Sequence[Save]:
         """Returns those of `flushes` of which no block is handed out again with this step, and drops the
         rest: a model runner may zero such blocks, or copy into them, before a worker can read them."""

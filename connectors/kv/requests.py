@@ -204,11 +204,16 @@ class Requests:
         for tracked in self:
             # A load that is under way has used up its match already; its end is reported in any case.
             tracked.match = tracked.note = None
-            tracked.idle_tokens = 0
-            tracked.progress = self._anew(tracked)
             # A prompt that was handed over belongs to the former weights, and so do the stored blocks of one
             # that is to be handed over.
             tracked.receiving = None
+        self.forget_saves()
+
+    def forget_saves(self) -> None:
+        """Forget what was saved of all requests, or is on its way."""
+        for tracked in self:
+            tracked.idle_tokens = 0
+            tracked.progress = self._anew(tracked)
             if tracked.sending is not None:
                 tracked.sending.restart()
 

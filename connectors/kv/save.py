@@ -376,6 +376,12 @@ class Saving:
             state.abandon(segment)
         return []
 
+    def forget(self, progress: Progress) -> None:
+        """Forget the segments under way of a request. Others that count on them count them as lost."""
+        for segment in [key for key, one in self._segments.items() if one.counted[0][0] is progress]:
+            self.lost(segment)
+            self._segments.pop(segment, None)
+
     def drop(self, save: Save) -> None:
         """Give up a planned save, which is `lost`, before any rank is told of it."""
         if (state := self._segments.pop(save.segment, None)) is not None:

@@ -24,6 +24,10 @@ no match waits for the note.
 
 A request whose load failed once computes the rest itself: asking again could promise the same
 unreadable bytes for ever.
+
+All that is done beside matches and loads is a part (connectors.engine.guard), whose faults cost that part
+alone. Of matches and loads two things stand bare, in `update_state_after_alloc` with `build_connector_meta`,
+and in `update_connector_output`: a promised load is sent, and one that has ended is known to have.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from connectors.choice.cost import TokenCost, mean_depth
 from connectors.choice.decision import WAIT
 from connectors.choice.regret import Regrets
 from connectors.engine.contents import Contents, listen
-from connectors.engine.guard import guarded
+from connectors.engine.guard import Parts, guarded
 from connectors.engine.new_weights import weights_are
 from connectors.engine.provenance import Provenance
 from connectors.engine.sessions.telling import SessionTeller
@@ -49,7 +53,7 @@ from connectors.kv.choosing import Choosing
 from connectors.kv.events import NoEvents
 from connectors.kv.handoff.handoffs import NoHandoffs
 from connectors.kv.load import Loading
-from connectors.kv.messages import KVStoreMetadata, KVStoreWorkerMetadata, Wrong
+from connectors.kv.messages import KVStoreMetadata, KVStoreWorkerMetadata, Load, Wrong
 from connectors.kv.metrics import KVStoreStats
 from connectors.kv.namespace import CurrentNamespace
 from connectors.kv.observer import Observer
@@ -86,11 +90,15 @@ class KVScheduler:
     ) -> None:
         """`handoffs` and `events` are None if prompts aren't handed over, or nobody listens to KV events."""
         self.store = store
-        self.handoffs = handoffs or NoHandoffs()
-        self.cost = TokenCost()
-        self._costs = CostTeller(store.backends.trace, self.cost)
+        #: What each hook guards by itself.
+        self.parts = parts = Parts(store.counters)
+        self.handoffs = parts.guard(handoffs or NoHandoffs())
+        self.cost = parts.guard(TokenCost(), TokenCost.restart)
+        self._costs = parts.guard(CostTeller(store.backends.trace, self.cost))
         self._engine = engine
-        self._observer = Observer(store, engine.groups, engine.hash_tokens, events or NoEvents(), spans)
+        self._observer = parts.guard(
+            Observer(store, engine.groups, engine.hash_tokens, events or NoEvents(), spans, parts)
+        )
         self._namespace = CurrentNamespace(store, space, ranks=engine.ranks, holds_blocks=engine.holds_blocks)
         self.saving = Saving(
             engine.groups,
@@ -102,15 +110,21 @@ class KVScheduler:
             window_interval=store.settings.kv.window_interval_tokens,
         )
         refuses = store.settings.identity.client_uuids == "refuse"
-        self._provenance = Provenance(engine.hash_tokens)
+        self._provenance = parts.guard(Provenance(engine.hash_tokens), Provenance.clear)
         self.requests = Requests(
             engine, store.settings, self.saving.start, Contents(engine.media) if refuses else None
         )
-        self._audits = Audits(engine.groups, engine.hash_tokens, store.settings.kv.audit_every)
-        self.prefetch = open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch()
-        self._choosing = Choosing(store.settings.kv, engine, self.cost)
-        self._regrets = Regrets(self._observer.regretted, WAIT[store.settings.kv.objective])
-        self._sessions = SessionTeller(store)
+        self._audits = parts.guard(
+            Audits(engine.groups, engine.hash_tokens, store.settings.kv.audit_every), Audits.drop
+        )
+        self.prefetch = parts.guard(
+            open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch(), NoPrefetch.restart
+        )
+        self._choosing = parts.guard(Choosing(store.settings.kv, engine, self.cost), Choosing.forget)
+        self._regrets = parts.guard(
+            Regrets(self._observer.regretted, WAIT[store.settings.kv.objective]), Regrets.restart
+        )
+        self._sessions = parts.guard(SessionTeller(store))
         self.loading = Loading(
             store,
             engine,
@@ -124,19 +138,22 @@ class KVScheduler:
             sessions=self._sessions,
         )
         self.holds = Holds(engine.pool_blocks)
-        self._admission = Admission(store, engine.hash_tokens)
-        self.save_planner = SavePlanner(
-            engine,
-            store.settings,
-            self.requests,
-            admission=self._admission,
-            saving=self.saving,
-            handoffs=self.handoffs,
-            observer=self._observer,
-            provenance=self._provenance,
+        self._admission = parts.guard(Admission(store, engine.hash_tokens))
+        self.save_planner = parts.guard(
+            SavePlanner(
+                engine,
+                store.settings,
+                self.requests,
+                admission=self._admission,
+                saving=self.saving,
+                handoffs=self.handoffs,
+                observer=self._observer,
+                provenance=self._provenance,
+            ),
+            self._forget_saves,
         )
-        self._queued_items = QueuedItems()
-        self._hinted = HintedSessions(store, self.prefetch)
+        self._queued_items = parts.guard(QueuedItems(), QueuedItems.restart)
+        self._hinted = parts.guard(HintedSessions(store, self.prefetch), HintedSessions.restart)
         #: Ranks that can't read payloads now, and those that are asked for fewer reads.
         self._down: set[int] = set()
         self._scarce: set[int] = set()
@@ -227,9 +244,20 @@ class KVScheduler:
         self.holds.read(output.finished_sending or ())
 
     def _reported(self, meta: KVStoreWorkerMetadata) -> None:
+        for follow in (
+            self._bad_reported, self._health_reported, self._loads_reported, self._saves_reported,
+            self._weights_reported,
+        ):  # fmt: skip
+            follow(meta)
+
+    @guarded(None)
+    def _bad_reported(self, meta: KVStoreWorkerMetadata) -> None:
         if meta.bad_segments:
             self.store.quarantine.mark(meta.bad_segments)
             self._observer.bad(meta.bad_segments)
+
+    @guarded(None)
+    def _health_reported(self, meta: KVStoreWorkerMetadata) -> None:
         for rank, down in meta.payloads_down.items():
             (self._down.add if down else self._down.discard)(rank)
         # This half reads no payloads itself, so only the ranks can tell it that promises would fail.
@@ -237,8 +265,14 @@ class KVScheduler:
         for rank, scarce in meta.reads_scarce.items():
             (self._scarce.add if scarce else self._scarce.discard)(rank)
         self.store.health.readers_scarce = bool(self._scarce)
+
+    @guarded(None)
+    def _loads_reported(self, meta: KVStoreWorkerMetadata) -> None:
         self._observer.load_times(meta.load_times)
         self.loading.reported(meta)
+
+    @guarded(None)
+    def _saves_reported(self, meta: KVStoreWorkerMetadata) -> None:
         for request_id in meta.failed_handoffs:
             if (tracked := self.requests.get(request_id)) is not None and tracked.sending is not None:
                 tracked.sending.failed = True
@@ -250,6 +284,9 @@ class KVScheduler:
                 self.save_planner.lost(segment)
         for segment, (count, written) in meta.ended_saves.items():
             self.save_planner.ended(segment, count, written=written)
+
+    @guarded(None)
+    def _weights_reported(self, meta: KVStoreWorkerMetadata) -> None:
         if meta.weights:
             self._weights_named(meta.weights)
         if meta.wrong:
@@ -270,7 +307,14 @@ class KVScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
         """Returns this step's work for the workers."""
-        step = StepView(output)
+        loads = self.loading.take()
+        if (made := self._plan_step(StepView(output), loads)) is None:
+            # They may hold saves of blocks that a request has lost.
+            return KVStoreMetadata(self._namespace_json, loads, abandon_loads=True)
+        return made
+
+    @guarded(None)
+    def _plan_step(self, step: StepView, loads: list[Load]) -> KVStoreMetadata | None:
         scheduled = step.num_scheduled_tokens
         self.cost.sent(
             sum(scheduled.values()), len(scheduled), lambda: mean_depth(scheduled, self.requests.computed)
@@ -291,7 +335,7 @@ class KVScheduler:
             if (tracked := self.requests.get(request_id)) is not None:
                 self.save_planner.loses_blocks(tracked)
         saves = list(self.save_planner.plan_step(step)) if self.requests.unsaved else []
-        loads, probes = self.loading.take(), self._choosing.take_probes()
+        probes = self._choosing.take_probes()
         self.prefetch.step()
         self._queued_items.step()
         if self._hinted:
@@ -381,6 +425,11 @@ class KVScheduler:
         if taken and (self.requests.retired or self._namespace.space is not self.space):
             self._start_over()
             self._tell_weights()
+
+    def _forget_saves(self, planner: SavePlanner) -> None:
+        """Follow a fault of the planner's: what it has begun may have been sent to the workers, or not."""
+        planner.restart(_abandon_in(self.space))
+        self.requests.forget_saves()
 
     def _start_over(self) -> None:
         space = self._namespace.space

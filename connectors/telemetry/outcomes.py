@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
+from connectors.engine.guard import otherwise
 from kvstore.errors import KVStoreError
 from kvstore.index.port import Outcome
 from kvstore.keys import SegmentId
@@ -258,6 +259,7 @@ class SaveOutcomes:
         if (saving := self._saving.get(segment)) is not None:
             saving.reason = saving.reason or reason
 
+    @otherwise(str)
     def ended(self, space: Space, segment: SegmentId, *, stored: bool) -> str:
         """Notes the outcome of a segment that all ranks have ended. One that was present already, saved by
         another engine, counts as served. Returns the first reason why some rank has not stored its part; ""

@@ -207,6 +207,9 @@ class NoSpans:
     def save_ended(self, segment: SegmentId, outcome: str) -> None:
         """All ranks have ended a segment: "stored", or the reason why not."""
 
+    def restart(self) -> None:
+        """Forget all requests and saves."""
+
     def close(self) -> None:
         """Send what is queued, if that is quick, and end."""
 
@@ -313,6 +316,10 @@ class Spans(NoSpans):
             trace.keep(span)
         elif not self._sender.put((trace, span)):
             self._lost(1)
+
+    def restart(self) -> None:
+        self._open.clear()
+        self._saving.clear()
 
     def close(self) -> None:
         self._sender.close()

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from connectors.engine.guard import guarded
+from connectors.engine.guard import Parts, guarded
 from connectors.engine.opening import close, open_for
 from connectors.tier.identity import (
     EngineConfig,
@@ -108,18 +108,23 @@ class KVStoreTier(SecondaryTierManager):
         self._store = store = open_for(settings, "offloading tier", namespace)
         space = store.open(namespace, block_bytes=primary.row_bytes)
         self._namespace_id = space.id
-        self._lookups = Lookups(space, rows=primary.rows)
+        #: What each hook guards by itself; that a job which has ended is reported stands bare.
+        self._parts = parts = Parts(store.counters)
+        self._lookups = parts.guard(Lookups(space, rows=primary.rows), Lookups.restart)
         self._loads = Loads(space, primary, self._jobs, segment_chunks)
-        self._saves = Saves(
-            space,
-            primary,
-            self._jobs,
-            segment_chunks,
-            engine.chunk_tokens,
-            # vLLM's detector would take waiting for more chunks for a slow store.
-            gather_s=GATHER_S if self.bp_detector is None else 0.0,
+        self._saves = parts.guard(
+            Saves(
+                space,
+                primary,
+                self._jobs,
+                segment_chunks,
+                engine.chunk_tokens,
+                # vLLM's detector would take waiting for more chunks for a slow store.
+                gather_s=GATHER_S if self.bp_detector is None else 0.0,
+            ),
+            Saves.drop,
         )
-        self._observed = Observed(store.counters)
+        self._observed = parts.guard(Observed(store.counters))
         self._retired = False
         facts = shown(chunk_facts(engine, settings))
         log.info("chunks of %d bytes, their format follows from %s", primary.row_bytes, facts)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from connectors.engine.guard import otherwise
 from connectors.tier.planning import block_hash, group_of
 from kvstore.index.port import Run
 from kvstore.keys import digests
@@ -72,6 +73,14 @@ class Lookups:
         """Returns the number of chunks about which something is known."""
         return len(self._asked)
 
+    def restart(self) -> None:
+        """Forget all chunks and requests: they are asked for anew."""
+        self._asked.clear()
+        self._keys_of.clear()
+        self._fetched.clear()
+        self._unsent.clear()
+
+    @otherwise(lambda: "miss")
     def look(self, key: bytes, request: str) -> Found:
         """Returns whether the store has a chunk: "later" for `match_deadline_s` at most."""
         if self._answers:

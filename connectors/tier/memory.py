@@ -143,11 +143,17 @@ class Jobs:
     def end_all(self) -> None:
         """Fail what has not ended: once this has returned, no thread touches a row of any job.
 
-        `take` returns them all. Waits for copies under way, which takes a moment.
+        `take` returns them all. Waits for copies under way, which takes a moment. Raises TimeoutError if they
+        have not ended by the deadline of a job.
         """
         with self._lock:
             for job in self._live.values():
                 job.over = True
                 job.end = 0.0
-            while any(job.copying for job in self._live.values()):
-                self._idle.wait()
+            if not self._idle.wait_for(
+                lambda: not any(job.copying for job in self._live.values()), self._deadline_s
+            ):
+                raise TimeoutError(
+                    f"kvstore: copies between the CPU tier and the store have not ended within "
+                    f"{self._deadline_s:g} s, and may still write to its rows"
+                )

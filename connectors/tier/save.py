@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from connectors.engine.guard import bare
 from connectors.engine.tensors import Chunk, Staging
 from connectors.tier.memory import Job, Jobs, Primary
 from connectors.tier.planning import Row, content_key, follows, group_of, in_order
@@ -62,6 +63,7 @@ class Saves:
         self._staging = Staging(size, segment_chunks * primary.row_bytes, pin=False)
         self._open: dict[tuple[str, int], _Gathered] = {}
 
+    @bare
     def submit(
         self,
         number: int,
@@ -84,6 +86,13 @@ class Saves:
             gathered.rows.append(row)
             if len(gathered.rows) >= self._rows:
                 self._close(place)
+
+    def drop(self) -> None:
+        """Give up everything that was gathered."""
+        rows = [row for one in self._open.values() for row in one.rows]
+        self._open.clear()
+        for row in rows:
+            self._jobs.report(row.owner, [row.key], done=False)
 
     def close_request(self, request: str) -> None:
         """Save what was gathered of a request: nothing more will come of it."""

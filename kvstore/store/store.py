@@ -16,7 +16,6 @@ from kvstore.store.health import Health
 from kvstore.store.quarantine import Quarantine
 from kvstore.store.rounds import Rounds
 from kvstore.store.space import Space
-from kvstore.threads.turns import InTurn
 from schemas.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ class Store:
         self.index: Final = backends.index
         self.maintenance: Final = backends.maintenance
         self.transfers: Final = backends.transfers
-        self.in_turn: Final = InTurn(backends.transfers)
         self.counters: Final = backends.counters
         self.clock: Final = backends.clock
         self.quarantine: Final = Quarantine(backends)

@@ -1,6 +1,8 @@
 """The only threads of the store: bounded queues of calls, reads and writes, and a crew for parts of a read.
 
     calls   index round trips of some milliseconds; on threads of their own, so that no transfer delays them
+    ordered index calls of which none may overtake another, on one thread: none is begun before the last has
+            ended, and a client that causes many keeps no match waiting
     reads   go before writes: a thread that may do either takes the read
     writes  may use fewer threads than there are, so that reads always find one; a write is dropped when its
             queue is full
@@ -10,14 +12,18 @@
             while no read waits, and are forgotten when the store closes
     crew    helps a thread whose job falls into parts; the calling thread does parts too
 
-What a device does beside the process is waited for by two threads and no other, which start with the first
-that is to be waited for: one takes writes whose bytes aren't there yet and queues them when they are (a
-thread that writes never stands waiting), and one does the jobs that follow a copy to the device. Two, because
-each copy there ends long before the write of what the device computes meanwhile may begin.
+What a device does beside the process is waited for by two threads and no other: one takes writes whose bytes
+aren't there yet and queues them when they are (a thread that writes never stands waiting), and one does the
+jobs that follow a copy to the device. Two, because each copy there ends long before the write of what the
+device computes meanwhile may begin.
 
 Nothing waits to be queued: a full queue answers False, and the caller turns that into a miss or a
 dropped save. Jobs handle their own errors. If one lets an exception escape, it is logged here and the
-thread goes on.
+thread goes on. No job ever runs on the thread that queues it.
+
+An engine's threads start when its store is opened (`start`), where a process that can have no more is told
+so. Elsewhere they start with the first job; one that no thread may take is refused, and the next job tries to
+start what is missing.
 
 Locking: `_ready` guards every field below it. Jobs run without it.
 """
@@ -33,6 +39,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from kvstore.errors import ConfigError
 from schemas.settings import TransferSettings
 
 log = logging.getLogger(__name__)
@@ -44,8 +51,6 @@ _CALL_THREADS = 3
 _ERRAND_THREADS = 2
 #: Threads for what is done ahead, and so the most of such jobs that run at once.
 AHEAD_THREADS = 2
-#: Names of the threads that wait for a device, and of their queues.
-_UNREADY, _IN_TURN = "unready", "in-turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +62,56 @@ class _Queued:
 
 
 class Transfers:
-    """Runs jobs of four kinds on threads, which start with the first job: a store that is only inspected has
-    none."""
+    """Runs jobs of these kinds. A store that is only inspected has no threads."""
 
     def __init__(self, settings: TransferSettings, name: str = "kvstore") -> None:
         self._settings = settings
         self._name = name
         self._ready = threading.Condition()
         self._calls: deque[_Queued] = deque()
+        self._ordered: deque[_Queued] = deque()
         self._reads: deque[_Queued] = deque()
         self._writes: deque[_Queued] = deque()
         self._errands: deque[_Queued] = deque()
         self._ahead: deque[_Queued] = deque()
-        #: What the threads that wait for a device have before them, once they have started.
-        self._waiting: dict[str, deque[_Queued]] = {}
+        #: What the threads that wait for a device have before them.
+        self._unready: deque[_Queued] = deque()
+        self._in_turn: deque[_Queued] = deque()
         self._held = {"writes": 0, "staged": 0, "errands": 0}
         self._active = 0
-        self._ahead_threads = 0
         self._threads: list[threading.Thread] = []
+        #: The threads that have not started: their names, and the queues from which they take.
+        self._missing = deque(self._kinds())
+        #: Ids of the queues from which some thread takes.
+        self._taken: set[int] = set()
         self._closing = False
         self._closed = False
 
+    def start(self) -> None:
+        """Starts all threads now. Raises ConfigError, in words, if the process can't have so many."""
+        with self._ready:
+            if self._closing or self._has_thread(None):
+                return
+            started, most = len(self._threads), len(self._threads) + len(self._missing)
+        self.close(0.0)
+        raise ConfigError(
+            f"kvstore: this process could start {started} of the {most} threads that its store needs; raise "
+            "its limit (`ulimit -u`, or the container's limit of pids), or lower transfers.read_threads and "
+            "transfers.write_threads"
+        )
+
     def call(self, job: Job) -> bool:
-        """Queues an index call. Returns False if the queue is full or closed: `job` will not run."""
+        """Queues an index call. Returns False if the queue is full or closed, or no thread may take it:
+        `job` will not run."""
         return self._put(self._calls, _Queued(job))
 
+    def call_in_order(self, job: Job) -> bool:
+        """Queues an index call that begins when all have ended that were queued here before it. Returns
+        False as `call`."""
+        return self._put(self._ordered, _Queued(job))
+
     def read(self, job: Job) -> bool:
-        """Queues a load. Returns False if the queue is full or closed: `job` will not run."""
+        """Queues a load. Returns False as `call`."""
         return self._put(self._reads, _Queued(job))
 
     def write(self, nbytes: int, job: Job, after: Callable[[], object] | None = None) -> bool:
@@ -102,13 +130,12 @@ class Transfers:
         with self._ready:
             return self._write(_Queued(job, nbytes, "staged"), after)
 
-    def in_turn(self, job: Job) -> None:
-        """Runs a job that waits for a device, after all that were given before. It is never refused, so the
-        caller bounds how many there are: if no thread can take it, it runs on this one."""
+    def in_turn(self, job: Job) -> bool:
+        """Runs a job that waits for a device, after all that were given before. Their number has no bound
+        here: the caller bounds it. Returns False if the store is closed, or no thread may take it: `job` will
+        not run. Until the close has ended it is taken, since memory is at stake."""
         with self._ready:
-            queued = not self._closed and self._put_waiting(_IN_TURN, job)
-        if not queued:
-            job()
+            return not self._closed and self._queue(self._in_turn, _Queued(job))
 
     def takes_staged(self) -> bool:
         """Returns whether the queue of writes has a place. A queue that is closed takes everything, and
@@ -127,28 +154,20 @@ class Transfers:
             return True
 
     def ahead(self, job: Job) -> bool:
-        """Queues a job that nobody waits for and that gives way to reads. Returns False as `read`; a job
+        """Queues a job that nobody waits for and that gives way to reads. Returns False as `call`; a job
         that has not begun when the store closes will not run either."""
-        with self._ready:
-            try:
-                if not self._threads and not self._closing:
-                    self._start()
-                while self._ahead_threads < AHEAD_THREADS and not self._closing:
-                    self._start_one(f"ahead-{self._ahead_threads}", (self._ahead,))
-                    self._ahead_threads += 1
-            except RuntimeError:
-                if not self._ahead_threads:
-                    return False  # the process can't have more threads
-            return self._put(self._ahead, _Queued(job))
+        return self._put(self._ahead, _Queued(job))
 
     def _write(self, item: _Queued, after: Callable[[], object] | None) -> bool:
         """Queues a save; the caller holds the lock."""
         if self._closing or self._count_writes() >= self._settings.queue_jobs:
             return False
         if after is None:
-            queued = self._put(self._writes, item)
+            queued = self._queue(self._writes, item)
         else:
-            queued = self._put_waiting(_UNREADY, lambda: self._make_ready(after, item))
+            queued = self._has_thread(self._writes) and self._queue(
+                self._unready, _Queued(lambda: self._make_ready(after, item))
+            )
         if queued:
             self._held[item.kind] += item.nbytes
         return queued
@@ -163,14 +182,14 @@ class Transfers:
                 self._ready.notify_all()
 
     def _count_writes(self) -> int:
-        return len(self._writes) + len(self._waiting.get(_UNREADY, ()))
+        return len(self._writes) + len(self._unready)
 
     @property
     def queued(self) -> dict[str, int]:
         """The number of jobs waiting now, by kind, and the bytes of saves and errands queued or running."""
         with self._ready:
             return {
-                "calls": len(self._calls),
+                "calls": len(self._calls) + len(self._ordered),
                 "reads": len(self._reads),
                 "writes": self._count_writes(),
                 "errands": len(self._errands),
@@ -216,52 +235,66 @@ class Transfers:
         with self._ready:
             if self._closing or len(queue) >= self._settings.queue_jobs:
                 return False
-            if not self._threads:
-                self._start()
-            queue.append(item)
-            # notify(1) could wake a thread that may not take this kind.
-            self._ready.notify_all()
-            return True
+            return self._queue(queue, item)
 
-    def _put_waiting(self, name: str, job: Job) -> bool:
-        """Gives a job to one of the threads that wait for a device; the caller holds the lock."""
-        if name not in self._waiting:
-            queue: deque[_Queued] = deque()
-            try:
-                if not self._threads:
-                    self._start()
-                self._start_one(name, (queue,))
-            except RuntimeError:
-                return False  # the process can't have more threads
-            self._waiting[name] = queue
-        self._waiting[name].append(_Queued(job))
+    def _queue(self, queue: deque[_Queued], item: _Queued) -> bool:
+        """Appends a job if a thread takes from the queue; the caller holds the lock."""
+        if not self._has_thread(queue):
+            return False
+        queue.append(item)
+        # notify(1) could wake a thread that may not take this kind.
         self._ready.notify_all()
         return True
 
-    def _queues(self) -> list[deque[_Queued]]:
-        return [
+    def _has_thread(self, queue: deque[_Queued] | None) -> bool:
+        """Starts the threads that are missing, as far as the process can have them. Returns whether one takes
+        from `queue`; None: whether all have started. The caller holds the lock."""
+        while self._missing:
+            name, queues = self._missing[0]
+            thread = threading.Thread(
+                target=self._run, args=(queues,), name=f"{self._name}-{name}", daemon=True
+            )
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):
+                return queue is not None and id(queue) in self._taken
+            self._threads.append(thread)
+            self._taken.update(map(id, queues))
+            del self._missing[0]
+        return True
+
+    def _queues(self) -> tuple[deque[_Queued], ...]:
+        return (
             self._calls,
+            self._ordered,
             self._reads,
             self._writes,
             self._errands,
             self._ahead,
-            *self._waiting.values(),
-        ]
+            self._unready,
+            self._in_turn,
+        )
 
-    def _start(self) -> None:
-        kinds: list[tuple[str, tuple[deque[_Queued], ...]]] = [("call", (self._calls,))] * _CALL_THREADS
-        kinds += [("read", (self._reads,))] * self._settings.read_threads
+    def _kinds(self) -> list[tuple[str, tuple[deque[_Queued], ...]]]:
+        """Returns all threads by name, with the queues from which each takes: one of each kind first."""
         # One thread takes no reads: a store that always has some waiting would never save.
-        kinds += [("write", (self._writes,))]
-        kinds += [("write", (self._reads, self._writes))] * (self._settings.write_threads - 1)
-        kinds += [("errand", (self._errands,))] * _ERRAND_THREADS
-        for number, (kind, queues) in enumerate(kinds):
-            self._start_one(f"{kind}-{number}", queues)
-
-    def _start_one(self, name: str, queues: tuple[deque[_Queued], ...]) -> None:
-        thread = threading.Thread(target=self._run, args=(queues,), name=f"{self._name}-{name}", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        kinds: list[tuple[str, tuple[deque[_Queued], ...], int]] = [
+            ("call", (self._calls,), _CALL_THREADS),
+            ("ordered", (self._ordered,), 1),
+            ("read", (self._reads,), self._settings.read_threads),
+            ("write", (self._writes,), 1),
+            ("errand", (self._errands,), _ERRAND_THREADS),
+            ("ahead", (self._ahead,), AHEAD_THREADS),
+            ("unready", (self._unready,), 1),
+            ("in-turn", (self._in_turn,), 1),
+            ("read-write", (self._reads, self._writes), self._settings.write_threads - 1),
+        ]
+        return [
+            (f"{kind}-{number}", queues)
+            for number in range(max(count for _, _, count in kinds))
+            for kind, queues, count in kinds
+            if number < count
+        ]
 
     def _run(self, queues: tuple[deque[_Queued], ...]) -> None:
         while True:

@@ -292,6 +292,9 @@ def test_versions() -> None:
     assert f"local SCHEMA = '{redis_values.SCHEMA}'" in (LUA / "register.lua").read_text()
     for line in (f"Redis schema {redis_values.SCHEMA}", f"1 to {sqlite_schema.SCHEMA_VERSION}"):
         assert line in TEXT.partition("## Changelog")[2], "a new version is a line in the changelog"
+    section = TEXT.partition(f"## SQLite schema {sqlite_schema.SCHEMA_VERSION}\n")[2].partition("<!--")[0]
+    assert section, "its heading has the version"
+    assert not re.search(r"\bversion`?\s+\d", section), "and no other place, which would be forgotten"
 
 
 def test_members_of_a_namespace_and_a_segment() -> None:

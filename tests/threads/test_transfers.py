@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvstore.errors import ConfigError
 from kvstore.threads.transfers import AHEAD_THREADS, Crew, Transfers
 from schemas.settings import TransferSettings
 from tests.waiting import PATIENCE_S, until
@@ -226,9 +227,9 @@ def test_close_waits_for_a_device_and_for_what_follows(transfers: Transfers) -> 
     copy.go.set()
     closer.join(PATIENCE_S)
     assert closed == [True] and sorted(done) == ["ended", "written"]
-    # Memory is at stake: what nobody can take any more is done at once.
-    transfers.in_turn(lambda: done.append("late"))
-    assert done[-1] == "late"
+    # The thread that asks may be an engine's, which waits for no device.
+    assert not transfers.in_turn(lambda: done.append("late"))
+    assert "late" not in done
 
 
 def test_close_abandons_a_device_that_hangs(transfers: Transfers) -> None:
@@ -240,23 +241,110 @@ def test_close_abandons_a_device_that_hangs(transfers: Transfers) -> None:
     assert transfers.close(PATIENCE_S) and done == []
 
 
-def test_threads_that_cannot_start_cost_a_write_and_no_waiting_job(
-    transfers: Transfers, monkeypatch: pytest.MonkeyPatch
+# A process that can have no more threads
+
+#: Queues a job of each kind; they answer whether it will run.
+KINDS: dict[str, Callable[[Transfers, Callable[[], None]], bool]] = {
+    "call": Transfers.call,
+    "ordered": Transfers.call_in_order,
+    "read": Transfers.read,
+    "write": lambda transfers, job: transfers.write(1, job),
+    "late write": lambda transfers, job: transfers.write_staged(1, job, lambda: None),
+    "errand": lambda transfers, job: transfers.errand(1, job),
+    "ahead": Transfers.ahead,
+    "in turn": Transfers.in_turn,
+}
+#: Threads of `transfers`: three for calls, two for errands and two for what is done ahead, else one each.
+THREADS = 12
+
+
+class Limit:
+    """Lets a process have so many more threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.more = 0
+        start = threading.Thread.start
+
+        def limited(thread: threading.Thread) -> None:
+            if not self.more:
+                raise RuntimeError("can't start new thread")
+            self.more -= 1
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
+    return Limit(monkeypatch)
+
+
+@pytest.mark.parametrize("more", range(THREADS + 1))
+def test_a_job_that_no_thread_may_take_is_refused_and_all_others_run(
+    transfers: Transfers, limit: Limit, more: int
 ) -> None:
-    assert transfers.call(lambda: None)
-
-    def no_more(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    limit.more = more
     done: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_more)
-        assert not transfers.write(1, lambda: None, lambda: None)
-        transfers.in_turn(lambda: done.append(threading.current_thread().name))
-    assert done == [threading.current_thread().name]
-    assert transfers.write(1, lambda: done.append("later"), lambda: None)
-    assert transfers.drain(PATIENCE_S) and done[-1] == "later"
-    assert transfers.queued["write_bytes"] == 0
+    taken = [name for name, put in KINDS.items() if put(transfers, lambda name=name: done.append(name))]  # type: ignore[misc]
+    assert transfers.drain(PATIENCE_S)
+    assert sorted(done) == sorted(taken)
+    # One of each kind starts first.
+    assert len(taken) == min(more, len(KINDS))
+    assert transfers.queued["write_bytes"] == transfers.queued["errand_bytes"] == 0
+    # Memory was short for a moment: the rest start with the next job.
+    limit.more = THREADS
+    done.clear()
+    assert all(put(transfers, lambda name=name: done.append(name)) for name, put in KINDS.items())  # type: ignore[misc]
+    assert transfers.drain(PATIENCE_S) and sorted(done) == sorted(KINDS)
+    assert len(transfers._threads) == THREADS
+
+
+def test_a_job_runs_on_no_thread_that_queues_it(transfers: Transfers, limit: Limit) -> None:
+    for put in KINDS.values():
+        assert not put(transfers, lambda: pytest.fail("it ran"))
+
+
+def test_threads_start_when_a_store_is_opened_or_it_says_in_words_that_they_can_not(
+    transfers: Transfers, limit: Limit
+) -> None:
+    limit.more = 7
+    with pytest.raises(ConfigError, match=r"start 7 of the 12 threads.*ulimit -u"):
+        transfers.start()
+    limit.more = 100
+    assert not transfers.call(lambda: None), "it is closed"
+    other = Transfers(TransferSettings(read_threads=1, write_threads=1))
+    other.start()
+    other.start()
+    limit.more = 0
+    assert all(put(other, lambda: None) for put in KINDS.values())
+    assert other.close(PATIENCE_S)
+
+
+# Calls in order
+
+
+def test_each_begins_when_the_one_before_has_ended_and_keeps_no_other_call_waiting(
+    transfers: Transfers,
+) -> None:
+    first, done = Blocker(), []
+    assert transfers.call_in_order(first)
+    assert first.started.wait(PATIENCE_S)
+
+    def wrong() -> None:
+        raise RuntimeError("a test wants this one to fail")
+
+    assert transfers.call_in_order(wrong)
+    assert all(transfers.call_in_order(lambda number=number: done.append(number)) for number in range(2))  # type: ignore[misc]
+    # As many as there may be of any other kind.
+    assert not transfers.call_in_order(lambda: done.append(2)) and transfers.queued["calls"] == 3
+    # Each of the threads for calls is there for others: all three at once.
+    meet = threading.Barrier(4)
+    for _ in range(3):
+        assert transfers.call(lambda: (meet.wait(PATIENCE_S), None)[1])
+    meet.wait(PATIENCE_S)
+    assert done == []
+    first.go.set()
+    assert transfers.drain(PATIENCE_S) and done == [0, 1]
 
 
 def test_what_is_done_ahead_begins_only_while_no_read_waits(transfers: Transfers) -> None:

@@ -1,14 +1,15 @@
 """Tells the index which segments a request's session uses, and what the request says of that session.
 
 One call of the index when the request is matched, in place of the touch that its load would be, and, if it
-says something, one when it ends: "retain for five minutes" means from then on. Both on a call thread. Workers
-don't touch what such a request loads; what they save for it is its session's own.
+says something, one when it ends: "retain for five minutes" means from then on. One thread makes all of them,
+in order. Workers don't touch what such a request loads; what they save for it is its session's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from connectors.engine.guard import otherwise
 from connectors.engine.sessions.hints import Hints
 from kvstore.index.port import Run
 from kvstore.index.sessions import USE, Hint
@@ -34,6 +35,7 @@ class SessionTeller:
         if hints.ignored:
             self._store.counters.add("hints_ignored", hints.ignored)
 
+    @otherwise(list)
     def matched(self, hints: Hints, salt: SaltId, runs: Iterable[Iterable[Run]]) -> list[SegmentId]:
         """Tell that a request of a session is matched with these runs, by group; once per request. `salt` is
         the id of the request's.
@@ -61,11 +63,11 @@ class SessionTeller:
 def tell(
     store: Store, space: Space, session: SessionId, salt: SaltId, segments: list[SegmentId], hint: Hint
 ) -> None:
-    """Have the index told of a session's use, on a call thread, after what it was told of before: a use that
-    came after the end would have the session go on. From any thread."""
+    """Have the index told of a session's use, after what it was told of before: a use that came after the end
+    would have the session go on. What is one too many is counted and lost. From any thread."""
 
     def call() -> None:
         space.session(session, segments, hint, salt=salt)
 
-    if not store.in_turn.call(call):
+    if not store.transfers.call_in_order(call):
         store.counters.add("session_failures")

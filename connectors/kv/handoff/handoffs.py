@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from connectors.engine.guard import otherwise
 from connectors.engine.layout import Group
 from connectors.engine.names import BlockNames
 from connectors.engine.step import RequestView
@@ -55,6 +56,7 @@ class NoHandoffs:
     def use(self, space: Space) -> None:
         """Use this namespace from now on."""
 
+    @otherwise(lambda: (None, None))
     def begin(
         self, request: RequestView, names: BlockNames, *, sends: bool, receives: bool
     ) -> tuple[Sending | None, Receiving | None]:
@@ -65,6 +67,7 @@ class NoHandoffs:
         """Returns all that was handed over, or None as long as something is missing."""
         return None
 
+    @otherwise(list)
     def last_saves(
         self,
         sending: Sending,

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from connectors.engine.guard import guarded
+from connectors.engine.guard import guarded, otherwise
 from connectors.engine.shards import Place, read_part
 from connectors.engine.tensors import TORCH_DTYPES, Chunk, Copied
 from connectors.kv.messages import GroupLoad, KVStoreWorkerMetadata, Load, Wrong
@@ -143,6 +143,7 @@ class KVAudits:
         self._wrong: dict[SegmentId, Wrong] = {}
 
     @property
+    @otherwise(bool)
     def has_news(self) -> bool:
         """Returns whether there is something to report."""
         return bool(self._wrong)

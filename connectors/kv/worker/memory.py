@@ -120,7 +120,8 @@ class KVMemory:
             copied.wait()
             staging.release(chunk)
 
-        # The copy may still be under way on a side stream, and the chunk is free when it is done.
+        # The copy may still be under way on a side stream, and the chunk is free when it is done. In a store
+        # that is closed it never is: this thread is the engine's, and doesn't wait.
         if copied.under_way:
             transfers.in_turn(discard)
         else:

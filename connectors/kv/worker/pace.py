@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from connectors.choice.speeds import FIRST, PART_REQUESTS, Measured, Meter
+from connectors.engine.guard import otherwise
 from connectors.kv.messages import KVStoreWorkerMetadata
 from kvstore.rules.tiers import Tier
 
@@ -41,10 +42,16 @@ class Pace:
         self._threads = threads
         self._clock = clock
         self._lock = threading.Lock()
-        self._meters = {tier: Meter(first, threads) for tier, first in FIRST.items()}
+        self._meters: dict[Tier, Meter] = {}
         self._changed: set[Tier] = set()
         #: Most bytes of one read.
         self.most_bytes = 1 << 30
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all reads, and what they took."""
+        with self._lock:
+            self._meters = {tier: Meter(first, self._threads) for tier, first in FIRST.items()}
 
     def ask(self, read: Hashable, tier: Tier, nbytes: int, requests: int = 1) -> None:
         """Record that a read was queued, which is so many requests, one after the other."""
@@ -78,6 +85,7 @@ class Pace:
             self._meters[tier].end_probe(read, self._clock(), arrived=arrived)
             self._changed.add(tier)
 
+    @otherwise(bool)
     def late(self, left: Mapping[Tier, int], compute_s: float) -> bool:
         """Returns whether waiting for the bytes `left` of a load, and for what is before it, takes longer
         than the `compute_s` seconds that computing them takes."""
@@ -91,6 +99,7 @@ class Pace:
                     behind = max(behind, meter.behind(now))
         return self._wait * max(rest, _HANGS * behind) > _SURE * compute_s
 
+    @otherwise(lambda: 1)
     def pieces(self, tier: Tier, nbytes: int) -> int:
         """Returns in how many reads at most `nbytes` of a load that may be cut should come, if not in one for
         each segment.
@@ -117,6 +126,7 @@ class Pace:
         return self._threads * self.most_bytes
 
     @property
+    @otherwise(bool)
     def has_news(self) -> bool:
         """Returns whether there is something to report."""
         if not self._changed and not any(meter.left_bytes for meter in self._meters.values()):

@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from connectors.choice.decision import WAIT
+from connectors.engine.guard import Parts, guarded
 from connectors.engine.shards import Place, read_part
 from connectors.engine.tensors import Chunk, Copied
 from connectors.kv.messages import CUT, GroupLoad, KVStoreWorkerMetadata, Load
@@ -46,15 +48,18 @@ class KVReads:
     one thread waits for all of them."""
 
     def __init__(
-        self, store: Store, memory: KVMemory, place: Place, tally: Tally, *, by_request: bool
+        self, store: Store, memory: KVMemory, place: Place, tally: Tally, *, by_request: bool, parts: Parts
     ) -> None:
-        """`by_request`: report failed requests instead of failed blocks."""
+        """`by_request`: report failed requests instead of failed blocks. What is measured is one of the
+        `parts`."""
         self._store = store
         self._memory = memory
         self._place = place
         self._tally = tally
         self._by_request = by_request
-        self._pace = Pace(WAIT[store.settings.kv.objective], store.settings.transfers.read_threads)
+        self._pace = parts.guard(
+            Pace(WAIT[store.settings.kv.objective], store.settings.transfers.read_threads), Pace.restart
+        )
         self._space: Space | None = None
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -92,24 +97,31 @@ class KVReads:
         assert space is not None, "loads before a namespace"
         after = caches[0].mark()
         for load in loads:
-            pieces, missing = [], []
-            for group in load.groups:
-                pieces += self._pieces(group, may_be_cut=load.prefill is not None and not self._by_request)
-                missing += [(group, gap) for gap in gaps(wanted(group), group.runs)]
-            end = time.monotonic() + self._store.settings.kv.load_deadline_s
-            left: dict[Tier, int] = {}
-            for piece in pieces:
-                if piece.tier is not None:
-                    left[piece.tier] = left.get(piece.tier, 0) + piece.nbytes
-                    self._pace.ask(piece, piece.tier, piece.nbytes, self._requests(piece))
-            reason = "error" if missing else ""
-            ticket = Ticket(load, end, space, after, list(pieces), left, missing, reason=reason)
+            if (ticket := self._ticket(load, space, after)) is None:
+                lost = [(group, wanted(group)) for group in load.groups]
+                ticket = Ticket(load, 0.0, space, after, [], {}, lost, reason="error")
+            pieces = list(ticket.pending)
             with self._lock:
                 self._live.append(ticket)
             for piece in pieces:
                 if not self._store.transfers.read(lambda t=ticket, p=piece: self._load(t, p)):  # type: ignore[misc]
                     self._store.counters.miss("capacity", piece.run.count)
                     self._ended(ticket, piece, "capacity")
+
+    @guarded(None)
+    def _ticket(self, load: Load, space: Space, after: Any) -> Ticket | None:
+        """Returns the ticket of a load, with all its pieces pending."""
+        pieces, missing = [], []
+        for group in load.groups:
+            pieces += self._pieces(group, may_be_cut=load.prefill is not None and not self._by_request)
+            missing += [(group, gap) for gap in gaps(wanted(group), group.runs)]
+        end = time.monotonic() + self._store.settings.kv.load_deadline_s
+        left: dict[Tier, int] = {}
+        for piece in pieces:
+            if piece.tier is not None:
+                left[piece.tier] = left.get(piece.tier, 0) + piece.nbytes
+                self._pace.ask(piece, piece.tier, piece.nbytes, self._requests(piece))
+        return Ticket(load, end, space, after, pieces, left, missing, reason="error" if missing else "")
 
     def _pieces(self, group: GroupLoad, *, may_be_cut: bool = False) -> list[Piece]:
         self._pace.most_bytes = self._memory.piece_bytes
@@ -134,6 +146,7 @@ class KVReads:
     def _requests(self, piece: Piece) -> int:
         return requests_of(piece.run, self._place.number, self._store.backends.gap_bytes)
 
+    @guarded(None)
     def probe(self, groups: Sequence[GroupLoad]) -> None:
         """Read blocks for the sake of measuring, beside everything else, which goes first."""
         space = self._space
@@ -194,12 +207,19 @@ class KVReads:
 
     def halt(self) -> None:
         """Make loads under way fail, and write to no paged block until `resume`. Waits for copies under way,
-        which end with the steps that were launched."""
+        which end with the steps that were launched. Raises TimeoutError, with nothing halted, if they don't
+        end by the deadline of a load."""
         self.abandon()
+        within_s = self._store.settings.kv.load_deadline_s
         with self._lock:
             self._halted = True
-            while any(ticket.writing for ticket in self._live):
-                self._copied.wait()
+            idle = self._copied.wait_for(lambda: not any(one.writing for one in self._live), within_s)
+            self._halted = idle
+        if not idle:
+            raise TimeoutError(
+                f"kvstore: copies to the KV cache have not ended within {within_s:g} s, so its memory must "
+                "stay where it is; is the device hanging?"
+            )
 
     def resume(self) -> None:
         """Write to paged blocks again."""
@@ -285,7 +305,9 @@ class KVReads:
             request = readable(ticket.load.request_id)
             log.exception("request %s: %d blocks are computed", request, run.count)
         if copied is not None and copied.under_way:
-            self._store.transfers.in_turn(partial(self._await_copy, ticket, piece, chunk, copied))
+            wait = partial(self._await_copy, ticket, piece, chunk, copied)
+            if not self._store.transfers.in_turn(wait):
+                wait()
         else:
             self._ended(ticket, piece, failed, chunk, arrived=arrived)
 

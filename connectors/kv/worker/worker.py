@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from connectors.engine.guard import guarded
+from connectors.engine.guard import Parts, guarded
 from connectors.engine.layout import LocalGroup
 from connectors.engine.opening import close
 from connectors.engine.shards import Place
@@ -57,9 +57,11 @@ class KVWorker:
         self._tier_states = TierStates(store, self._tally, f"{{{place.number}}}")
         asked = store.settings.kv.staging_bytes
         self.memory = KVMemory(groups, segment_blocks, asked or room or STAGING_BYTES)
-        self.reads = KVReads(store, self.memory, place, self._tally, by_request=by_request)
+        #: What each hook guards by itself. A load that was sent is started, and its end reported, bare.
+        self.parts = Parts(store.counters)
+        self.reads = KVReads(store, self.memory, place, self._tally, by_request=by_request, parts=self.parts)
         self.writes = KVWrites(store, self.memory, place, self._tally)
-        self.audits = KVAudits(store, self.memory, place, self._tally)
+        self.audits = self.parts.guard(KVAudits(store, self.memory, place, self._tally))
 
     def register(self, caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """Take the layers' paged tensors. Raises ConfigError if they aren't what the configuration says."""

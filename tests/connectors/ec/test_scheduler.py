@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -13,18 +14,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
 from connectors.ec.items import Item
-from connectors.ec.messages import ECStoreWorkerMetadata, StagedItem
+from connectors.ec.messages import ECStoreMetadata, ECStoreWorkerMetadata, StagedItem
+from connectors.ec.worker import ECWorker
 from kvstore.breaker import Breaker
 from kvstore.errors import TransientError
 from kvstore.index.port import CommitState
 from kvstore.keys import ContentKey, SaltId, digest, new_segment_id, payload_name, salt_id
 from kvstore.store.store import Store
 from schemas.records import PartRecord, SegmentRecord
-from tests.connectors.ec.world import WIDTH, FakeEngine, ItemRequest, Step, key, put
+from tests.connectors.ec.world import (
+    DESCRIPTION,
+    PIXELS,
+    ROWS,
+    WIDTH,
+    FakeEngine,
+    ItemRequest,
+    Step,
+    key,
+    put,
+)
 from tests.fake_vllm import FakeStep
 from tests.store.world import make_store, open_space, with_parts
 from tests.waiting import PATIENCE_S, until
@@ -161,6 +174,114 @@ def test_a_request_waits_for_an_item_once(opened: Any, engine: Any, monkeypatch:
     assert one.half.ensure_cache_available(request, 0)
     assert one.run(request).encoded == {"a"}
     hangs.set()
+
+
+@pytest.mark.parametrize("brings", [PIXELS, DESCRIPTION], ids=["media", "description"])
+def test_an_item_whose_staging_write_hangs_is_given_up(
+    opened: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, brings: Any
+) -> None:
+    store, writes, hangs = opened(), threading.Event(), threading.Event()
+    put(open_space(store), "a")
+    one, request = engine(store), ItemRequest("r", ["a"], brings=brings)
+    staging = one.half._staging
+    write = staging.put
+
+    def slow(*given: Any) -> Any:
+        writes.set()
+        assert hangs.wait(PATIENCE_S)
+        return write(*given)
+
+    monkeypatch.setattr(staging, "put", slow)
+    assert not one.half.ensure_cache_available(request, 0)
+    assert writes.wait(PATIENCE_S)
+    one.half._deadline_s = 0.1
+    object.__setattr__(one.half._items._settings, "fetch_deadline_s", 0.1)
+    if brings is PIXELS:
+        assert one.run(request).encoded == {"a"}
+    else:
+        one.fails(request)
+    one.finish(request)
+    # The writer finds out, keeps no pin, and the item is there for the next.
+    hangs.set()
+    assert store.transfers.drain(PATIENCE_S)
+    assert not staging._pins and staging.used_bytes == ROWS * WIDTH * 4
+    one.half._deadline_s = 60.0
+    object.__setattr__(one.half._items._settings, "fetch_deadline_s", 60.0)
+
+    def loaded() -> bool:
+        one.drop("a")
+        return set(one.run(ItemRequest("s", ["a"], brings=brings)).loads) == {"a"}
+
+    # A read that hung has closed the way to the payloads for a while.
+    until(loaded)
+
+
+def test_an_item_that_has_to_go_again_and_again_is_waited_for_until_the_deadline(
+    opened: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    put(open_space(store), "a")
+    one = engine(store)
+    monkeypatch.setattr(one.half._staging, "pin", lambda name: False)
+    one.half._deadline_s = 0.2
+    assert one.fails(ItemRequest("r", ["a"], brings=DESCRIPTION)) >= 0.2
+
+
+def test_an_item_stays_that_is_handed_out_while_the_report_of_another_is_lost(
+    opened: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of vLLM's model runners loses what the workers report of steps without tokens."""
+    store = opened()
+    put(open_space(store), "a")
+    one, ages = engine(store), 0.0
+    now = time.monotonic
+    monkeypatch.setattr("connectors.ec.promises.time.monotonic", lambda: now() + ages)
+    assert one.run(ItemRequest("r", ["a"])).loads
+    one.drop("a")
+    ages = 61.0
+    [item] = one.run(ItemRequest("s", ["a"])).loads.values()
+    one.half._staging.clear()
+    assert Path(item.path).exists() and list(one.half._staging._pins.values()) == [1]
+    # The report of the second one is not taken for the first one's, which has none.
+    one.half.update_connector_output(SimpleNamespace(ec_connector_worker_meta=loaded_by_workers(item)))
+    assert not one.half._staging._pins and not one.half._promises._loading
+
+
+def test_the_workers_find_what_they_were_handed_though_its_file_is_gone(
+    opened: Any, engine: Any, tmp_path: Path
+) -> None:
+    store = opened()
+    space = open_space(store)
+    put(space, "a")
+    put(space, "b")
+    one = engine(store)
+    step = one.run(ItemRequest("r", ["a"]))
+    [item] = step.loads.values()
+    Path(item.path).unlink()
+    device = torch.device("cpu")
+    worker = ECWorker(store, dtype=torch.float32, device=lambda: device, saves=lambda: False)
+    cache: dict[str, torch.Tensor] = {}
+    worker.load(ECStoreMetadata(None, step.loads), cache)
+    assert cache["a"].shape == (ROWS, WIDTH) and not cache["a"].any()
+    report = worker.take_report()
+    one.half.update_connector_output(SimpleNamespace(ec_connector_worker_meta=report))
+    assert not held_open(item)
+    # Handed out and never reported: the engine's end lets go of it.
+    [item] = one.run(ItemRequest("s", ["b"])).loads.values()
+    assert held_open(item)
+    one.half._promises.close()
+    assert not held_open(item)
+
+
+def held_open(item: StagedItem) -> bool:
+    """Whether this process has the item's file open."""
+    links = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+    return any(item.path in link for link in links)
+
+
+def loaded_by_workers(item: StagedItem) -> ECStoreWorkerMetadata:
+    """What workers report that have loaded it."""
+    return ECStoreWorkerMetadata({item.key})
 
 
 def test_what_is_stored_and_damaged_is_saved_anew_and_fills_no_log(

@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
+from connectors.engine.sessions.telling import tell
 from connectors.kv.scheduler import KVScheduler
 from connectors.kv.worker.worker import KVWorker
 from kvstore.errors import TransientError
-from kvstore.index.sessions import LONGEST_RETAINED_S, Hint, SessionListing
+from kvstore.index.sessions import LONGEST_RETAINED_S, USE, Hint, SessionListing
 from kvstore.keys import NO_SALT, NO_SESSION, SegmentId, SessionId, salt_id, session_id
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -23,7 +24,7 @@ from tests.connectors.kv.worker.test_worker import BLOCKS, caches, finished, loa
 from tests.connectors.kv.world import allocate, answer, half, report
 from tests.fake_vllm import TABLES, FakeAction, FakeEnvelope, FakeRequest, step
 from tests.store.world import chain, make_store, match, open_space, slots
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.engine
 
@@ -249,14 +250,27 @@ def test_an_index_that_fails_costs_nothing_but_what_was_said(
     until(lambda: store.counters.snapshot()["session_failures"] == 3)
 
 
-def test_a_full_queue_is_counted(make: Any, store: Store, space: Space, calls: Calls) -> None:
-    scheduler = make()
-    request = FakeRequest("r", range(6), session_id="mine", kv_transfer_params={"kv_hints": {"end": True}})
-    scheduler.on_new_request(request)
-    answer(scheduler, request)
-    store.transfers.call = lambda job: False  # type: ignore[method-assign]
-    end(scheduler, request)
-    assert store.counters.snapshot()["session_failures"] == 1 and calls.said == []
+def test_endless_sessions_are_bounded_and_keep_no_match_waiting(tmp_path: Path) -> None:
+    made = make_store(tmp_path, kv={"match_deadline_s": 60.0}, transfers={"queue_jobs": 100})
+    go, calls, space = threading.Event(), Calls(made), open_space(made)
+    said = made.index.session
+
+    def hangs(*given: Any, **more: Any) -> Any:
+        assert go.wait(PATIENCE_S)
+        return said(*given, **more)
+
+    made.index.session = hangs  # type: ignore[method-assign]
+    scheduler = half(made, space)
+    for _ in range(1000):
+        tell(made, space, MINE, NO_SALT, [], USE)
+    lost = made.counters.snapshot()["session_failures"]
+    assert lost in (899, 900), "all for which there is no room; one may have begun"
+    # No thread for calls waits with them.
+    serve(scheduler, FakeRequest("r", range(6)))
+    go.set()
+    assert made.transfers.drain(PATIENCE_S)
+    assert len(calls.told) == 1000 - lost
+    made.close()
 
 
 def test_an_engine_that_left_the_store_alone_tells_nothing(make: Any, calls: Calls) -> None:

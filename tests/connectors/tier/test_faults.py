@@ -360,6 +360,17 @@ def test_the_end_of_all_jobs_waits_for_copies_only() -> None:
     assert not jobs.enter([hung])
 
 
+def test_the_end_of_all_jobs_waits_for_a_copy_no_longer_than_for_a_job() -> None:
+    jobs = Jobs(0.05)
+    job = jobs.start(1, [b"a"], is_load=True)
+    assert jobs.enter([job])
+    with pytest.raises(TimeoutError, match="may still write to its rows"):
+        jobs.end_all()
+    jobs.leave([job])
+    jobs.end_all()
+    assert [job.number for job, _ in jobs.take()] == [1]
+
+
 def test_rows_are_whole_chunks() -> None:
     import numpy as np
 

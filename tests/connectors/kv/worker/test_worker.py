@@ -226,6 +226,34 @@ def test_an_engine_falls_asleep_when_no_copy_to_its_cache_is_under_way(
     assert [block(worker, 5 + i) for i in range(8)] == [content(one) for one in A]
 
 
+def test_an_engine_stays_awake_beside_a_copy_that_hangs(
+    worker: KVWorker, store: Store, space: Space, monkeypatch: Any
+) -> None:
+    space.save(slots(A))
+    cache, copying, go = worker.memory.caches[0], threading.Event(), threading.Event()
+    scatter = cache.scatter
+
+    def hangs(*copy: Any) -> Any:
+        copying.set()
+        assert go.wait(PATIENCE_S)
+        return scatter(*copy)
+
+    monkeypatch.setattr(cache, "scatter", hangs)
+    object.__setattr__(store.settings.kv, "load_deadline_s", 0.05)
+    worker.reads.start([load(space)])
+    assert copying.wait(PATIENCE_S)
+    with pytest.raises(TimeoutError, match="its memory must stay"):
+        worker.unregister()
+    go.set()
+    assert finished(worker) == {"r"}
+    object.__setattr__(store.settings.kv, "load_deadline_s", PATIENCE_S)
+    worker.reads.take_failed_blocks()
+    # It goes on, and may fall asleep later.
+    worker.reads.start([load(space, "after")])
+    assert finished(worker) == {"after"} and worker.reads.take_failed_blocks() == set()
+    worker.unregister()
+
+
 def test_saves_that_fail_fill_no_log(
     worker: KVWorker, store: Store, plan: Plan, caplog: pytest.LogCaptureFixture
 ) -> None:
