@@ -103,6 +103,21 @@ def test_nothing_that_is_read_is_run() -> None:
         assert list(runs(ast.parse(code))), code
 
 
+def conversions(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in ("int", "float", "json.loads"):
+            yield node.lineno, name
+
+
+def test_numbers_of_replies_are_read_in_one_place() -> None:
+    """Any other conversion believes whatever number a server tells; connections.py converts settings."""
+    names = [one for one in modules() if one.startswith("kvstore/index/redis/")]
+    names.remove("kvstore/index/redis/connections.py")
+    found = [f"{name}:{line}: {what}" for name in names for line, what in conversions(tree_of(name))]
+    assert not found, "kvstore.index.numbers reads them, each within bounds"
+    assert list(conversions(ast.parse("int(x)")))
+
+
 def test_a_group_of_verbs_has_one_name() -> None:
     groups = set(names_in("kvstore/cli/commands"))
     assert groups == set(names_in("kvstore/cli/text"))

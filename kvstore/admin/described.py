@@ -13,7 +13,7 @@ def fields_of(text: str | None) -> dict[str, Any]:
     """Returns a namespace's fields; an empty dict if nothing is stored, or no JSON object."""
     try:
         fields = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

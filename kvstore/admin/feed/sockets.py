@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import zmq
 
+from kvstore.admin.feed.peers import Peers
 from kvstore.admin.feed.wire import CLEARED, BlockTokens, SizedHash, encode, told_by
 from kvstore.errors import ConfigError
 
@@ -35,6 +36,11 @@ _WAITING = 1_000
 _READ = 1000
 #: Bytes of a message: of a router, which subscribes or names a number, and of an engine.
 _ASKED_BYTES = 4 << 10
+#: Bytes that a connection may send: a router's subscriptions, and some thousand requests for replays.
+_SUBSCRIBED_BYTES = 16 << 10
+_REQUESTED_BYTES = 256 << 10
+#: A connection has so long to shake hands.
+_HANDSHAKE_MS = 10_000
 _HEARD_BYTES = 64 << 20
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -59,6 +65,7 @@ class Sockets:
         #: Yields the events that tell of all that is there.
         self.snapshot: Callable[[], Iterator[Mapping[str, Any]]] = lambda: iter(())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._peers: Peers | None = None
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         #: The number of the next batch. The first is a time in milliseconds: after a restart numbers go on
@@ -77,6 +84,10 @@ class Sockets:
                 None if replay is None else self._socket(zmq.ROUTER, replay, KEPT_BATCHES + _WAITING)
             )
             self._engines = [self._socket(zmq.SUB, one, _WAITING) for one in engines]
+            bound = {self._publisher: _SUBSCRIBED_BYTES}
+            if self._replay is not None:
+                bound[self._replay] = _REQUESTED_BYTES
+            self._peers = Peers(bound)
         except (zmq.ZMQError, ValueError) as exc:
             self.close()
             raise ConfigError(f"can't listen at or connect to the addresses given: {exc}") from exc
@@ -90,6 +101,7 @@ class Sockets:
     def _socket(self, kind: int, address: str, waiting: int) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         made.set_hwm(waiting)
         if kind == zmq.SUB:
             # Of an engine whose node has vanished nothing comes, not even an end
@@ -109,6 +121,11 @@ class Sockets:
         """Where it listens for routers: for subscriptions, and for replays if it does."""
         bound = [each for each in (self._publisher, self._replay) if each is not None]
         return [each.getsockopt_string(zmq.LAST_ENDPOINT) for each in bound]
+
+    @property
+    def refused(self) -> int:
+        """How many connections were closed because they sent what no router sends."""
+        return 0 if self._peers is None else self._peers.refused
 
     @property
     def batches(self) -> int:
@@ -196,6 +213,8 @@ class Sockets:
 
     def close(self) -> None:
         """Closes all sockets, and drops what was not sent."""
+        if self._peers is not None:
+            self._peers.close()
         self._context.destroy(linger=0)
 
 

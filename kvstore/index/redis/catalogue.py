@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from math import isfinite
+from contextlib import suppress
+from math import inf, isfinite
 from typing import Any, TypeVar
 
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Account, Candidate, Entry, Listing, SegmentState, Usage
+from kvstore.index.numbers import MOST_S, real, whole
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.values import (
     MOST_BITS,
@@ -25,6 +27,7 @@ from kvstore.index.redis.values import (
     number,
     record_of,
     segment_ids,
+    size_of,
     understood,
 )
 from kvstore.index.sharding.names import MOST_SHARDS, base_of
@@ -39,6 +42,8 @@ _ENTRIES_PAGE = 1024
 _COMPACT = 128
 #: Numbers in `meta` that no account tells, and without which scripts can't go on.
 _NUMBERS = ("changes", "evicted", "epoch", "drained")
+#: Most bytes of a quota.
+_MOST_QUOTA = (1 << 63) - 1
 _USAGE = ("bytes", "segments", "blocks", "pinned", "cost")
 
 _SCORES = Script.load("scores")
@@ -159,13 +164,13 @@ class RedisCatalogue(RedisPart):
         states: list[SegmentState | None] = []
         for some in batches(segments, _PAGE):
             numbers = self._run(_STATES, namespace, b"".join(some))
-            states += [_STATE_NAMES[number] for number in numbers]
+            states += [_STATE_NAMES[whole(number, most=len(_STATE_NAMES) - 1)] for number in numbers]
         return states
 
     @understood
     def sample(self, namespace: NamespaceId, count: int) -> list[Listing]:
         where = key(namespace, "segs")
-        size = int(self._client.command("HLEN", where))
+        size = whole(self._client.command("HLEN", where))
         if 2 * count >= size:
             listed = list(self.segments(namespace))
             return random.sample(listed, min(count, len(listed)))
@@ -188,9 +193,9 @@ class RedisCatalogue(RedisPart):
     @understood
     def _entries_page(self, namespace: NamespaceId, place: bytes) -> tuple[bytes | None, list[Entry]]:
         bits, after, buckets, pages = self._run(_ENTRIES, namespace, place, _ENTRIES_PAGE)
-        found = []
+        found, bits = [], whole(bits, most=MOST_BITS)
         for bucket, flat in zip(buckets, pages, strict=True):
-            first = (bucket >> int(bits) % 8).to_bytes(int(bits) // 8, "big")
+            first = (whole(bucket, most=(1 << bits) - 1) >> bits % 8).to_bytes(bits // 8, "big")
             for field, value in zip(flat[::2], flat[1::2], strict=True):
                 # What has another length no verb takes for an entry, and is swept.
                 if len(first + field) == DIGEST_BYTES and len(value) == SEGMENT_ID_BYTES + 2:
@@ -207,10 +212,7 @@ class RedisCatalogue(RedisPart):
             flat, values = self._run(_ORDER, namespace, first, last)
             for segment, score, value in zip(flat[::2], flat[1::2], values, strict=True):
                 if value is not None and len(segment) == SEGMENT_ID_BYTES:
-                    use, nbytes = Use.of(score), value.split(b":", 1)[0]
-                    # A damaged value says 0 bytes, as in the scripts: it must not end all evictions.
-                    size = int(nbytes) if nbytes.isdigit() else 0
-                    found[segment] = Candidate(SegmentId(segment), size, *use)
+                    found[segment] = Candidate(SegmentId(segment), size_of(value), *Use.of(score))
             if len(values) <= last - first:
                 break
         return list(found.values())
@@ -220,7 +222,7 @@ class RedisCatalogue(RedisPart):
         if limit <= 0:
             return []
         flat = self._client.command("ZREVRANGE", key(namespace, "hot"), 0, limit - 1, "WITHSCORES")
-        scores = {segment: float(score) for segment, score in zip(flat[::2], flat[1::2], strict=True)}
+        scores = {segment: real(score) for segment, score in zip(flat[::2], flat[1::2], strict=True)}
         return [(one, scores[one]) for one in segment_ids(list(scores)) if isfinite(scores[one])]
 
     @understood
@@ -229,8 +231,12 @@ class RedisCatalogue(RedisPart):
             told = self._client.command("HGETALL", QUOTAS)
         except DamagedIndex:
             return {}  # as one that is no number: the quotas of the settings hold
-        # A value that is no number is no quota: it must not fail every save that would make room.
-        return {scope.decode(errors="replace"): int(n) for scope, n in told.items() if n.isdigit()}
+        found = {}
+        for scope, nbytes in told.items():
+            # A value that can't be is no quota: it must not fail every save that would make room.
+            with suppress(ValueError):
+                found[scope.decode(errors="replace")] = whole(nbytes, most=_MOST_QUOTA)
+        return found
 
     def ping(self) -> None:
         """Raises CapacityExceeded as well, if Redis is full: it can be read, but not written."""
@@ -244,7 +250,7 @@ class RedisCatalogue(RedisPart):
         """
         told = self._memory()
         nodes = [(one["used_memory"], one.get("maxmemory", 0)) for one in told if "used_memory" in one]
-        return max(nodes, key=lambda node: (node[0] / (node[1] or float("inf")), node[0]), default=None)
+        return max(nodes, key=lambda node: (node[0] / (node[1] or inf), node[0]), default=None)
 
     def _memory(self) -> list[dict[str, Any]]:
         """Returns what each node says of its memory, nothing if one doesn't."""
@@ -257,7 +263,7 @@ class RedisCatalogue(RedisPart):
     def _info(self) -> list[dict[str, Any]]:
         found = []
         for one in self._client.everywhere("INFO", "memory"):
-            numbers = {name: int(one[name]) for name in ("used_memory", "maxmemory") if name in one}
+            numbers = {name: whole(one[name]) for name in ("used_memory", "maxmemory") if name in one}
             found.append({**one, **numbers})
         return found
 
@@ -301,7 +307,7 @@ class RedisCatalogue(RedisPart):
         for bucket in range(4):
             where = key(namespace, f"b:{bucket:x}")
             if self._client.command("OBJECT", "ENCODING", where) == b"hashtable":
-                if self._client.command("HLEN", where) <= _COMPACT:
+                if whole(self._client.command("HLEN", where)) <= _COMPACT:
                     return (
                         f"a bucket of namespace {namespace} has {_COMPACT} entries or fewer and is not in "
                         "the compact encoding: blocks take 2.5 times the memory; set "
@@ -338,7 +344,7 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         return Account(name, "", "", Usage(0, 0, 0), 0, 0, 0.0, "meta: another type of key")
     schema, bits, aside, shards, to, left, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
     usage = known[-len(_USAGE) :]
-    version = 0 if schema is None else read("schema", schema, int, 0)
+    version = 0 if schema is None else read("schema", schema, whole, 0)
     if schema is None or version > SEALED_SCHEMA:
         return None
     if version == SHARDED_SCHEMA:
@@ -356,7 +362,7 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         kind=read("kind", kind, lambda value: value.decode("ascii"), ""),
         tenant=read("tenant", tenant, lambda value: value.decode(), ""),
         usage=read("usage", usage, usage_of, Usage(0, 0, 0)),
-        trashed=read("trash", trashed, int, 0),
+        trashed=read("trash", trashed, whole, 0),
         bygone=read("bygone", bygone, number, 0),
         seen_s=read("seen", seen, _time, 0.0),
         ttl_s=read("ttl", ttl, number, 0),
@@ -369,29 +375,17 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
 
 def shards_of(value: bytes) -> int:
     """Returns the number of shards in `meta`. Raises ValueError for one that can't be."""
-    found = int(value)
-    if not 1 < found <= MOST_SHARDS:
-        raise ValueError(f"{found} shards")
-    return found
+    return whole(value, least=2, most=MOST_SHARDS)
 
 
 def other_of(value: bytes | None) -> int:
     """Returns the number of shards that a reshard fills or has left; 0 for none. Raises ValueError."""
-    found = int(value or 0)
-    if not 0 <= found <= MOST_SHARDS:
-        raise ValueError(f"{found} shards")
-    return found
+    return whole(value or 0, most=MOST_SHARDS)
 
 
 def _bits(value: bytes) -> int:
-    bits = int(value)
-    if not 0 <= bits <= MOST_BITS:
-        raise ValueError(f"{bits} bits")
-    return bits
+    return whole(value, most=MOST_BITS)
 
 
 def _time(value: bytes) -> float:
-    seconds = float(value)
-    if not 0 <= seconds < 1 << 40:
-        raise ValueError(f"{seconds} is no time")
-    return seconds
+    return real(value, least=0.0, most=MOST_S)

@@ -67,5 +67,5 @@ class CountedReader:
                 self._whole.append(reply)
             # It is a string's own if that one isn't whole: of that, hiredis keeps all.
             if not self._reader.has_data():
-                raise redis.InvalidResponse(f"an answer of {int(head[0][2:])} elements")
+                raise redis.InvalidResponse(f"an answer of {head[0][2:-2].decode('ascii')} elements")
         self._reader.feed(data[fed:])

@@ -123,6 +123,7 @@ from kvstore.index.contract import (
     saved_minute,
 )
 from kvstore.index.eviction import worth
+from kvstore.index.numbers import whole
 from kvstore.index.port import Claim, CommitState, Run
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
@@ -193,7 +194,7 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
     def sketch_bits(self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int) -> int:
         window = Window.at(now_s, window_s, sketch_bytes)
         names = [key(namespace, f"use:{sketch}") for sketch in (window.now, window.before)]
-        return max(int(self._client.command("BITCOUNT", name, name="sketch_bits")) for name in names)
+        return max(whole(self._client.command("BITCOUNT", name, name="sketch_bits")) for name in names)
 
     def close(self) -> None:
         self._client.close()
@@ -241,9 +242,7 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         if reply is None:
             raise self._unregistered("claim", namespace)
         present, granted = reply
-        if not 0 <= present <= count:
-            raise ValueError(f"{present} blocks of {count}")
-        return Claim(present=present, granted=bool(granted))
+        return Claim(present=whole(present, most=count), granted=bool(granted))
 
     @understood
     def commit(
@@ -281,9 +280,7 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         )
         if state is None:
             raise self._unregistered("commit", namespace)
-        if state not in (0, 1, 2):
-            raise ValueError(f"{state!r} is no state")
-        return _STATES[state]
+        return _STATES[whole(state, most=len(_STATES) - 1)]
 
     @understood
     def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
@@ -326,6 +323,4 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         )
         if noted is None:
             raise self._unregistered("note", namespace)
-        if not 0 <= noted <= asked:
-            raise ValueError(f"{noted} blocks of {asked}")
-        return int(noted)
+        return whole(noted, most=asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from kvstore.errors import DamagedIndex
@@ -23,6 +24,7 @@ from kvstore.index.contract import (
 from kvstore.index.demand import Bucket, Raised, buckets, in_windows, kept_s
 from kvstore.index.eviction import ghost_bytes
 from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations
+from kvstore.index.numbers import real, whole
 from kvstore.index.port import Outcome
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.values import OPERATIONS, RedisPart, key, number, understood
@@ -42,7 +44,8 @@ _PAGE = 500
 #: Outcomes, and digests of missing blocks, that one script is given: 1 to 2 ms of Redis's time.
 _TELL_SLICE = 64
 _TELL_DIGESTS = 4096
-_WHOLE = re.compile(rb"-?\d{1,18}")
+#: The greatest number in an entry's position.
+_MOST_PART = (1 << 64) - 1
 _POSITION = re.compile(r"(\d{1,20})-(\d{1,20})")
 
 #: Operations are forgotten so long after the last one: 400 days.
@@ -52,7 +55,7 @@ _TELL = Script.load("tell")
 _OPERATION = Script.load("operation")
 _T = TypeVar("_T")
 #: The latest time that is one, in unix seconds: of the year 2242.
-_LATEST_S = float(1 << 33)
+_LATEST_S = 2.0**33
 #: Most steps that tell.lua counts.
 _STEPS = 400
 
@@ -85,7 +88,7 @@ class RedisJournal(RedisPart, Journal, Operations):
             sums.update(totals(one))
             if one.reason:
                 request, first = remembered(one)
-                kept += [int(is_fault(one)), f"{one.at_s:.17g}", request, one.op]
+                kept += [1 if is_fault(one) else 0, f"{one.at_s:.17g}", request, one.op]
                 kept += [one.asked, one.served, reason_kept(one), one.position, first]
             if missing := missed(one):
                 absent += [one.asked - one.served, missing]
@@ -168,11 +171,10 @@ class RedisJournal(RedisPart, Journal, Operations):
     @understood
     def seen(self, namespace: NamespaceId) -> Mapping[str, int]:
         counted = self._client.command("HGETALL", key(namespace, "seen"))
-        seen = {
-            name.decode("utf-8", "replace"): int(amount)
-            for name, amount in counted.items()
-            if _WHOLE.fullmatch(amount)
-        }
+        seen = {}
+        for name, amount in counted.items():
+            with suppress(ValueError):
+                seen[name.decode("utf-8", "replace")] = whole(amount)
         evicted = number(self._client.command("HGET", key(namespace, "meta"), "evicted"))
         return seen | ({"evicted": evicted} if evicted else {})
 
@@ -196,12 +198,11 @@ class RedisJournal(RedisPart, Journal, Operations):
     @understood
     def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:
         counted = self._client.command("HGETALL", key(namespace, "ghost"))
-        steps = sorted(
-            (int(step), int(blocks))
-            for step, blocks in counted.items()
-            if _WHOLE.fullmatch(step) and _WHOLE.fullmatch(blocks) and 0 <= int(step) <= _STEPS
-        )
-        return [Ghosts(ghost_bytes(step), blocks) for step, blocks in steps]
+        steps: list[tuple[int, int]] = []
+        for step, blocks in counted.items():
+            with suppress(ValueError):
+                steps.append((whole(step, most=_STEPS), whole(blocks)))
+        return [Ghosts(ghost_bytes(step), blocks) for step, blocks in sorted(steps)]
 
 
 def _bucket(answer: Sequence[bytes | None] | DamagedIndex) -> Bucket | None:
@@ -209,9 +210,10 @@ def _bucket(answer: Sequence[bytes | None] | DamagedIndex) -> Bucket | None:
     if isinstance(answer, DamagedIndex):
         raise answer
     asked, served, registers = answer
-    if asked is None or not _WHOLE.fullmatch(asked) or not _WHOLE.fullmatch(served or b"0"):
+    try:
+        return Bucket(whole(asked), number(served), registers or b"")
+    except ValueError:
         return None
-    return Bucket(int(asked), int(served or 0), registers or b"")
 
 
 def _after(position: str) -> str:
@@ -222,8 +224,11 @@ def _after(position: str) -> str:
 def _order(position: str) -> tuple[int, ...]:
     """Returns a position's numbers, by which positions are sorted; () for "". Raises BadArgument."""
     match = _POSITION.fullmatch(position)
-    order = tuple(int(number) for number in match.groups()) if match else ()
-    if (position and not order) or any(number >= 1 << 64 for number in order):
+    try:
+        order = tuple(whole(part, most=_MOST_PART) for part in match.groups()) if match else ()
+    except ValueError:
+        order = ()
+    if position and not order:
         raise BadArgument(f"{position!r} is no position of an event; they look like 1700000000000-0")
     return order
 
@@ -257,9 +262,7 @@ def _operation(position: bytes, fields: dict[bytes, bytes]) -> Operation:
 
 
 def _outcome(_position: bytes, fields: dict[bytes, bytes]) -> Outcome:
-    at_s = float(fields[b"at"])
-    if not 0 <= at_s <= _LATEST_S:
-        raise ValueError(f"{at_s} is no time")
+    at_s = real(fields[b"at"], least=0.0, most=_LATEST_S)
     reason, detail = reason_read(fields[b"reason"].decode())
     return Outcome(
         at_s=at_s,

@@ -9,6 +9,7 @@ from typing import Any
 from kvstore.errors import NamespaceUnknown, PermissionDenied, TransientError
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Entry
+from kvstore.index.numbers import real, whole
 from kvstore.index.redis.catalogue import RedisCatalogue, other_of, shards_of
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
@@ -24,7 +25,7 @@ from kvstore.index.redis.values import (
     understood,
 )
 from kvstore.index.sharding.leaf import Layout, MovableLeaf, Step, Taken
-from kvstore.index.sharding.names import base_of
+from kvstore.index.sharding.names import MOST_SHARDS, base_of
 from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id
 from kvstore.rules.units import batches
 from schemas.namespace import Namespace
@@ -66,9 +67,9 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
         return self._register(name, namespace, expected_blocks, 1) != _SEALED
 
     def _register(self, name: NamespaceId, namespace: Namespace, expected_blocks: int, shards: int) -> int:
-        """Returns what register.lua answers."""
+        """Returns what register.lua answers: less than 0 is a number of shards."""
         self._client.command("SADD", NAMESPACES, name)
-        begun: int = self._run(
+        told = self._run(
             _REGISTER,
             name,
             canonical_json(namespace),
@@ -78,6 +79,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
             round(self._clock(), 3),
             shards,
         )
+        begun = whole(told, least=-MOST_SHARDS, most=_SEALED)
         if begun == _NEWER:
             raise PermissionDenied(
                 f"redis {self._client.where}: register: namespace {name} is of a newer release's schema; "
@@ -138,7 +140,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
         told: str | int = "",
     ) -> bool:
         if step == "begin":
-            told = bucket_bits(int(told))
+            told = bucket_bits(whole(told))
         return bool(self._run(_RESHARD, name, step, run, before, after, told))
 
     def taken(self, name: NamespaceId) -> Iterator[list[Taken]]:
@@ -197,7 +199,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
     def _trashed_page(self, name: NamespaceId, cursor: Any) -> tuple[Any, list[tuple[SegmentId, float]]]:
         cursor, page = self._client.command("ZSCAN", key(name, "trash"), cursor, "COUNT", _PAGE)
         known = set(segment_ids([segment for segment, _ in page]))
-        return cursor, [(segment, float(score)) for segment, score in page if segment in known]
+        return cursor, [(segment, real(score)) for segment, score in page if segment in known]
 
     @understood
     def discard(self, name: NamespaceId, segments: Sequence[tuple[SegmentId, float]], run: str) -> int:
@@ -214,7 +216,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, MovableLeaf):
                 f"redis {self._client.where}: {script.name}: another process fills {name} by now, or has "
                 "dropped it; run it again"
             )
-        return int(answer)
+        return whole(answer)
 
     @understood
     def drop_aside(self, name: NamespaceId, limit: int) -> bool:

@@ -21,6 +21,7 @@ from kvstore.index.contract import (
 )
 from kvstore.index.demand import BUCKETS_S, kept_s
 from kvstore.index.maintenance import Entry, Erased, Reconciled, Usage
+from kvstore.index.numbers import MOST_S, real, whole
 from kvstore.index.redis.catalogue import usage_of
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.values import (
@@ -51,6 +52,10 @@ _SWEEP_SLICE = 1024
 _REAPABLE_SLICE = 2000
 #: How often `reconcile` counts a namespace that changes meanwhile.
 _COUNT_TRIES = 4
+#: Calls of `drain` that move no segment: pages and generations that are empty. The next call goes on there.
+_DRAIN_ROUNDS = 10_000
+#: Where a look at a hash goes on: a number of 64 bits.
+_MOST_CURSOR = (1 << 64) - 1
 
 _CULL = Script.load("cull", "changes", "score", "retention", "grace", "fate", "drop")
 _AGE_OUT = Script.load("age_out", "changes", "score", "retention", "grace", "fate", "drop")
@@ -108,8 +113,10 @@ class RedisMaintenance(RedisPart):
                 spare,
                 self._by,
             )
-            gone += map(SegmentId, part)
-            spared += passed
+            if len(part) > limit - len(gone):
+                raise ValueError(f"{len(part)} segments of {limit - len(gone)}")
+            gone += segment_ids(part)
+            spared += whole(passed, most=looks)
             looked += looks
         return gone
 
@@ -119,20 +126,20 @@ class RedisMaintenance(RedisPart):
     ) -> tuple[int, str]:
         how = (self.deletion(delete_after_s), *self.recorded("ttl"), _MOVE_SLICE, SLICE, after or 0)
         gone, cursor = self._run(_AGE_OUT, namespace, "" if ttl_s is None else ttl_s, *how, self._by)
-        return int(gone), str(int(cursor)) if cursor else ""
+        return whole(gone), str(whole(cursor, most=_MOST_CURSOR) or "")
 
     @understood
     def reapable(
         self, namespace: NamespaceId, now_s: float | None, limit: int
     ) -> list[tuple[SegmentId, int]]:
         if now_s is None:
-            now_s = float(self._run(_TIME, namespace))
+            now_s = real(self._run(_TIME, namespace), least=0.0, most=MOST_S)
         after_s = floor(now_s) + 1
         found: dict[SegmentId, int] = {}
         for first in range(0, max(0, limit), _REAPABLE_SLICE):
             last = min(first + _REAPABLE_SLICE, limit) - 1
             flat = self._client.command("ZRANGE", key(namespace, "trash"), first, last, "WITHSCORES")
-            scores = [float(score) for score in flat[1::2]]
+            scores = [real(score) for score in flat[1::2]]
             due = {one: score for one, score in zip(flat[::2], scores, strict=True) if score < after_s}
             segments = segment_ids(list(due))
             # A score that is no time tells no number of ranks either; what `gc` finds are the others'.
@@ -159,10 +166,11 @@ class RedisMaintenance(RedisPart):
         dropped, looked, rounds = 0, 0, 0
         budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
         while dropped < limit and looked < budget and rounds < 2:
-            slice_ = self._run(_SWEEP, namespace, limit - dropped, _SWEEP_SLICE)
-            dropped += slice_[0]
-            looked += slice_[1]
-            rounds += slice_[2]
+            some, seen, ended = self._run(_SWEEP, namespace, limit - dropped, _SWEEP_SLICE)
+            dropped += whole(some)
+            # Each call is a step towards the end, whatever it says.
+            looked += max(1, whole(seen))
+            rounds += whole(ended, most=1)
         return dropped
 
     @understood
@@ -173,10 +181,11 @@ class RedisMaintenance(RedisPart):
         pinned = 0
         for some in batches(segments, _MOVE_SLICE):
             count, nbytes, fresh = self._run(_PIN, namespace, b"".join(some), most_bytes)
+            count = whole(count, least=-1, most=len(some))
             if count < 0:
                 self.unpin(namespace, done)
                 raise CapacityExceeded(
-                    f"redis {self._client.where}: pin: {nbytes} bytes more would be pinned than the "
+                    f"redis {self._client.where}: pin: {whole(nbytes)} bytes more would be pinned than the "
                     f"{most_bytes} that may be in namespace {namespace}"
                 )
             pinned += count
@@ -196,12 +205,14 @@ class RedisMaintenance(RedisPart):
 
     @understood
     def invalidate(self, namespace: NamespaceId) -> int:
-        return int(self._run(_INVALIDATE, namespace, self._journal.events, self._by))
+        return whole(self._run(_INVALIDATE, namespace, self._journal.events, self._by))
 
     @understood
     def drain(self, namespace: NamespaceId, *, delete_after_s: float, limit: int) -> int:
         after, moved, cursor = self.deletion(delete_after_s), 0, 0
-        while moved < limit:
+        for _ in range(limit + _DRAIN_ROUNDS):
+            if moved >= limit:
+                break
             fields = self._client.command("HMGET", key(namespace, "meta"), "drained", "epoch")
             drained, epoch = (number(field) for field in fields)
             if drained >= epoch:
@@ -214,7 +225,7 @@ class RedisMaintenance(RedisPart):
                 self._client.command("HDEL", old, *strangers)
             if segments or not cursor:
                 some = b"".join(segments[: min(limit - moved, _MOVE_SLICE)])
-                moved += self._run(_DRAIN, namespace, drained, some, after)
+                moved += whole(self._run(_DRAIN, namespace, drained, some, after), most=_MOVE_SLICE)
         return moved
 
     @understood
@@ -234,16 +245,17 @@ class RedisMaintenance(RedisPart):
         how = (_SWEEP_SLICE, "1" if aside else "", *asked)
         budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
         while state == 1 and dropped < limit and looked < budget:
-            state, some, seen = self._run(_ERASE, namespace, limit - dropped, *how)
-            dropped += some
-            looked += seen
+            told, some, seen = self._run(_ERASE, namespace, limit - dropped, *how)
+            state = whole(told, most=len(_ERASED) - 1)
+            dropped += whole(some)
+            looked += max(1, whole(seen))
         return state
 
     @understood
     def is_in_use(self, name: NamespaceId) -> bool:
         """Asks `erase` for what it does first."""
         state, _, _ = self._run(_ERASE, name, 0, 0, "")
-        return bool(_ERASED[state] == "in_use")
+        return _ERASED[whole(state, most=len(_ERASED) - 1)] == "in_use"
 
     def _unregister(self, namespace: NamespaceId) -> None:
         self._client.command("SREM", NAMESPACES, namespace)
@@ -334,13 +346,13 @@ class RedisMaintenance(RedisPart):
             seen.update(fresh)
             for some in batches(fresh, _MOVE_SLICE):
                 *counted, salted, kept = self._run(_COUNT, namespace, b"".join(some))
-                sums = [a + int(b) for a, b in zip(sums, counted, strict=True)]
+                sums = [a + whole(b) for a, b in zip(sums, counted, strict=True)]
                 for salt, nbytes in zip(salted[::2], salted[1::2], strict=True):
-                    of_salts[salt] += nbytes
+                    of_salts[salt] += whole(nbytes)
                 for salt, nbytes in zip(kept[::2], kept[1::2], strict=True):
-                    retained[b""] += nbytes
+                    retained[b""] += whole(nbytes)
                     if salt:
-                        retained[salt] += nbytes
+                        retained[salt] += whole(nbytes)
             if cursor == 0:
                 return sums, of_salts, retained
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import floor
 
 from kvstore.index.contract import check_salt
 from kvstore.index.maintenance import CLOCKS_DIFFER_S, Listing
+from kvstore.index.numbers import MOST, real
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.sessions import RedisSessions
 from kvstore.index.redis.values import key, segment_ids, understood
@@ -43,7 +45,7 @@ class RedisSalts(RedisSessions):
             "ZRANGE", key(namespace, "held"), f"({over_bytes}", "+inf", "BYSCORE", "WITHSCORES"
         )
         found = zip(flat[::2], flat[1::2], strict=True)
-        return {SaltId(salt): int(float(nbytes)) for salt, nbytes in found if len(salt) == SALT_ID_BYTES}
+        return {SaltId(salt): floor(real(n, most=MOST)) for salt, n in found if len(salt) == SALT_ID_BYTES}
 
     @understood
     def forbid(self, namespace: NamespaceId, salt: SaltId) -> float:
@@ -58,9 +60,9 @@ class RedisSalts(RedisSessions):
             check_salt(salt)
         told = self._run(_FORBID, namespace, salt, CLOCKS_DIFFER_S, round(self._grace_s), until)
         self._forget_sessions(namespace, salt)
-        return float(told)
+        return real(told)
 
     @understood
     def forbidden(self, namespace: NamespaceId) -> dict[SaltId, float]:
         told = self._client.command("HGETALL", key(namespace, "erased"))
-        return {SaltId(salt): float(until) for salt, until in told.items()}
+        return {SaltId(salt): real(until) for salt, until in told.items()}

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import redis
@@ -69,7 +70,7 @@ class Sentinels:
         #: The Sentinel that answered last, which is asked first.
         self._first = next(iter(clients))
         self._known: Address | None = None
-        self._look_s = float("inf")
+        self._look_s = inf
         #: Held for moments, never while something is waited for.
         self._lock = threading.Lock()
         #: The process that asks, and the answer on its way.

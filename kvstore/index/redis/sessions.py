@@ -10,9 +10,10 @@ from typing import Any
 from kvstore.errors import NamespaceUnknown
 from kvstore.index.contract import HOT_KEPT, HOT_MOST, check_segments, check_session, minute
 from kvstore.index.eviction import MINUTE_S
+from kvstore.index.numbers import MOST_S, real, whole
 from kvstore.index.redis.catalogue import RedisCatalogue
 from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import key, record_of, understood
+from kvstore.index.redis.values import key, record_of, size_of, understood
 from kvstore.index.sessions import (
     NOTHING_RETAINED,
     SESSION_SLICE,
@@ -47,6 +48,11 @@ _EXPIRE = Script.load("expire", "score", "retention")
 _PAGE = 200
 #: Retained segments that one script looks at.
 _RETAINED_SLICE = 500
+#: Retained segments whose time is over that a look takes off at most: later ones count until somebody expires
+#: them.
+_MOST_OVER = 1 << 20
+#: Calls of one `expire`, of some hundred segments each; the next one goes on.
+_EXPIRE_ROUNDS = 10_000
 _HASHES = ("sessions:0", "sessions:1")
 _HEAD = struct.Struct(">II")
 _STATES: tuple[SessionState, ...] = ("live", "retained", "ended")
@@ -86,8 +92,8 @@ class RedisSessions(RedisCatalogue):
                 session,
                 b"".join(some),
                 minute(now_s),
-                int(first),
-                int(last and hint.end),
+                1 if first else 0,
+                1 if last and hint.end else 0,
                 "" if ends is None or not first else max(0, round(ends)),
                 "" if hint.priority is None else _PRIORITIES.index(hint.priority),
                 allowance.namespace_bytes,
@@ -99,9 +105,14 @@ class RedisSessions(RedisCatalogue):
                 raise NamespaceUnknown(
                     f"redis {self._client.where}: session: namespace {namespace} is not registered"
                 )
-            state, own, moved, nbytes, over = answer
-            demoted, retained, refused = demoted + moved, retained + int(nbytes), refused + int(over)
-        return HintEffect(_STATES[state], own, demoted, retained, refused)
+            told, own, moved, nbytes, over = answer
+            state, own = _STATES[whole(told, most=len(_STATES) - 1)], whole(own)
+            demoted, retained, refused = (
+                demoted + whole(moved),
+                retained + whole(nbytes),
+                refused + whole(over),
+            )
+        return HintEffect(state, own, demoted, retained, refused)
 
     @understood
     def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
@@ -144,7 +155,7 @@ class RedisSessions(RedisCatalogue):
 
     def _sessions_listed(self, namespace: NamespaceId, records: dict[bytes, bytes]) -> list[SessionListing]:
         listed = []
-        now = float(self._run(_TIME, namespace)) if records else 0.0
+        now = real(self._run(_TIME, namespace), least=0.0, most=MOST_S) if records else 0.0
         for session, value in records.items():
             rest = len(value) - _HEAD.size
             if len(session) != SESSION_ID_BYTES or rest < 0 or rest % SEGMENT_ID_BYTES:
@@ -158,9 +169,9 @@ class RedisSessions(RedisCatalogue):
                 SessionListing(
                     SessionId(session),
                     "ended" if head % 8 >= 4 else state,
-                    float(ends) if ends > now else 0.0,
+                    real(ends) if ends > now else 0.0,
                     _PRIORITIES[min(head % 4, 2)],
-                    float(head // 8 * MINUTE_S),
+                    real(head // 8 * MINUTE_S),
                     len(sizes),
                     sum(sizes),
                 )
@@ -172,8 +183,7 @@ class RedisSessions(RedisCatalogue):
         if not segments:
             return []
         values = self._client.command("HMGET", key(namespace, "segs"), *segments)
-        sizes = [value.split(b":", 1)[0] for value in values if value]
-        return [int(size) if size.isdigit() else 0 for size in sizes]
+        return [size_of(value) for value in values if value]
 
     @understood
     def owners(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SessionId]:
@@ -190,20 +200,24 @@ class RedisSessions(RedisCatalogue):
     @understood
     def retained(self, namespace: NamespaceId) -> dict[SaltId, int]:
         over: Counter[bytes] = Counter()
-        first, told, more = 0, [], True
-        while more:
+        told: list[bytes] = []
+        for first in range(0, _MOST_OVER, _RETAINED_SLICE):
             told, some = self._run(_RETAINED, namespace, first, _RETAINED_SLICE)
             for salt, nbytes in zip(some[::2], some[1::2], strict=True):
-                over[b""] += int(nbytes)
-                over[salt] += int(nbytes) if salt else 0
-            first, more = first + _RETAINED_SLICE, len(some) == 2 * _RETAINED_SLICE
-        held = {salt: int(n) - over[salt] for salt, n in zip(told[::2], told[1::2], strict=True)}
+                over[b""] += whole(nbytes)
+                over[salt] += whole(nbytes) if salt else 0
+            if len(some) < 2 * _RETAINED_SLICE:
+                break
+        held = {salt: whole(n) - over[salt] for salt, n in zip(told[::2], told[1::2], strict=True)}
         return {SaltId(salt): n for salt, n in held.items() if len(salt) in (0, SALT_ID_BYTES) and n > 0}
 
     @understood
     def expire(self, namespace: NamespaceId) -> int:
         gone = 0
-        while some := int(self._run(_EXPIRE, namespace)):
+        for _ in range(_EXPIRE_ROUNDS):
+            some = whole(self._run(_EXPIRE, namespace))
+            if not some:
+                break
             gone += some
         return gone
 

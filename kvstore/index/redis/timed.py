@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import redis
@@ -52,7 +53,7 @@ def connecting(more_s: float) -> float:
     Returns how many seconds are left of it then, at most; infinity outside of a call.
     """
     if _call.end_s is None:
-        return float("inf")
+        return inf
     if not _call.connects:
         _call.connects = True
         _call.end_s += more_s
@@ -63,7 +64,7 @@ def connecting(more_s: float) -> float:
 def sooner(within_s: float) -> Iterator[None]:
     """Gives what this thread does here at most `within_s` seconds of its call, connecting included."""
     end_s, connects = _call.end_s, _call.connects
-    _call.end_s, _call.connects = min(end_s or float("inf"), time.monotonic() + within_s), True
+    _call.end_s, _call.connects = min(end_s or inf, time.monotonic() + within_s), True
     try:
         yield
     finally:
@@ -76,7 +77,7 @@ class TimedSocket:
     def __init__(self, inner: Any, timeout_s: float) -> None:
         self._inner = inner
         self._timeout_s = timeout_s
-        self._end_s = float("inf")
+        self._end_s = inf
         self._received = 0
         self._late = False
 

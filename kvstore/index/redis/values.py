@@ -11,6 +11,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from kvstore.errors import DamagedIndex
 from kvstore.index.contract import QUOTA_RULES, BadArgument, cached, whole_seconds
 from kvstore.index.eviction import MINUTE_S, WORTH_MINUTES
+from kvstore.index.numbers import real, whole
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.sharding.names import base_of, is_name
 from kvstore.keys import SEGMENT_ID_BYTES, NamespaceId, SegmentId
@@ -41,8 +42,8 @@ _UNIT = 1 << 26
 #: What Python raises when an answer is taken apart that none of the schema's values explains.
 _SENSELESS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _TEXT_CHARS = 200
-#: The greatest whole number up to which Lua counts exactly.
-_MOST = 1 << 53
+#: Most digits of a segment's bytes that scripts believe (lua/keys.lua).
+_SIZE_DIGITS = 15
 
 _Part = TypeVar("_Part", bound="RedisPart")
 _P = ParamSpec("_P")
@@ -119,8 +120,12 @@ class RedisPart:
         most: int,
         *args: bytes | str | int | float,
     ) -> int:
-        """Runs a script on `packed`, at most `most` of them at a time. Returns the sum of its answers."""
-        return sum(self._run(script, namespace, b"".join(some), *args) for some in batches(packed, most))
+        """Runs a script on `packed`, at most `most` of them at a time. Returns the sum of its answers, each a
+        number of those that it was given."""
+        return sum(
+            whole(self._run(script, namespace, b"".join(some), *args), most=len(some))
+            for some in batches(packed, most)
+        )
 
     def deletion(self, delete_after_s: float) -> str:
         """Returns the argument that tells grace.lua when payloads may be deleted."""
@@ -141,20 +146,24 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, score: bytes | str | float) -> Use:
-        exact = float(score)
+        exact = real(score)
         if not 0 <= exact < _UNIT * 2.0:
             return cls(0.0, 0.0)
         keep = math.ceil(exact * 4) / 4
-        depth, worth = divmod(int((keep - exact) * _UNIT), _WORTHS)
-        return cls(keep * float(MINUTE_S), (keep - worth * WORTH_MINUTES) * float(MINUTE_S), depth)
+        depth, worth = divmod(math.floor((keep - exact) * _UNIT), _WORTHS)
+        return cls(keep * MINUTE_S, (keep - worth * WORTH_MINUTES) * MINUTE_S, depth)
 
 
 def number(value: bytes | None) -> int:
     """Returns a number of `meta`, 0 if there is none. Raises ValueError for one that nobody has counted."""
-    found = int(value or 0)
-    if not 0 <= found <= _MOST:
-        raise ValueError(f"{found} was never counted")
-    return found
+    return whole(value or 0)
+
+
+def size_of(value: bytes) -> int:
+    """Returns the bytes of the segment with this value; of a damaged one 0, as scripts do: it must be
+    possible to count past it and to evict it."""
+    digits = value.split(b":", 1)[0]
+    return whole(digits) if digits.isdigit() and len(digits) <= _SIZE_DIGITS else 0
 
 
 def is_namespace(name: bytes) -> bool:

@@ -50,7 +50,8 @@ def slot_of(tag: str) -> int:
 
 def is_name(text: str) -> bool:
     """Tells whether a text has the form of a namespace's id, or of the name of a shard of one."""
-    return _NAME.fullmatch(text) is not None
+    found = _NAME.fullmatch(text)
+    return found is not None and (found[2] is None or int(found[3]) < int(found[2]) <= MOST_SHARDS)
 
 
 def base_of(name: NamespaceId) -> NamespaceId:

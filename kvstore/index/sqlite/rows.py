@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeVar
 
 from kvstore.index.contract import cached, whole_seconds
 from kvstore.index.maintenance import Usage
+from kvstore.index.numbers import whole
+from kvstore.index.sharding.names import MOST_SHARDS
 from kvstore.keys import NamespaceId, SegmentId
 from kvstore.rules.units import batches
 from kvstore.sqlite import SqliteDatabase
@@ -113,7 +115,7 @@ def add_to_trash(
 def shards_of(db: sqlite3.Connection, namespace: NamespaceId) -> int:
     """Returns in how many shards a namespace lies."""
     row = db.execute("SELECT abs(nbytes) FROM quotas WHERE scope = ?", (f"{SHARDS}{namespace}",)).fetchone()
-    return row[0] if row else 1
+    return whole(row[0], least=1, most=MOST_SHARDS) if row else 1
 
 
 def is_laid_out(db: sqlite3.Connection, namespace: NamespaceId) -> bool:

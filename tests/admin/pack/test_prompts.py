@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,127 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as found:
         read_prompts(written(tmp_path, text))
     assert said in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "{name: a, file: ../secret}",
+        "{name: a, file: below/../../secret}",
+        "{name: a, file: '%(outside)s/secret'}",
+        "{name: a, file: link}",
+        "{name: a, file: folder/secret}",
+        "{name: a, file: /proc/self/environ}",
+        "{name: a, messages: [{role: system, file: ../secret}]}",
+    ],
+)
+def test_what_lies_outside_of_the_folder_is_not_read(tmp_path: Path, entry: str) -> None:
+    (tmp_path / "secret").write_text("a token")
+    folder = tmp_path / "prompts"
+    (folder / "below").mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "folder").symlink_to(tmp_path)
+    path = written(folder, f"prompts: [{entry % {'outside': tmp_path}}]")
+    with pytest.raises(ConfigError, match="is not below the folder of the prompts' file"):
+        read_prompts(path)
+
+
+def test_hidden_files_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("a token")
+    (tmp_path / "link").symlink_to(tmp_path / ".git" / "config")
+    for file in (".git/config", "link"):
+        with pytest.raises(ConfigError, match="is hidden"):
+            read_prompts(written(tmp_path, f"prompts: [{{name: a, file: {file}}}]"))
+
+
+def test_files_of_a_config_map_are_read(tmp_path: Path) -> None:
+    """Kubernetes mounts them as links to links."""
+    there = tmp_path / "..2026_11_24"
+    there.mkdir()
+    (there / "rules.md").write_text("Be kind.")
+    (tmp_path / "..data").symlink_to(there.name)
+    (tmp_path / "rules.md").symlink_to("..data/rules.md")
+    written(there, "prompts: [{name: a, file: rules.md}]")
+    (tmp_path / "prompts.yaml").symlink_to("..data/prompts.yaml")
+    assert read_prompts(tmp_path / "prompts.yaml") == [{"name": "a", "text": "Be kind."}]
+
+
+def within(seconds: float, path: Path) -> str:
+    """Reads prompts on a thread, for an old reader never ended; returns why it gave up."""
+    said: list[str] = []
+
+    def read() -> None:
+        try:
+            read_prompts(path)
+        except ConfigError as exc:
+            said.append(str(exc))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert said, "it is still reading" if thread.is_alive() else "it was read"
+    return said[0]
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert "no regular file" in within(60, written(tmp_path, "prompts: [{name: a, file: fifo}]"))
+    assert "no regular file" in within(60, tmp_path / "fifo")
+    assert "no regular file" in within(60, written(tmp_path, "prompts: [{name: a, file: .}]"))
+
+
+def test_yaml_stands_for_no_more_than_it_says(tmp_path: Path) -> None:
+    """Ten lines of aliases are 10 GB of text; a message that holds itself has no end."""
+    lines = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 10)]
+    message = "\n".join(f"      {line}" for line in ["x0: &x0 ten letters", *lines])
+    path = written(tmp_path, f"prompts:\n- name: a\n  messages:\n    - role: user\n{message}\n")
+    assert "*x0 is an alias" in within(60, path)
+    path = written(tmp_path, "prompts: [{name: a, messages: [&me {role: user, content: b, self: *me}]}]")
+    assert "*me is an alias" in within(60, path)
+
+
+def test_all_files_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 64 MiB that is named four million times would fill any memory."""
+    monkeypatch.setattr("kvstore.admin.pack.prompts._MOST_TOGETHER", 1000)
+    (tmp_path / "a.txt").write_text("a" * 300)
+    path = written(tmp_path, "prompts: [" + ", ".join(f"{{name: p{n}, file: a.txt}}" for n in range(4)) + "]")
+    with pytest.raises(ConfigError, match="make several packs"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[{type: image_url, image_url: {url: 'http://169.254.169.254/latest/meta-data/'}}]",
+        "[{type: text, text: a}, {image_url: 'http://169.254.169.254/'}]",
+        "[{type: text, text: a, image_url: 'http://169.254.169.254/'}]",
+        "[{type: input_image, image_url: 'http://169.254.169.254/'}]",
+        "[{type: video_url, video_url: {url: 'file:///etc/passwd'}}]",
+        "[{type: audio_url, audio_url: {url: 'https://other.example/a.wav'}}]",
+        "[{type: text, text: {image_url: 'http://169.254.169.254/'}}]",
+        "{image_url: 'http://169.254.169.254/'}",
+        "[[{image_url: 'http://169.254.169.254/'}]]",
+        "[{type: [image_url], image_url: 'http://169.254.169.254/'}]",
+    ],
+)
+def test_no_address_is_asked(tmp_path: Path, content: str) -> None:
+    path = written(tmp_path, f"prompts: [{{name: a, messages: [{{role: user, content: {content}}}]}}]")
+    with pytest.raises(ConfigError, match="prompt 'a': a message's content is text"):
+        read_prompts(path)
+
+
+def test_parts_of_text_are_text(tmp_path: Path) -> None:
+    content = "[b, {type: text, text: c}, {type: refusal, refusal: d}]"
+    path = written(tmp_path, f"prompts: [{{name: a, messages: [{{role: user, content: {content}}}]}}]")
+    [message] = read_prompts(path)[0]["messages"]
+    assert message["content"] == ["b", {"type": "text", "text": "c"}, {"type": "refusal", "refusal": "d"}]
+
+
+def test_what_json_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "prompts: [{name: a, messages: [{role: user, content: b, day: 2026-11-24}]}]")
+    with pytest.raises(ConfigError, match="is neither YAML nor JSON: Object of type date"):
+        read_prompts(path)
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ def _whole(kind: str, what: str, *words: str | bytes) -> Poison:
     return Poison(kind, what, lambda raw, _: (raw.delete(words[1]), raw.execute_command(*words)))
 
 
+def _quota_of_5000_digits(raw: redis.Redis, prefix: str) -> object:
+    # More than the interpreter makes a number of.
+    name = prefix.removeprefix("kvs:{").removesuffix("}:")
+    return raw.hset("kvs:quotas", f"namespace/{name}", b"9" * 5000)
+
+
 def _holder(kind: str, what: str, *more: str | int) -> Poison:
     def do(raw: redis.Redis, prefix: str) -> object:
         return raw.execute_command("SET", _first(raw, prefix, f"{kind}:*"), b"stranger", *more)
@@ -142,6 +148,7 @@ POISONS = [
     _field("cursor", b"0:" + HUGE),
     _field("erased", HUGE + b":" + HUGE),
     _field("json", b"[]"),
+    _field("json", b"[" * 100_000)._replace(what="nested deeper than the interpreter recurses"),
     _hash("b:", "b:*", "short entry", None, b"x"),
     _hash("b:", "b:*", "entry without a slot", None, b"12345678"),
     _hash("b:", "b:*", "long entry", None, bytes(40)),
@@ -218,6 +225,7 @@ POISONS = [
     ),
     _whole("kvs:quotas", "of another type", "SET", "kvs:quotas", "x"),
     _whole("kvs:quotas", "no number", "HSET", "kvs:quotas", b"tenant/\xff", "x"),
+    Poison("kvs:quotas", "of 5,000 digits", _quota_of_5000_digits),
     _whole("kvs:operations", "of another type", "SET", "kvs:operations", "x"),
     _whole("kvs:operations", "other entry", "XADD", "kvs:operations", "*", b"\xff", b"\xff"),
     _whole("kvs:lease:", "of another type", "LPUSH", "kvs:lease:janitor", "x"),

@@ -11,11 +11,13 @@ from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 
 from kvstore.build import load_settings
 from kvstore.conformance.index.chains import chain, namespace, record
+from kvstore.conformance.index.sessions import ALL, later
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.port import Claim, CommitState, Outcome, Run
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
-from kvstore.keys import NamespaceId, SegmentId, namespace_id, new_segment_id
+from kvstore.index.sharding.names import is_name
+from kvstore.keys import NO_SALT, NamespaceId, SegmentId, namespace_id, new_segment_id, session_id
 from kvstore.metrics import Counters
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.store.backends import Backends
@@ -25,6 +27,9 @@ from schemas.records import pack_record
 
 NAME = namespace_id(namespace())
 SEGMENT = SegmentId(b"12345678")
+CHAT = session_id(NO_SALT, "chat")
+#: Verbs of many calls.
+SLOW = ("expire", "drain", "sweep", "erase")
 ASKED = 8
 CHAIN = chain(ASKED)
 #: A value of `segs`: a segment of 30 slots.
@@ -138,6 +143,25 @@ VERBS: dict[str, Callable[[RedisIndex], Any]] = {
     "last_position": lambda index: index.last_position(NAME),
     "seen": lambda index: index.seen(NAME),
     "ghosts": lambda index: index.ghosts(NAME),
+    "session": lambda index: index.session(NAME, CHAT, [SEGMENT], 1.0, later(60.0), allowance=ALL),
+    "owned": lambda index: index.owned(NAME, CHAT),
+    "find_sessions": lambda index: index.find_sessions(NAME, [CHAT]),
+    "owners": lambda index: index.owners(NAME, [SEGMENT]),
+    "expire": lambda index: index.expire(NAME),
+    "holdings": lambda index: index.holdings(NAME, 0),
+    "forbid": lambda index: index.forbidden(NAME),
+    "layout": lambda index: index.layout(NAME),
+    "lay_out": lambda index: index.lay_out(namespace(), expected_blocks=10, shards=8),
+    "reachable": lambda index: index.reachable(),
+    "sweep": lambda index: index.sweep(NAME, 100),
+    "erase": lambda index: index.erase(NAME, 100),
+    "drain": lambda index: index.drain(NAME, delete_after_s=1.0, limit=100),
+    "invalidate": lambda index: index.invalidate(NAME),
+    "pin": lambda index: index.pin(NAME, [SEGMENT], most_bytes=1),
+    "unpin": lambda index: index.unpin(NAME, [SEGMENT]),
+    "unlist": lambda index: index.unlist(NAME, [SEGMENT]),
+    "asked": lambda index: index.asked(NAME, 1.0),
+    "warnings": lambda index: index.warnings(),
 }
 
 
@@ -161,7 +185,7 @@ def any_reply(chance: random.Random, depth: int = 0) -> Any:
 def test_any_reply_ends_in_an_answer_or_an_error_of_the_tree(verb: str) -> None:
     chance = random.Random(verb)
     index = answering(lambda: any_reply(chance))
-    for _ in range(400):
+    for _ in range(400 if verb not in SLOW else 40):
         try:
             answer = VERBS[verb](index)
         except KVStoreError:
@@ -181,6 +205,67 @@ def test_any_reply_ends_in_an_answer_or_an_error_of_the_tree(verb: str) -> None:
             assert isinstance(answer, int) and 0 <= answer <= ASKED
         elif verb == "register":
             assert answer == NAME
+
+
+FAR = (-(1 << 62), -1, 3, 16_384, 1 << 62, b"9" * 5000, b"-1", b"1e400", float("inf"), float("nan"))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_number_makes_a_call_endless(verb: str) -> None:
+    """Whatever it is that each answer says again: how many are left, how many went, how far it came."""
+    for number in (0, 1, *FAR):
+        for reply in (
+            number,
+            *([number] * size for size in range(1, 7)),
+            [[], number, number],
+            [[], [], number],
+        ):
+            calls = 0
+
+            def said(reply: Any = reply) -> Any:
+                nonlocal calls
+                calls += 1
+                assert calls < 50_000, f"{verb} goes on for ever if it is told {reply!r:.80}"
+                return reply
+
+            try:
+                VERBS[verb](answering(said))
+            except KVStoreError:
+                pass
+
+
+def test_no_namespace_lies_in_more_shards_than_there_are_tags() -> None:
+    """Each is a call: 16,384 of them took minutes, and 4.6e18 don't end."""
+    for shards in (257, 16_384, 1 << 62):
+        with pytest.raises(DamagedIndex):
+            answering(lambda shards=shards: -shards).lay_out(namespace(), expected_blocks=10, shards=8)  # type: ignore[misc]
+        fields = [b"3", b"%d" % shards, b"kv", None, None, None, None, None]
+        with pytest.raises(DamagedIndex):
+            answering(lambda fields=fields: fields).layout(NAME)  # type: ignore[misc]
+        assert not is_name(f"{NAME}.{shards}.0.0")
+    assert is_name(f"{NAME}.256.255.0") and not is_name(f"{NAME}.8.8.0")
+
+
+@pytest.mark.parametrize("evicted", [-(1 << 62), -1, 2, 1 << 62])
+def test_no_more_segments_were_evicted_than_were_named(evicted: int) -> None:
+    """-4.6e18 of 1: as many were given back to the bound on bad ones, under the lock that matches take."""
+    index = answering(lambda: evicted)
+    with pytest.raises(DamagedIndex):
+        index.evict(NAME, [SEGMENT], delete_after_s=1.0, rule="bad")
+    for verb in (index.unpin, index.unlist):
+        with pytest.raises(DamagedIndex):
+            verb(NAME, [SEGMENT])
+
+
+def test_a_quota_that_can_not_be_is_none() -> None:
+    told = {
+        b"tenant/a": b"9" * 5000,
+        b"tenant/b": b"-1",
+        b"tenant/c": b"\xb2",
+        b"tenant/d": b"7",
+        b"tenant/e": b"9" * 20,
+    }
+    assert answering(lambda: told).quotas() == {"tenant/d": 7}
 
 
 def _check_runs(runs: list[Run]) -> None:

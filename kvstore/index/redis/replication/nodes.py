@@ -8,6 +8,8 @@ from typing import Any, Final
 import redis
 from redis.cluster import RedisCluster
 
+from kvstore.index.numbers import whole
+
 Address = tuple[str, int]
 #: Most replicas of one master that are read.
 MOST_REPLICAS: Final = 8
@@ -41,8 +43,9 @@ def client_of(client: redis.Redis | RedisCluster, nodes: Sequence[Address]) -> A
 
 def listed(told: dict[str, Any]) -> list[Address]:
     """Returns the replicas that a master names. Raises one of GARBLED."""
-    lines = [told[f"slave{number}"] for number in range(min(int(told["connected_slaves"]), MOST_REPLICAS))]
-    return [(str(line["ip"]), int(line["port"])) for line in lines if line["state"] == "online"]
+    count = min(whole(told["connected_slaves"]), MOST_REPLICAS)
+    lines = [told[f"slave{number}"] for number in range(count)]
+    return [(str(line["ip"]), _port(line["port"])) for line in lines if line["state"] == "online"]
 
 
 def listed_by_cluster(client: Any, master: Address) -> list[Address]:
@@ -50,7 +53,11 @@ def listed_by_cluster(client: Any, master: Address) -> list[Address]:
     # In two words: redis-py takes the answer to "CLUSTER SLOTS" apart.
     for _, _, *nodes in client.execute_command("CLUSTER", "SLOTS"):
         # A node that doesn't know its own name is where it was asked.
-        first, *others = [((one[0] or b"").decode("ascii") or master[0], int(one[1])) for one in nodes]
+        first, *others = [((one[0] or b"").decode("ascii") or master[0], _port(one[1])) for one in nodes]
         if first == master:
             return others
     return []
+
+
+def _port(told: Any) -> int:
+    return whole(told, least=1, most=65_535)

@@ -31,6 +31,7 @@ from typing import Any, Final
 import redis
 from redis.cluster import RedisCluster
 
+from kvstore.index.numbers import whole
 from kvstore.index.redis.errors import FAILURES, denied
 from kvstore.index.redis.replication.nodes import (
     GARBLED,
@@ -228,7 +229,7 @@ class Replicas:
         asked_s = self._monotonic()
         try:
             told = self._told(client_of(client, nodes), master.took[None])
-            history, written = str(told["master_replid"]), int(told["master_repl_offset"])
+            history, written = str(told["master_replid"]), whole(told["master_repl_offset"])
             if told["role"] != "master":
                 history = ""
         except (*FAILURES, *GARBLED) as exc:
@@ -281,7 +282,7 @@ class Replicas:
         """Raises one of FAILURES or GARBLED."""
         if not nodes:
             return listed(told)
-        if int(told["connected_slaves"]) == len(nodes) - 1 and not master.excluded:
+        if whole(told["connected_slaves"]) == len(nodes) - 1 and not master.excluded:
             return nodes[1:]
         # The client asks for a Cluster's nodes when something fails on its own way, and not for replicas that
         # came since, or came back elsewhere. Of a large Cluster the answer is long.
@@ -301,8 +302,8 @@ class Replicas:
         try:
             took, own = master.took[address], master.took[None]
             told = self._told(client, took)
-            has = int(told["slave_repl_offset"])
-            if str(told["master_replid"]) != history or int(told["master_sync_in_progress"]):
+            has = whole(told["slave_repl_offset"])
+            if str(told["master_replid"]) != history or whole(told["master_sync_in_progress"]):
                 why = "it follows another master, or has not begun to"
             elif _is_far(took, own):
                 why = f"it answers in {min(took) * 1e3:.1f} ms, its master in {min(own) * 1e3:.1f}"
@@ -374,7 +375,7 @@ def _prover(master: _Master, address: Address) -> Proof:
             return
         same = told.get(b"master_replid") == known.history.encode()
         has = told.get(b"slave_repl_offset", b"")
-        if not (same and told.get(b"role") == b"slave" and has.isdigit() and int(has) >= known.has):
+        if not (same and told.get(b"role") == b"slave" and has.isdigit() and whole(has) >= known.has):
             raise redis.ConnectionError("the replica is another one than was asked, or has less than it had")
 
     return prove
