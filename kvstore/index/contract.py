@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, wraps
-from math import ceil
+from math import ceil, inf
 
 import xxhash
 
@@ -24,6 +24,8 @@ from kvstore.keys import (
 from kvstore.rules.reasons import FAULTS
 from schemas.records import CREATED_AT, HEAD_BYTES, SALT_ID_BYTES, EvictionRule, SegmentRecord, pack_head
 
+#: Seconds by which the clocks of an index's servers may differ, and of those that take over from each other.
+CLOCKS_DIFFER_S = 60
 #: Seconds after which an incomplete commit is forgotten.
 INCOMPLETE_TTL_S = 3600
 #: A claim or a lease may end at most this many of an asker's times to live from now, or it doesn't count.
@@ -188,9 +190,16 @@ def missed(outcome: Outcome) -> bytes:
     return outcome.missing[: MISSING_DIGESTS * DIGEST_BYTES] if absent else b""
 
 
-def is_forbidden(forbidden: Mapping[SaltId, float], salt: SaltId, created_s: float) -> bool:
-    """Tells whether `Salts.forbidden` of a namespace covers what was created under a salt at that time."""
-    return created_s <= max(forbidden.get(NO_SALT, -1.0), forbidden.get(salt, -1.0))
+def is_forbidden(
+    forbidden: Mapping[SaltId, float], salt: SaltId, created_s: float, now_s: float = inf
+) -> bool:
+    """Tells whether `Salts.forbidden` of a namespace covers what was created under a salt at that time.
+
+    A time that is yet to come at `now_s`, by more than servers' clocks differ, proves nothing: it is forbidden
+    if anything is under that salt.
+    """
+    until_s = max(forbidden.get(NO_SALT, -1.0), forbidden.get(salt, -1.0))
+    return created_s <= until_s or (until_s >= 0 and created_s > now_s + CLOCKS_DIFFER_S)
 
 
 def minute(now_s: float) -> float:

@@ -138,7 +138,13 @@ class SegmentWriter:
 
     def put(self, slots: Sequence[Slot], part: Part) -> Encoded:
         """Encodes a part and stores its payload."""
-        encoded = encode(
+        encoded = self.encoded(slots, part)
+        self._backends.payloads.put(self.name(part), encoded.buffers)
+        return encoded
+
+    def encoded(self, slots: Sequence[Slot], part: Part) -> Encoded:
+        """Returns the payload of a part."""
+        return encode(
             slots,
             namespace_json=self._json,
             kind=self._namespace.kind,
@@ -153,8 +159,6 @@ class SegmentWriter:
             salt=part.salt,
             keyring=self._backends.keyring,
         )
-        self._backends.payloads.put(self.name(part), encoded.buffers)
-        return encoded
 
     def commit(self, slots: Sequence[Slot], part: Part, encoded: Encoded) -> CommitState:
         """Commits a part whose payload is stored."""

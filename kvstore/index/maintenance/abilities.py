@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+from kvstore.index.contract import CLOCKS_DIFFER_S as CLOCKS_DIFFER_S
 from kvstore.index.maintenance.catalogue import Listing
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 
@@ -51,10 +52,6 @@ class Ages(ABC):
         it evicted, and what the next call is to give as `after`: "" where all have been looked at.
         `delete_after_s` as in Index.evict. Does nothing for an unknown namespace.
         """
-
-
-#: Seconds by which an engine's clock may be ahead of the index's without a save escaping `Salts.forbid`.
-CLOCKS_DIFFER_S = 60
 
 
 class Salts(ABC):

@@ -122,11 +122,15 @@ class RedisMaintenance(RedisPart):
         return int(gone), str(int(cursor)) if cursor else ""
 
     @understood
+    def now(self, namespace: NamespaceId) -> float:
+        return float(self._run(_TIME, namespace))
+
+    @understood
     def reapable(
         self, namespace: NamespaceId, now_s: float | None, limit: int
     ) -> list[tuple[SegmentId, int]]:
         if now_s is None:
-            now_s = float(self._run(_TIME, namespace))
+            now_s = self.now(namespace)
         after_s = floor(now_s) + 1
         found: dict[SegmentId, int] = {}
         for first in range(0, max(0, limit), _REAPABLE_SLICE):
