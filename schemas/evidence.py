@@ -1,4 +1,4 @@
-"""The object beside the payloads that says what of a namespace may not come back (kvstore.payloads.evidence)."""
+"""The object beside the payloads that says what of a namespace may not come back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from schemas.base import MAX_NUMBER, StrictModel
 
-_Salt = Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\Z")]
+_Salt = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
 
 
 class RefusalsObject(StrictModel):

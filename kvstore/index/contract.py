@@ -195,8 +195,8 @@ def is_forbidden(
 ) -> bool:
     """Tells whether `Salts.forbidden` of a namespace covers what was created under a salt at that time.
 
-    A time that is yet to come at `now_s`, by more than servers' clocks differ, proves nothing: it is forbidden
-    if anything is under that salt.
+    A time that is yet to come at `now_s`, by more than servers' clocks differ, proves nothing: it is
+    forbidden if anything is under that salt.
     """
     until_s = max(forbidden.get(NO_SALT, -1.0), forbidden.get(salt, -1.0))
     return created_s <= until_s or (until_s >= 0 and created_s > now_s + CLOCKS_DIFFER_S)

@@ -467,11 +467,11 @@ class Space:
         fewer if they can't be kept. Never raises.
         """
         kept: list[str] = []
-        if self._quarantine.add(
-            self.id,
-            segment,
-            condemned=lambda: kept.extend(self._evidence(segment, record, rank, computed, depth)),
-        ):
+
+        def keep() -> None:
+            kept.extend(self._evidence(segment, record, rank, computed, depth))
+
+        if self._quarantine.add(self.id, segment, condemned=keep):
             try:
                 self.backends.payloads.delete(
                     [payload_name(self.id, segment, one) for one in range(len(record.parts))]
@@ -480,9 +480,7 @@ class Space:
                 # The trash has them as well, and the evidence keeps them from coming back.
                 log.warning("condemned segment %s could not be deleted yet: %s", segment.hex(), exc)
             except Exception:
-                log.exception(
-                    "condemned segment %s could not be deleted: an unexpected failure", segment.hex()
-                )
+                log.exception("condemned segment %s could not be deleted", segment.hex())
         return kept
 
     def _evidence(
@@ -505,7 +503,7 @@ class Space:
         except KVStoreError as exc:
             log.warning("no evidence of segment %s could be kept: %s", segment.hex(), exc)
         except Exception:
-            log.exception("no evidence of segment %s could be kept: an unexpected failure", segment.hex())
+            log.exception("no evidence of segment %s could be kept", segment.hex())
 
     def abandon(self, segment: SegmentId) -> None:
         """Deletes what the other ranks have written of a segment of which one rank has not. Never raises.

@@ -29,8 +29,8 @@ Bar = Literal["condemned", "forgotten"]
 #: Why, for people.
 WHY: Final[Mapping[Bar, str]] = {
     "condemned": "an audit found that it is wrong; `cache-admin gc --apply` deletes what is left of it",
-    "forgotten": "its tenant or salt was erased, or its namespace invalidated, and it was not saved after that "
-    "for sure; `cache-admin gc --apply` deletes it",
+    "forgotten": "its tenant or salt was erased, or its namespace invalidated, and nothing proves that it "
+    "was saved after that; `cache-admin gc --apply` deletes it",
 }
 
 
@@ -46,8 +46,9 @@ class Returns:
         self._known: dict[NamespaceId, tuple[Barred, float]] = {}
 
     def barred(self, namespace: NamespaceId, segment: SegmentId, record: SegmentRecord) -> Bar | None:
-        """Returns why a segment of this record may not come back; None: it may. Raises what the backends raise,
-        and CorruptPayload if nothing can be said."""
+        """Returns why a segment of this record may not come back; None: it may.
+
+        Raises what the backends raise, and CorruptPayload if nothing can be said."""
         barred, now_s = self._of(namespace)
         if segment in barred.condemned:
             return "condemned"

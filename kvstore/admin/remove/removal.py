@@ -83,7 +83,7 @@ class NamespaceRemoval:
         return self.deleted - before
 
     def delete_evidence(self, salt: SaltId = NO_SALT) -> int:
-        """Deletes what is kept of this namespace as evidence, or of a salt alone, and what can't be read here.
+        """Deletes what is kept of this namespace as evidence, or of a salt alone and what can't be read here.
         Returns how much."""
         evidence, keyring = self._cache.evidence, self._cache.keyring
         names = []
