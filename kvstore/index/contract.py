@@ -108,9 +108,15 @@ def check_commit(segment: SegmentId, digests: bytes, record: SegmentRecord, rank
 
 
 def agreement(digests: bytes, record: SegmentRecord, ranks: int) -> bytes:
-    """Returns what all ranks' commits of a segment must share: a checksum of its digests, and its record's
-    head."""
+    """Returns what all ranks' commits of a segment must share, but for when it was created: a checksum of its
+    digests, and its record's head."""
     return xxhash.xxh3_64_digest(digests) + pack_head(record, ranks)
+
+
+def undated(agreed: bytes) -> bytes:
+    """Returns what ranks must agree on, of what they say: all but when it was created."""
+    at = _CHECKSUM_BYTES + CREATED_AT
+    return agreed[:at] + bytes(4) + agreed[at + 4 :]
 
 
 def salt_of(agreed: bytes) -> SaltId:
@@ -119,7 +125,7 @@ def salt_of(agreed: bytes) -> SaltId:
 
 
 def created_of(agreed: bytes) -> int:
-    """Returns when what ranks have agreed on was created, unix seconds."""
+    """Returns when it was created, unix seconds, of what one rank says."""
     at = _CHECKSUM_BYTES + CREATED_AT
     return int.from_bytes(agreed[at : at + 4], "little")
 
@@ -205,6 +211,11 @@ def is_forbidden(
 def minute(now_s: float) -> float:
     """Returns the unix minute of a time, down to the quarter: the resolution of recency."""
     return now_s // QUARTER_S / 4
+
+
+def use_minute(now_s: float, used_s: float | None) -> float:
+    """Returns the minute of a use: that of now, by the index's own clock, or an earlier one."""
+    return minute(now_s if used_s is None else min(now_s, used_s))
 
 
 def saved_minute(created_s: float) -> float:

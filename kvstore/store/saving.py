@@ -39,6 +39,10 @@ _T = TypeVar("_T")
 #: How long a claim that is given back still lasts, in seconds: the shortest time that an index knows.
 _AT_ONCE_S = 0.001
 
+#: For how long a save may have waited here before its claim, in seconds. Only this difference of two times on
+#: the writer's clock counts, so that an erasure covers what was to be saved before it.
+_MOST_WAITED_S = 300.0
+
 SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
 
@@ -59,7 +63,7 @@ class Part:
     segment: SegmentId
     #: Position in its chain of the first slot.
     depth: int
-    #: Unix time.
+    #: When it was made, unix seconds: by the index's clock (Claim.at_s), once its blocks are claimed.
     created_s: int
     rank: int = 0
     ranks: int = 1
@@ -109,7 +113,9 @@ class SegmentWriter:
         present = claim.present if part.ranks == 1 else 0
         rest = slots[present:]
         cost = rounded_cost(part.cost_us * len(rest) / len(slots))
-        part = replace(part, depth=part.depth + present, cost_us=cost)
+        waited_s = min(max(0.0, backends.clock() - part.created_s), _MOST_WAITED_S)
+        created_s = max(0, int(claim.at_s - waited_s))
+        part = replace(part, depth=part.depth + present, created_s=created_s, cost_us=cost)
         try:
             encoded = self.put(rest, part)
         except KVStoreError:

@@ -327,7 +327,7 @@ class Space:
         """Tells the index that segments were used by a request without a session. Never raises: recency is
         advisory."""
         try:
-            self.backends.index.touch(self.id, segments, self.backends.clock())
+            self.backends.index.touch(self.id, segments)
         except KVStoreError as exc:
             log.debug("touch failed: %s", exc)
         except Exception:

@@ -143,7 +143,7 @@ class Intake:
             # It was in the trash, and its payload was deleted between our put and our commit.
             raise NotNow("its old copy was deleted at the same moment; import again")
         # Without this its age would make it the first to be evicted.
-        store.index.touch(namespace, [segment], store.clock())
+        store.index.touch(namespace, [segment])
         self._filled += whole.record.nbytes
         store.rounds.committed(whole.record.nbytes)
 

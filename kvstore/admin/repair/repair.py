@@ -150,7 +150,7 @@ class Repairs:
         if done is None:
             return "failed"
         # What was retained is so no more, and that would be a time to come.
-        self.index.touch(name, [segment], min(listing.last_use_s, self.clock()))
+        self.index.touch(name, [segment], listing.last_use_s)
         if listing.pinned:
             # It was within the bound when it was pinned.
             self.index.pin(name, [segment], most_bytes=1 << 62)

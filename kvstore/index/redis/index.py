@@ -120,7 +120,6 @@ from kvstore.index.contract import (
     check_session,
     count_digests,
     minute,
-    saved_minute,
 )
 from kvstore.index.eviction import worth
 from kvstore.index.port import Claim, CommitState, Run
@@ -240,10 +239,10 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         reply = self._run(_CLAIM, namespace, digests, segment, ttl_ms)
         if reply is None:
             raise self._unregistered("claim", namespace)
-        present, granted = reply
+        present, granted, at_s = reply
         if not 0 <= present <= count:
             raise ValueError(f"{present} blocks of {count}")
-        return Claim(present=present, granted=bool(granted))
+        return Claim(present=present, granted=bool(granted), at_s=float(at_s))
 
     @understood
     def commit(
@@ -271,7 +270,6 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
             rank,
             ranks,
             INCOMPLETE_TTL_S,
-            saved_minute(record.created_s),
             worth(record.cost_us, record.nbytes) if self._cost_aware else 0,
             self._journal.events,
             session,
@@ -286,10 +284,12 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         return _STATES[state]
 
     @understood
-    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+    def touch(
+        self, namespace: NamespaceId, segments: Sequence[SegmentId], used_s: float | None = None
+    ) -> None:
         check_segments(segments)
         for number, some in enumerate(batches(segments, _TOUCH_SLICE)):
-            how = (minute(now_s), 0 if number else 1, HOT_MOST, HOT_KEPT)
+            how = ("" if used_s is None else minute(used_s), 0 if number else 1, HOT_MOST, HOT_KEPT)
             self._run(_TOUCH, namespace, b"".join(some), *how)
 
     @understood

@@ -183,7 +183,7 @@ def test_what_was_invalidated_comes_back_from_no_listing(here: Region, there: Re
         # What is saved afterwards is served, and comes back.
         with region.cache() as cache:
             last_s = max(cache.evidence.of(NAME).until_s.values())
-        until(lambda: time.time() > last_s + 1)  # noqa: B023
+        until(lambda: time.time() > last_s + 1)
         save(region)
         region.lose_the_index()
         again()
