@@ -205,7 +205,7 @@ def is_forbidden(
     forbidden if anything is under that salt.
     """
     until_s = max(forbidden.get(NO_SALT, -1.0), forbidden.get(salt, -1.0))
-    return created_s <= until_s or (until_s >= 0 and created_s > now_s + CLOCKS_DIFFER_S)
+    return min(created_s, now_s) <= until_s or (until_s >= 0 and created_s > now_s + CLOCKS_DIFFER_S)
 
 
 def minute(now_s: float) -> float:

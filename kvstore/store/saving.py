@@ -41,7 +41,7 @@ _AT_ONCE_S = 0.001
 
 #: For how long a save may have waited here before its claim, in seconds. Only this difference of two times on
 #: the writer's clock counts, so that an erasure covers what was to be saved before it.
-_MOST_WAITED_S = 300.0
+MOST_WAITED_S = 300.0
 
 SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
@@ -101,7 +101,7 @@ class SegmentWriter:
     def save(self, slots: Sequence[Slot], part: Part, *, insist: bool) -> Saved:
         """Saves those blocks that aren't stored yet; see Space.save."""
         backends = self._backends
-        digests = _digests(slots)
+        digests, waited_s = _digests(slots), max(0.0, backends.clock() - part.created_s)
         claim = self._registered(
             lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
         )
@@ -113,8 +113,7 @@ class SegmentWriter:
         present = claim.present if part.ranks == 1 else 0
         rest = slots[present:]
         cost = rounded_cost(part.cost_us * len(rest) / len(slots))
-        waited_s = min(max(0.0, backends.clock() - part.created_s), _MOST_WAITED_S)
-        created_s = max(0, int(claim.at_s - waited_s))
+        created_s = max(0, int(claim.at_s - min(waited_s, MOST_WAITED_S)))
         part = replace(part, depth=part.depth + present, created_s=created_s, cost_us=cost)
         try:
             encoded = self.put(rest, part)

@@ -46,7 +46,7 @@ class RankCommit:
         part = pack_part(self.record, self.record.parts[0])
         row = self._one("SELECT key, checksum, record FROM segments", self.place.generation)
         until = self._forbidden_until()
-        if said <= until or (until >= 0 and said > now + CLOCKS_DIFFER_S):
+        if created <= until or (until >= 0 and said > now + CLOCKS_DIFFER_S):
             evict_incomplete(self.db, self.place, self.segment, 0.0)
             return CommitState.REFUSED
         if row:

@@ -1,12 +1,13 @@
 -- claim: KEYS[1] meta, ARGV packed digests of a chain, segment, time to live in ms.
--- Answers {leading blocks that are stored, 1 if `segment` may be written with the rest, unix second}; nil if
+-- Answers {leading blocks that are stored, 1 if `segment` may be written with the rest, unix seconds}; nil if
 -- the namespace is unknown.
 --
 -- Race closed: two engines that finish the same prompt at the same moment both find block n missing.
 -- Looking and claiming are one step here, so only one of them is told to write it. All ranks of one
 -- segment name the same segment and so share its claim.
 if is_aside then return false end
-local now = redis.call('TIME')[1]
+local time = redis.call('TIME')
+local now = string.format('%d.%06d', time[1], time[2])
 
 local digests, segment, ttl = ARGV[1], ARGV[2], ARGV[3]
 local values, present = servable(digests, tonumber(bits))

@@ -10,7 +10,7 @@ end
 -- is_forbidden(salt, created, now): kvstore.index.contract.is_forbidden, which says why.
 local function is_forbidden(salt, created, now)
   local last = forbidden_until(salt)
-  return created <= last or last >= 0 and created > now + 60
+  return math.min(created, now) <= last or last >= 0 and created > now + 60
 end
 
 -- give_up(segment): what other ranks have written of it is to be deleted at once.
