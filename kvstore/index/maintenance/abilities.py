@@ -41,6 +41,10 @@ class Ages(ABC):
     """Serves nothing that is older than a time to live. Without it age does not matter."""
 
     @abstractmethod
+    def now(self, namespace: NamespaceId) -> float:
+        """Returns unix seconds by the index's own clock, where it keeps that namespace, known or not."""
+
+    @abstractmethod
     def age_out(
         self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
     ) -> tuple[int, str]:

@@ -60,10 +60,6 @@ class Removal(ABC):
         """
 
     @abstractmethod
-    def now(self, namespace: NamespaceId) -> float:
-        """Returns unix seconds by the index's own clock, where it keeps that namespace, known or not."""
-
-    @abstractmethod
     def reapable(
         self, namespace: NamespaceId, now_s: float | None, limit: int
     ) -> list[tuple[SegmentId, int]]:
