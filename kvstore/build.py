@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -41,6 +41,7 @@ from kvstore.keyfiles import open_keyring
 from kvstore.metrics import Counters
 from kvstore.payloads.breaking import BreakingPayloads
 from kvstore.payloads.bucket import for_engines, for_tools
+from kvstore.payloads.evidence import EVIDENCE, Evidence
 from kvstore.payloads.local import LocalPayloads
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.payloads.port import PayloadStore
@@ -205,6 +206,25 @@ def open_payloads(settings: Settings, *, patient: bool = True) -> PayloadStore:
     return for_tools(leaf, settings.s3, patient=patient) if settings.origin.startswith("s3://") else leaf
 
 
+def open_evidence(settings: Settings, *, patient: bool = True) -> Evidence:
+    """Returns the evidence beside the payloads that all nodes share. `patient` is for_tools'. No I/O."""
+
+    def opened() -> PayloadStore:
+        url = settings.origin
+        if url.startswith("memory://"):
+            return MemoryPayloads(f"{local_path(url)}/{EVIDENCE}")
+        if url.startswith("s3://"):
+            from kvstore.payloads.s3.store import S3Payloads
+
+            location = s3_location(url)
+            inside = replace(location, prefix=f"{location.root}{EVIDENCE}")
+            return for_tools(S3Payloads(inside, settings.s3), settings.s3, patient=patient)
+        access = access_of(settings.local.share)
+        return LocalPayloads(f"{local_path(url)}/{EVIDENCE}", fsync=settings.local.fsync, access=access)
+
+    return Evidence(opened)
+
+
 def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None], PayloadStore]:
     """Returns what tells the size of one object of a bucket (None: there is none), and what reads and puts
     it under any name, for tools. No I/O.
@@ -243,7 +263,8 @@ def open_strays(settings: Settings) -> Strays:
         return S3Strays(s3_location(url), settings.s3)
     root, index = Path(local_path(url)), Path(settings.index_url.removeprefix("sqlite://"))
     inside = index.name if index.parent.absolute() == root.absolute() else "index.sqlite"
-    return LocalStrays(str(root), [f"{inside}{end}" for end in ("", "-wal", "-shm", "-journal")])
+    ours = [f"{inside}{end}" for end in ("", "-wal", "-shm", "-journal")]
+    return LocalStrays(str(root), [*ours, EVIDENCE])
 
 
 def open_versions(settings: Settings) -> Versions:
@@ -368,6 +389,7 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
             maintenance=index,
             transfers=transfers,
             counters=counters,
+            evidence=open_evidence(settings, patient=False),
             keyring=keyring,
             gap_bytes=settings.s3.gap_bytes if settings.origin.startswith("s3://") else 0,
             drop_copy=tier.drop_copy if tier else None,

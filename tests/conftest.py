@@ -75,6 +75,13 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
+@pytest.fixture(autouse=True)
+def segments_of_any_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test saves may have waited for as long as it says, so that a segment is as old as it is to be.
+    tests/store/test_clocks.py has the bound again."""
+    monkeypatch.setattr("kvstore.store.saving.MOST_WAITED_S", 1e12)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:

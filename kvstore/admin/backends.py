@@ -23,13 +23,22 @@ from typing import TYPE_CHECKING
 from kvstore.admin.fast_tier import FastTier, open_tier
 from kvstore.admin.operators import written
 from kvstore.admin.reports import BackendState, FastBackend
-from kvstore.build import PREFIX, load_settings, open_index, open_payloads, open_redis, settings_keys
+from kvstore.build import (
+    PREFIX,
+    load_settings,
+    open_evidence,
+    open_index,
+    open_payloads,
+    open_redis,
+    settings_keys,
+)
 from kvstore.errors import KVStoreError
 from kvstore.format.keyring import Keyring
 from kvstore.index.maintenance import Account, FullIndex, Listing
 from kvstore.keyfiles import open_keyring
 from kvstore.keys import NamespaceId
 from kvstore.metrics import Counters
+from kvstore.payloads.evidence import Evidence
 from kvstore.payloads.port import PayloadStore
 from kvstore.store.backends import Backends
 from kvstore.store.store import Store
@@ -99,7 +108,7 @@ class Cache:
 
     def __exit__(self, *exc: object) -> None:
         # Closes only what was opened: a cached property that was never read is not in __dict__.
-        for name in ("index", "payloads", "brief_payloads", "fast"):
+        for name in ("index", "payloads", "brief_payloads", "evidence", "fast"):
             if (backend := self.__dict__.get(name)) is not None:
                 backend.close()
 
@@ -152,6 +161,11 @@ class Cache:
         return open_payloads(self.settings, patient=False)
 
     @cached_property
+    def evidence(self) -> Evidence:
+        """What may not be served and is kept for people, beside the payloads."""
+        return open_evidence(self.settings)
+
+    @cached_property
     def keyring(self) -> Keyring:
         """The keys by which payloads are believed. Raises ConfigError."""
         return open_keyring(self.settings.signing)
@@ -202,6 +216,7 @@ class Cache:
                 maintenance=index,
                 transfers=Transfers(self.settings.transfers),
                 counters=Counters(),
+                evidence=self.evidence,
                 keyring=self.keyring,
             )
         )

@@ -69,9 +69,11 @@ class BreakingIndex(EngineIndex):
                 allowance=allowance,
             )
 
-    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+    def touch(
+        self, namespace: NamespaceId, segments: Sequence[SegmentId], used_s: float | None = None
+    ) -> None:
         with self._breaker.guard():
-            self._inner.touch(namespace, segments, now_s)
+            self._inner.touch(namespace, segments, used_s)
 
     def evict(
         self,
@@ -107,13 +109,13 @@ class BreakingIndex(EngineIndex):
         namespace: NamespaceId,
         session: SessionId,
         segments: Sequence[SegmentId],
-        now_s: float,
+        used_s: float | None = None,
         hint: Hint = USE,
         *,
         allowance: Allowance = NOTHING_RETAINED,
     ) -> HintEffect:
         with self._breaker.guard():
-            return self._inner.session(namespace, session, segments, now_s, hint, allowance=allowance)
+            return self._inner.session(namespace, session, segments, used_s, hint, allowance=allowance)
 
     def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
         with self._breaker.guard():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, wraps
-from math import ceil
+from math import ceil, inf
 
 import xxhash
 
@@ -24,6 +24,8 @@ from kvstore.keys import (
 from kvstore.rules.reasons import FAULTS
 from schemas.records import CREATED_AT, HEAD_BYTES, SALT_ID_BYTES, EvictionRule, SegmentRecord, pack_head
 
+#: Seconds by which the clocks of an index's servers may differ, and of those that take over from each other.
+CLOCKS_DIFFER_S = 60
 #: Seconds after which an incomplete commit is forgotten.
 INCOMPLETE_TTL_S = 3600
 #: A claim or a lease may end at most this many of an asker's times to live from now, or it doesn't count.
@@ -106,9 +108,15 @@ def check_commit(segment: SegmentId, digests: bytes, record: SegmentRecord, rank
 
 
 def agreement(digests: bytes, record: SegmentRecord, ranks: int) -> bytes:
-    """Returns what all ranks' commits of a segment must share: a checksum of its digests, and its record's
-    head."""
+    """Returns what all ranks' commits of a segment must share, but for when it was created: a checksum of its
+    digests, and its record's head."""
     return xxhash.xxh3_64_digest(digests) + pack_head(record, ranks)
+
+
+def undated(agreed: bytes) -> bytes:
+    """Returns what ranks must agree on, of what they say: all but when it was created."""
+    at = _CHECKSUM_BYTES + CREATED_AT
+    return agreed[:at] + bytes(4) + agreed[at + 4 :]
 
 
 def salt_of(agreed: bytes) -> SaltId:
@@ -117,7 +125,7 @@ def salt_of(agreed: bytes) -> SaltId:
 
 
 def created_of(agreed: bytes) -> int:
-    """Returns when what ranks have agreed on was created, unix seconds."""
+    """Returns when it was created, unix seconds, of what one rank says."""
     at = _CHECKSUM_BYTES + CREATED_AT
     return int.from_bytes(agreed[at : at + 4], "little")
 
@@ -188,14 +196,26 @@ def missed(outcome: Outcome) -> bytes:
     return outcome.missing[: MISSING_DIGESTS * DIGEST_BYTES] if absent else b""
 
 
-def is_forbidden(forbidden: Mapping[SaltId, float], salt: SaltId, created_s: float) -> bool:
-    """Tells whether `Salts.forbidden` of a namespace covers what was created under a salt at that time."""
-    return created_s <= max(forbidden.get(NO_SALT, -1.0), forbidden.get(salt, -1.0))
+def is_forbidden(
+    forbidden: Mapping[SaltId, float], salt: SaltId, created_s: float, now_s: float = inf
+) -> bool:
+    """Tells whether `Salts.forbidden` of a namespace covers what was created under a salt at that time.
+
+    A time that is yet to come at `now_s`, by more than servers' clocks differ, proves nothing: it is
+    forbidden if anything is under that salt.
+    """
+    until_s = max(forbidden.get(NO_SALT, -1.0), forbidden.get(salt, -1.0))
+    return min(created_s, now_s) <= until_s or (until_s >= 0 and created_s > now_s + CLOCKS_DIFFER_S)
 
 
 def minute(now_s: float) -> float:
     """Returns the unix minute of a time, down to the quarter: the resolution of recency."""
     return now_s // QUARTER_S / 4
+
+
+def use_minute(now_s: float, used_s: float | None) -> float:
+    """Returns the minute of a use: that of now, by the index's own clock, or an earlier one."""
+    return minute(now_s if used_s is None else min(now_s, used_s))
 
 
 def saved_minute(created_s: float) -> float:

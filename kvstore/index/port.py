@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,8 @@ class Claim:
     present: int
     #: True: save the rest. False: nothing is left to save, or another writer is at it.
     granted: bool
+    #: When it was, unix seconds by the index's own clock: what a save that begins now is created at.
+    at_s: float = field(default=0.0, compare=False)
 
 
 class CommitState(Enum):
@@ -164,14 +166,20 @@ class Index(ABC):
         (kvstore.index.sessions), and if the session retains, `allowance` bounds that. All ranks give the
         same.
 
+        `record.created_s` is Claim.at_s, or what the header says of a segment that comes back; it may differ
+        between ranks, of which the latest counts. A time that is yet to come by the index's own clock counts
+        as now. So no writer's clock has a part in order, age, or what an erasure covers.
+
         Also releases the claim. Re-registers nothing: raises NamespaceUnknown if the index has lost
         the namespace, and the caller registers it and tries once more.
         """
 
     @abstractmethod
-    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+    def touch(
+        self, namespace: NamespaceId, segments: Sequence[SegmentId], used_s: float | None = None
+    ) -> None:
         """Notes a use, by no session's request. Segments that are gone are ignored. Recency is per segment,
-        to the minute."""
+        to the minute, by the index's own clock; a repair puts back an earlier use (unix seconds)."""
 
     @abstractmethod
     def evict(
@@ -184,9 +192,9 @@ class Index(ABC):
     ) -> int:
         """Makes segments invisible and puts them in the trash until `delete_after_s` (unix time).
 
-        An index that was told the grace time keeps them there for so long in any case, from the moment that
-        they become invisible and by its own clock: neither a caller that is held up on its way nor clocks
-        that differ cut it short. 0: their payloads may be deleted at once.
+        An index that was told the grace time keeps them there for just as long, from the moment that they
+        become invisible and by its own clock: neither a caller that is held up on its way nor clocks that
+        differ change it. 0: their payloads may be deleted at once.
 
         `rule` is why, for people. Pinned segments go as well.
 

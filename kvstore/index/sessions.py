@@ -127,7 +127,7 @@ class SessionUses(ABC):
         namespace: NamespaceId,
         session: SessionId,
         segments: Sequence[SegmentId],
-        now_s: float,
+        used_s: float | None = None,
         hint: Hint = USE,
         *,
         allowance: Allowance = NOTHING_RETAINED,
@@ -135,7 +135,8 @@ class SessionUses(ABC):
         """Notes that a request of a session uses `segments`, heads first, and what is told of the session.
 
         It is also their `Index.touch`, which a request of a session must not call besides: that is a use by
-        nobody's session. A use is to the minute. One round trip, for up to SESSION_SLICE segments.
+        nobody's session. A use is to the minute, by the index's own clock, or an earlier one at `used_s`. One
+        round trip, for up to SESSION_SLICE segments.
 
         How long something is retained goes by the index's own clock. Segments that are gone are ignored.
         Raises NamespaceUnknown.

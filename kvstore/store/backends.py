@@ -13,6 +13,7 @@ from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import EngineIndex
 from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.metrics import Counters
+from kvstore.payloads.evidence import Evidence
 from kvstore.payloads.port import PayloadStore
 from kvstore.payloads.throttle import Throttle
 from kvstore.store.trace import TraceRecorder
@@ -34,6 +35,8 @@ class Backends:
     maintenance: FullIndex
     transfers: Transfers
     counters: Counters
+    #: What may not be served and is kept for people.
+    evidence: Evidence
     #: The keys by which payloads are signed, encrypted and believed.
     keyring: Keyring = NO_KEYS
     clock: Callable[[], float] = time.time

@@ -60,9 +60,9 @@ class Quarantine:
         self._lock = threading.Lock()
         # The lock guards the fields below it.
         self._bad: OrderedDict[SegmentId, None] = OrderedDict()
-        #: Segments that the index is still to evict -> for how many seconds their payloads are kept, and how
-        #: often it was told.
-        self._untold: dict[NamespaceId, dict[SegmentId, tuple[float, int]]] = {}
+        #: Segments that the index is still to evict -> whether their payloads go at once, and how often it
+        #: was told.
+        self._untold: dict[NamespaceId, dict[SegmentId, tuple[bool, int]]] = {}
         self._bound = bound or HourlyBound()
         self._silenced = False
 
@@ -77,24 +77,25 @@ class Quarantine:
             while len(self._bad) > _REMEMBERED:
                 self._bad.popitem(last=False)
 
-    def add(self, namespace: NamespaceId, segment: SegmentId, *, keep_s: float = 0.0) -> None:
+    def add(
+        self, namespace: NamespaceId, segment: SegmentId, *, condemned: Callable[[], object] | None = None
+    ) -> bool:
         """Evicts a segment that failed verification, here at once, and in the index. Never raises.
 
-        Its payload is kept for `keep_s` seconds, and for the grace time at least. If the index can't be told
-        now, it is told before the next save, which would otherwise find the blocks "present". It is told of
-        no more than the bound allows. What it says at once had been evicted already doesn't count in that: a
-        match that was not fresh has led to it.
+        Its payload is deleted after the grace time. `condemned` says that it is to go at once, and is called
+        before the index is told; it must not raise. If the index can't be told now, it is told before the
+        next save, which would otherwise find the blocks "present". It is told of no more than the bound
+        allows: False is returned for what is beyond. What it says at once had been evicted already doesn't
+        count in that: a match that was not fresh has led to it.
         """
         if segment not in self:
             self._backends.counters.add("quarantined_segments")
         self.mark([segment])
         with self._lock:
-            if not self._bound.reached:
+            refused = self._bound.reached
+            if not refused:
                 self._bound.note()
                 self._silenced = False
-                untold = self._untold.setdefault(namespace, {})
-                _, times = untold.get(segment, (keep_s, 0))
-                untold[segment] = keep_s, times
             elif not self._silenced:
                 self._silenced = True
                 log.error(
@@ -102,21 +103,29 @@ class Quarantine:
                     "alone by this process only; `cache-admin doctor` here may say why",
                     self._bound.most,
                 )
+        if not refused:
+            if condemned is not None:
+                condemned()
+            with self._lock:
+                untold = self._untold.setdefault(namespace, {})
+                at_once, times = untold.get(segment, (False, 0))
+                untold[segment] = at_once or condemned is not None, times
         self.tell(namespace)
+        return not refused
 
     def tell(self, namespace: NamespaceId) -> None:
         """Evicts in the index what could not be evicted there before. Never raises."""
-        alike: defaultdict[tuple[float, int], list[SegmentId]] = defaultdict(list)
+        alike: defaultdict[tuple[bool, int], list[SegmentId]] = defaultdict(list)
         with self._lock:
             untold = self._untold.get(namespace, {})
-            for segment, (keep_s, times) in untold.items():
-                untold[segment] = keep_s, times + 1
+            for segment, (at_once, times) in untold.items():
+                untold[segment] = at_once, times + 1
                 alike[untold[segment]].append(segment)
-        for (keep_s, _), segments in alike.items():
-            self._tell(namespace, segments, keep_s)
+        for (at_once, _), segments in alike.items():
+            self._tell(namespace, segments, at_once=at_once)
 
-    def _tell(self, namespace: NamespaceId, segments: list[SegmentId], keep_s: float) -> None:
-        after = self._backends.clock() + max(keep_s, self._backends.settings.grace_s)
+    def _tell(self, namespace: NamespaceId, segments: list[SegmentId], *, at_once: bool) -> None:
+        after = 0.0 if at_once else self._backends.clock() + self._backends.settings.grace_s
         try:
             evicted = self._backends.index.evict(namespace, segments, delete_after_s=after, rule="bad")
         except KVStoreError as exc:
@@ -128,6 +137,6 @@ class Quarantine:
         with self._lock:
             told = [self._untold[namespace].pop(segment, None) for segment in segments]
             # Told before, or by another thread meanwhile, it may have done it then, and not have said so.
-            if all(one == (keep_s, 1) for one in told):
+            if all(one == (at_once, 1) for one in told):
                 for _ in range(len(segments) - evicted):
                     self._bound.give_back()

@@ -39,6 +39,10 @@ _T = TypeVar("_T")
 #: How long a claim that is given back still lasts, in seconds: the shortest time that an index knows.
 _AT_ONCE_S = 0.001
 
+#: For how long a save may have waited here before its claim, in seconds. Only this difference of two times on
+#: the writer's clock counts, so that an erasure covers what was to be saved before it.
+MOST_WAITED_S = 300.0
+
 SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
 
@@ -59,7 +63,7 @@ class Part:
     segment: SegmentId
     #: Position in its chain of the first slot.
     depth: int
-    #: Unix time.
+    #: When it was made, unix seconds: by the index's clock (Claim.at_s), once its blocks are claimed.
     created_s: int
     rank: int = 0
     ranks: int = 1
@@ -97,7 +101,7 @@ class SegmentWriter:
     def save(self, slots: Sequence[Slot], part: Part, *, insist: bool) -> Saved:
         """Saves those blocks that aren't stored yet; see Space.save."""
         backends = self._backends
-        digests = _digests(slots)
+        digests, waited_s = _digests(slots), max(0.0, backends.clock() - part.created_s)
         claim = self._registered(
             lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
         )
@@ -109,7 +113,8 @@ class SegmentWriter:
         present = claim.present if part.ranks == 1 else 0
         rest = slots[present:]
         cost = rounded_cost(part.cost_us * len(rest) / len(slots))
-        part = replace(part, depth=part.depth + present, cost_us=cost)
+        created_s = max(0, int(claim.at_s - min(waited_s, MOST_WAITED_S)))
+        part = replace(part, depth=part.depth + present, created_s=created_s, cost_us=cost)
         try:
             encoded = self.put(rest, part)
         except KVStoreError:
@@ -138,7 +143,13 @@ class SegmentWriter:
 
     def put(self, slots: Sequence[Slot], part: Part) -> Encoded:
         """Encodes a part and stores its payload."""
-        encoded = encode(
+        encoded = self.encoded(slots, part)
+        self._backends.payloads.put(self.name(part), encoded.buffers)
+        return encoded
+
+    def encoded(self, slots: Sequence[Slot], part: Part) -> Encoded:
+        """Returns the payload of a part."""
+        return encode(
             slots,
             namespace_json=self._json,
             kind=self._namespace.kind,
@@ -153,8 +164,6 @@ class SegmentWriter:
             salt=part.salt,
             keyring=self._backends.keyring,
         )
-        self._backends.payloads.put(self.name(part), encoded.buffers)
-        return encoded
 
     def commit(self, slots: Sequence[Slot], part: Part, encoded: Encoded) -> CommitState:
         """Commits a part whose payload is stored."""

@@ -66,9 +66,7 @@ class SpaceSessions:
         try:
             allowance = self.allowance(session, salt)
             return self._registered(
-                lambda: backends.index.session(
-                    self._id, session, segments, backends.clock(), hint, allowance=allowance
-                )
+                lambda: backends.index.session(self._id, session, segments, hint=hint, allowance=allowance)
             )
         except KVStoreError as exc:
             log.debug("session not told: %s", exc)

@@ -23,7 +23,7 @@ from kvstore.errors import (
 )
 from kvstore.format.segment import Slot
 from kvstore.index.demand import OwnDemand
-from kvstore.index.port import CommitState, Outcome, Run
+from kvstore.index.port import Outcome, Run
 from kvstore.index.sessions import USE, Hint, HintEffect
 from kvstore.jitter import jittered
 from kvstore.keys import (
@@ -49,9 +49,15 @@ from kvstore.store.rounds import Rounds
 from kvstore.store.saving import Part, Saved, SegmentWriter
 from kvstore.store.sessions import SpaceSessions
 from schemas.namespace import Namespace
+from schemas.records import SegmentRecord
 from schemas.segment import SlotMeta
 
 log = logging.getLogger(__name__)
+
+#: Condemned payloads of which one process keeps a copy, in a namespace; of others it keeps that they are bad.
+_MOST_COPIES = 32
+#: And the largest one that it copies.
+_MOST_COPIED_BYTES = 256 << 20
 
 _T = TypeVar("_T")
 
@@ -90,6 +96,8 @@ class Space:
         #: Until when calls are refused that need it registered, by time.monotonic, and why.
         self._refused_until = 0.0
         self._refused = ""
+        #: Copies of condemned payloads that this process may still make. A race on it makes one too many.
+        self._copies_left = _MOST_COPIES
         self._asked = OwnDemand()
         self._sessions = SpaceSessions(backends, namespace, self.registered)
         self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
@@ -319,7 +327,7 @@ class Space:
         """Tells the index that segments were used by a request without a session. Never raises: recency is
         advisory."""
         try:
-            self.backends.index.touch(self.id, segments, self.backends.clock())
+            self.backends.index.touch(self.id, segments)
         except KVStoreError as exc:
             log.debug("touch failed: %s", exc)
         except Exception:
@@ -448,26 +456,54 @@ class Space:
             self._rounds.committed(saved.nbytes)
         return saved
 
-    def keep(self, slots: Sequence[Slot], *, depth: int, keep_s: float, salt: SaltId = NO_SALT) -> str:
-        """Stores blocks that nobody is to load, for `keep_s` seconds; returns the name of their payload.
+    def condemn(
+        self, segment: SegmentId, record: SegmentRecord, *, rank: int, computed: Sequence[Slot], depth: int
+    ) -> list[str]:
+        """Quarantines a segment whose bytes are intact and wrong, and deletes its payloads at once: a load
+        that has matched them had better find nothing.
 
-        They are committed as the part of one of two ranks, of which the other never comes, and then evicted,
-        so that they are never visible, and deleted as all that is evicted. Raises KVStoreError.
+        Before that this rank's payload, and the slots from place `depth` of the chain as they were
+        `computed` here, become evidence, which nobody loads. Returns the names under which people find both;
+        fewer if they can't be kept. Never raises.
         """
-        index, clock = self.backends.index, self.backends.clock
-        part = Part(new_segment_id(digest(slots[0].key)), depth, int(clock()), ranks=2, salt=salt)
-        state = self._writer.commit(slots, part, self._writer.put(slots, part))
-        if state is CommitState.REFUSED:
-            # Erased meanwhile, all of its kind.
-            self.backends.payloads.delete([self._writer.name(part)])
-        index.evict(self.id, [part.segment], delete_after_s=clock() + keep_s, rule="abandoned")
-        return self._writer.name(part)
+        kept: list[str] = []
 
-    def condemn(self, segment: SegmentId, *, keep_s: float) -> None:
-        """Quarantines a segment whose bytes are intact and wrong. Its payload is kept for `keep_s` seconds,
-        so that somebody can look into it. Never raises.
-        """
-        self._quarantine.add(self.id, segment, keep_s=keep_s)
+        def keep() -> None:
+            kept.extend(self._evidence(segment, record, rank, computed, depth))
+
+        if self._quarantine.add(self.id, segment, condemned=keep):
+            try:
+                self.backends.payloads.delete(
+                    [payload_name(self.id, segment, one) for one in range(len(record.parts))]
+                )
+            except KVStoreError as exc:
+                # The trash has them as well, and the evidence keeps them from coming back.
+                log.warning("condemned segment %s could not be deleted yet: %s", segment.hex(), exc)
+            except Exception:
+                log.exception("condemned segment %s could not be deleted", segment.hex())
+        return kept
+
+    def _evidence(
+        self, segment: SegmentId, record: SegmentRecord, rank: int, computed: Sequence[Slot], depth: int
+    ) -> Iterable[str]:
+        evidence = self.backends.evidence
+        try:
+            nbytes = record.parts[rank].nbytes
+            stored = bytearray(nbytes if self._copies_left > 0 and nbytes <= _MOST_COPIED_BYTES else 0)
+            self._copies_left -= 1
+            size = self.backends.payloads.read(payload_name(self.id, segment, rank), 0, [memoryview(stored)])
+            # Without a copy its name alone says that the segment may not come back.
+            yield evidence.put(self.id, segment, rank, [memoryview(stored)[: size or 0]])
+            if stored:
+                part = Part(
+                    new_segment_id(digest(computed[0].key)), depth, record.created_s, salt=SaltId(record.salt)
+                )
+                encoded = self._writer.encoded(computed, part)
+                yield evidence.put(self.id, part.segment, part.rank, encoded.buffers)
+        except KVStoreError as exc:
+            log.warning("no evidence of segment %s could be kept: %s", segment.hex(), exc)
+        except Exception:
+            log.exception("no evidence of segment %s could be kept", segment.hex())
 
     def abandon(self, segment: SegmentId) -> None:
         """Deletes what the other ranks have written of a segment of which one rank has not. Never raises.

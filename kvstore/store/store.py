@@ -63,6 +63,7 @@ class Store:
             self.backends.crew.close()
         self.index.close()
         self.payloads.close()
+        self.backends.evidence.close()
 
     def __enter__(self) -> Self:
         return self

@@ -36,7 +36,7 @@ def record_of(headers: Sequence[Header]) -> SegmentRecord:
         parts=tuple(header.part for header in headers),
         slots=len(first.slots),
         codec=first.codec,
-        created_s=first.created_s,
+        created_s=max(header.meta.created_s for header in headers),
         depth=first.depth,
         # Stages of a pipeline have slots of different sizes, so the index keeps no size for several ranks.
         raw_bytes=sum(slot.raw_bytes for slot in first.slots) if first.ranks == 1 else 0,
@@ -63,7 +63,6 @@ def check_same_segment(one: Header, other: Header) -> None:
         "ranks",
         "codec",
         "depth",
-        "created_s",
         "cost_us",
         "salt",
     ):

@@ -20,6 +20,7 @@ from kvstore.keys import NamespaceId, SegmentId, payload_name
 from kvstore.payloads.port import PayloadStore
 from kvstore.verify.headers import digests_of, record_of
 from kvstore.verify.payloads import are_there, check_name, read_header, verify_slots
+from kvstore.verify.returning import Returns
 from schemas.records import SegmentRecord
 
 
@@ -82,17 +83,20 @@ def commit_whole(
     segment: SegmentId,
     whole: Whole,
     *,
+    returns: Returns,
     register: Callable[[], object],
     delete_after_s: float,
 ) -> CommitState:
-    """Commits every rank; calls `register` if the index has lost the namespace.
+    """Commits every rank of what `returns` lets in; calls `register` if the index has lost the namespace.
 
-    Returns VISIBLE; or REFUSED if the segment is in the trash, or the index has another record of it; or
+    Returns VISIBLE; or REFUSED if it is barred or in the trash, or the index has another record of it; or
     WAITING if its payloads were deleted meanwhile, so that it is evicted again, and the rest of them deleted
     after `delete_after_s` (unix time). Raises what the backends raise.
     """
     name = NamespaceId(whole.headers[0].meta.namespace_id)
     state = CommitState.REFUSED
+    if returns.barred(name, segment, whole.record) is not None:
+        return state
     for rank, header in enumerate(whole.headers):
         record, ranks = record_of([header]), len(whole.headers)
         try:

@@ -40,6 +40,7 @@ from kvstore.admin.advise.reports import AdviceReport, CapacityAdvice, PriceList
 from kvstore.admin.advise.worth import GB, Given, Worth
 from kvstore.admin.progress import Silent
 from kvstore.admin.simulate.traces import Assumed, Request, Trace, read_traces
+from kvstore.build import open_evidence
 from kvstore.cli.commands.advise import ASSUMED
 from kvstore.format import segment as segments
 from kvstore.format.segment import Slot
@@ -129,6 +130,7 @@ class Run:
                 maintenance=index,
                 transfers=Transfers(settings.transfers),
                 counters=Counters(),
+                evidence=open_evidence(settings),
                 clock=lambda: clock[0],
                 gap_bytes=settings.s3.gap_bytes,
                 crew=crew,

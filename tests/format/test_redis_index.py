@@ -401,19 +401,16 @@ def test_what_was_erased_neither_commits_any_more(
         seen = ours.save(path("a", 2), ranks=2, salt=SaltId(HERS))
         until = int(ours.index.forbid(name, SaltId(HERS)))
         assert theirs.erased(name) == {HERS: until}
-        old, edge, new = (
-            put_and_read(tmp_path, *segment_of(namespace, path(str(at), 1), salt=HERS, created_s=at))
-            for at in (NOW_S, until, until + 1)
-        )
-        for header in (old, edge):
+        for at in (NOW_S, until, until + 1, until + 86400):
+            blocks = path(str(at), 1)
+            header = put_and_read(tmp_path, *segment_of(namespace, blocks, salt=HERS, created_s=at))
             assert theirs.commit(name, header) == 2
             assert not theirs.commit_by_hand(name, header)
-        assert theirs.commit(name, new) == 1
-        assert theirs.of_salt(name, HERS) == {seen, bytes.fromhex(new.meta["segment"])}
+        assert theirs.of_salt(name, HERS) == {seen}
         # The whole namespace, by the second's hand: what waits for its other rank is given up.
         half = put_and_read(tmp_path, *segment_of(namespace, path("h", 1), ranks=2, salt=HIS))
         assert theirs.commit(name, half) == 0
-        assert theirs.forbid(name, b"", grace_s=100) >= until
+        assert theirs.forbid(name, b"") >= until
         assert ours.index.forbidden(name) == {SaltId(k): float(v) for k, v in theirs.erased(name).items()}
         assert set(theirs.erased(name)) == {HERS, b""}
         assert theirs.trash(name) == {bytes.fromhex(half.meta["segment"]): (0, 2)}

@@ -72,8 +72,6 @@ HINTS = st.builds(
     retain_until_s=_TIMES,
     priority=st.sampled_from([None, None, "low", "normal"]),
 )
-#: Later than all that is forbidden now.
-FUTURE_S = 4_000_000_000
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -312,7 +310,7 @@ class IndexMachine(RuleBasedStateMachine):
         # The same whenever it is committed, and worth more or less.
         cost_us = rounded_cost(10 ** (segment[0] % 7) * blocks)
         salt = SALTS[segment[1] % len(SALTS)] if salt is None else salt
-        created_s = (0, CREATED_S, CREATED_S, FUTURE_S)[segment[2] % 4]
+        created_s = (0, CREATED_S, CREATED_S, CREATED_S + 3600)[segment[2] % 4]
         one = record(
             blocks,
             depth=depth,
@@ -488,7 +486,7 @@ class IndexMachine(RuleBasedStateMachine):
     ) -> None:
         """What comes afterwards, new or known, visible or waiting for a rank, is met at once."""
         until = self.index.forbid(name, salt)
-        assert CREATED_S < until < FUTURE_S
+        assert CREATED_S + 3600 < until
         forbidden = self.model.forbidden.setdefault(name, {})
         assert until >= forbidden.get(salt, 0)
         forbidden[salt] = until

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.build import load_settings
+from kvstore.build import load_settings, open_evidence
 from kvstore.conformance.faulty import FaultyPayloads, Plan
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.janitor.janitor import Janitor
@@ -96,6 +96,7 @@ class World:
                 maintenance=self.index,
                 transfers=Transfers(self.settings.transfers),
                 counters=Counters(),
+                evidence=open_evidence(self.settings),
                 clock=self.clock,
             )
         )

@@ -18,6 +18,7 @@ from kvstore.build import open_store
 from kvstore.errors import KVStoreError
 from kvstore.index.contract import saved_minute
 from kvstore.keys import SegmentId
+from kvstore.store import saving
 from tests.store.world import SLOT_BYTES, chain, namespace, slots
 
 #: Created between these ages, in seconds: none is fresh.
@@ -25,6 +26,7 @@ YOUNGEST_S, OLDEST_S = 600, 18_000
 
 
 def main(settings: str, seed: str) -> None:
+    saving.MOST_WAITED_S = OLDEST_S * 10
     source = random.Random(seed)
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()

@@ -16,7 +16,7 @@ from kvstore.store.store import Store
 from tests.payloads.tiered.world import check_ledger
 from tests.store.test_tier import Node, files, loads, node
 from tests.store.world import chain, content, slots
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 __all__ = ["node"]
 
@@ -87,9 +87,12 @@ def test_what_is_computed_later_under_the_same_salt_stays(
     tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (mine, space), (theirs, other) = node("mine"), node("theirs")
+    for module in ("redis", "sqlite"):
+        monkeypatch.setattr(f"kvstore.index.{module}.salts.CLOCKS_DIFFER_S", 1)
     erase(mine, space, ALICE)
-    later = int(time.time()) + 3600
-    saved = other.save(slots(A), salt=ALICE, created_s=later)
+    last_s = mine.maintenance.forbidden(space.id)[ALICE] + 1
+    until(lambda: mine.maintenance.now(space.id) > last_s)
+    saved = other.save(slots(A), salt=ALICE)
     assert saved.outcome == "stored"
     tend(theirs)
     assert len(files(tmp_path / "theirs")) == 1

@@ -28,7 +28,7 @@ from schemas.namespace import Namespace
 from schemas.records import PartRecord, SegmentRecord, rounded_cost
 from schemas.settings import Settings
 
-NOW_S = 1_800_000_000 // 60 * 60.0
+NOW_S = 1_790_000_000 // 60 * 60.0
 GIB = 1 << 30
 MINUTE = 60
 

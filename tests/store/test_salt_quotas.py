@@ -16,7 +16,7 @@ from kvstore.keys import NO_SALT, NamespaceId, SegmentId, salt_id
 from kvstore.metrics import Counters
 from kvstore.store.housekeeping import Housekeeping
 
-NOW_S = 1_800_000_000
+NOW_S = 1_790_000_000
 ALICE, BOB = salt_id("alice"), salt_id("bob")
 ONE = record(1, salt=ALICE).nbytes
 

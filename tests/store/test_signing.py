@@ -93,7 +93,7 @@ class Victim:
             for one in self.namespaces:
                 space = store.open(one, block_bytes=SLOT_BYTES)
                 for hashes in SAVED:
-                    same: dict[str, Any] = {"segment": new_segment_id(), "created_s": 1_800_000_000}
+                    same: dict[str, Any] = {"segment": new_segment_id(), "created_s": 1_790_000_000}
                     for rank in range(one.parts()):
                         assert space.save(slots(hashes), rank=rank, ranks=one.parts(), **same).stored
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.breaker import Breaker
-from kvstore.build import load_settings, open_index
+from kvstore.build import load_settings, open_evidence, open_index
 from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.index.breaking import BreakingIndex
 from kvstore.metrics import Counters
@@ -64,6 +64,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
                 maintenance=index,
                 transfers=transfers,
                 counters=Counters(),
+                evidence=open_evidence(made),
                 drop_copy=tier.drop_copy,
                 tier=tier,
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.breaker import Breaker
-from kvstore.build import load_settings, open_index
+from kvstore.build import load_settings, open_evidence, open_index
 from kvstore.conformance.faulty import FaultyPayloads, Plan
 from kvstore.format.keyring import NO_KEYS, Keyring
 from kvstore.format.segment import Slot
@@ -111,6 +111,7 @@ def make_store(
             maintenance=leaf,
             transfers=Transfers(made.transfers),
             counters=Counters(),
+            evidence=open_evidence(made),
             keyring=keyring,
             **({"clock": clock} if clock else {}),
         )

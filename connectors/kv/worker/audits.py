@@ -35,7 +35,7 @@ from connectors.telemetry.metrics import Tally
 from kvstore.errors import KVStoreError
 from kvstore.format.segment import Slot
 from kvstore.index.port import Run
-from kvstore.keys import ContentKey, SaltId, SegmentId, block_key, payload_name
+from kvstore.keys import ContentKey, SegmentId, block_key
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 
@@ -56,8 +56,6 @@ _OPAQUE_BOUNDS = (0.1, 0.35)
 #: above the largest of them it lies.
 _ENOUGH = 64
 _MARGIN = 16.0
-#: How long what differed is kept after it was evicted, in seconds: a week, for whoever looks into it.
-KEPT_S = 7 * 86400.0
 
 
 class Tolerance:
@@ -196,7 +194,7 @@ class KVAudits:
                 log.debug("%d blocks are not compared: others wait to be read", run.count)
             elif not self._is_alike(space, piece, chunk):
                 outcome = "wrong"
-                self._keep_both(space, piece, chunk)
+                self._condemn(space, piece, chunk)
             else:
                 outcome = "alike"
         except KVStoreError as exc:
@@ -230,17 +228,17 @@ class KVAudits:
             )  # fmt: skip
         return alike
 
-    def _keep_both(self, space: Space, piece: _Piece, chunk: Chunk) -> None:
-        """Evict the segment, and keep its payload and what was computed here for whoever looks into it."""
+    def _condemn(self, space: Space, piece: _Piece, chunk: Chunk) -> None:
+        """Delete the segment, and keep its payload and what was computed here for whoever looks into it."""
         run, group = piece.run, self._memory.groups[piece.group]
-        space.condemn(run.segment, keep_s=KEPT_S)
         views = chunk.views(run.count, self._memory.caches[piece.group].slot_bytes)
         slots = [
             Slot(key, view, group.page.dtype, group.shape)
             for key, view in zip(piece.keys, views, strict=True)
         ]
-        computed = space.keep(slots, depth=run.start, keep_s=KEPT_S, salt=SaltId(run.record.salt))
+        part = self._place.part(group)
+        kept = space.condemn(run.segment, run.record, rank=part, computed=slots, depth=run.start)
         log.error(
-            "both are kept for a week: %s is what was stored, %s what this engine has computed",
-            payload_name(space.id, run.segment, self._place.part(group)), computed,
+            "segment %s is deleted. Kept for a week, for whoever looks into it: %s",
+            run.segment.hex(), ", and as it was computed here ".join(kept) or "nothing",
         )  # fmt: skip

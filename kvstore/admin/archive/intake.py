@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from kvstore.format.segment import Header
-from kvstore.index.contract import is_forbidden
 from kvstore.index.port import CommitState
 from kvstore.index.sharding.names import of_chain, of_segment, shard_names
-from kvstore.keys import NamespaceId, SaltId, SegmentId, payload_name
+from kvstore.keys import NamespaceId, SegmentId, payload_name
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.verify.headers import digests_of, namespace_of
+from kvstore.verify.returning import Returns
 from kvstore.verify.segments import Whole, commit_whole
 from schemas.records import SegmentRecord
 
@@ -56,6 +56,7 @@ class Intake:
         self._spaces: dict[NamespaceId, Space] = {}
         self._in_shards: dict[NamespaceId, int] = {}
         self._filled = 0
+        self._returns = Returns(store.maintenance, store.backends.evidence)
 
     @cached_property
     def known(self) -> frozenset[NamespaceId]:
@@ -75,7 +76,7 @@ class Intake:
         process saves them, Untagged, and Erased.
         """
         name = NamespaceId(header.meta.namespace_id)
-        self._check_erased(name, record)
+        self._check_barred(name, segment, record)
         digests = digests_of(header)
         store, nbytes = self._store, record.nbytes * header.meta.ranks
         if self._filled + nbytes > store.settings.capacity_bytes * _FILL_TO:
@@ -125,11 +126,14 @@ class Intake:
             store.payloads,
             segment,
             whole,
+            returns=self._returns,
             register=self._spaces[namespace].register,
             delete_after_s=store.clock() + store.settings.grace_s,
         )
         if state is CommitState.REFUSED:
-            self._check_erased(namespace, whole.record)
+            # It may have been erased, or condemned, while it came in.
+            self._returns = Returns(store.maintenance, store.backends.evidence)
+            self._check_barred(namespace, segment, whole.record)
             # The payloads stay: the trash deletes them, or another import needs them.
             raise NotNow(
                 "it was evicted here a short time ago, or is stored differently; import again after "
@@ -139,15 +143,20 @@ class Intake:
             # It was in the trash, and its payload was deleted between our put and our commit.
             raise NotNow("its old copy was deleted at the same moment; import again")
         # Without this its age would make it the first to be evicted.
-        store.index.touch(namespace, [segment], store.clock())
+        store.index.touch(namespace, [segment])
         self._filled += whole.record.nbytes
         store.rounds.committed(whole.record.nbytes)
 
-    def _check_erased(self, name: NamespaceId, record: SegmentRecord) -> None:
-        """Raises Erased if an erasure forbids it: then not even its payload may come back."""
-        forbidden = self._store.maintenance.forbidden(name)
-        if is_forbidden(forbidden, SaltId(record.salt), record.created_s):
-            raise Erased("its tenant or salt was erased here, and what was computed before stays so")
+    def _check_barred(self, name: NamespaceId, segment: SegmentId, record: SegmentRecord) -> None:
+        """Raises Erased if it may not come back: then not even its payload may."""
+        barred = self._returns.barred(name, segment, record)
+        if barred == "condemned":
+            raise Erased("an audit here found that it is wrong")
+        if barred is not None:
+            raise Erased(
+                "its tenant or salt was erased here, or its namespace invalidated, and what was computed "
+                "before stays so"
+            )
 
     def give_up(self, namespace: NamespaceId, segment: SegmentId, ranks: int) -> None:
         """Deletes the payloads of the first `ranks` ranks, unless the segment is visible."""

@@ -167,7 +167,7 @@ def tell(
             except ValidationError as exc:
                 raise ConfigError(f"namespace {name} is of another version of kvstore") from exc
             allowance = SpaceSessions(store.backends, space, lambda call: call()).allowance(one.session, salt)
-            done = store.index.session(name, one.session, [], now_s, hint, allowance=allowance)
+            done = store.index.session(name, one.session, [], hint=hint, allowance=allowance)
             [after] = store.maintenance.find_sessions(name, [one.session])
             one = after or before
         told.append(

@@ -4,7 +4,8 @@ invalidate   makes all that it holds invisible at once; engines may save into it
 drop         invalidates it, and then removes its payloads and the namespace itself
 
 Order of a drop, so that one that is cut off is finished by the next, or by the janitor:
-    1. invalidate   out of sight                            crash: the janitor drains and reaps the rest
+    1. invalidate   out of sight, and refused beside the    crash: the janitor drains and reaps the rest
+                    payloads, for an index that gets lost
     2. drain        into the trash, with the grace time     crash: the same
     3. reap         payloads whose grace has passed         crash: deleted once more
     4. erase        the namespace, once it holds nothing    crash: an empty namespace
@@ -36,7 +37,7 @@ def invalidate(cache: Cache, prefix: str, *, apply: bool = False) -> InvalidateR
     account = _account(index, name)
     if apply:
         cache.record("invalidate", f"{name}: {account.usage.segments} segments")
-        index.invalidate(name)
+        NamespaceRemoval(cache, index, name, time.time).hide()
     return InvalidateReport(
         applied=apply,
         namespace=name,

@@ -7,12 +7,14 @@ Order, so that a run that is cut off anywhere is finished by the next one:
                  invalidation, a salt's by eviction                next run
                  Then it waits until no engine can be      crash: the same
                  matching what it has not heard of
-    4. delete    payloads, at once: an erasure outranks     crash: what is in the trash is deleted by
+    4. refuse    the same beside the payloads, for an       crash: the same as before
+                 index that gets lost
+    5. delete    payloads, at once: an erasure outranks     crash: what is in the trash is deleted by
                  loads under way, which find nothing               whoever tends the cache, the rest by gc
                  and compute
-    5. look      at all that is stored once more, and at    crash: nothing is proved
+    6. look      at all that is stored once more, and at    crash: nothing is proved
                  former versions of what was deleted
-    6. forget    a tenant's namespaces, with their journals crash: empty namespaces
+    7. forget    a tenant's namespaces, with their journals crash: empty namespaces
                  (not while former versions remain: the
                  next run finds them by the names)
 Forbidding comes before hiding: between the two nothing can be added to what is to go. It is done in all
@@ -239,6 +241,8 @@ class _Erasure:
         self.progress.begin("hide")
         for space in self.spaces:
             self._hide(space)
+        for space in self.spaces:
+            self.cache.evidence.refuse(space.name, self.index.forbidden(space.name))
         if unheard_s := self.cache.unheard_s():
             # Engines may match until then what they have not heard of, and a node may still have a copy.
             self.sleep(unheard_s)
@@ -292,7 +296,7 @@ class _Erasure:
             removal.reap_early()
         removal.reap()
         if not salt:
-            space.remaining = removal.delete_strays(space.until_s)
+            space.remaining = removal.delete_strays(space.until_s) + removal.delete_evidence()
             return
         if space.look is None:
             space.look = LookForSalt(self.cache, self.index, space.name, salt, space.until_s)
@@ -304,7 +308,7 @@ class _Erasure:
             )
             self.index.reaped(space.name, [one.segment for one in some])
         space.met.update(one.segment for one in met)
-        space.remaining = len(met) + len(self._visible(space))
+        space.remaining = len(met) + len(self._visible(space)) + removal.delete_evidence(salt)
 
     def _ended(self, space: _Space) -> EraseState:
         if space.remaining or space.unreadable:
@@ -320,7 +324,8 @@ class _Erasure:
         """Looks for former versions of all that a tenant's namespaces had, or of a salt's segments."""
         self.progress.begin("look for former versions")
         places = {space.name: self._gone(space) if self.target.salt else None for space in self.spaces}
-        return former_versions(self.cache, places, delete=self.delete_versions)
+        evidence = {name for space in self.spaces for name in space.removal.evidence}
+        return former_versions(self.cache, places, evidence, delete=self.delete_versions)
 
     def _gone(self, space: _Space) -> set[SegmentId]:
         """Returns the segments that erasures evicted: by this run, and by one that was cut off, which only

@@ -90,21 +90,25 @@ class LookForSalt:
 
 
 def former_versions(
-    cache: Cache, places: Mapping[NamespaceId, Collection[SegmentId] | None], *, delete: bool
+    cache: Cache,
+    places: Mapping[NamespaceId, Collection[SegmentId] | None],
+    evidence: Collection[str],
+    *,
+    delete: bool,
 ) -> VersionsReport:
-    """Looks for former versions of payloads of these segments, None for all of a namespace, and with `delete`
-    deletes them before. What the store refuses stands in the report."""
+    """Looks for former versions of payloads of these segments, None for all of a namespace, and of `evidence`
+    of these names; with `delete` deletes them before. What the store refuses stands in the report."""
     problem, deleted = "", 0
     with closing(open_versions(cache.settings)) as versions:
         try:
-            found = list(_versions(versions, places))
+            found = list(_versions(versions, places, evidence))
             if delete and found:
                 before = len(found)
                 try:
                     versions.remove(found)
                 except KVStoreError as exc:
                     problem = str(exc)
-                found = list(_versions(versions, places))
+                found = list(_versions(versions, places, evidence))
                 deleted = before - len(found)
         except KVStoreError as exc:
             return VersionsReport(state="unknown", deleted=deleted, problem=str(exc))
@@ -121,8 +125,10 @@ def former_versions(
 
 
 def _versions(
-    versions: Versions, places: Mapping[NamespaceId, Collection[SegmentId] | None]
+    versions: Versions, places: Mapping[NamespaceId, Collection[SegmentId] | None], evidence: Collection[str]
 ) -> Iterator[Version]:
+    for name in sorted(evidence):
+        yield from versions.list(name)
     for name, segments in places.items():
         if segments is None:
             yield from versions.list(f"{name}/")

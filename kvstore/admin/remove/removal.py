@@ -8,11 +8,13 @@ from typing import Literal
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.counting import paged
-from kvstore.errors import KVStoreError
+from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload
 from kvstore.index.maintenance import FullIndex
-from kvstore.keys import NamespaceId, parse_payload_name, payload_name
+from kvstore.keys import NO_SALT, NamespaceId, SaltId, parse_payload_name, payload_name
 from kvstore.metrics import Counters
+from kvstore.payloads.evidence import EVIDENCE
 from kvstore.store.housekeeping import Housekeeping
+from kvstore.verify.payloads import read_header
 
 #: What one call of the index removes.
 _STEP = 4096
@@ -38,6 +40,8 @@ class NamespaceRemoval:
         #: Segments made invisible by `hide`, and payloads deleted.
         self.invalidated = 0
         self.deleted = 0
+        #: Names of evidence that was deleted.
+        self.evidence: set[str] = set()
 
     @cached_property
     def _housekeeping(self) -> Housekeeping:
@@ -47,9 +51,11 @@ class NamespaceRemoval:
         )
 
     def hide(self) -> None:
-        """Makes all of it invisible."""
+        """Makes all of it invisible, also for an index that is made again from the payloads. That comes last:
+        a bucket that doesn't answer then leaves nothing in sight."""
         if self._index.usage(self._name).segments:
             self.invalidated += self._index.invalidate(self._name)
+            self._cache.evidence.refuse(self._name, {NO_SALT: self._index.now(self._name)})
 
     def drain(self, *, at_once: bool) -> None:
         """Puts what was invalidated into the trash: for the grace time, unless `at_once`."""
@@ -75,6 +81,25 @@ class NamespaceRemoval:
         for page in paged(self._strays(before_s)):
             self.delete(page)
         return self.deleted - before
+
+    def delete_evidence(self, salt: SaltId = NO_SALT) -> int:
+        """Deletes what is kept of this namespace as evidence, or of a salt alone and what can't be read here.
+        Returns how much."""
+        evidence, keyring = self._cache.evidence, self._cache.keyring
+        names = []
+        for one in evidence.copies(self._name):
+            if salt and not one.nbytes:
+                # It says no more than that its segment may not come back.
+                continue
+            try:
+                header = read_header(evidence.payloads, keyring, one.name, one.nbytes, self._name)
+            except (CorruptPayload, UnreadablePayload):
+                header = None
+            if not salt or header is None or header.salt == salt:
+                names.append(one.name)
+        evidence.payloads.delete(names)
+        self.evidence.update(f"{EVIDENCE}/{name}" for name in names)
+        return len(names)
 
     def _strays(self, before_s: float) -> Iterable[str]:
         for page in paged(self._cache.payloads.list(f"{self._name}/")):

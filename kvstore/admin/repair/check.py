@@ -25,6 +25,7 @@ from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, chain_lik
 from kvstore.payloads.port import PayloadStore
 from kvstore.rules.lateness import SETTLED_S, is_late
 from kvstore.threads.each import for_each
+from kvstore.verify.returning import Returns
 from kvstore.verify.segments import Whole, read_whole, verify_whole
 from schemas.records import SegmentRecord
 from schemas.settings import Settings
@@ -166,6 +167,7 @@ class IndexCheck:
     payloads: PayloadStore
     keyring: Keyring
     settings: Settings
+    returns: Returns
     depth: Depth
     progress: ProgressListener
     clock: Callable[[], float]
@@ -331,6 +333,8 @@ class _Run:
                 whole = read_whole(check.payloads, check.keyring, self.name, stored.segment, fresh.sizes)
                 if read := self._drawn():
                     verify_whole(check.payloads, self.name, stored.segment, whole)
+                if check.returns.barred(self.name, stored.segment, whole.record) is not None:
+                    raise CorruptPayload("it may not come back")
                 if check.index.states(self.name, [stored.segment])[0] is None:
                     detail = f"{whole.record.slots} blocks, {whole.record.nbytes} bytes"
                     self.found.findings.append(

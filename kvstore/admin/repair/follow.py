@@ -3,8 +3,10 @@ a bucket from another region.
 
 A turn lists the payloads. Segments that are complete and that the index does not know are committed, as a
 rebuild does; those of which some rank's payload has not come yet wait for the next turn. Segments that the
-index names and whose payloads are gone are evicted. So the index names what is there, a turn later at most;
-between a deletion and the next turn a load may find nothing, which is a miss.
+index names and whose payloads are gone are evicted, and so are those that may not be served any more
+(kvstore.verify.returning), whether the deletion of their payloads has come over or not. So the index names
+what is there, a turn later at most; between a deletion and the next turn a load may find nothing, which is a
+miss.
 
 Notifications of the bucket, where they can be had, bring single payloads in at once. They may come late,
 twice, in any order or never: each only says where to look, and turns find the rest.
@@ -33,6 +35,7 @@ from kvstore.keys import NamespaceId, SegmentId, parse_payload_name
 from kvstore.rules.lateness import is_late
 from kvstore.threads.each import for_each
 from kvstore.verify.payloads import are_there
+from kvstore.verify.returning import Returns
 from schemas.urls import s3_location
 
 #: Longest time without any progress before a follower is taken to be stuck, in seconds.
@@ -84,7 +87,7 @@ class PayloadFollower:
             if not self._turns:
                 self._cache.record("rebuild", "follows the payloads")
             stocks = take_stock(self._cache.payloads, self)
-            self._problem = self._drop(stocks)
+            self._problem = self._drop(stocks, run.returns)
             run.commit(stocks, [name for name in sorted(stocks) if self._follows(name)])
             self._seen_s = began
         except KVStoreError as exc:
@@ -132,19 +135,25 @@ class PayloadFollower:
         self._evict(name, self._not_there(name, segments))
         run.commit({name: stock}, [name])
 
-    def _drop(self, stocks: Mapping[NamespaceId, Stock]) -> str:
-        """Evicts the segments of which some payload is gone. Returns why it left them."""
+    def _drop(self, stocks: Mapping[NamespaceId, Stock], returns: Returns) -> str:
+        """Evicts the segments that may not be served any more, and those of which some payload is gone.
+        Returns why it left these."""
         index, nothing = self._cache.made_index(), Stock()
         nothing.settle()
         unlisted: dict[NamespaceId, list[SegmentId]] = {}
         count = 0
         for name in filter(self._follows, sorted(index.namespaces())):
-            stock = stocks.get(name, nothing)
+            stock, barred = stocks.get(name, nothing), []
             for listing in index.segments(name):
+                if returns.barred(name, listing.segment, listing.record) is not None:
+                    barred.append(listing.segment)
+                    continue
                 count += 1
                 sizes = stock.of(listing.segment).sizes
                 if any(sizes.get(rank) != one.nbytes for rank, one in enumerate(listing.record.parts)):
                     unlisted.setdefault(name, []).append(listing.segment)
+            for page in paged(barred):
+                self._evict(name, page)
         gone = sum(map(len, unlisted.values()))
         if gone > _FEW and 2 * gone > count:
             return (

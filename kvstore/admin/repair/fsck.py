@@ -26,6 +26,7 @@ from kvstore.admin.selection import chosen, needed_index
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.maintenance import FullIndex
 from kvstore.keys import NamespaceId, SegmentId
+from kvstore.verify.returning import Returns
 from schemas.base import redact
 
 #: Rounds of repair and check: a repair may reveal other faults, such as a block whose entry led into a
@@ -105,6 +106,7 @@ class _Fsck:
                 self.cache.payloads,
                 self.cache.keyring,
                 self.cache.settings,
+                Returns(self.index, self.cache.evidence),
                 self.progress,
                 self.clock,
                 self.depth.jobs,
@@ -128,6 +130,7 @@ class _Fsck:
             cache.payloads,
             cache.keyring,
             cache.settings,
+            Returns(self.index, cache.evidence),
             depth,
             self.progress,
             self.clock,

@@ -3,6 +3,7 @@
     stray payloads   that the index does not know in any state, from a certain age on: a save died before its
                      commit, a commit was never completed, or the index was emptied (reported as `orphans`)
     stray objects    that our writers left beside the payloads when they died (kvstore.payloads.strays)
+    evidence         that is older than a week, or more than is kept (kvstore.payloads.evidence)
     housekeeping     as the janitor does it: invalidated segments go into the trash, payloads out of it,
                      dangling entries are swept, the accounts are counted anew
 Foreign objects are listed and left alone.
@@ -198,6 +199,8 @@ class _Gc:
                 self._maintain(housekeeping, name, space, space.account)
             for page in paged(space.strays):
                 self._delete(name, page)
+        old = self.cache.evidence.trim(self.cache.payloads, self.clock())
+        self.deleted.add(len(old), sum(one.nbytes for one in old))
         self._remove()
 
     def _failed(self, exc: KVStoreError) -> None:

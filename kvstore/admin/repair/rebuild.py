@@ -2,8 +2,8 @@
 
 Every field of a record stands in the headers (kvstore.verify.headers), so records, entries and usage come
 back as they were. The rest begins anew: the last use of a segment is when it was written, nothing is pinned,
-and quotas are those of the settings. A segment that was evicted or invalidated and not yet deleted comes
-back, too: its payloads look like any others. What was erased does not, as long as the index knows of it.
+and quotas are those of the settings. A segment that made room for others and is not yet deleted comes back,
+too: its payloads look like any others. What may not be served does not (kvstore.verify.returning).
 
 Segments that the index knows are skipped, so a rebuild that was cut short is continued by running it again.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -37,12 +37,12 @@ from kvstore.errors import (
     UnreadablePayload,
     UnsignedPayload,
 )
-from kvstore.index.contract import is_forbidden
 from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import CommitState
-from kvstore.keys import NamespaceId, SaltId
+from kvstore.keys import NamespaceId
 from kvstore.threads.each import for_each
-from kvstore.verify.segments import Whole, read_whole
+from kvstore.verify.returning import WHY, Returns
+from kvstore.verify.segments import read_whole
 
 
 def rebuild(
@@ -132,8 +132,11 @@ class Rebuild:
     newest_s: float = 0.0
     oldest_s: float = inf
     _patience: Patience = field(default_factory=Patience)
-    _forbidden: dict[NamespaceId, Mapping[SaltId, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        #: What may come back, as it was when it was asked about first.
+        self.returns = Returns(self.index, self.cache.evidence)
 
     def all(self, prefixes: Sequence[str]) -> None:
         """Rebuilds every namespace that has payloads."""
@@ -172,11 +175,17 @@ class Rebuild:
         try:
             whole = read_whole(self.cache.payloads, self.cache.keyring, name, stored.segment, stored.sizes)
             self._patience.answered()
-            state = CommitState.VISIBLE
-            if not self.dry_run:
+            state, barred = CommitState.VISIBLE, self.returns.barred(name, stored.segment, whole.record)
+            if not self.dry_run and barred is None:
                 assert self.index is not None, "made before"
                 state = recommit(
-                    self.index, self.cache.payloads, self.cache.settings, stored.segment, whole, self.clock()
+                    self.index,
+                    self.cache.payloads,
+                    self.cache.settings,
+                    stored.segment,
+                    whole,
+                    self.returns,
+                    self.clock(),
                 )
         except PayloadMissing as exc:
             self._leave(name, stored, exc)
@@ -195,34 +204,21 @@ class Rebuild:
             self._leave(name, stored, exc)
             self._patience.unanswered(exc)
         else:
-            erased = self._is_erased(name, whole)
             with self._lock:
                 space.model = space.model or described(whole.headers[0].meta.namespace)[1]
-                if state is CommitState.VISIBLE and not erased:
+                if state is CommitState.VISIBLE and barred is None:
                     space.listed.add(whole.record.slots, whole.record.nbytes)
                     self.newest_s = max(self.newest_s, whole.record.created_s)
                     self.oldest_s = min(self.oldest_s, whole.record.created_s)
                 else:
                     space.refused += 1
-                    space.erased += erased
-            if erased:
-                self._leave(
-                    name, stored, "its tenant or salt was erased; `cache-admin gc --apply` deletes it"
-                )
+                    space.erased += barred == "forgotten"
+            if barred is not None:
+                self._leave(name, stored, WHY[barred])
             elif state is not CommitState.VISIBLE:
                 self._leave(name, stored, "the index does not take it: it was evicted or deleted meanwhile")
         with self._lock:
             self.progress.advance(stored.nbytes)
-
-    def _is_erased(self, name: NamespaceId, whole: Whole) -> bool:
-        """Tells whether it is of what an erasure has forbidden, so that no commit of it is taken."""
-        if self.index is None:
-            return False
-        with self._lock:
-            if name not in self._forbidden:
-                self._forbidden[name] = self.index.forbidden(name)
-            record = whole.record
-            return is_forbidden(self._forbidden[name], SaltId(record.salt), record.created_s)
 
     def _leave(self, name: NamespaceId, stored: StoredSegment, reason: KVStoreError | str) -> None:
         with self._lock:

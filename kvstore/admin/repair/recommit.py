@@ -8,6 +8,7 @@ from kvstore.keys import SegmentId
 from kvstore.payloads.port import PayloadStore
 from kvstore.rules.segments import typical_block_bytes
 from kvstore.verify.headers import namespace_of
+from kvstore.verify.returning import Returns
 from kvstore.verify.segments import Whole, commit_whole
 from schemas.settings import Settings
 
@@ -18,6 +19,7 @@ def recommit(
     settings: Settings,
     segment: SegmentId,
     whole: Whole,
+    returns: Returns,
     now_s: float,
 ) -> CommitState:
     """Commits every rank as `commit_whole` does; a namespace that the index has lost is registered.
@@ -31,6 +33,7 @@ def recommit(
         payloads,
         segment,
         whole,
+        returns=returns,
         register=lambda: index.register(namespace, expected_blocks=blocks),
         delete_after_s=now_s + settings.grace_s,
     )

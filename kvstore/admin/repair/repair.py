@@ -32,6 +32,7 @@ from kvstore.index.port import CommitState
 from kvstore.keys import NamespaceId, SegmentId
 from kvstore.payloads.port import PayloadStore
 from kvstore.threads.each import for_each
+from kvstore.verify.returning import Returns
 from kvstore.verify.segments import Whole, read_whole, verify_whole
 from schemas.settings import Settings
 
@@ -52,6 +53,7 @@ class Repairs:
     payloads: PayloadStore
     keyring: Keyring
     settings: Settings
+    returns: Returns
     progress: ProgressListener
     clock: Callable[[], float]
     jobs: int = 8
@@ -148,7 +150,7 @@ class Repairs:
         if done is None:
             return "failed"
         # What was retained is so no more, and that would be a time to come.
-        self.index.touch(name, [segment], min(listing.last_use_s, self.clock()))
+        self.index.touch(name, [segment], listing.last_use_s)
         if listing.pinned:
             # It was within the bound when it was pinned.
             self.index.pin(name, [segment], most_bytes=1 << 62)
@@ -156,5 +158,5 @@ class Repairs:
 
     def _commit(self, segment: SegmentId, whole: Whole) -> Mended | None:
         now = self.clock()
-        state = recommit(self.index, self.payloads, self.settings, segment, whole, now)
+        state = recommit(self.index, self.payloads, self.settings, segment, whole, self.returns, now)
         return "listed" if state is CommitState.VISIBLE else None

@@ -178,7 +178,7 @@ class CommitConformance:
 
     def test_commit_keeps_the_whole_record(self, index: Index, name: NamespaceId) -> None:
         full = SegmentRecord(
-            (PartRecord(12288, (1, 70_000, 2**31, 0)),), 4, "lz4", 2**32 - 1, 2**32 - 1, 2**40 + 1
+            (PartRecord(12288, (1, 70_000, 2**31, 0)),), 4, "lz4", 2**30 + 1, 2**32 - 1, 2**40 + 1
         )
         digests = chain(4)
         index.commit(name, new_segment_id(digests), digests, full, rank=0, ranks=1)
@@ -230,7 +230,6 @@ class CommitConformance:
             (chain(6, seed="x"), record(6), 2),
             (part_of(digests, 0, 5), record(5), 2),
             (digests, record(6, depth=9), 2),
-            (digests, record(6, created_s=CREATED_S + 1), 2),
             (digests, record(6, codec="lz4"), 2),
             (digests, record(6), 3),
         ]:
@@ -238,6 +237,38 @@ class CommitConformance:
             assert state is CommitState.REFUSED
             assert index.match(name, digests) == index.match(name, strange) == []
         assert index.commit(name, segment, digests, record(6), rank=1, ranks=2) is CommitState.VISIBLE
+
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_the_latest_rank_says_when_a_segment_was_created(
+        self, index: Index, name: NamespaceId, order: tuple[int, int]
+    ) -> None:
+        digests = chain(6)
+        segment = new_segment_id(digests)
+        made = [record(6, created_s=CREATED_S + 7 * rank) for rank in range(2)]
+        for rank in (*order, *order):
+            state = index.commit(name, segment, digests, made[rank], rank=rank, ranks=2)
+        assert state is CommitState.VISIBLE
+        assert [run.record.created_s for run in index.match(name, digests)] == [CREATED_S + 7]
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_a_time_that_is_yet_to_come_counts_as_now(
+        self, index: Index, name: NamespaceId, ranks: int
+    ) -> None:
+        digests, before = chain(6), int(time.time())
+        segment, made = new_segment_id(digests), record(6, created_s=2**32 - 1)
+        for rank in (*range(ranks), 0):
+            state = index.commit(name, segment, digests, made, rank=rank, ranks=ranks)
+        assert state is CommitState.VISIBLE, "and the same commit again is harmless"
+        (run,) = index.match(name, digests)
+        assert before - 1 <= run.record.created_s <= time.time() + 1
+
+    def test_a_claim_says_what_time_it_is(self, index: Index, name: NamespaceId) -> None:
+        digests = chain(6)
+        for segment in (new_segment_id(digests), new_segment_id(digests)):
+            before = int(time.time())
+            assert before - 1 <= index.claim(name, digests, segment, 60.0).at_s <= time.time() + 1
+        put(index, name, digests)
+        assert before - 1 <= index.claim(name, digests, new_segment_id(digests), 60.0).at_s
 
     def test_commit_of_a_rank_again_after_the_last(self, index: Index, name: NamespaceId) -> None:
         digests = chain(6)

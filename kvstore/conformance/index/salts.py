@@ -6,6 +6,8 @@ import secrets
 import time
 from typing import Any
 
+import pytest
+
 from kvstore.conformance.index.chains import (
     CREATED_S,
     EXPECTED_BLOCKS,
@@ -113,11 +115,33 @@ class SaltConformance(Maintained):
         until = catalogue.forbid(name, ALICE)
         assert before + CLOCKS_DIFFER_S - 2 <= until <= time.time() + CLOCKS_DIFFER_S + 2
         assert catalogue.forbidden(name) == {ALICE: until}
-        assert self._commit(index, name, ALICE, before - 3600) is CommitState.REFUSED
-        assert self._commit(index, name, ALICE, until) is CommitState.REFUSED
-        assert self._commit(index, name, ALICE, until + 1) is CommitState.VISIBLE
+        # A writer's clock proves nothing, however far it is ahead.
+        for created_s in (
+            before - 3600,
+            before,
+            until,
+            until + 1,
+            until + 300,
+            2**32 - 1,
+        ):
+            assert self._commit(index, name, ALICE, created_s) is CommitState.REFUSED
         for salt in (BOB, NO_SALT):
             assert self._commit(index, name, salt, before) is CommitState.VISIBLE
+            assert self._commit(index, name, salt, until + 300) is CommitState.VISIBLE
+
+    def test_what_is_saved_after_that_is_visible(
+        self, index: Index, catalogue: Any, name: NamespaceId, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in ("redis", "sqlite"):
+            monkeypatch.setattr(f"kvstore.index.{module}.salts.CLOCKS_DIFFER_S", 1)
+        forbidden = {salt: catalogue.forbid(name, salt) for salt in (ALICE, NO_SALT)}
+        until = max(forbidden.values())
+        assert catalogue.forbidden(name) == forbidden
+        while catalogue.now(name) < until + 1:
+            time.sleep(0.05)
+        for salt in (ALICE, BOB):
+            assert self._commit(index, name, salt, until) is CommitState.REFUSED
+            assert self._commit(index, name, salt, until + 1) is CommitState.VISIBLE
 
     def test_a_whole_namespace_can_be_forbidden(
         self, index: Index, catalogue: Any, name: NamespaceId
@@ -125,8 +149,7 @@ class SaltConformance(Maintained):
         until = catalogue.forbid(name, NO_SALT)
         for salt in (ALICE, NO_SALT):
             assert self._commit(index, name, salt, until) is CommitState.REFUSED
-            assert self._commit(index, name, salt, until + 1) is CommitState.VISIBLE
-        # Both hold, whichever is later.
+            assert self._commit(index, name, salt, until + 300) is CommitState.REFUSED
         assert catalogue.forbid(name, ALICE) >= until
         assert self._commit(index, name, ALICE, until) is CommitState.REFUSED
         assert set(catalogue.forbidden(name)) == {ALICE, NO_SALT}
@@ -160,16 +183,10 @@ class SaltConformance(Maintained):
         for segment, salt in ((hers, ALICE), (his, BOB), (later, ALICE)):
             assert commit(segment, salt, 0) is CommitState.WAITING
         catalogue.forbid(name, ALICE)
-        assert dict(catalogue.reapable(name, 1.0, 10)) == {hers: 2}
-        assert commit(hers, ALICE, 1) is CommitState.REFUSED
+        # Whatever the writer's clock says.
+        assert dict(catalogue.reapable(name, 1.0, 10)) == {hers: 2, later: 2}
+        assert commit(hers, ALICE, 1) is commit(later, ALICE, 1) is CommitState.REFUSED
         assert commit(his, BOB, 1) is CommitState.VISIBLE
-        assert commit(later, ALICE, 1) is CommitState.VISIBLE
-
-    def test_evidence_is_kept_no_longer(self, index: Index, catalogue: Any, name: NamespaceId) -> None:
-        segment = put(index, name, chain(2), salt=ALICE)
-        index.evict(name, [segment], delete_after_s=time.time() + 7 * 86400, rule="bad")
-        catalogue.forbid(name, ALICE)
-        assert dict(catalogue.reapable(name, time.time() + 3600, 10)) == {segment: 1}
 
     def test_what_is_forbidden_outlives_the_namespace(
         self, index: Index, catalogue: Any, name: NamespaceId

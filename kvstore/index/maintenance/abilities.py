@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+from kvstore.index.contract import CLOCKS_DIFFER_S as CLOCKS_DIFFER_S
 from kvstore.index.maintenance.catalogue import Listing
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 
@@ -40,6 +41,10 @@ class Ages(ABC):
     """Serves nothing that is older than a time to live. Without it age does not matter."""
 
     @abstractmethod
+    def now(self, namespace: NamespaceId) -> float:
+        """Returns unix seconds by the index's own clock, where it keeps that namespace, known or not."""
+
+    @abstractmethod
     def age_out(
         self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
     ) -> tuple[int, str]:
@@ -51,10 +56,6 @@ class Ages(ABC):
         it evicted, and what the next call is to give as `after`: "" where all have been looked at.
         `delete_after_s` as in Index.evict. Does nothing for an unknown namespace.
         """
-
-
-#: Seconds by which an engine's clock may be ahead of the index's without a save escaping `Salts.forbid`.
-CLOCKS_DIFFER_S = 60
 
 
 class Salts(ABC):

@@ -120,10 +120,9 @@ from kvstore.index.contract import (
     check_session,
     count_digests,
     minute,
-    saved_minute,
 )
 from kvstore.index.eviction import worth
-from kvstore.index.numbers import whole
+from kvstore.index.numbers import MOST_S, real, whole
 from kvstore.index.port import Claim, CommitState, Run
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
@@ -241,8 +240,10 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         reply = self._run(_CLAIM, namespace, digests, segment, ttl_ms)
         if reply is None:
             raise self._unregistered("claim", namespace)
-        present, granted = reply
-        return Claim(present=whole(present, most=count), granted=bool(granted))
+        present, granted, at_s = reply
+        return Claim(
+            present=whole(present, most=count), granted=bool(granted), at_s=real(at_s, least=0.0, most=MOST_S)
+        )
 
     @understood
     def commit(
@@ -270,7 +271,6 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
             rank,
             ranks,
             INCOMPLETE_TTL_S,
-            saved_minute(record.created_s),
             worth(record.cost_us, record.nbytes) if self._cost_aware else 0,
             self._journal.events,
             session,
@@ -283,10 +283,12 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         return _STATES[whole(state, most=len(_STATES) - 1)]
 
     @understood
-    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+    def touch(
+        self, namespace: NamespaceId, segments: Sequence[SegmentId], used_s: float | None = None
+    ) -> None:
         check_segments(segments)
         for number, some in enumerate(batches(segments, _TOUCH_SLICE)):
-            how = (minute(now_s), 0 if number else 1, HOT_MOST, HOT_KEPT)
+            how = ("" if used_s is None else minute(used_s), 0 if number else 1, HOT_MOST, HOT_KEPT)
             self._run(_TOUCH, namespace, b"".join(some), *how)
 
     @understood

@@ -129,11 +129,15 @@ class RedisMaintenance(RedisPart):
         return whole(gone), str(whole(cursor, most=_MOST_CURSOR) or "")
 
     @understood
+    def now(self, namespace: NamespaceId) -> float:
+        return real(self._run(_TIME, namespace), least=0.0, most=MOST_S)
+
+    @understood
     def reapable(
         self, namespace: NamespaceId, now_s: float | None, limit: int
     ) -> list[tuple[SegmentId, int]]:
         if now_s is None:
-            now_s = real(self._run(_TIME, namespace), least=0.0, most=MOST_S)
+            now_s = self.now(namespace)
         after_s = floor(now_s) + 1
         found: dict[SegmentId, int] = {}
         for first in range(0, max(0, limit), _REAPABLE_SLICE):

@@ -58,7 +58,7 @@ class RedisSalts(RedisSessions):
     def _forbid(self, namespace: NamespaceId, salt: SaltId, until: str = "") -> float:
         if salt:
             check_salt(salt)
-        told = self._run(_FORBID, namespace, salt, CLOCKS_DIFFER_S, round(self._grace_s), until)
+        told = self._run(_FORBID, namespace, salt, CLOCKS_DIFFER_S, until)
         self._forget_sessions(namespace, salt)
         return real(told)
 

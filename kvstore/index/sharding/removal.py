@@ -128,6 +128,9 @@ class ShardedRemoval(ShardedCatalogue):
 
     # Deletion
 
+    def now(self, namespace: NamespaceId) -> float:
+        return self._leaf.now(self._shards(namespace)[0])
+
     def reapable(
         self, namespace: NamespaceId, now_s: float | None, limit: int
     ) -> list[tuple[SegmentId, int]]:

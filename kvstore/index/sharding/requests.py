@@ -119,9 +119,11 @@ class ShardedRequests(ShardedLayouts):
                 allowance=_share(allowance, len(shards)),
             )
 
-    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+    def touch(
+        self, namespace: NamespaceId, segments: Sequence[SegmentId], used_s: float | None = None
+    ) -> None:
         parts = split(self._shards(namespace), segments)
-        self._each(parts, lambda name: self._leaf.touch(name, parts[name], now_s))
+        self._each(parts, lambda name: self._leaf.touch(name, parts[name], used_s))
 
     def evict(
         self,
@@ -180,7 +182,7 @@ class ShardedRequests(ShardedLayouts):
         namespace: NamespaceId,
         session: SessionId,
         segments: Sequence[SegmentId],
-        now_s: float,
+        used_s: float | None = None,
         hint: Hint = USE,
         *,
         allowance: Allowance = NOTHING_RETAINED,
@@ -194,7 +196,7 @@ class ShardedRequests(ShardedLayouts):
 
         def tell(name: NamespaceId) -> HintEffect:
             some = parts.get(name, [])
-            return self._leaf.session(name, session, some, now_s, hint, allowance=share)
+            return self._leaf.session(name, session, some, used_s, hint, allowance=share)
 
         told = self._each(names, tell)
         return HintEffect(

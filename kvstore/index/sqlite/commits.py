@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvstore.index.contract import INCOMPLETE_TTL_S, agreement, saved_minute
+from kvstore.index.contract import (
+    CLOCKS_DIFFER_S,
+    INCOMPLETE_TTL_S,
+    agreement,
+    created_of,
+    saved_minute,
+    undated,
+)
 from kvstore.index.eviction import WORTH_MINUTES, worth
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState
@@ -34,10 +41,12 @@ class RankCommit:
 
     def run(self, now: float) -> CommitState:
         """Writes what the part changes, and returns what the segment is afterwards. Raises sqlite3.Error."""
-        agreed = agreement(self.digests, self.record, self.ranks)
+        said, created = self.record.created_s, min(self.record.created_s, int(now))
+        agreed = agreement(self.digests, replace(self.record, created_s=created), self.ranks)
         part = pack_part(self.record, self.record.parts[0])
         row = self._one("SELECT key, checksum, record FROM segments", self.place.generation)
-        if self.record.created_s <= self._forbidden_until():
+        until = self._forbidden_until()
+        if created <= until or (until >= 0 and said > now + CLOCKS_DIFFER_S):
             evict_incomplete(self.db, self.place, self.segment, 0.0)
             return CommitState.REFUSED
         if row:
@@ -46,14 +55,14 @@ class RankCommit:
             return CommitState.REFUSED
         self.db.execute("DELETE FROM parts WHERE expires <= ?", (now,))
         row = self._one("SELECT agreement FROM parts", self.place.generation)
-        if row and row[0] != agreed:
+        if row and undated(row[0]) != undated(agreed):
             return CommitState.REFUSED
         parts = [part]
         if self.ranks > 1:
-            parts = self._collect(agreed, part, now)
+            parts, created = self._collect(agreed, part, now)
             if len(parts) < self.ranks:
                 return CommitState.WAITING
-        self._show(agreed, parts)
+        self._show(replace(self.record, created_s=created), parts)
         return CommitState.VISIBLE
 
     def _again(self, row: tuple[Any, ...], agreed: bytes, part: bytes) -> CommitState:
@@ -63,7 +72,7 @@ class RankCommit:
         head = len(agreed) - len(checksum)
         size = (len(packed) - head) // self.ranks
         mine = packed[head + self.rank * size : head + (self.rank + 1) * size]
-        if checksum + packed[:head] != agreed or mine != part:
+        if undated(checksum + packed[:head]) != undated(agreed) or mine != part:
             return CommitState.REFUSED
         self.db.execute(
             "UPDATE segments SET first = ? WHERE key = ? AND first = x''", (self.digests[:DIGEST_BYTES], key)
@@ -89,8 +98,8 @@ class RankCommit:
             for table in ("segments", "parts")
         )
 
-    def _collect(self, agreed: bytes, part: bytes, now: float) -> list[bytes]:
-        """Keeps this rank's part. Returns all parts so far, in rank order."""
+    def _collect(self, agreed: bytes, part: bytes, now: float) -> tuple[list[bytes], int]:
+        """Keeps this rank's part. Returns all so far, in rank order, and when the latest was created."""
         db, where = self.db, "WHERE namespace = ? AND id = ?"
         this = (self.place.generation, self.segment)
         db.execute(
@@ -98,13 +107,13 @@ class RankCommit:
             (*this, self.rank, agreed, part, self.record.nbytes, self.ranks),
         )
         db.execute(f"UPDATE parts SET expires = ? {where}", (now + INCOMPLETE_TTL_S, *this))
-        rows = db.execute(f"SELECT part FROM parts {where} ORDER BY rank", this).fetchall()
+        rows = db.execute(f"SELECT part, agreement FROM parts {where} ORDER BY rank", this).fetchall()
         if len(rows) == self.ranks:
             db.execute(f"DELETE FROM parts {where}", this)
-        return [row[0] for row in rows]
+        return [row[0] for row in rows], max(created_of(row[1]) for row in rows)
 
-    def _show(self, agreed: bytes, parts: list[bytes]) -> None:
-        head = pack_head(self.record, self.ranks)
+    def _show(self, record: SegmentRecord, parts: list[bytes]) -> None:
+        agreed, head = agreement(self.digests, record, self.ranks), pack_head(record, self.ranks)
         packed = head + b"".join(parts)
         whole = unpack_record(packed)
         assert whole is not None

@@ -24,7 +24,7 @@ from kvstore.index.contract import (
     check_segments,
     check_session,
     count_digests,
-    minute,
+    use_minute,
 )
 from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, Outcome, Run
@@ -195,17 +195,17 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
     def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:
         blocks = count_digests(digests)
         check_segments([segment])
+        now = self._clock()
         with self._database.reading("claim") as db:
             place = self._known(db, "claim", namespace)
             if sum(run.count for run in _servable(db, place, digests, self._oldest(db, namespace))) == blocks:
-                return Claim(blocks, granted=False)  # the usual case, without waiting for a writer
-        now = self._clock()
+                return Claim(blocks, False, now)  # the usual case, without waiting for a writer
         with self._database.writing("claim") as db:
             place = self._known(db, "claim", namespace)
             runs = _servable(db, place, digests, self._oldest(db, namespace))
             present = sum(run.count for run in runs)
             if present == blocks:
-                return Claim(present, granted=False)
+                return Claim(present, False, now)
             missing = digests[present * DIGEST_BYTES : (present + 1) * DIGEST_BYTES]
             db.execute("DELETE FROM claims WHERE expires <= ?", (now,))
             row = db.execute(
@@ -213,12 +213,12 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
             ).fetchone()
             # One that lasts much longer is from before the clock was set back, perhaps by somebody dead.
             if row and row[0] != segment and row[1] <= now + LONGEST_HELD * ttl_s:
-                return Claim(present, granted=False)
+                return Claim(present, False, now)
             db.execute(
                 "INSERT OR REPLACE INTO claims VALUES (?, ?, ?, ?)",
                 (place.key, missing, segment, now + ttl_s),
             )
-            return Claim(present, granted=True)
+            return Claim(present, True, now)
 
     def commit(
         self,
@@ -251,9 +251,11 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
                 )
         return state
 
-    def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:
+    def touch(
+        self, namespace: NamespaceId, segments: Sequence[SegmentId], used_s: float | None = None
+    ) -> None:
         check_segments(segments)
-        used = minute(now_s)
+        used = use_minute(self._clock(), used_s)
         with self._database.reading("touch") as db:
             place = place_of(db, namespace)
             if place is None:

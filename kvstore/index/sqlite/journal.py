@@ -147,7 +147,7 @@ class Writing:
         """Returns when payloads that become invisible in this transaction may be deleted; see Index.evict."""
         if not delete_after_s or not self.grace_s:
             return delete_after_s
-        return max(delete_after_s, self.clock() + self.grace_s)
+        return self.clock() + self.grace_s
 
     def committed(
         self, db: sqlite3.Connection, key: int, segment: SegmentId, digests: bytes, record: SegmentRecord

@@ -129,6 +129,9 @@ class SqliteMaintenance(SqliteCatalogue):
         gone = self._changed("age_out", namespace, old, change)
         return gone, rows[-1][0].hex() if len(rows) == PAGE else ""
 
+    def now(self, namespace: NamespaceId) -> float:
+        return self._clock()
+
     def reapable(
         self, namespace: NamespaceId, now_s: float | None, limit: int
     ) -> list[tuple[SegmentId, int]]:

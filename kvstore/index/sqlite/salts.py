@@ -53,7 +53,6 @@ class SqliteSalts(SqliteSessions):
     def _forbid(self, namespace: NamespaceId, salt: SaltId, until: float) -> float:
         if salt:
             check_salt(salt)
-        now = self._clock()
         with self._database.writing("forbid") as db:
             db.execute(
                 "INSERT INTO forbidden VALUES (?, ?, ?) "
@@ -65,8 +64,6 @@ class SqliteSalts(SqliteSessions):
                 for segment in _incomplete(db, place, salt, until):
                     evict_incomplete(db, place, segment, 0.0)
                 forget_sessions(db, place, salt)
-                due = math.ceil(self._writing.deletion(now))
-                db.execute("UPDATE trash SET due = ? WHERE namespace = ? AND due > ?", (due, place.key, due))
             (until,) = db.execute(
                 "SELECT until FROM forbidden WHERE namespace = ? AND salt = ?", (namespace, salt)
             ).fetchone()

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.errors import NamespaceUnknown
-from kvstore.index.contract import UNUSED_S, check_segments, check_session, minute
+from kvstore.index.contract import (
+    UNUSED_S,
+    check_segments,
+    check_session,
+    use_minute,
+)
 from kvstore.index.eviction import MINUTE_S
 from kvstore.index.sessions import (
     ENDED_MINUTE,
@@ -272,7 +277,7 @@ class SqliteSessions(SqliteMaintenance):
         namespace: NamespaceId,
         session: SessionId,
         segments: Sequence[SegmentId],
-        now_s: float,
+        used_s: float | None = None,
         hint: Hint = USE,
         *,
         allowance: Allowance = NOTHING_RETAINED,
@@ -280,6 +285,7 @@ class SqliteSessions(SqliteMaintenance):
         check_segments(segments)
         check_session(session)
         demoted = retained = refused = 0
+        used = use_minute(self._clock(), used_s)
         slices = list(batches(list(dict.fromkeys(segments)), SESSION_SLICE)) or [[]]
         for number, some in enumerate(slices):
             first, last = number == 0, number == len(slices) - 1
@@ -291,7 +297,7 @@ class SqliteSessions(SqliteMaintenance):
                     raise NamespaceUnknown(
                         f"sqlite {self._database.where}: session: namespace {namespace} is not registered"
                     )
-                told = self._told(db, place, session, some, minute(now_s), part, allowance, began=first)
+                told = self._told(db, place, session, some, used, part, allowance, began=first)
             demoted += told.demoted
             retained += told.retained_bytes
             refused += told.refused_bytes

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from kvstore.errors import PermissionDenied, TransientError
 from kvstore.keys import parse_payload_name
+from kvstore.payloads.evidence import EVIDENCE
 from kvstore.payloads.s3.clients import Session
 from kvstore.payloads.s3.control import S3Control
 from kvstore.payloads.strays import Stray, StrayKind, Strays
@@ -29,7 +30,7 @@ class S3Strays(Strays):
 
     def list(self) -> Iterator[Stray]:
         for item in self._control.objects("list objects", self._location.root):
-            if not parse_payload_name(item.name):
+            if not _is_ours(item.name):
                 kind: StrayKind = "probe" if _PROBE.fullmatch(item.name) else "foreign"
                 yield Stray(item.name, kind, item.nbytes, item.modified_s)
         yield from self._uploads()
@@ -37,7 +38,7 @@ class S3Strays(Strays):
     def _uploads(self) -> Iterator[Stray]:
         try:
             for name, began_s, upload in self._control.uploads("list unfinished uploads"):
-                kind: StrayKind = "upload" if parse_payload_name(name) else "foreign"
+                kind: StrayKind = "upload" if _is_ours(name) else "foreign"
                 yield Stray(name, kind, 0, began_s, upload)
         except PermissionDenied as exc:
             # Listing uploads takes a right of its own, which a lifecycle rule makes unnecessary.
@@ -72,3 +73,8 @@ class S3Strays(Strays):
     @cached_property
     def _control(self) -> S3Control:
         return Session(self._location, self._settings).control()
+
+
+def _is_ours(name: str) -> bool:
+    """Returns whether it names a payload, or evidence."""
+    return parse_payload_name(name.removeprefix(f"{EVIDENCE}/")) is not None

@@ -51,7 +51,7 @@ class World:
     def __init__(self, admin: Admin, **given: Any) -> None:
         self.url = f"memory://explain-{next(_numbers)}"
         self.given = given
-        self.now = 1_800_000_000.0
+        self.now = 1_790_000_000.0
         made = {"payloads": self.url, "index": self.url, **given}
         self.store: Store = open_store(made)
         self.space = self.open(kv())

@@ -51,7 +51,7 @@ from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel
 from tests.servers.redis import RedisServer
 from tests.servers.s3.bucket import S3Bucket
 from tests.store.world import item
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 #: Words that must stand in no output; nothing else here contains them.
 SALT, OTHER_SALT = "alice-7f3e-secret", "bob-11aa-secret"
@@ -311,12 +311,34 @@ def test_a_tenant_that_was_invalidated_and_evicted_before(world: Erasing) -> Non
     world.kept(but=of_search)
 
 
+def a_minute_later() -> int:
+    """Now, when a minute is over; with `short_minutes` that is a moment."""
+    end = time.time() + 3
+    until(lambda: time.time() > end)
+    return int(time.time())
+
+
+@pytest.fixture
+def short_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("redis", "sqlite"):
+        monkeypatch.setattr(f"kvstore.index.{module}.salts.CLOCKS_DIFFER_S", 1)
+
+
+def test_engines_that_go_on_are_refused_for_a_minute(world: Erasing) -> None:
+    erased(world, OF_ALICE)
+    for ahead_s in (0, CLOCKS_DIFFER_S + 30, 86400 * 30):
+        one = world.one(SEARCH, ALICE, ahead_s, created_s=int(time.time()) + ahead_s)
+        assert world.matched(one) == 0
+    assert is_done(erased(world, OF_ALICE))
+
+
+@pytest.mark.usefixtures("short_minutes")
 def test_engines_that_go_on_save_anew_a_minute_later(world: Erasing) -> None:
     def soon(salt: SaltId) -> Written:
         return world.one(SEARCH, salt, "now", created_s=int(time.time()))
 
     def later(salt: SaltId) -> Written:
-        return world.one(SEARCH, salt, "later", created_s=int(time.time()) + CLOCKS_DIFFER_S + 30)
+        return world.one(SEARCH, salt, "later", created_s=a_minute_later())
 
     erased(world, OF_ALICE)
     assert [world.matched(soon(ALICE)), world.matched(soon(BOB))] == [0, 3]
@@ -329,13 +351,13 @@ def test_engines_that_go_on_save_anew_a_minute_later(world: Erasing) -> None:
     assert world.matched(anew) == 0 and is_done(report), "erased once more: all that there is now"
 
 
+@pytest.mark.usefixtures("short_minutes")
 def test_what_an_engine_saves_meanwhile_stays(world: Erasing) -> None:
     saved: list[Written] = []
 
     def save() -> None:
         if not saved:
-            when = int(time.time()) + CLOCKS_DIFFER_S + 30
-            saved.append(world.one(SEARCH, BOB, "meanwhile", created_s=when))
+            saved.append(world.one(SEARCH, BOB, "meanwhile", created_s=a_minute_later()))
 
     with world.cache() as cache:
         cache.__dict__["payloads"] = Hooked(cache.payloads, delete=save)

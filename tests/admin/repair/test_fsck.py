@@ -36,7 +36,7 @@ from tests.admin.repair.damage import (
     content,
 )
 
-NOW_S = 1_800_000_000.0
+NOW_S = 1_790_000_000.0
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_part_of_it_done(world: World) -> None:
 
 
 def test_a_record_that_is_written_anew_keeps_its_use_and_its_pin(world: World) -> None:
-    one, used_s = world.written[1], 1_799_000_000.0
+    one, used_s = world.written[1], 1_789_000_000.0
     with world.cache() as cache:
         assert cache.index is not None
         cache.index.touch(one.name, [one.segment], used_s)

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any
 from unittest.mock import patch
 
+from kvstore.build import open_evidence
 from kvstore.format.segment import Slot, encode
 from kvstore.index.port import MISSING_DIGESTS, Outcome
 from kvstore.index.sessions import USE, Hint
@@ -155,6 +156,7 @@ def world(
         maintenance=index,
         transfers=Transfers(made.transfers),
         counters=Counters(),
+        evidence=open_evidence(made),
         clock=lambda: clock[0],
         trace=trace,
     )

@@ -183,3 +183,9 @@ def load(root: Path, namespace: str, run: Run, keys: Sequence[bytes], rank: int 
     need([slot.key for slot in slots] == list(keys), "other blocks than asked for")
     for slot in slots:
         yield decode(data[slot.start : slot.end], slot)
+
+
+def is_forbidden(created_s: int, until: list[int], now_s: int) -> bool:
+    """Whether a commit is of what an erasure covers, or may be: its time is yet to come."""
+    last = max([-1, *until])
+    return min(created_s, now_s) <= last or (last >= 0 and created_s > now_s + 60)

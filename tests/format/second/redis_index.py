@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.format.second.records import (
     Record,
     Run,
     agreement,
+    is_forbidden,
     pack_parts,
     record_of,
     retention,
@@ -125,8 +127,8 @@ class RedisStore:
         found = self.client.hgetall(self.key(namespace, "erased"))
         return {salt: int(until) for salt, until in found.items()}
 
-    def forbid(self, namespace: str, salt: bytes, *, grace_s: int) -> int:
-        return int(self.run("forbid", namespace, salt, 60, grace_s))
+    def forbid(self, namespace: str, salt: bytes) -> int:
+        return int(self.run("forbid", namespace, salt, 60, ""))
 
     def sessions(self, namespace: str) -> dict[bytes, tuple[int, bool, int, int, list[bytes]]]:
         """Session -> its record, with those segments that are its own."""
@@ -221,7 +223,7 @@ class RedisStore:
         return name
 
     def claim(self, namespace: str, digests: bytes, segment: bytes) -> tuple[int, bool]:
-        present, granted = self.run("claim", namespace, digests, segment, 30_000)
+        present, granted, _ = self.run("claim", namespace, digests, segment, 30_000)
         return present, bool(granted)
 
     def commit(self, namespace: str, header: Header, session: bytes = b"", most: int = 0) -> int:
@@ -240,7 +242,6 @@ class RedisStore:
                 meta["rank"],
                 ranks,
                 3600,
-                saved_minute(meta["created_s"]),
                 worth(meta["kind"], record),
                 4096,
                 session,
@@ -256,6 +257,8 @@ class RedisStore:
         need(meta["ranks"] == 1, "one rank only")
         segment, first = bytes.fromhex(meta["segment"]), digests[:16]
         place = lambda rest: self.key(namespace, rest)  # noqa: E731
+        now = int(self.client.time()[0])
+        record = replace(record, created_s=min(record.created_s, now))
         claim = place(f"claim:{first.hex()}")
         with self.client.pipeline() as pipe:
             looked_at = ("meta", "segs", "trash", "erased", f"part:{segment.hex()}")
@@ -268,7 +271,7 @@ class RedisStore:
             forbidden = pipe.hmget(place("erased"), b"", record.salt)
             if (
                 gone
-                or any(until is not None and meta["created_s"] <= int(until) for until in forbidden)
+                or is_forbidden(meta["created_s"], [int(until) for until in forbidden if until], now)
                 or any(pipe.hexists(old, segment) for old in olds)
                 or pipe.hexists(place("segs"), segment)
             ):
@@ -280,7 +283,7 @@ class RedisStore:
                 pipe.hset(bucket, field, segment + slot.to_bytes(2, "big"))
             value = b"%d:%d:" % (record.nbytes, record.slots) + first
             pipe.hset(place("segs"), segment, value + agreement(digests, record, 1) + pack_parts(record))
-            minute, extra = saved_minute(meta["created_s"]), worth(meta["kind"], record)
+            minute, extra = saved_minute(record.created_s), worth(meta["kind"], record)
             pipe.execute_command("ZADD", place("lru"), f"{score(minute, record.depth, extra):.17g}", segment)
             if record.salt:
                 pipe.zadd(place("salts"), {record.salt + segment: 0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.format.second.records import (
     Record,
     Run,
     agreement,
+    is_forbidden,
     pack_parts,
     record_of,
     saved_minute,
@@ -122,11 +124,13 @@ class SqliteStore:
             if self._is_taken(key, segment):
                 self.db.execute("ROLLBACK")
                 return False
-            if meta["created_s"] <= self.forbidden_until(namespace, record.salt):
+            now = int(time.time())
+            if is_forbidden(meta["created_s"], [self.forbidden_until(namespace, record.salt)], now):
                 self.db.execute("ROLLBACK")
                 return False
+            record = replace(record, created_s=min(record.created_s, now))
             agreed = agreement(digests, record, 1)
-            used, extra = saved_minute(meta["created_s"]), worth(meta["kind"], record)
+            used, extra = saved_minute(record.created_s), worth(meta["kind"], record)
             row = {
                 "namespace": number, "id": segment, "checksum": agreed[:8],
                 "record": agreed[8:] + pack_parts(record), "nbytes": record.nbytes, "slots": record.slots,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 
-from kvstore.build import load_settings
+from kvstore.build import load_settings, open_evidence
 from kvstore.conformance.index.chains import chain, namespace, record
 from kvstore.conformance.index.sessions import ALL, later
 from kvstore.errors import DamagedIndex, KVStoreError
@@ -300,6 +300,7 @@ def test_what_never_raises_never_raises(failure: Exception) -> None:
         maintenance=index,
         transfers=Transfers(settings.transfers),
         counters=Counters(),
+        evidence=open_evidence(settings),
     )
     with Store(backends) as store:
         space = store.open(namespace(), block_bytes=1024)

@@ -1,11 +1,13 @@
 -- claim: KEYS[1] meta, ARGV packed digests of a chain, segment, time to live in ms.
--- Answers {leading blocks that are stored, 1 if `segment` may be written with the rest}; nil if the
--- namespace is unknown.
+-- Answers {leading blocks that are stored, 1 if `segment` may be written with the rest, unix seconds}; nil if
+-- the namespace is unknown.
 --
 -- Race closed: two engines that finish the same prompt at the same moment both find block n missing.
 -- Looking and claiming are one step here, so only one of them is told to write it. All ranks of one
 -- segment name the same segment and so share its claim.
 if is_aside then return false end
+local time = redis.call('TIME')
+local now = string.format('%d.%06d', time[1], time[2])
 
 local digests, segment, ttl = ARGV[1], ARGV[2], ARGV[3]
 local values, present = servable(digests, tonumber(bits))
@@ -20,9 +22,9 @@ for i, value in ipairs(values) do
   end
   readable = readable + run_count[i]
 end
-if present * 16 >= #digests then return {present, 0} end
+if present * 16 >= #digests then return {present, 0, now} end
 
 local key = prefix .. 'claim:' .. hex(string.sub(digests, present * 16 + 1, present * 16 + 16))
-if holder_of(key, segment, ttl) ~= segment then return {present, 0} end
+if holder_of(key, segment, ttl) ~= segment then return {present, 0, now} end
 redis.call('SET', key, segment, 'PX', ttl)
-return {present, 1}
+return {present, 1, now}

@@ -1,14 +1,17 @@
 -- commit: KEYS[1] meta, ARGV segment, packed digests, agreement (what all ranks must share: the first
 -- digest, a checksum of the digests and the head of the packed record), this rank's packed part, its
--- bytes, rank, ranks, time to live in s of an incomplete commit, the minute of the first use, its worth to
--- a namespace of items, how many events are kept, the session whose request saves it or '', bytes that may be
--- retained in all, and under one salt, by whom.
+-- bytes, rank, ranks, time to live in s of an incomplete commit, its worth to a namespace of items, how many
+-- events are kept, the session whose request saves it or '', bytes that may be retained in all, and under one
+-- salt, by whom.
 -- Answers 0 waiting for other ranks, 1 visible, 2 refused; nil if the namespace is unknown.
 --
 -- Races closed: the last of several ranks makes the record, all entries and the usage visible in one
 -- step, so no reader meets half a segment and no two ranks both think that they were last; and a
 -- segment that was evicted, invalidated or erased while its last rank was writing stays so, because the look
 -- at the trash, the epoch and what is forbidden and the writes are one step.
+--
+-- When it was created is the latest of what its ranks say, and not later than now by this clock. All else of the
+-- agreement is the same for all of them.
 --
 -- The first write of every path is one that Redis refuses when it is full (HSET): then nothing has
 -- been written. After a first write a script always runs to its end.
@@ -18,8 +21,9 @@ if not bits then return false end
 
 local segment, digests, agreement, part = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local nbytes, rank, ranks, ttl = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8]
-local minute, most_events = tonumber(ARGV[9]), tonumber(ARGV[11])
-local worth = known[2] == 'ec' and tonumber(ARGV[10]) or 0
+local worth, most_events = known[2] == 'ec' and tonumber(ARGV[9]) or 0, tonumber(ARGV[10])
+local now, said = tonumber(redis.call('TIME')[1]), created_of(agreement, 1)
+local created = math.min(said, now)
 local slots = #digests / 16
 local first, depth = first_of(agreement, 1), depth_of(agreement, 1)
 local incomplete = prefix .. 'part:' .. hex(segment)
@@ -46,7 +50,7 @@ local function enter()
 end
 
 local salt = salt_of(agreement, 1)
-if created_of(agreement, 1) <= forbidden_until(salt) then
+if is_forbidden(salt, said, now) then
   give_up(segment)
   release()
   return REFUSED
@@ -58,7 +62,7 @@ if value then
   local _, _, rest = account(value)
   local begin = rest + #agreement
   local size = (#value - begin + 1) / ranks
-  local same = string.sub(value, rest, begin - 1) == agreement
+  local same = dated(string.sub(value, rest, begin - 1), 0) == dated(agreement, 0)
     and string.sub(value, begin + rank * size, begin + (rank + 1) * size - 1) == part
   if same then enter() end
   release()
@@ -66,17 +70,18 @@ if value then
 end
 local agreed = redis.call('HMGET', incomplete, 'agreement', 'epoch')
 if redis.call('ZSCORE', trash, segment) or generation_of(segment)
-  or agreed[1] and (agreed[1] ~= agreement or agreed[2] ~= epoch) then
+  or agreed[1] and (dated(agreed[1], 0) ~= dated(agreement, 0) or agreed[2] ~= epoch) then
   -- Parts of another epoch stay until they expire, so that the ranks that are still to come don't begin
   -- anew what this one no longer takes part in.
   release()
   return REFUSED
 end
+if agreed[1] then created = math.max(created, created_of(agreed[1], 1)) end
+agreement = dated(agreement, created)
 if ranks > 1 then
   redis.call('HSET', incomplete, 'agreement', agreement, 'epoch', epoch, rank, nbytes .. ':' .. part)
   redis.call('EXPIRE', incomplete, ttl)
   if redis.call('HLEN', incomplete) < ranks + 2 then
-    local now = redis.call('TIME')[1]
     redis.call('ZREMRANGEBYSCORE', parts, '-inf', now)
     redis.call('ZADD', parts, now + ttl, segment)
     return WAITING
@@ -93,12 +98,14 @@ end
 
 enter()
 redis.call('HSET', segs, segment, nbytes .. ':' .. slots .. ':' .. agreement .. part)
+-- Until it is used it counts as used half a minute before it was created (kvstore.index.contract.saved_minute).
+local minute = math.max(0, math.floor((created - 30) / 15) / 4)
 redis.call('ZADD', lru, score_of(minute, depth, worth), segment)
 if salt ~= '' then
   redis.call('ZADD', salts, 0, salt .. segment)
   redis.call('ZINCRBY', held, nbytes, salt)
 end
-if ARGV[12] ~= '' then adopt(ARGV[12], segment, minute, tonumber(ARGV[13]), tonumber(ARGV[14])) end
+if ARGV[11] ~= '' then adopt(ARGV[11], segment, minute, tonumber(ARGV[12]), tonumber(ARGV[13])) end
 usage_changed(tonumber(nbytes), 1, slots, cost_of(agreement, 1), 0)
 event(most_events, 'commit', segment, first, string.sub(digests, -16), depth, slots, tonumber(nbytes), '')
 redis.call('ZREM', ghosts, first)

@@ -7,6 +7,12 @@ local function forbidden_until(salt)
   return math.max(tonumber(times[1] or -1) or -1, tonumber(times[2] or -1) or -1)
 end
 
+-- is_forbidden(salt, created, now): kvstore.index.contract.is_forbidden, which says why.
+local function is_forbidden(salt, created, now)
+  local last = forbidden_until(salt)
+  return math.min(created, now) <= last or last >= 0 and created > now + 60
+end
+
 -- give_up(segment): what other ranks have written of it is to be deleted at once.
 local function give_up(segment)
   local incomplete = prefix .. 'part:' .. hex(segment)

@@ -76,6 +76,11 @@ end
 
 local function created_of(text, at) return word_of(text, at + 32) end
 
+-- dated(agreement, created): the same, but for when it was created.
+local function dated(agreement, created)
+  return string.sub(agreement, 1, 32) .. struct.pack('<I4', created) .. string.sub(agreement, 37)
+end
+
 local function depth_of(text, at) return word_of(text, at + 36) end
 
 local function salt_of(text, at)

@@ -15,3 +15,9 @@ local function use_of(score)
   local moved = fraction * UNIT % 16 * WORTH_MINUTES
   return keep - moved, fraction - moved
 end
+
+-- minute_of(asked, now): the minute of a use: that of this clock's second `now`, to the quarter, or an earlier one.
+local function minute_of(asked, now)
+  local present = math.floor(now / 15) / 4
+  return asked == '' and present or math.min(tonumber(asked), present)
+end

@@ -1,4 +1,5 @@
--- session: KEYS[1] meta, ARGV session, packed segments that its request uses, heads first, unix minute, 1 if the
+-- session: KEYS[1] meta, ARGV session, packed segments that its request uses, heads first, an earlier unix minute than
+-- now or '', 1 if the
 -- first of them is where a load begins, 1 if the session ends, '' or until when it retains (unix second, 0 for no
 -- longer), '' or its priority (0 to 2), bytes that may be retained in all, and under one salt, at how many of those
 -- that are watched in `hot` the less used are forgotten, how many are kept then.
@@ -9,8 +10,9 @@
 -- take it for their own; and what is retained and the sums that bound it are one step.
 if redis.call('HEXISTS', meta, 'bucket_bits') == 0 then return false end
 
-local session, segments, minute, begins = ARGV[1], items(ARGV[2], 8), tonumber(ARGV[3]), ARGV[4] == '1'
+local session, segments, begins = ARGV[1], items(ARGV[2], 8), ARGV[4] == '1'
 local now = expire_retained()
+local minute = minute_of(ARGV[3], now)
 local record = recall(session, now)
 if ARGV[6] ~= '' then
   local ends = math.min(tonumber(ARGV[6]), now + LONGEST_RETAINED_S)

@@ -1,4 +1,4 @@
--- touch: KEYS[1] meta, ARGV packed segments, unix minute, 1 if the first of them is where a load begins, at
+-- touch: KEYS[1] meta, ARGV packed segments, an earlier unix minute than now or '', 1 if the first of them is where a load begins, at
 -- how many of those that are watched the less used are forgotten, how many are kept then.
 --
 -- Race closed: an eviction between looking and writing would be undone by a blind ZADD, which would
@@ -9,7 +9,7 @@
 -- a use by nobody's session, so no session owns the segments any more.
 --
 -- The segments where loads begin are counted once a minute in `hot`.
-local minute, begins = tonumber(ARGV[2]), ARGV[3] == '1'
+local minute, begins = minute_of(ARGV[2], redis.call('TIME')[1]), ARGV[3] == '1'
 local segments = items(ARGV[1], 8)
 
 local function touch(where)

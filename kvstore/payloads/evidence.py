@@ -1,0 +1,150 @@
+"""Evidence: what is kept for people and may not be served, under names that no lister takes for payloads'.
+
+    evidence/<payload name>              a payload that was condemned, or the same blocks as another engine
+                                         computed them
+    evidence/<namespace>/00/<zeros>.256  what of the namespace may not come back (schemas.evidence)
+
+Both are a payload store of their own inside the shared one, so `parse_payload_name` takes none of their
+names where payloads are listed. The copy of a condemned payload comes first and says by its name that the
+segment may not come back; then the segment is evicted and its payloads are deleted. A crash in between
+leaves payloads that nobody brings back.
+
+Copies last a week, and as long as there is room for them. What the refusals say lasts for ever, as an
+erasure does, and is small.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pydantic import ValidationError
+
+from kvstore.errors import CorruptPayload
+from kvstore.keys import NamespaceId, SaltId, SegmentId, parse_payload_name, payload_name
+from kvstore.payloads.port import Listed, PayloadStore
+from schemas.evidence import RefusalsObject
+
+#: The folder, or the part of a key, below which evidence lies.
+EVIDENCE: Final = "evidence"
+#: How long copies are kept, in seconds, how many, and how many bytes of them.
+KEPT_S: Final = 7 * 86400.0
+MOST_COPIES: Final = 1000
+MOST_BYTES: Final = 4 << 30
+
+#: The refusals' place among the names of payloads. No rank of a segment has this number.
+_REFUSALS: Final = SegmentId(bytes(8))
+_REFUSALS_RANK: Final = 256
+#: The most bytes of refusals that are read: some 200,000 salts.
+_MOST_REFUSALS_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Barred:
+    """What of one namespace may not come back from payloads or archives."""
+
+    #: Segments that an audit condemned.
+    condemned: frozenset[SegmentId]
+    #: Salt, or NO_SALT for all of the namespace -> until when it was created, unix s of the index's clock.
+    until_s: Mapping[SaltId, float]
+
+
+class Evidence:
+    """The evidence beside the payloads of one store. Safe for threads.
+
+    `open_store` opens the payload store that lies at EVIDENCE, when it is asked for something first. Methods
+    raise what that store raises.
+    """
+
+    def __init__(self, open_store: Callable[[], PayloadStore]) -> None:
+        self._open = open_store
+        self._lock = threading.Lock()
+        # The lock guards the field below it.
+        self._opened: PayloadStore | None = None
+
+    @property
+    def payloads(self) -> PayloadStore:
+        """The payload store that holds it."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
+
+    def put(
+        self, namespace: NamespaceId, segment: SegmentId, rank: int, buffers: Sequence[memoryview]
+    ) -> str:
+        """Keeps a payload, whose segment may not come back from now on. Returns its name beside the
+        payloads."""
+        name = payload_name(namespace, segment, rank)
+        self.payloads.put(name, buffers)
+        return f"{EVIDENCE}/{name}"
+
+    def refuse(self, namespace: NamespaceId, until_s: Mapping[SaltId, float]) -> None:
+        """From now on what was created until then under these salts, or with NO_SALT at all, may not come
+        back. What was refused before stays so. Of two that do this at once one may be forgotten."""
+        known = dict(self.of(namespace).until_s)
+        for salt, until in until_s.items():
+            known[salt] = max(until, known.get(salt, 0.0))
+        stored = RefusalsObject(until_s={salt.hex(): until for salt, until in known.items()})
+        text = stored.model_dump_json().encode()
+        self.payloads.put(payload_name(namespace, _REFUSALS, _REFUSALS_RANK), [memoryview(text)])
+
+    def of(self, namespace: NamespaceId) -> Barred:
+        """Returns what of a namespace may not come back. Raises CorruptPayload if the refusals can't be
+        understood: then nothing of it may."""
+        condemned, refusals = set(), {}
+        for one in self.payloads.list(f"{namespace}/"):
+            if (segment := _copied(one)) is not None:
+                condemned.add(segment)
+            elif one.name == payload_name(namespace, _REFUSALS, _REFUSALS_RANK):
+                refusals = self._read_refusals(one)
+        return Barred(frozenset(condemned), refusals)
+
+    def copies(self, namespace: NamespaceId) -> list[Listed]:
+        """Returns the payloads that are kept of a namespace."""
+        return [one for one in self.payloads.list(f"{namespace}/") if _copied(one) is not None]
+
+    def trim(self, live: PayloadStore, now_s: float) -> list[Listed]:
+        """Deletes copies that are too old, and the oldest ones where there are too many; returns them.
+
+        `live` are the payloads that are served: what is left there of a segment goes before its copy, which
+        has kept it from coming back.
+        """
+        copies = [one for one in self.payloads.list() if _copied(one) is not None]
+        gone, nbytes = [], 0
+        for number, one in enumerate(sorted(copies, key=lambda one: -one.modified_s)):
+            nbytes += one.nbytes
+            if number >= MOST_COPIES or nbytes > MOST_BYTES or one.modified_s <= now_s - KEPT_S:
+                live.delete([left.name for left in live.list(f"{one.name.rpartition('.')[0]}.")])
+                gone.append(one)
+        self.payloads.delete([one.name for one in gone])
+        return gone
+
+    def close(self) -> None:
+        """Releases what was opened. Idempotent."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened.close()
+
+    def _read_refusals(self, one: Listed) -> dict[SaltId, float]:
+        try:
+            if one.nbytes > _MOST_REFUSALS_BYTES:
+                raise ValueError(f"{one.nbytes} bytes")
+            text = bytearray(one.nbytes)
+            read = self.payloads.read(one.name, 0, [memoryview(text)])
+            stored = RefusalsObject.model_validate_json(bytes(text[:read]))
+        except ValueError as exc:
+            problem = exc.errors()[0]["msg"] if isinstance(exc, ValidationError) else str(exc)
+            raise CorruptPayload(
+                f"{EVIDENCE}/{one.name} says what may not come back, and can't be understood ({problem}): "
+                "nothing of its namespace comes back until that object is repaired or deleted"
+            ) from None
+        return {SaltId(bytes.fromhex(salt)): until for salt, until in stored.until_s.items()}
+
+
+def _copied(one: Listed) -> SegmentId | None:
+    """Returns the segment that a listed payload is a copy of; None if it holds the refusals."""
+    parsed = parse_payload_name(one.name)
+    return parsed[1] if parsed is not None and parsed[2] < _REFUSALS_RANK else None

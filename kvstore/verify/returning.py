@@ -1,0 +1,69 @@
+"""The one rule for what may become visible again from payloads, or from an archive of them.
+
+A listing doesn't tell why a payload is there: it may be bad and known to be, erased, or of a time before an
+invalidation, and not deleted yet, or somebody has put it back. So whoever commits what he has not just saved
+asks here first. A segment may not come back
+
+    condemned   if there is evidence of it (kvstore.payloads.evidence)
+    forgotten   if it is of a salt, or a namespace, that was erased or invalidated, unless it was saved after
+                that for sure: by its header, whose time is that of an index, and not one that is yet to come
+
+The index says what was erased, and the refusals beside the payloads say it after the index was lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from kvstore.index.contract import is_forbidden
+from kvstore.index.maintenance import FullIndex
+from kvstore.keys import NamespaceId, SaltId, SegmentId
+from kvstore.payloads.evidence import Barred, Evidence
+from schemas.records import SegmentRecord
+
+Bar = Literal["condemned", "forgotten"]
+
+#: Why, for people.
+WHY: Final[Mapping[Bar, str]] = {
+    "condemned": "an audit found that it is wrong; `cache-admin gc --apply` deletes what is left of it",
+    "forgotten": "its tenant or salt was erased, or its namespace invalidated, and nothing proves that it "
+    "was saved after that; `cache-admin gc --apply` deletes it",
+}
+
+
+class Returns:
+    """Says what may come back, as it was when a namespace was asked about first. Safe for threads."""
+
+    def __init__(self, index: FullIndex | None, evidence: Evidence) -> None:
+        self._index = index
+        self._evidence = evidence
+        self._lock = threading.Lock()
+        # The lock guards the field below it.
+        #: What is barred, and what time it was by the index's clock.
+        self._known: dict[NamespaceId, tuple[Barred, float]] = {}
+
+    def barred(self, namespace: NamespaceId, segment: SegmentId, record: SegmentRecord) -> Bar | None:
+        """Returns why a segment of this record may not come back; None: it may.
+
+        Raises what the backends raise, and CorruptPayload if nothing can be said."""
+        barred, now_s = self._of(namespace)
+        if segment in barred.condemned:
+            return "condemned"
+        if is_forbidden(barred.until_s, SaltId(record.salt), record.created_s, now_s):
+            return "forgotten"
+        return None
+
+    def _of(self, namespace: NamespaceId) -> tuple[Barred, float]:
+        with self._lock:
+            if namespace not in self._known:
+                barred, now_s = self._evidence.of(namespace), time.time()
+                if self._index is not None:
+                    until_s = dict(barred.until_s)
+                    for salt, until in self._index.forbidden(namespace).items():
+                        until_s[salt] = max(until, until_s.get(salt, until))
+                    barred, now_s = Barred(barred.condemned, until_s), self._index.now(namespace)
+                self._known[namespace] = barred, now_s
+            return self._known[namespace]

@@ -1,0 +1,20 @@
+"""The object beside the payloads that says what of a namespace may not come back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from schemas.base import MAX_NUMBER, StrictModel
+
+_Salt = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
+
+
+class RefusalsObject(StrictModel):
+    """What was erased or invalidated in one namespace. It outlives the index."""
+
+    format: Literal[1] = 1
+    #: Id of a salt in hex, or "" for all of the namespace -> until when it was created, unix seconds of the
+    #: index's clock.
+    until_s: dict[_Salt, Annotated[float, Field(ge=0, lt=MAX_NUMBER, allow_inf_nan=False)]]

@@ -1,0 +1,230 @@
+"""What may not be served is not served again: by no listing, in no region, and by no archive."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.admin.backends import Cache
+from kvstore.admin.remove import drop
+from kvstore.admin.remove.erase import Target, erase
+from kvstore.admin.repair.follow import PayloadFollower
+from kvstore.admin.repair.fsck import fsck
+from kvstore.admin.repair.gc import gc
+from kvstore.admin.repair.rebuild import rebuild
+from kvstore.build import load_settings, open_store
+from kvstore.conformance.faulty import Plan, Rule
+from kvstore.errors import CorruptPayload
+from kvstore.keys import SaltId, SegmentId, namespace_id, parse_payload_name, payload_name, salt_id
+from kvstore.payloads.evidence import KEPT_S
+from kvstore.store.space import Space
+from kvstore.store.store import Store
+from tests.store.world import chain, match, namespace, open_space, put_faults, slots
+from tests.waiting import until
+
+A = chain(*range(4))
+ALICE = salt_id("alice")
+NAME = namespace_id(namespace())
+
+
+class Region:
+    """A folder of payloads, and an index in a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engines: list[Store] = []
+        self.payloads = folder / "payloads"
+        self.settings = {"payloads": f"file://{self.payloads}", "index": f"sqlite://{folder}/index.sqlite"}
+
+    def open(self) -> Space:
+        """The space of a new engine, which remembers nothing."""
+        self.engines.append(open_store({**self.settings, "kv": {"load": "always", "match_deadline_s": 60.0}}))
+        return open_space(self.engines[-1])
+
+    def served(self, hashes: Sequence[bytes] = A) -> int:
+        space = self.open()
+        space.register()
+        return match(space, hashes).blocks
+
+    def cache(self) -> Cache:
+        return Cache(load_settings(self.settings, environ={}))
+
+    def lose_the_index(self) -> None:
+        for end in ("", "-wal", "-shm"):
+            Path(f"{self.folder}/index.sqlite{end}").unlink(missing_ok=True)
+
+    def rebuild(self) -> None:
+        with self.cache() as cache:
+            assert rebuild(cache).ended == "complete"
+
+    def follow(self) -> None:
+        with self.cache() as cache:
+            assert not PayloadFollower(cache).turn().problem
+
+    def names(self) -> set[str]:
+        return {str(path.relative_to(self.payloads)) for path in self.payloads.rglob("*.*") if path.is_file()}
+
+    def copy_to(self, other: Region) -> None:
+        """As a bucket is copied: what is there, evidence as well, and nothing is deleted."""
+        shutil.copytree(self.payloads, other.payloads, dirs_exist_ok=True)
+
+
+def opened(folder: Path) -> Iterator[Region]:
+    folder.mkdir()
+    region = Region(folder)
+    yield region
+    for engine in region.engines:
+        engine.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Region]:
+    yield from opened(tmp_path / "here")
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Iterator[Region]:
+    yield from opened(tmp_path / "there")
+
+
+def save(region: Region, salt: SaltId = SaltId(b"")) -> SegmentId:
+    space = region.open()
+    space.save(slots(A), salt=salt)
+    (run,) = match(space, A).runs
+    return run.segment
+
+
+def condemn(region: Region, *plan: Rule) -> SegmentId:
+    """As an audit does that finds something else than it has computed."""
+    space = region.open()
+    (run,) = match(space, A).runs
+    if plan:
+        put_faults(space.backends.payloads, Plan(*plan))
+    space.condemn(run.segment, run.record, rank=0, computed=slots(chain(7, 8)), depth=0)
+    return run.segment
+
+
+def test_what_an_audit_condemned_is_served_by_no_index_that_is_made_of_the_payloads(
+    here: Region, there: Region
+) -> None:
+    save(here)
+    here.copy_to(there)
+    there.follow()
+    assert here.served() == there.served() == 4
+    condemn(here)
+    assert here.served() == 0
+    here.rebuild()
+    assert here.served() == 0
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == 0
+    # The other region's copier brings what is new, and no deletions.
+    here.copy_to(there)
+    there.follow()
+    assert there.served() == 0
+    there.lose_the_index()
+    there.follow()
+    assert there.served() == 0
+
+
+def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Region) -> None:
+    segment = save(here)
+    stored = (here.payloads / payload_name(NAME, segment, 0)).read_bytes()
+    condemn(here)
+    found = {name for name in here.names() if name.startswith("evidence/")}
+    parsed = [parse_payload_name(name.removeprefix("evidence/")) for name in found]
+    assert len(found) == 2 and not [name for name in here.names() if parse_payload_name(name)]
+    assert segment in {one[1] for one in parsed if one is not None}
+    assert (here.payloads / f"evidence/{payload_name(NAME, segment, 0)}").read_bytes() == stored
+    with here.cache() as cache:
+        assert list(cache.payloads.list()) == []
+        report = gc(cache)
+        assert not report.strays and not report.foreign
+        assert fsck(cache).found == 0
+
+
+def test_a_payload_that_can_not_be_deleted_is_not_served_either(here: Region) -> None:
+    segment = save(here)
+    condemn(here, Rule("permission", ("delete",)))
+    assert payload_name(NAME, segment, 0) in here.names()
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == 0
+    with here.cache() as cache:
+        # It can be read, and the index doesn't know it: a repair must leave it alone.
+        fsck(cache, repair=True, clock=lambda: time.time() + 1e6)
+    assert here.served() == 0
+    # What is left goes before its evidence does.
+    with here.cache() as cache:
+        assert gc(cache, delete=True, clock=lambda: time.time() + KEPT_S - 3600).ended == "complete"
+        condemned = cache.evidence.of(NAME).condemned
+        assert segment in condemned
+        assert gc(cache, delete=True, clock=lambda: time.time() + KEPT_S + 3600).ended == "complete"
+    assert here.names() == set()
+
+
+def test_what_was_invalidated_comes_back_from_no_listing(here: Region, there: Region) -> None:
+    save(here)
+    here.copy_to(there)
+    there.follow()
+    with here.cache() as cache:
+        assert drop.invalidate(cache, NAME, apply=True).applied
+    here.copy_to(there)
+    there.follow()
+    assert here.served() == there.served() == 0
+    for region, again in ((here, here.rebuild), (there, there.follow)):
+        region.lose_the_index()
+        again()
+        assert region.served() == 0
+        # What is saved afterwards is served, and comes back.
+        with region.cache() as cache:
+            last_s = max(cache.evidence.of(NAME).until_s.values())
+        until(lambda: time.time() > last_s + 1)
+        save(region)
+        region.lose_the_index()
+        again()
+        assert region.served() == 4
+
+
+def test_what_was_erased_is_not_brought_back_after_the_index_was_lost(here: Region, there: Region) -> None:
+    save(here, ALICE)
+    here.copy_to(there)
+    with here.cache() as cache:
+        assert erase(cache, Target(salt=ALICE), apply=True).state == "erased"
+    # From a backup.
+    there.copy_to(here)
+    for lost in (False, True):
+        if lost:
+            here.lose_the_index()
+        here.rebuild()
+        here.follow()
+        assert here.served() == 0
+
+
+def test_an_erasure_takes_what_is_kept_as_evidence(here: Region) -> None:
+    save(here, ALICE)
+    condemn(here)
+    with here.cache() as cache:
+        assert erase(cache, Target(salt=salt_id("bob")), apply=True).state == "erased"
+        assert len(cache.evidence.copies(NAME)) == 2
+        assert erase(cache, Target(salt=ALICE), apply=True).state == "erased"
+        assert cache.evidence.copies(NAME) == []
+
+
+def test_refusals_that_nobody_understands_let_nothing_in(here: Region) -> None:
+    save(here)
+    with here.cache() as cache:
+        cache.evidence.refuse(NAME, {ALICE: 5.0})
+        cache.evidence.refuse(NAME, {ALICE: 4.0, SaltId(b""): 1.0})
+        assert cache.evidence.of(NAME).until_s == {ALICE: 5.0, SaltId(b""): 1.0}
+    (object_,) = [name for name in here.names() if name.endswith(".256")]
+    (here.payloads / object_).write_text('{"format": 2}')
+    with here.cache() as cache, pytest.raises(CorruptPayload, match="nothing of its namespace comes back"):
+        cache.evidence.of(NAME)
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == 0
