@@ -56,6 +56,7 @@ class BreakingIndex(EngineIndex):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
+        replaces: Sequence[SegmentId] = (),
     ) -> CommitState:
         with self._breaker.guard():
             return self._inner.commit(
@@ -67,6 +68,7 @@ class BreakingIndex(EngineIndex):
                 ranks=ranks,
                 session=session,
                 allowance=allowance,
+                replaces=replaces,
             )
 
     def touch(self, namespace: NamespaceId, segments: Sequence[SegmentId], now_s: float) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.index.port import Run
+from kvstore.index.port import MOST_RUNS, Run
 from kvstore.keys import SegmentId
 from schemas.records import SegmentRecord
 
@@ -41,7 +41,8 @@ Alive = Callable[[SegmentId], SegmentRecord | None]
 
 
 def walk(blocks: int, lookup: Lookup, alive: Alive, *, expected: int = EXPECTED_SLOTS) -> list[Run]:
-    """Returns the longest servable prefix of a chain of `blocks` blocks, as runs that follow each other.
+    """Returns the longest servable prefix of a chain of `blocks` blocks, as runs that follow each other: the
+    first MOST_RUNS of them.
 
     `lookup(position)` returns the entry of one block, `alive(segment)` the record of a visible segment;
     both return None for what isn't there. `lookup` is called at most once per position, `alive` may
@@ -50,7 +51,7 @@ def walk(blocks: int, lookup: Lookup, alive: Alive, *, expected: int = EXPECTED_
     """
     state = _Walk(blocks, lookup, alive, expected)
     state.search()
-    return state.runs
+    return state.runs[:MOST_RUNS]
 
 
 class _Walk:
@@ -101,6 +102,8 @@ class _Walk:
         for run in reversed(runs):
             self._append(run)
         self._begin = goal + 1
+        if len(self.runs) >= MOST_RUNS:
+            self._end = self._begin
         return True
 
     def _append(self, run: Run) -> None:

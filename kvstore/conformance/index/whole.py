@@ -30,6 +30,7 @@ from kvstore.conformance.index.abilities import (
 from kvstore.conformance.index.admission import NoteConformance
 from kvstore.conformance.index.chains import EXPECTED_BLOCKS, chain, namespace, put, put_all, record
 from kvstore.conformance.index.index import IndexConformance
+from kvstore.conformance.index.joining import JoinConformance
 from kvstore.conformance.index.journal import JournalConformance
 from kvstore.conformance.index.maintained import (
     DELETE_AFTER_S,
@@ -63,6 +64,7 @@ class FullIndexConformance(
     SessionConformance,
     RepairConformance,
     JournalConformance,
+    JoinConformance,
     OperationsConformance,
     NoteConformance,
     MaintenanceConformance,

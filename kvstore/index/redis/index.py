@@ -155,7 +155,7 @@ _TOUCH_SLICE = 1000
 _MATCH = Script.load("match", "age", "walk")
 _FIND = Script.load("find", "age")
 _CLAIM = Script.load("claim", "holder", "age", "walk")
-_COMMIT = Script.load("commit", "changes", "score", "generations", "forbidden", "retention", "sessions")
+_COMMIT = Script.load("commit", "changes", "score", "generations", "forbidden", "retention", "sessions", "grace", "drop")
 _TOUCH = Script.load("touch", "score", "retention")
 _EVICT = Script.load("evict", "sealed", "changes", "score", "retention", "grace", "fate", "drop")
 _NOTE = Script.load("note")
@@ -257,8 +257,10 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
+        replaces: Sequence[SegmentId] = (),
     ) -> CommitState:
         check_commit(segment, digests, record, rank, ranks)
+        check_segments(replaces)
         check_session(session, none=True)
         state = self._run(
             _COMMIT,
@@ -277,6 +279,8 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
             session,
             allowance.namespace_bytes,
             allowance.salt_bytes,
+            b"".join(replaces),
+            self.deletion(1),
             self._by,
         )
         if state is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,10 @@ from kvstore.index.contract import INCOMPLETE_TTL_S, agreement, saved_minute
 from kvstore.index.eviction import WORTH_MINUTES, worth
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState
-from kvstore.index.sqlite.evictions import evict_incomplete
+from kvstore.index.sqlite.evictions import evict, evict_incomplete
 from kvstore.index.sqlite.journal import Writing
 from kvstore.index.sqlite.rows import NamespaceNumbers, account, invalidated_generations
-from kvstore.keys import DIGEST_BYTES, SegmentId, split_digests
+from kvstore.keys import DIGEST_BYTES, NO_SESSION, SegmentId, SessionId, split_digests
 from schemas.records import SegmentRecord, pack_head, pack_part, unpack_record
 
 
@@ -31,6 +32,10 @@ class RankCommit:
     #: Whether its cost counts in the order of eviction.
     cost_counts: bool
     writing: Writing
+    #: The session whose request saves it.
+    session: SessionId = NO_SESSION
+    #: Segments that go when it becomes visible; see Index.commit.
+    replaces: Sequence[SegmentId] = ()
 
     def run(self, now: float) -> CommitState:
         """Writes what the part changes, and returns what the segment is afterwards. Raises sqlite3.Error."""
@@ -108,7 +113,8 @@ class RankCommit:
         packed = head + b"".join(parts)
         whole = unpack_record(packed)
         assert whole is not None
-        key, used = self.place.key, saved_minute(whole.created_s)
+        goes, stays, used, heat = self._replaced()
+        key, used = self.place.key, max(used, saved_minute(whole.created_s))
         extra = worth(whole.cost_us, whole.nbytes) if self.cost_counts else 0
         self.db.execute(
             "INSERT INTO segments (namespace, id, checksum, record, nbytes, slots, ranks, used, depth, "
@@ -130,18 +136,54 @@ class RankCommit:
                 whole.salt,
             ),
         )
-        self._enter()
+        self._enter(stays)
         account(self.db, key, Usage(whole.nbytes, 1, whole.slots, 0, whole.cost_us))
         self.writing.committed(self.db, key, self.segment, self.digests, whole)
+        if heat:
+            self.db.execute(
+                "INSERT INTO hot SELECT key, ?, ? FROM segments WHERE namespace = ? AND id = ?",
+                (key, heat, self.place.generation, self.segment),
+            )
+        # At once, unless the index was told a grace time.
+        after_s = self.writing.deletion(1.0)
+        evict(self.db, self.writing, self.place, goes, after_s, "joined")
 
-    def _enter(self) -> None:
-        self.db.executemany(
-            "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)",
-            [
-                (self.place.key, digest, self.segment, slot)
-                for slot, digest in enumerate(split_digests(self.digests))
-            ],
-        )
+    def _replaced(self) -> tuple[list[SegmentId], set[SegmentId], float, float]:
+        """Returns of what it replaces those segments that go and those that stay, the minute of the last use
+        of those that go, and in how many a load began with them."""
+        goes: list[SegmentId] = []
+        stays: set[SegmentId] = set()
+        used = heat = 0.0
+        for old in self.replaces:
+            row = self.db.execute(
+                "SELECT s.pinned, s.owner, s.salt, s.used, r.used, h.minutes FROM segments AS s "
+                "LEFT JOIN retained AS r ON r.segment = s.key LEFT JOIN hot AS h ON h.segment = s.key "
+                "WHERE s.namespace = ? AND s.id = ?",
+                (self.place.generation, old),
+            ).fetchone()
+            if row is None:
+                continue
+            pinned, owner, salt, last, retained, minutes = row
+            others = owner != self.session or (retained is not None and not owner)
+            if pinned or others or salt != self.record.salt:
+                stays.add(old)
+            else:
+                goes.append(old)
+                used, heat = max(used, last if retained is None else retained), heat + (minutes or 0.0)
+        return goes, stays, used, heat
+
+    def _enter(self, stays: Collection[SegmentId] = ()) -> None:
+        """Enters its blocks, but for those that are in one of the segments that stay."""
+        entries = [
+            (self.place.key, digest, self.segment, slot)
+            for slot, digest in enumerate(split_digests(self.digests))
+        ]
+        if stays:
+            query = "SELECT segment FROM blocks WHERE namespace = ? AND digest = ?"
+            entries = [
+                one for one in entries if (self.db.execute(query, one[:2]).fetchone() or (b"",))[0] not in stays
+            ]
+        self.db.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)", entries)
 
     def _one(self, select: str, number: int) -> tuple[Any, ...] | None:
         """Returns a row of a table that belongs to this segment."""
