@@ -125,7 +125,9 @@ class Saves:
                 for row, view in zip(rows, self._views(held, rows), strict=True)
             ]
             try:
-                saved = self._space.save(slots, depth=self._depth(rows[0]))
+                # vLLM doesn't tell where its chain begins. Each chunk is looked up by itself, in every shard.
+                segment = new_segment_id(digest(slots[0].key))
+                saved = self._space.save(slots, depth=self._depth(rows[0]), segment=segment)
             finally:
                 self._staging.release(held)
             stored = saved.outcome in ("stored", "present")

@@ -4,6 +4,10 @@ Order, so that a crash after any step is harmless (invariants 1, 4 and 8 of docs
     1. claim      another engine's copy would be a waste        crash: the claim expires
     2. put        the payload is complete and durable           crash: a stray payload
     3. commit     the index names it, all ranks at once         crash: done
+
+A save may replace the short segments before it, whose blocks it begins with, so that a chain that grows by a few
+blocks a turn does not end in as many segments. They go in the step 3 of their successor: at no time is a block
+served by neither. A crash before it leaves them as they were.
 """
 
 from __future__ import annotations
@@ -43,6 +47,17 @@ SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
+class Joins:
+    """Stored segments that a new one begins with and replaces, and how many blocks they have."""
+
+    segments: tuple[SegmentId, ...] = ()
+    blocks: int = 0
+
+
+NOTHING_JOINED = Joins()
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """The result of a save: `present` leading blocks were stored already, `stored` new ones take `nbytes`."""
 
@@ -68,6 +83,7 @@ class Part:
     #: Ids of the requests' salt and session.
     salt: SaltId = NO_SALT
     session: SessionId = NO_SESSION
+    joins: Joins = NOTHING_JOINED
 
 
 class Registered(Protocol):
@@ -106,10 +122,18 @@ class SegmentWriter:
             return Saved(outcome, claim.present, 0, 0)
         # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
         # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
-        present = claim.present if part.ranks == 1 else 0
-        rest = slots[present:]
+        left_out = claim.present if part.ranks == 1 else 0
+        if part.joins.segments and left_out <= part.joins.blocks:
+            # What it replaces is stored, and is to be stored anew.
+            left_out, present = 0, part.joins.blocks
+        else:
+            # Another has gone on from there meanwhile, so that there is nothing to join.
+            present = left_out
+        rest = slots[left_out:]
         cost = rounded_cost(part.cost_us * len(rest) / len(slots))
-        part = replace(part, depth=part.depth + present, cost_us=cost)
+        part = replace(part, depth=part.depth + left_out, cost_us=cost)
+        if left_out:
+            part = replace(part, joins=NOTHING_JOINED)
         try:
             encoded = self.put(rest, part)
         except KVStoreError:
@@ -130,7 +154,7 @@ class SegmentWriter:
             backends.payloads.delete([self.name(part)])
             return Saved("refused", present, 0, 0)
         outcome = "stored" if state is CommitState.VISIBLE else "waiting"
-        return Saved(outcome, present, len(rest), encoded.part.nbytes)
+        return Saved(outcome, present, len(slots) - present, encoded.part.nbytes)
 
     def name(self, part: Part) -> str:
         """Returns the name of a part's payload."""
@@ -180,6 +204,7 @@ class SegmentWriter:
                 ranks=part.ranks,
                 session=part.session,
                 allowance=allowance,
+                replaces=part.joins.segments,
             )
         )
 
