@@ -111,14 +111,14 @@ def saves_due(saved: int, done: int, segment_blocks: int, *, final: bool) -> tup
 
 
 def joins_due(new: int, tail: Sequence[int], segment_blocks: int) -> int:
-    """Returns how many of the segments before `new` blocks are written anew with them. `tail` has their numbers
-    of blocks, in order.
+    """Returns how many of the segments before `new` blocks are written anew with them.
 
-    As a binary counter carries: the last one joins if it is no larger than all that comes after it, so that a
-    block is in a segment of twice the size each time that it is written again, and one of three quarters of
-    `segment_blocks` or more is whole and stays. A chain that grows by 1 to 100 blocks a turn then lies in 1.0
-    to 1.3 times as many segments as one that is saved at once, and is written 1.2 to 4 times: with a bound of
-    one half it is 2 and 1 to 3.5 times, and without one 1.0 and 1.3 to 4 (tests.benchmarks.bench_turns).
+    `tail` has their numbers of blocks, in order. As a binary counter carries: the last one joins if it is no
+    larger than all that comes after it, so that a block is in a segment of twice the size each time that it
+    is written again. One of three quarters of `segment_blocks` or more is whole and stays. A chain that grows
+    by 1 to 100 blocks a turn then lies in 1.0 to 1.3 times as many segments as one that is saved at once, and
+    is written 1.2 to 4 times. With a bound of one half it is up to 2.0 and 1 to 3.5 times; without a bound
+    1.0 and 1.3 to 4 (tests.benchmarks.bench_turns).
     """
     joined = 0
     for size in reversed(tail):
@@ -129,9 +129,10 @@ def joins_due(new: int, tail: Sequence[int], segment_blocks: int) -> int:
 
 
 def tail_of(runs: Sequence[Run], blocks: int, segment_blocks: int) -> list[Run]:
-    """Returns the segments that end the first `blocks` blocks of a chain and may be written anew, in order: short
-    ones of which the chain has all blocks, two segments' worth of them at most. One of which it has some blocks
-    has another chain's as well.
+    """Returns the segments that end the first `blocks` blocks of a chain and may be written anew, in order.
+
+    They are short ones of which the chain has all blocks: one of which it has some blocks has another
+    chain's as well. Together they have the blocks of two segments at most.
     """
     tail: list[Run] = []
     least = blocks - 2 * segment_blocks

@@ -18,6 +18,7 @@ from connectors.tier.memory import Job, Jobs, Primary
 from connectors.tier.planning import Row, content_key, follows, group_of, in_order
 from kvstore.errors import CapacityExceeded, KVStoreError
 from kvstore.format.segment import Slot
+from kvstore.keys import digest, new_segment_id
 from kvstore.rules.segments import staging_bytes
 from kvstore.store.space import Space
 

@@ -48,6 +48,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """A segment that another one is to replace, and its packed digests."""
+
+    segment: SegmentId
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """Answer to a writer that wants to save a chain of blocks."""
 
@@ -155,7 +163,7 @@ class Index(ABC):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
-        replaces: Sequence[SegmentId] = (),
+        replaces: Sequence[Replaced] = (),
     ) -> CommitState:
         """Records that a rank of `ranks` has stored its payload durably; `record.parts` is that one part.
 
@@ -170,11 +178,12 @@ class Index(ABC):
         (kvstore.index.sessions), and if the session retains, `allowance` bounds that. All ranks give the
         same.
 
-        `replaces` names segments whose blocks this one begins with. In the very step in which it becomes
-        visible they are evicted (rule "joined", for the grace time that the index was told), and it takes over
-        their last use and heat. One that is pinned, that others use or retain, or that was saved under another
-        salt stays, and so do its entries: this segment's copy of its blocks is then found from later
-        blocks alone. All ranks give the same.
+        `replaces` names segments of whose blocks this one has copies. In the very step in which it becomes
+        visible they are evicted (rule "joined", for the grace time that the index was told), and it takes
+        over their last use and heat; but none before visible segments have copies of all of its blocks. One
+        that is pinned, that others use or retain, or that was saved under another salt stays, and so do its
+        entries: this segment's copy of its blocks is then found from later blocks alone. All ranks give the
+        same.
 
         Also releases the claim. Re-registers nothing: raises NamespaceUnknown if the index has lost
         the namespace, and the caller registers it and tries once more.

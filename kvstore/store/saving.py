@@ -5,9 +5,9 @@ Order, so that a crash after any step is harmless (invariants 1, 4 and 8 of docs
     2. put        the payload is complete and durable           crash: a stray payload
     3. commit     the index names it, all ranks at once         crash: done
 
-A save may replace the short segments before it, whose blocks it begins with, so that a chain that grows by a few
-blocks a turn does not end in as many segments. They go in the step 3 of their successor: at no time is a block
-served by neither. A crash before it leaves them as they were.
+A save may replace the short segments before it, whose blocks it begins with, so that a chain that grows by
+a few blocks a turn does not lie in as many segments as turns. They go in step 3 of their successor, so that
+a block is served by one or the other at any time. A crash before that leaves them as they were.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal, Protocol, TypeVar
 from kvstore import __version__
 from kvstore.errors import BreakerOpen, CapacityExceeded, KVStoreError
 from kvstore.format.segment import Encoded, Slot, encode
-from kvstore.index.port import CommitState
+from kvstore.index.port import CommitState, Replaced
 from kvstore.index.sessions import Allowance
 from kvstore.keys import (
     NO_SALT,
@@ -48,9 +48,9 @@ SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
 @dataclass(frozen=True, slots=True)
 class Joins:
-    """Stored segments that a new one begins with and replaces, and how many blocks they have."""
+    """Stored segments that a save replaces, and how many of its leading blocks are theirs."""
 
-    segments: tuple[SegmentId, ...] = ()
+    olds: tuple[Replaced, ...] = ()
     blocks: int = 0
 
 
@@ -123,7 +123,7 @@ class SegmentWriter:
         # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
         # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
         left_out = claim.present if part.ranks == 1 else 0
-        if part.joins.segments and left_out <= part.joins.blocks:
+        if part.joins.olds and left_out <= part.joins.blocks:
             # What it replaces is stored, and is to be stored anew.
             left_out, present = 0, part.joins.blocks
         else:
@@ -204,7 +204,7 @@ class SegmentWriter:
                 ranks=part.ranks,
                 session=part.session,
                 allowance=allowance,
-                replaces=part.joins.segments,
+                replaces=part.joins.olds,
             )
         )
 

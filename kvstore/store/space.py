@@ -22,8 +22,8 @@ from kvstore.errors import (
     UnreadablePayload,
 )
 from kvstore.format.segment import Slot
-from kvstore.index.demand import OwnDemand
 from kvstore.index.contract import BadArgument
+from kvstore.index.demand import OwnDemand
 from kvstore.index.port import MOST_RUNS, CommitState, Outcome, Run
 from kvstore.index.sessions import USE, Hint, HintEffect
 from kvstore.jitter import jittered
@@ -423,10 +423,10 @@ class Space:
         required: its id has the tag of the chain (keys.new_segment_id of the first digest), by which a shard
         is asked for it. Raises BadArgument without it.
 
-        Blocks at the start that are stored already are
-        left out, unless there are several ranks, which need not find the same. All ranks of one segment
-        give the same `segment`, keys, `created_s` (unix time; now, if left out), `cost_us` (what computing
-        all of it took, in microseconds; 0: unknown), `salt` and `session` (the ids of their requests').
+        Blocks at the start that are stored already are left out, unless there are several ranks, which need
+        not find the same. All ranks of one segment give the same `segment`, keys, `created_s` (unix time;
+        now, if left out), `cost_us` (what computing all of it took, in microseconds; 0: unknown), `salt`,
+        `session` (the ids of their requests') and `joins`.
 
         With `insist` the blocks are stored even if another writer has claimed them: for a caller that another
         engine waits for. `joins` names segments that this one replaces (Index.commit); their blocks count as
@@ -435,7 +435,8 @@ class Space:
         """
         if depth and segment is None:
             raise BadArgument(
-                f"blocks from block {depth} of a chain without a segment id; give new_segment_id(first digest)"
+                f"blocks from block {depth} of a chain on, and no segment id: "
+                "give keys.new_segment_id(its first digest)"
             )
         counters = self.backends.counters
         try:

@@ -85,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
         if hashes:
             self.saved.update(hashes)
             with contextlib.suppress(KVStoreError):
-                self.space.save(slots(hashes), depth=start)
+                self.space.save(slots(hashes), depth=start, segment=new_segment_id(digests(chain(*path)[:1])))
 
     @rule(path=PATHS, after=st.sampled_from(["claim", "put"]))
     def crash_while_saving(self, path: list[int], after: str) -> None:

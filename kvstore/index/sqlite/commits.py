@@ -5,17 +5,26 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.index.contract import INCOMPLETE_TTL_S, agreement, saved_minute
 from kvstore.index.eviction import WORTH_MINUTES, worth
 from kvstore.index.maintenance import Usage
-from kvstore.index.port import CommitState
+from kvstore.index.port import CommitState, Replaced
 from kvstore.index.sqlite.evictions import evict, evict_incomplete
 from kvstore.index.sqlite.journal import Writing
+from kvstore.index.sqlite.recency import count_as_used
 from kvstore.index.sqlite.rows import NamespaceNumbers, account, invalidated_generations
 from kvstore.keys import DIGEST_BYTES, NO_SESSION, SegmentId, SessionId, split_digests
 from schemas.records import SegmentRecord, pack_head, pack_part, unpack_record
+
+
+class _Old(NamedTuple):
+    """A visible segment that may be replaced, its last use, and in how many minutes a load began with it."""
+
+    replaced: Replaced
+    used: float
+    heat: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class RankCommit:
     #: The session whose request saves it.
     session: SessionId = NO_SESSION
     #: Segments that go when it becomes visible; see Index.commit.
-    replaces: Sequence[SegmentId] = ()
+    replaces: Sequence[Replaced] = ()
 
     def run(self, now: float) -> CommitState:
         """Writes what the part changes, and returns what the segment is afterwards. Raises sqlite3.Error."""
@@ -113,8 +122,8 @@ class RankCommit:
         packed = head + b"".join(parts)
         whole = unpack_record(packed)
         assert whole is not None
-        goes, stays, used, heat = self._replaced()
-        key, used = self.place.key, max(used, saved_minute(whole.created_s))
+        goes, stays = self._replaceable()
+        key, used = self.place.key, saved_minute(whole.created_s)
         extra = worth(whole.cost_us, whole.nbytes) if self.cost_counts else 0
         self.db.execute(
             "INSERT INTO segments (namespace, id, checksum, record, nbytes, slots, ranks, used, depth, "
@@ -139,38 +148,54 @@ class RankCommit:
         self._enter(stays)
         account(self.db, key, Usage(whole.nbytes, 1, whole.slots, 0, whole.cost_us))
         self.writing.committed(self.db, key, self.segment, self.digests, whole)
-        if heat:
-            self.db.execute(
-                "INSERT INTO hot SELECT key, ?, ? FROM segments WHERE namespace = ? AND id = ?",
-                (key, heat, self.place.generation, self.segment),
-            )
-        # At once, unless the index was told a grace time.
-        after_s = self.writing.deletion(1.0)
-        evict(self.db, self.writing, self.place, goes, after_s, "joined")
+        if goes:
+            self._replace(goes, used)
 
-    def _replaced(self) -> tuple[list[SegmentId], set[SegmentId], float, float]:
-        """Returns of what it replaces those segments that go and those that stay, the minute of the last use
-        of those that go, and in how many a load began with them."""
-        goes: list[SegmentId] = []
+    def _replaceable(self) -> tuple[list[_Old], set[SegmentId]]:
+        """Returns of the visible segments that it is to replace those that may go, and those that stay."""
+        goes: list[_Old] = []
         stays: set[SegmentId] = set()
-        used = heat = 0.0
         for old in self.replaces:
             row = self.db.execute(
                 "SELECT s.pinned, s.owner, s.salt, s.used, r.used, h.minutes FROM segments AS s "
                 "LEFT JOIN retained AS r ON r.segment = s.key LEFT JOIN hot AS h ON h.segment = s.key "
                 "WHERE s.namespace = ? AND s.id = ?",
-                (self.place.generation, old),
+                (self.place.generation, old.segment),
             ).fetchone()
             if row is None:
                 continue
-            pinned, owner, salt, last, retained, minutes = row
+            pinned, owner, salt, counted, retained, minutes = row
             others = owner != self.session or (retained is not None and not owner)
             if pinned or others or salt != self.record.salt:
-                stays.add(old)
+                stays.add(old.segment)
             else:
-                goes.append(old)
-                used, heat = max(used, last if retained is None else retained), heat + (minutes or 0.0)
-        return goes, stays, used, heat
+                goes.append(_Old(old, counted if retained is None else retained, minutes or 0.0))
+        return goes, stays
+
+    def _replace(self, olds: Sequence[_Old], used: float) -> None:
+        """Evicts those of `olds` all of whose blocks other visible segments have by now; what was known of
+        their use is this segment's, which counts as used in the minute `used`."""
+        gone = [old for old in olds if self._is_served_elsewhere(old.replaced)]
+        if not gone:
+            return
+        (key,) = self._one("SELECT key FROM segments", self.place.generation) or (0,)
+        count_as_used(self.db, key, max(used, *(old.used for old in gone)))
+        if heat := sum(old.heat for old in gone):
+            self.db.execute("INSERT INTO hot VALUES (?, ?, ?)", (key, self.place.key, heat))
+        # At once, unless the index was told a grace time.
+        after_s = self.writing.deletion(1.0)
+        segments = [old.replaced.segment for old in gone]
+        evict(self.db, self.writing, self.place, segments, after_s, "joined")
+
+    def _is_served_elsewhere(self, old: Replaced) -> bool:
+        query = (
+            "SELECT 1 FROM blocks AS e JOIN segments AS s ON s.namespace = ? AND s.id = e.segment "
+            "WHERE e.namespace = ? AND e.digest = ? AND e.segment <> ?"
+        )
+        return all(
+            self.db.execute(query, (self.place.generation, self.place.key, one, old.segment)).fetchone()
+            for one in split_digests(old.digests)
+        )
 
     def _enter(self, stays: Collection[SegmentId] = ()) -> None:
         """Enters its blocks, but for those that are in one of the segments that stay."""
@@ -181,7 +206,9 @@ class RankCommit:
         if stays:
             query = "SELECT segment FROM blocks WHERE namespace = ? AND digest = ?"
             entries = [
-                one for one in entries if (self.db.execute(query, one[:2]).fetchone() or (b"",))[0] not in stays
+                one
+                for one in entries
+                if (self.db.execute(query, one[:2]).fetchone() or (b"",))[0] not in stays
             ]
         self.db.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)", entries)
 

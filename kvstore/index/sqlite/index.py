@@ -21,13 +21,14 @@ from kvstore.files import OWNER, Access
 from kvstore.index.contract import (
     LONGEST_HELD,
     check_commit,
+    check_replaced,
     check_segments,
     check_session,
     count_digests,
     minute,
 )
 from kvstore.index.demand import Raised
-from kvstore.index.port import Claim, CommitState, Outcome, Run
+from kvstore.index.port import Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import base_of
@@ -231,10 +232,10 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
-        replaces: Sequence[SegmentId] = (),
+        replaces: Sequence[Replaced] = (),
     ) -> CommitState:
         check_commit(segment, digests, record, rank, ranks)
-        check_segments(replaces)
+        check_replaced(replaces)
         check_session(session, none=True)
         with self._database.writing("commit") as db:
             place = self._known(db, "commit", namespace)

@@ -2,15 +2,15 @@
 -- digest, a checksum of the digests and the head of the packed record), this rank's packed part, its
 -- bytes, rank, ranks, time to live in s of an incomplete commit, the minute of the first use, its worth to
 -- a namespace of items, how many events are kept, the session whose request saves it or '', bytes that may be
--- retained in all, and under one salt, packed segments that it replaces, what grace.lua says of their payloads'
--- deletion, by whom.
+-- retained in all, and under one salt, what it replaces (each: segment, number of its blocks in two
+-- bytes, their digests), what grace.lua says of those payloads' deletion, by whom.
 -- Answers 0 waiting for other ranks, 1 visible, 2 refused; nil if the namespace is unknown.
 --
 -- Races closed: the last of several ranks makes the record, all entries and the usage visible in one
 -- step, so no reader meets half a segment and no two ranks both think that they were last; and a
 -- segment that was evicted, invalidated or erased while its last rank was writing stays so, because the look
--- at the trash, the epoch and what is forbidden and the writes are one step. What it replaces goes in the same step,
--- so that every block is served at any time, by the old segment or by the new one.
+-- at the trash, the epoch and what is forbidden and the writes are one step. What it replaces goes in the same step, and
+-- not before each of its blocks is served by another segment, so that no reader meets a hole.
 --
 -- The first write of every path is one that Redis refuses when it is full (HSET): then nothing has
 -- been written. After a first write a script always runs to its end.
@@ -114,22 +114,41 @@ local function goes(old, value)
   return of ~= '' or not redis.call('ZSCORE', kept, old)
 end
 
-local replaced, heat = {}, 0
-for _, old in ipairs(items(ARGV[15], 8)) do
-  local value = redis.call('HGET', segs, old)
-  local place = value and tonumber(redis.call('ZSCORE', lru, old) or nil)
-  if place and old ~= segment and goes(old, value) then
-    local ends = redis.call('ZSCORE', kept, old)
-    local used = ends and select(2, ends_of(tonumber(ends))) or use_of(place)
-    minute = math.max(minute, used)
-    heat = heat + (tonumber(redis.call('ZSCORE', hot, old) or nil) or 0)
-    replaced[#replaced + 1] = old
-  elseif value then
+-- served_elsewhere(old, its): each of its blocks has an entry in this segment or in another visible one.
+local function served_elsewhere(old, its)
+  local locate = locator(tonumber(bits))
+  for i = 0, #its / 16 - 1 do
+    local entry = redis.pcall('HGET', locate(its, i))
+    local of = type(entry) == 'string' and string.sub(entry, 1, 8)
+    if not of or of == old or of ~= segment and redis.call('HEXISTS', segs, of) == 0 then return false end
+  end
+  return true
+end
+
+local olds, at = {}, 1
+while at < #ARGV[15] do
+  local old, count = struct.unpack('>c8I2', string.sub(ARGV[15], at, at + 9))
+  local its = string.sub(ARGV[15], at + 10, at + 9 + 16 * count)
+  at = at + 10 + 16 * count
+  local old_value = redis.call('HGET', segs, old)
+  local place = old_value and tonumber(redis.call('ZSCORE', lru, old) or nil)
+  if place and old ~= segment and goes(old, old_value) then
+    olds[#olds + 1] = {segment = old, digests = its, place = place}
+  elseif old_value then
     stay[old] = true
   end
 end
 
 enter()
+local replaced, heat = {}, 0
+for _, old in ipairs(olds) do
+  if served_elsewhere(old.segment, old.digests) then
+    local ends = redis.call('ZSCORE', kept, old.segment)
+    minute = math.max(minute, ends and select(2, ends_of(tonumber(ends))) or use_of(old.place))
+    heat = heat + (tonumber(redis.call('ZSCORE', hot, old.segment) or nil) or 0)
+    replaced[#replaced + 1] = old.segment
+  end
+end
 redis.call('HSET', segs, segment, nbytes .. ':' .. slots .. ':' .. agreement .. part)
 redis.call('ZADD', lru, score_of(minute, depth, worth), segment)
 if heat > 0 then redis.call('ZADD', hot, heat, segment) end
