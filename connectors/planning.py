@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.index.port import Run
+from kvstore.index.port import Replaced, Run
+from kvstore.keys import DIGEST_BYTES
+from kvstore.store.saving import NOTHING_JOINED, Joins
 
 #: A number of blocks that no chain reaches.
 EVERY_BLOCK = sys.maxsize
@@ -110,22 +112,33 @@ def saves_due(saved: int, done: int, segment_blocks: int, *, final: bool) -> tup
     return out, saved
 
 
-def joins_due(new: int, tail: Sequence[int], segment_blocks: int) -> int:
-    """Returns how many of the segments before `new` blocks are written anew with them.
+def joins_due(new: int, tail: Sequence[Run], segment_blocks: int) -> list[Run]:
+    """Returns those of the segments before `new` blocks that are written anew with them, in order.
 
-    `tail` has their numbers of blocks, in order. As a binary counter carries: the last one joins if it is no
-    larger than all that comes after it, so that a block is in a segment of twice the size each time that it
-    is written again. One of three quarters of `segment_blocks` or more is whole and stays. A chain that grows
-    by 1 to 100 blocks a turn then lies in 1.0 to 1.3 times as many segments as one that is saved at once, and
-    is written 1.2 to 4 times. With a bound of one half it is up to 2.0 and 1 to 3.5 times; without a bound
-    1.0 and 1.3 to 4 (tests.benchmarks.bench_turns).
+    `tail` is of `tail_of`. As a binary counter carries: the last one joins if it is no larger than all that
+    comes after it, so that a block is in a segment of twice the size each time that it is written again. One
+    of three quarters of `segment_blocks` or more is whole and stays. A chain that grows by 1 to 100 blocks a
+    turn then lies in 1.0 to 1.3 times as many segments as one that is saved at once, and is written 1.2 to 4
+    times. With a bound of one half it is up to 2.0 and 1 to 3.5 times; without a bound 1.0 and 1.3 to 4
+    (tests.benchmarks.bench_turns).
     """
     joined = 0
-    for size in reversed(tail):
-        if size > new or 4 * size >= 3 * segment_blocks:
+    for run in reversed(tail):
+        if run.count > new or 4 * run.count >= 3 * segment_blocks:
             break
-        joined, new = joined + 1, new + size
-    return joined
+        joined, new = joined + 1, new + run.count
+    return list(tail[len(tail) - joined :])
+
+
+def joins_of(olds: Iterable[Run], blocks: range, stored: int, digests: bytes) -> Joins:
+    """Returns what a save of `blocks` replaces of `olds`; the chain's first `stored` blocks are stored, and
+    `digests` are its packed ones."""
+    replaced = tuple(
+        Replaced(old.segment, digests[old.start * DIGEST_BYTES : (old.start + old.count) * DIGEST_BYTES])
+        for old in olds
+        if old.start < blocks.stop and blocks.start < old.start + old.count
+    )
+    return Joins(replaced, max(0, min(stored, blocks.stop) - blocks.start)) if replaced else NOTHING_JOINED
 
 
 def tail_of(runs: Sequence[Run], blocks: int, segment_blocks: int) -> list[Run]:

@@ -109,10 +109,8 @@ def check_replaced(replaces: Sequence[Replaced]) -> None:
     """Raises BadArgument if what a commit replaces can't be segments of a chain."""
     check_segments([old.segment for old in replaces])
     for old in replaces:
-        if not 1 <= count_digests(old.digests) <= MAX_SLOTS:
-            raise BadArgument(
-                f"a segment of {count_digests(old.digests)} blocks is replaced; it has 1 or more"
-            )
+        if not 1 <= (blocks := count_digests(old.digests)) <= MAX_SLOTS:
+            raise BadArgument(f"a segment of {blocks} blocks is replaced; one has 1 to {MAX_SLOTS}")
 
 
 def agreement(digests: bytes, record: SegmentRecord, ranks: int) -> bytes:

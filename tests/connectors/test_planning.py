@@ -13,6 +13,7 @@ from connectors.planning import (
     external_tokens,
     gaps,
     joins_due,
+    joins_of,
     piece_blocks,
     ranges,
     savable_tokens,
@@ -98,16 +99,21 @@ def test_a_chunked_prefill_saves_every_full_block_beyond_the_match_once(
 
 def grown(turns: list[int], size: int) -> tuple[list[int], int]:
     """Saves a chain turn by turn; returns the sizes of its segments, and how many blocks were written."""
-    sizes: list[int] = []
-    written = 0
+    runs: list[Run] = []
+    blocks = written = 0
     for new in turns:
-        joins = joins_due(new, sizes, size)
-        first = sum(sizes[: len(sizes) - joins])
-        due, saved = saves_due(first, sum(sizes) + new, size, final=True)
-        sizes = sizes[: len(sizes) - joins] + [len(blocks) for blocks in due]
-        assert saved == sum(sizes)
-        written += sum(len(blocks) for blocks in due)
-    return sizes, written
+        olds = joins_due(new, tail_of(runs, blocks, size), size)
+        first = olds[0].start if olds else blocks
+        due, blocks = saves_due(first, blocks + new, size, final=True)
+        runs = runs[: len(runs) - len(olds)] + [whole_run(one.start, len(one)) for one in due]
+        written += sum(map(len, due))
+    return [run.count for run in runs], written
+
+
+def whole_run(start: int, count: int) -> Run:
+    """A run of all blocks of a segment."""
+    record = SegmentRecord((PartRecord(4096, (10,) * count),), count, "none", 0)
+    return Run(start, SegmentId(start.to_bytes(8, "big")), 0, count, record)
 
 
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=200), st.integers(1, 100))
@@ -141,7 +147,24 @@ def test_what_a_turn_brings_joins_what_is_no_larger() -> None:
         (1, (1, 2), 4): 0,
         (5, (1,), 1): 0,
     }
-    assert {(new, tail, size): joins_due(new, tail, size) for new, tail, size in cases} == cases
+    assert {
+        (new, tail, size): len(joins_due(new, [whole_run(0, count) for count in tail], size))
+        for new, tail, size in cases
+    } == cases
+
+
+def test_each_save_replaces_what_it_has_blocks_of() -> None:
+    olds, digests = [whole_run(10, 40), whole_run(50, 30)], bytes(range(100)) * 16
+    first = joins_of(olds, range(10, 74), 80, digests)
+    assert [(old.segment, len(old.digests) // 16) for old in first.olds] == [
+        (olds[0].segment, 40),
+        (olds[1].segment, 30),
+    ]
+    assert (first.olds[1].digests, first.blocks) == (digests[50 * 16 : 80 * 16], 64)
+    # The second one ends in the next save, and goes with the later of the two.
+    second = joins_of(olds, range(74, 90), 80, digests)
+    assert ([old.segment for old in second.olds], second.blocks) == ([olds[1].segment], 6)
+    assert joins_of(olds, range(90, 99), 80, digests) == joins_of([], range(10, 74), 80, digests)
 
 
 def test_a_tail_is_of_short_segments_that_are_the_chains_alone() -> None:
