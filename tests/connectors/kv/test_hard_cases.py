@@ -209,7 +209,8 @@ def test_the_workers_hear_of_a_prompts_end_whatever_happens(store: Store, monkey
     monkeypatch.setattr(one.handoffs, "handle", lambda *_: 1 / 0)
     assert finish(one, request) == (False, None)
     metadata = step(one)
-    assert metadata.released == {"r"} and not metadata.kept
+    assert metadata.lost_blocks == {"r"} and not metadata.handed_over
+    assert not len(one.requests.keepers)
 
 
 def test_a_hand_over_that_starts_over_saves_again_what_was_lost(store: Store) -> None:
