@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.index.port import Replaced, Run
-from kvstore.keys import DIGEST_BYTES
+from kvstore.keys import NO_SALT, SaltId
 from kvstore.store.saving import NOTHING_JOINED, Joins
 
 #: A number of blocks that no chain reaches.
@@ -130,27 +130,27 @@ def joins_due(new: int, tail: Sequence[Run], segment_blocks: int) -> list[Run]:
     return list(tail[len(tail) - joined :])
 
 
-def joins_of(olds: Iterable[Run], blocks: range, stored: int, digests: bytes) -> Joins:
+def joins_of(olds: Iterable[Run], blocks: range, stored: int, digests: Callable[[range], bytes]) -> Joins:
     """Returns what a save of `blocks` replaces of `olds`; the chain's first `stored` blocks are stored, and
-    `digests` are its packed ones."""
+    `digests` returns the packed ones of some of its blocks."""
     replaced = tuple(
-        Replaced(old.segment, digests[old.start * DIGEST_BYTES : (old.start + old.count) * DIGEST_BYTES])
+        Replaced(old.segment, digests(range(old.start, old.start + old.count)))
         for old in olds
         if old.start < blocks.stop and blocks.start < old.start + old.count
     )
     return Joins(replaced, max(0, min(stored, blocks.stop) - blocks.start)) if replaced else NOTHING_JOINED
 
 
-def tail_of(runs: Sequence[Run], blocks: int, segment_blocks: int) -> list[Run]:
+def tail_of(runs: Sequence[Run], blocks: int, segment_blocks: int, salt: SaltId = NO_SALT) -> list[Run]:
     """Returns the segments that end the first `blocks` blocks of a chain and may be written anew, in order.
 
-    They are short ones of which the chain has all blocks: one of which it has some blocks has another
-    chain's as well. Together they have the blocks of two segments at most.
+    They are short ones of this salt of which the chain has all blocks: one of which it has some blocks has
+    another chain's as well. Together they have the blocks of two segments at most.
     """
     tail: list[Run] = []
     least = blocks - 2 * segment_blocks
     for run in reversed(runs):
-        whole = run.slot == 0 and run.count == run.record.slots
+        whole = run.slot == 0 and run.count == run.record.slots and run.record.salt == salt
         if run.start + run.count != blocks or not whole or run.count >= segment_blocks or run.start < least:
             break
         tail.append(run)

@@ -446,7 +446,7 @@ class Space:
             self._quarantine.tell(self.id)
             saved = self._writer.save(slots, part, insist=insist)
         except Exception as exc:
-            counters.saved("failed", len(slots))
+            counters.saved("failed", len(slots) - joins.blocks)
             counters.add(f"save_failures{{{self._not_saved.note(len(slots), exc)}}}")
             if isinstance(exc, KVStoreError):
                 raise

@@ -23,7 +23,7 @@ from connectors.planning import (
     tail_of,
 )
 from kvstore.index.port import Run
-from kvstore.keys import SegmentId
+from kvstore.keys import SaltId, SegmentId
 from schemas.records import PartRecord, SegmentRecord
 
 RECORD = SegmentRecord((PartRecord(4096, (10,) * 64),), 64, "none", 0)
@@ -154,13 +154,16 @@ def test_what_a_turn_brings_joins_what_is_no_larger() -> None:
 
 
 def test_each_save_replaces_what_it_has_blocks_of() -> None:
-    olds, digests = [whole_run(10, 40), whole_run(50, 30)], bytes(range(100)) * 16
+    def digests(blocks: range) -> bytes:
+        return b"".join(block.to_bytes(16, "big") for block in blocks)
+
+    olds = [whole_run(10, 40), whole_run(50, 30)]
     first = joins_of(olds, range(10, 74), 80, digests)
     assert [(old.segment, len(old.digests) // 16) for old in first.olds] == [
         (olds[0].segment, 40),
         (olds[1].segment, 30),
     ]
-    assert (first.olds[1].digests, first.blocks) == (digests[50 * 16 : 80 * 16], 64)
+    assert (first.olds[1].digests, first.blocks) == (digests(range(50, 80)), 64)
     # The second one ends in the next save, and goes with the later of the two.
     second = joins_of(olds, range(74, 90), 80, digests)
     assert ([old.segment for old in second.olds], second.blocks) == ([olds[1].segment], 6)
@@ -180,6 +183,8 @@ def test_a_tail_is_of_short_segments_that_are_the_chains_alone() -> None:
     # A segment with blocks of another chain behind it, or before it.
     assert tail_of([whole, short, run(73, 2, 3)], 75, 64) == []
     assert tail_of([whole, run(64, 9, 10, slot=1), last], 75, 64) == [last]
+    # One of another salt.
+    assert tail_of([whole, short, last], 75, 64, SaltId(bytes(16))) == []
     # As many as two segments have blocks.
     assert len(tail_of([run(at, 1, 1) for at in range(300)], 300, 64)) == 128
 

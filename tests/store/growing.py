@@ -23,6 +23,10 @@ def grow(
     """Saves what a chain has beyond its match, with the short segments before it, or without. `made` returns
     the slots of blocks."""
     packed = digests(hashes)
+
+    def of(blocks: range) -> bytes:
+        return packed[16 * blocks.start : 16 * blocks.stop]
+
     found = found or space.match(packed)
     stored = found.blocks
     tail = tail_of(found.runs, stored, segment_blocks) if joining else []
@@ -35,7 +39,7 @@ def grow(
                 made(hashes[run.start : run.stop]),
                 depth=run.start,
                 segment=new_segment_id(packed),
-                joins=joins_of(olds, run, stored, packed),
+                joins=joins_of(olds, run, stored, of),
             )
         )
     return saved
