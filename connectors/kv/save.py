@@ -326,8 +326,8 @@ class Saving:
         saves = []
         for piece in ranges(run, wanted):
             joins = joins_of(olds, piece, stored, packed)
-            if joins.blocks == len(piece):
-                # The blocks behind them are being saved by another request.
+            if joins.blocks == len(piece) != len(run):
+                # Another request is saving the blocks behind them.
                 continue
             segment = new_segment_id(chain)
             own = [names[block] for block in piece]

@@ -454,7 +454,7 @@ class Space:
         counters.saved("present", saved.present)
         rest = "stored" if saved.outcome == "waiting" else saved.outcome
         counters.saved(rest, len(slots) - saved.present)
-        if saved.stored:
+        if saved.nbytes:
             counters.add("save_segments")
             counters.add("save_bytes", saved.nbytes)
             self._rounds.committed(saved.nbytes)
