@@ -40,7 +40,7 @@ from kvstore.keys import (
 )
 from kvstore.metrics import Counters
 from kvstore.rules.prefix import alignment, most_tokens
-from schemas.records import rounded_cost
+from schemas.records import SegmentRecord, rounded_cost
 
 #: The id of vLLM's null block.
 NULL_BLOCK = 0
@@ -76,12 +76,17 @@ class Progress:
     #: Number of blocks that were counted as not worth saving, and the first token of the first of them.
     refused: int = 0
     refused_from: int = 0
-    #: What was found of it, by group; () if nothing of it may be replaced.
-    runs: Sequence[Sequence[Run]] = ()
+    #: What is stored of it, by group, as far as is known; [] if nothing of it may be replaced.
+    runs: list[Sequence[Run]] = field(default_factory=list)
 
     def found(self, stored: Sequence[int], runs: Sequence[Sequence[Run]]) -> None:
         """Go on from what a match has found, by group."""
-        self.saved, self.runs = list(stored), runs
+        self.saved, self.runs = list(stored), list(runs)
+
+    def stored(self, group: int, run: Run, most: int) -> None:
+        """Record a segment of its own that is stored; the last `most` blocks may be replaced some time."""
+        if self.runs:
+            self.runs[group] = [*(one for one in self.runs[group][-most:] if one.start < run.start), run]
 
     def refuse(self, blocks: int, first_token: int) -> None:
         """Count `blocks` more blocks, from `first_token` on, as not worth saving."""
@@ -107,6 +112,8 @@ class _Segment:
     lost: bool = False
     #: Segments that it is to replace.
     olds: tuple[SegmentId, ...] = ()
+    #: What it is to its own request.
+    run: Run | None = None
 
 
 @dataclass
@@ -336,15 +343,17 @@ class Saving:
             self._busy.update(dict.fromkeys(keys, segment))
             self._joining.update(replaced)
             counted = [(progress, piece.start + joins.blocks)]
-            self._segments[segment] = _Segment(
-                keys, self.groups[number].writers, self.abandon, number, counted, olds=replaced
-            )
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
             cost = self._cost_us(number, len(keys)) + _cost_of(olds, piece)
             chained = self.groups[number].rule.reach == "prefix"
+            made = SegmentRecord((), len(own), "none", int(self.clock()), piece.start, 0, cost, progress.salt)
+            self._segments[segment] = _Segment(
+                keys, self.groups[number].writers, self.abandon, number, counted, olds=replaced,
+                run=Run(piece.start, segment, 0, len(own), made) if chained else None,
+            )  # fmt: skip
             saves.append(
                 Save(
-                    number, segment, int(self.clock()), piece.start, own, ids, progress.request_id,
+                    number, segment, made.created_s, piece.start, own, ids, progress.request_id,
                     # Blocks before a window, and states, go back to the pool while the request runs.
                     blocks_stay=chained, insist=not self._claimed.isdisjoint(keys), cost_us=cost,
                     salt=progress.salt, session=progress.session, joins=joins,
@@ -397,6 +406,8 @@ class Saving:
         self._joining.difference_update(state.olds)
         if state.written:
             self._claimed.difference_update(state.hashes)
+            if state.run is not None and state.hashes:
+                state.counted[0][0].stored(state.group, state.run, 2 * self.segment_blocks[state.group])
             return state.hashes
         if state.writers > 1:
             state.abandon(segment)
