@@ -42,7 +42,8 @@ local function walk(digests, begin, locate, alive)
   -- A bucket of another type has no entries: its error is a table of length 0.
   local call, byte, sub, min = redis.pcall, string.byte, string.sub, math.min
   local finish = #digests / 16
-  local ended, expected = 0, 64
+  -- Of the segments whose end is known, the last one has `last` slots.
+  local ended, expected, last = 0, 64, 64
   local segments, slots, counts = {}, {}, {}
 
   local function serve(goal)
@@ -63,6 +64,7 @@ local function walk(digests, begin, locate, alive)
     end
     for i = n, 1, -1 do
       ended = append_run(segments[i], slots[i], counts[i])
+      if i > 1 then expected, last = math.max(ended, last), ended end
       if ended > expected then expected = ended end
     end
     begin = goal + 1
