@@ -12,12 +12,12 @@ from kvstore.admin.repair.check import Depth
 from kvstore.admin.repair.fsck import fsck
 from kvstore.build import load_settings
 from tests.e2e.engine import Engine
-from tests.e2e.sharing import check_store, random_tokens, worker_counters
+from tests.e2e.sharing import BLOCK, check_store, random_tokens, worker_counters
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.servers]
 
-TURNS, TOKENS, BLOCK = 30, 50, 16
+TURNS, TOKENS = 30, 100
 CONVERSATION = random_tokens(TURNS * TOKENS, 70)
 
 
@@ -46,7 +46,11 @@ def test_a_conversation_lies_in_few_segments(text_model: Path, tmp_path: Path, s
             [answer] = engine.generate([one])
             assert answer.token_ids == expected[number - 1], number
             # The next turn finds all of this one, as after a client has read the answer.
-            until(lambda blocks=number * TOKENS // BLOCK: stored_after(engine, config) >= blocks)
+            blocks = number * TOKENS // BLOCK
+            until(
+                lambda blocks=blocks: stored_after(engine, config) >= blocks,
+                say=lambda number=number: (number, check_store(config), worker_counters(engine)),
+            )
         written += worker_counters(engine)["save_segments"]
 
     with Engine(text_model, kv=config, log_path=tmp_path / "1.log") as engine:
