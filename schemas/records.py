@@ -27,7 +27,7 @@ from typing import Final, Literal, TypeVar, get_args, overload
 #: Why a segment was evicted. `capacity`: the whole store's quota. `bad`: it failed verification. `abandoned`:
 #: a rank did not write its part. `named`: an operator named a prompt, a request or a session that it belonged
 #: to. `ttl`: it was older than its time to live. `erased`: a tenant's or a salt's data was erased. `repair`:
-#: fsck found it damaged.
+#: fsck found it damaged. `joined`: a later segment begins with its blocks and has replaced it.
 EvictionRule = Literal[
     "capacity",
     "tenant_quota",
@@ -41,6 +41,7 @@ EvictionRule = Literal[
     "erased",
     "invalidated",
     "repair",
+    "joined",
 ]
 #: The operation of an outcome, on blocks asked for, blocks being loaded, or blocks offered for saving.
 OutcomeOp = Literal["match", "load", "save"]

@@ -129,7 +129,7 @@ class Loading:
             tracked.uses_of = match.runs
             tracked.uses = self._sessions.matched(tracked.hints, tracked.progress.salt, match.runs)
         # Blocks that this engine is saving, or another has saved since, are left out when saves are planned.
-        tracked.progress.saved = list(match.stored)
+        tracked.progress.found(match.stored, match.runs if tracked.sending is None else ())
         if tracked.match is not None:
             self._observer.missing(request.block_hashes, match, tracked.match.asked_at)
         if not tracked.declined and not audited and (reason := DECLINED.get(decision.why)):

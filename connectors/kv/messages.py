@@ -19,6 +19,7 @@ from connectors.weights import Naming
 from kvstore.index.port import Run
 from kvstore.keys import NO_SALT, NO_SESSION, SaltId, SegmentId, SessionId
 from kvstore.rules.tiers import Tier
+from kvstore.store.saving import NOTHING_JOINED, Joins
 
 #: The reason of a load that a rank has cut, because computing the rest is faster.
 CUT: Final = "computing_is_faster"
@@ -91,6 +92,13 @@ class Save:
     salt: SaltId = NO_SALT
     #: The request's session.
     session: SessionId = NO_SESSION
+    #: What it replaces: it begins with blocks that are stored already.
+    joins: Joins = NOTHING_JOINED
+
+    @property
+    def added(self) -> list[bytes]:
+        """Returns the hashes of those blocks that aren't stored yet."""
+        return self.hashes[self.joins.blocks :]
 
 
 @dataclass(slots=True)

@@ -293,9 +293,9 @@ class Observer:
         """Record that these saves of a request are on their way to the workers."""
         self._events.planned(request, saves)
         for save in saves:
-            first = save.first * self._size(save.group) // self._hash_tokens
-            missing = partial(digests, save.hashes[:MISSING_DIGESTS], save.group)
-            self._saves.planned(save.segment, request.request_id, len(save.hashes), first, missing)
+            first = (save.first + save.joins.blocks) * self._size(save.group) // self._hash_tokens
+            missing = partial(digests, save.added[:MISSING_DIGESTS], save.group)
+            self._saves.planned(save.segment, request.request_id, len(save.added), first, missing)
             self._spans.save_planned(save.segment, request.request_id, save.group, len(save.hashes))
 
     def not_saved(self, segment: SegmentId, reason: str) -> None:

@@ -4,6 +4,10 @@ Full blocks are saved whenever enough for a segment are computed; the rest of a 
 prompt ends. Two kinds can't wait that long: a block that its window leaves behind is gone at the next step,
 so it goes with this one, and so does a state that vLLM offers (Mamba mode "align").
 
+A segment that is cut after short ones replaces those if they are no larger (connectors.planning.joins_due):
+their blocks are in the request's table, loaded or computed. So a chain that grows turn by turn does not lie
+in as many segments as turns.
+
 A null block, which stands for one that was left behind, is never saved.
 
 A save may have to wait in a worker (connectors.kv.worker.writes), and is dropped there once its request has
@@ -21,7 +25,8 @@ from dataclasses import dataclass, field
 
 from connectors.engine.layout import Group
 from connectors.kv.messages import Save
-from connectors.planning import EVERY_BLOCK, ranges, saves_due
+from connectors.planning import EVERY_BLOCK, joins_due, joins_of, ranges, saves_due, tail_of
+from kvstore.index.port import Run
 from kvstore.keys import (
     NO_SALT,
     NO_SESSION,
@@ -30,11 +35,12 @@ from kvstore.keys import (
     SessionId,
     block_key,
     digest,
+    digests,
     new_segment_id,
 )
 from kvstore.metrics import Counters
 from kvstore.rules.prefix import alignment, most_tokens
-from schemas.records import rounded_cost
+from schemas.records import SegmentRecord, rounded_cost
 
 #: The id of vLLM's null block.
 NULL_BLOCK = 0
@@ -70,6 +76,17 @@ class Progress:
     #: Number of blocks that were counted as not worth saving, and the first token of the first of them.
     refused: int = 0
     refused_from: int = 0
+    #: What is stored of it, by group, as far as is known; [] if nothing of it may be replaced.
+    runs: list[Sequence[Run]] = field(default_factory=list)
+
+    def found(self, stored: Sequence[int], runs: Sequence[Sequence[Run]]) -> None:
+        """Go on from what a match has found, by group."""
+        self.saved, self.runs = list(stored), list(runs)
+
+    def stored(self, group: int, run: Run, most: int) -> None:
+        """Record a segment of its own that is stored; the last `most` blocks may be replaced some time."""
+        if self.runs:
+            self.runs[group] = [*(one for one in self.runs[group][-most:] if one.start < run.start), run]
 
     def refuse(self, blocks: int, first_token: int) -> None:
         """Count `blocks` more blocks, from `first_token` on, as not worth saving."""
@@ -82,7 +99,7 @@ class Progress:
 class _Segment:
     """A segment that some rank has not ended."""
 
-    #: Its blocks, by group and hash; empty if they belong to a former namespace.
+    #: The blocks that it adds, by group and hash; empty if they belong to a former namespace.
     hashes: list[tuple[int, bytes]]
     writers: int
     abandon: Callable[[SegmentId], None]
@@ -93,6 +110,10 @@ class _Segment:
     written: bool = True
     #: Whether it counts as dropped, so that its blocks may be saved in another one.
     lost: bool = False
+    #: Segments that it is to replace.
+    olds: tuple[SegmentId, ...] = ()
+    #: What it is to its own request.
+    run: Run | None = None
 
 
 @dataclass
@@ -118,6 +139,8 @@ class Saving:
     _segments: dict[SegmentId, _Segment] = field(default_factory=dict)
     #: Blocks, by group and hash, that some rank has dropped and another may have claimed in the index.
     _claimed: set[tuple[int, bytes]] = field(default_factory=set)
+    #: Segments that one under way is to replace.
+    _joining: set[SegmentId] = field(default_factory=set)
 
     def start(
         self, request_id: str = "", salt: SaltId = NO_SALT, session: SessionId = NO_SESSION
@@ -170,14 +193,15 @@ class Saving:
                 continue
             moved_on = group.rule.skipped_tokens(computed or done_tokens) // group.rule.block_tokens
             leaves = final or moved_on > progress.saved[number]
-            due = self._due(progress, number, done_tokens, admitted, final=leaves, partial=partial)
+            stored = progress.saved[number]
+            due, olds = self._due(progress, number, done_tokens, admitted, final=leaves, partial=partial)
             if due and blocks is None and (blocks := tables()) is None:
                 break
             for run in due:
                 assert blocks is not None
                 own = {table: blocks[table] for table in group.tables}
                 for piece in self._worth_resuming(group, run, progress.ends):
-                    saves += self._cut(progress, number, piece, hashes, own)
+                    saves += self._cut(progress, number, piece, hashes, own, olds, stored)
         return saves
 
     def _worth_resuming(self, group: Group, run: range, ends: Sequence[int]) -> list[range]:
@@ -206,22 +230,25 @@ class Saving:
         *,
         final: bool,
         partial: bool,
-    ) -> list[range]:
-        """Returns the runs of one group's blocks that are saved with this step."""
+    ) -> tuple[list[range], list[Run]]:
+        """Returns the runs of one group's blocks that are saved with this step, and what they replace."""
         group = self.groups[number]
         size = group.rule.block_tokens
         done = -(-done_tokens // size) if partial else done_tokens // size
         worth = done if admitted == EVERY_BLOCK else min(done, admitted * self.hash_tokens // size)
         saved = progress.saved[number]
         if done <= saved:
-            return []
-        due, progress.saved[number] = saves_due(
-            saved,
-            worth,
-            self.segment_blocks[number],
-            # The last block worth saving ends a segment: nothing comes after it that could fill one up.
-            final=final or worth < done,
-        )
+            return [], []
+        most = self.segment_blocks[number]
+        # The last block worth saving ends a segment: nothing comes after it that could fill one up.
+        final = final or worth < done
+        olds = [] if partial else self._olds(progress, number, worth)
+        due, end = saves_due(olds[0].start if olds else saved, worth, most, final=final)
+        if end < saved:
+            # Not all that they have would be written anew yet.
+            olds = []
+            due, end = saves_due(saved, worth, most, final=final)
+        progress.saved[number] = end
         if worth < done:
             over = done - max(progress.saved[number], progress.passed_over[number])
             self.counters.saved("not_admitted", max(0, over))
@@ -229,7 +256,15 @@ class Saving:
             progress.passed_over[number] = max(done, progress.passed_over[number])
         # A partial block isn't counted: decoding fills it, and it then has another name.
         progress.saved[number] = min(progress.saved[number], max(saved, done_tokens // size))
-        return due
+        return due, olds
+
+    def _olds(self, progress: Progress, number: int, worth: int) -> list[Run]:
+        """Returns the segments before a request's unsaved blocks that are written anew with those."""
+        if not progress.runs or self.groups[number].rule.reach != "prefix":
+            return []
+        saved, most = progress.saved[number], self.segment_blocks[number]
+        olds = joins_due(worth - saved, tail_of(progress.runs[number], saved, most, progress.salt), most)
+        return olds if self._joining.isdisjoint(old.segment for old in olds) else []
 
     def take_offers(
         self,
@@ -276,8 +311,12 @@ class Saving:
         run: range,
         hashes: Sequence[bytes],
         tables: Mapping[int, Sequence[int] | Mapping[int, int]],
+        olds: Sequence[Run] = (),
+        stored: int = 0,
     ) -> list[Save]:
-        """Returns saves of the blocks of `run` that are there and that this engine isn't saving just now."""
+        """Returns saves of the blocks of `run` that are there and that this engine isn't saving just now.
+
+        They replace `olds`, the last of the chain's first `stored` blocks."""
         ratio = self.groups[number].rule.block_tokens // self.hash_tokens
         names = {block: hashes[(block + 1) * ratio - 1] for block in run}
         chain = digest(block_key(hashes[ratio - 1], number))
@@ -288,24 +327,36 @@ class Saving:
                 return False
             return all(block_ids[block] != NULL_BLOCK for block_ids in tables.values())
 
+        def packed(blocks: range) -> bytes:
+            return digests(hashes[(blocks.start + 1) * ratio - 1 : blocks.stop * ratio : ratio], number)
+
         saves = []
         for piece in ranges(run, wanted):
+            joins = joins_of(olds, piece, stored, packed)
+            if joins.blocks == len(piece) != len(run):
+                # Another request is saving the blocks behind them.
+                continue
             segment = new_segment_id(chain)
             own = [names[block] for block in piece]
-            keys = [(number, name) for name in own]
+            keys = [(number, name) for name in own[joins.blocks :]]
+            replaced = tuple(old.segment for old in joins.olds)
             self._busy.update(dict.fromkeys(keys, segment))
-            self._segments[segment] = _Segment(
-                keys, self.groups[number].writers, self.abandon, number, [(progress, piece.start)]
-            )
+            self._joining.update(replaced)
+            counted = [(progress, piece.start + joins.blocks)]
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
-            cost = self._cost_us(number, len(own))
+            cost = self._cost_us(number, len(keys)) + _cost_of(olds, piece)
             chained = self.groups[number].rule.reach == "prefix"
+            made = SegmentRecord((), len(own), "none", int(self.clock()), piece.start, 0, cost, progress.salt)
+            self._segments[segment] = _Segment(
+                keys, self.groups[number].writers, self.abandon, number, counted, olds=replaced,
+                run=Run(piece.start, segment, 0, len(own), made) if chained else None,
+            )  # fmt: skip
             saves.append(
                 Save(
-                    number, segment, int(self.clock()), piece.start, own, ids, progress.request_id,
+                    number, segment, made.created_s, piece.start, own, ids, progress.request_id,
                     # Blocks before a window, and states, go back to the pool while the request runs.
                     blocks_stay=chained, insist=not self._claimed.isdisjoint(keys), cost_us=cost,
-                    salt=progress.salt, session=progress.session,
+                    salt=progress.salt, session=progress.session, joins=joins,
                 )
             )  # fmt: skip
         return saves
@@ -352,8 +403,11 @@ class Saving:
             return None
         del self._segments[segment]
         self._forget(segment, state)
+        self._joining.difference_update(state.olds)
         if state.written:
             self._claimed.difference_update(state.hashes)
+            if state.run is not None and state.hashes:
+                state.counted[0][0].stored(state.group, state.run, 2 * self.segment_blocks[state.group])
             return state.hashes
         if state.writers > 1:
             state.abandon(segment)
@@ -367,8 +421,9 @@ class Saving:
 
     def drop(self, save: Save) -> None:
         """Give up a planned save, which is `lost`, before any rank is told of it."""
-        if self._segments.pop(save.segment, None) is not None:
-            self.counters.saved("dropped", len(save.hashes))
+        if (state := self._segments.pop(save.segment, None)) is not None:
+            self._joining.difference_update(state.olds)
+            self.counters.saved("dropped", len(save.added))
 
     def _forget(self, segment: SegmentId, state: _Segment) -> None:
         for block in state.hashes:
@@ -384,4 +439,14 @@ class Saving:
             state.hashes = []
         self._busy.clear()
         self._claimed.clear()
+        self._joining.clear()
         self.abandon = abandon
+
+
+def _cost_of(olds: Sequence[Run], blocks: range) -> int:
+    """Returns what computing those of `blocks` took that `olds` have, in microseconds, as far as is known."""
+    cost = 0.0
+    for old in olds:
+        common = min(old.start + old.count, blocks.stop) - max(old.start, blocks.start)
+        cost += old.record.cost_us * max(0, common) / old.record.slots
+    return rounded_cost(cost)

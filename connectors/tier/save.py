@@ -19,6 +19,7 @@ from connectors.tier.memory import Job, Jobs, Primary
 from connectors.tier.planning import Row, content_key, follows, group_of, in_order
 from kvstore.errors import CapacityExceeded, KVStoreError
 from kvstore.format.segment import Slot
+from kvstore.keys import digest, new_segment_id
 from kvstore.rules.segments import staging_bytes
 from kvstore.store.space import Space
 
@@ -134,7 +135,9 @@ class Saves:
                 for row, view in zip(rows, self._views(held, rows), strict=True)
             ]
             try:
-                saved = self._space.save(slots, depth=self._depth(rows[0]))
+                # vLLM doesn't tell where its chain begins. Each chunk is looked up by itself, in every shard.
+                segment = new_segment_id(digest(slots[0].key))
+                saved = self._space.save(slots, depth=self._depth(rows[0]), segment=segment)
             finally:
                 self._staging.release(held)
             stored = saved.outcome in ("stored", "present")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvstore.breaker import Breaker
 from kvstore.index.demand import Raised
-from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Run
+from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
 from schemas.namespace import Namespace
@@ -56,6 +56,7 @@ class BreakingIndex(EngineIndex):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
+        replaces: Sequence[Replaced] = (),
     ) -> CommitState:
         with self._breaker.guard():
             return self._inner.commit(
@@ -67,6 +68,7 @@ class BreakingIndex(EngineIndex):
                 ranks=ranks,
                 session=session,
                 allowance=allowance,
+                replaces=replaces,
             )
 
     def touch(

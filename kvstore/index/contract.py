@@ -11,7 +11,7 @@ from math import ceil, inf
 
 import xxhash
 
-from kvstore.index.port import DETAIL_CHARS, MISSING_DIGESTS, REQUEST_CHARS, Outcome
+from kvstore.index.port import DETAIL_CHARS, MISSING_DIGESTS, REQUEST_CHARS, Outcome, Replaced
 from kvstore.keys import (
     DIGEST_BYTES,
     NO_SALT,
@@ -105,6 +105,14 @@ def check_commit(segment: SegmentId, digests: bytes, record: SegmentRecord, rank
         raise BadArgument(f"rank {rank} of {ranks}; there are 1 to {MAX_RANKS} ranks, counted from 0")
     if len(record.parts) != 1 or len(record.parts[0].slot_sizes) != record.slots:
         raise BadArgument("a commit carries exactly one part, with a size for each slot")
+
+
+def check_replaced(replaces: Sequence[Replaced]) -> None:
+    """Raises BadArgument if what a commit replaces can't be segments of a chain."""
+    check_segments([old.segment for old in replaces])
+    for old in replaces:
+        if not 1 <= (blocks := count_digests(old.digests)) <= MAX_SLOTS:
+            raise BadArgument(f"a segment of {blocks} blocks is replaced; one has 1 to {MAX_SLOTS}")
 
 
 def agreement(digests: bytes, record: SegmentRecord, ranks: int) -> bytes:

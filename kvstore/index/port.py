@@ -48,6 +48,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """A segment that another one is to replace, and its packed digests."""
+
+    segment: SegmentId
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """Answer to a writer that wants to save a chain of blocks."""
 
@@ -94,6 +102,10 @@ class Outcome:
 
 
 REQUEST_CHARS = 128
+#: Most runs of one match. Each costs Redis 4 to 10 us, and all clients of a shard wait for the same thread: a
+#: match takes 40 ms of it at most, a twelfth of the default of `kv.match_deadline_s`. Whole segments of 64
+#: blocks of 16 tokens reach 4 million tokens so.
+MOST_RUNS = 4096
 DETAIL_CHARS = 64
 MISSING_DIGESTS = 256
 
@@ -113,6 +125,7 @@ class Index(ABC):
     def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
         """Returns the longest prefix of the chain that can be served, as runs that follow each other.
 
+        It has MOST_RUNS runs at most: of a chain that lies in more of them the rest is a miss.
         Every block of every run belongs to a segment that is visible, exactly so at the moment of the call
         if the answer is to be `fresh`; else an index may answer what was so `redis.max_lag_s +
         redis.near_s` ago, if its settings let it. Ask for a fresh answer where others rely on it, or where
@@ -152,6 +165,7 @@ class Index(ABC):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
+        replaces: Sequence[Replaced] = (),
     ) -> CommitState:
         """Records that a rank of `ranks` has stored its payload durably; `record.parts` is that one part.
 
@@ -169,6 +183,13 @@ class Index(ABC):
         `record.created_s` is Claim.at_s, or what the header says of a segment that comes back; it may differ
         between ranks, of which the latest counts. A time that is yet to come by the index's own clock counts
         as now. So no writer's clock has a part in order, age, or what an erasure covers.
+
+        `replaces` names segments of whose blocks this one has copies. In the very step in which it becomes
+        visible they are evicted (rule "joined", for the grace time that the index was told), and it takes
+        over their last use and heat, and is as old as the oldest of them; but none before visible segments
+        have copies of all of its blocks. One that is pinned, that others use or retain, or that was saved
+        under another salt stays, and so do its entries: this segment's copy of its blocks is then found from
+        later blocks alone. All ranks give the same.
 
         Also releases the claim. Re-registers nothing: raises NamespaceUnknown if the index has lost
         the namespace, and the caller registers it and tries once more.

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.index.port import Run
+from kvstore.index.port import MOST_RUNS, Run
 from kvstore.keys import SegmentId
 from schemas.records import SegmentRecord
 
@@ -41,7 +41,8 @@ Alive = Callable[[SegmentId], SegmentRecord | None]
 
 
 def walk(blocks: int, lookup: Lookup, alive: Alive, *, expected: int = EXPECTED_SLOTS) -> list[Run]:
-    """Returns the longest servable prefix of a chain of `blocks` blocks, as runs that follow each other.
+    """Returns the longest servable prefix of a chain of `blocks` blocks, as runs that follow each other: the
+    first MOST_RUNS of them.
 
     `lookup(position)` returns the entry of one block, `alive(segment)` the record of a visible segment;
     both return None for what isn't there. `lookup` is called at most once per position, `alive` may
@@ -50,7 +51,7 @@ def walk(blocks: int, lookup: Lookup, alive: Alive, *, expected: int = EXPECTED_
     """
     state = _Walk(blocks, lookup, alive, expected)
     state.search()
-    return state.runs
+    return state.runs[:MOST_RUNS]
 
 
 class _Walk:
@@ -60,7 +61,8 @@ class _Walk:
         self.runs: list[Run] = []
         self._begin = 0
         self._end = blocks
-        self._slots = expected
+        #: Slots that the next segment is expected to have, and those of the last one whose end is known.
+        self._slots = self._last = expected
         self._lookup = lookup
         self._alive = alive
 
@@ -77,8 +79,8 @@ class _Walk:
     def _expected_end(self) -> int:
         """Returns the block at which the segment that holds block `begin` probably ends.
 
-        Sizes hardly vary inside a namespace, except for the short segment at the end of a save, so
-        the largest size seen is the best guess. A longer segment doubles it until its end is found.
+        Sizes hardly vary inside a chain, except for a short segment here and there, so the larger one of
+        the last two is the best guess. A longer segment doubles it until its end is found.
         """
         last = self.runs[-1].slot + self.runs[-1].count if self.runs else 0
         rest = self._slots - last if last < self._slots else self._slots
@@ -98,15 +100,21 @@ class _Walk:
             count = min(slot, position - self._begin) + 1
             runs.append(Run(position - count + 1, segment, slot - count + 1, count, record))
             position -= count
-        for run in reversed(runs):
-            self._append(run)
+        for left, run in zip(range(len(runs) - 1, -1, -1), reversed(runs), strict=True):
+            self._append(run, ends=left > 0)
         self._begin = goal + 1
+        if len(self.runs) >= MOST_RUNS:
+            self._end = self._begin
         return True
 
-    def _append(self, run: Run) -> None:
+    def _append(self, run: Run, *, ends: bool) -> None:
+        """Appends a run; `ends`: its segment has nothing more of this chain."""
         last = self.runs[-1] if self.runs else None
         if last and last.segment == run.segment and last.slot + last.count == run.slot:
             run = Run(last.start, last.segment, last.slot, last.count + run.count, last.record)
             self.runs.pop()
         self.runs.append(run)
-        self._slots = max(self._slots, run.slot + run.count)
+        size = run.slot + run.count
+        self._slots = max(self._last if ends else self._slots, size)
+        if ends:
+            self._last = size

@@ -49,6 +49,7 @@ MISSES: Final[Mapping[str, Reason]] = {
     "computing_is_faster": Reason(
         "it was there, but computing it was expected to be faster than loading it, or its load fell behind"
     ),
+    "in_pieces": Reason("its chain lies in more than 4,096 segments, after which a match ends"),
     "switched_off": Reason("it was there, but kv.load is never"),
     "unnamed": Reason(
         "nothing tells what the image before it is: a name over 1 KiB, an input of an unknown kind or in "

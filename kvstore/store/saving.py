@@ -4,6 +4,10 @@ Order, so that a crash after any step is harmless (invariants 1, 4 and 8 of docs
     1. claim      another engine's copy would be a waste        crash: the claim expires
     2. put        the payload is complete and durable           crash: a stray payload
     3. commit     the index names it, all ranks at once         crash: done
+
+A save may replace the short segments before it, whose blocks it begins with, so that a chain that grows by
+a few blocks a turn does not lie in as many segments as turns. They go in step 3 of their successor, so that
+a block is served by one or the other at any time. A crash before that leaves them as they were.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Literal, Protocol, TypeVar
 from kvstore import __version__
 from kvstore.errors import BreakerOpen, CapacityExceeded, KVStoreError
 from kvstore.format.segment import Encoded, Slot, encode
-from kvstore.index.port import CommitState
+from kvstore.index.port import CommitState, Replaced
 from kvstore.index.sessions import Allowance
 from kvstore.keys import (
     NO_SALT,
@@ -47,6 +51,17 @@ SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
+class Joins:
+    """Stored segments that a save replaces, and how many of its leading blocks are theirs."""
+
+    olds: tuple[Replaced, ...] = ()
+    blocks: int = 0
+
+
+NOTHING_JOINED = Joins()
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """The result of a save: `present` leading blocks were stored already, `stored` new ones take `nbytes`."""
 
@@ -72,6 +87,7 @@ class Part:
     #: Ids of the requests' salt and session.
     salt: SaltId = NO_SALT
     session: SessionId = NO_SESSION
+    joins: Joins = NOTHING_JOINED
 
 
 class Registered(Protocol):
@@ -105,16 +121,23 @@ class SegmentWriter:
         claim = self._registered(
             lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
         )
-        if not claim.granted and not (insist and claim.present < len(slots)):
-            outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
-            return Saved(outcome, claim.present, 0, 0)
-        # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
-        # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
-        present = claim.present if part.ranks == 1 else 0
-        rest = slots[present:]
+        left_out, present = 0, part.joins.blocks
+        # One that adds nothing, because what it replaces is longer than itself, has no rivals.
+        if present < len(slots):
+            if not claim.granted and not (insist and claim.present < len(slots)):
+                outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
+                return Saved(outcome, claim.present, 0, 0)
+            # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
+            # waste; ranks that leave out different ones would make the whole segment one that can't be
+            # committed. What is stored beyond what this replaces leaves nothing to join.
+            if part.ranks == 1 and claim.present > present:
+                left_out = present = claim.present
+        rest = slots[left_out:]
         cost = rounded_cost(part.cost_us * len(rest) / len(slots))
         created_s = max(0, int(claim.at_s - min(waited_s, MOST_WAITED_S)))
-        part = replace(part, depth=part.depth + present, created_s=created_s, cost_us=cost)
+        part = replace(part, depth=part.depth + left_out, created_s=created_s, cost_us=cost)
+        if left_out:
+            part = replace(part, joins=NOTHING_JOINED)
         try:
             encoded = self.put(rest, part)
         except KVStoreError:
@@ -135,7 +158,7 @@ class SegmentWriter:
             backends.payloads.delete([self.name(part)])
             return Saved("refused", present, 0, 0)
         outcome = "stored" if state is CommitState.VISIBLE else "waiting"
-        return Saved(outcome, present, len(rest), encoded.part.nbytes)
+        return Saved(outcome, present, len(slots) - present, encoded.part.nbytes)
 
     def name(self, part: Part) -> str:
         """Returns the name of a part's payload."""
@@ -189,6 +212,7 @@ class SegmentWriter:
                 ranks=part.ranks,
                 session=part.session,
                 allowance=allowance,
+                replaces=part.joins.olds,
             )
         )
 

@@ -22,8 +22,9 @@ from kvstore.errors import (
     UnreadablePayload,
 )
 from kvstore.format.segment import Slot
+from kvstore.index.contract import BadArgument
 from kvstore.index.demand import OwnDemand
-from kvstore.index.port import Outcome, Run
+from kvstore.index.port import MOST_RUNS, Outcome, Run
 from kvstore.index.sessions import USE, Hint, HintEffect
 from kvstore.jitter import jittered
 from kvstore.keys import (
@@ -46,7 +47,7 @@ from kvstore.store.health import Health
 from kvstore.store.quarantine import Quarantine
 from kvstore.store.reading import PayloadLate, item_room, read_run
 from kvstore.store.rounds import Rounds
-from kvstore.store.saving import Part, Saved, SegmentWriter
+from kvstore.store.saving import NOTHING_JOINED, Joins, Part, Saved, SegmentWriter
 from kvstore.store.sessions import SpaceSessions
 from schemas.namespace import Namespace
 from schemas.records import SegmentRecord
@@ -153,7 +154,7 @@ class Space:
             return Match([], 0, "breaker_open")
         try:
             runs = self.backends.index.match(self.id, digests, fresh=fresh)
-            reason = "absent"
+            reason = "absent" if len(runs) < MOST_RUNS else "in_pieces"
         except KVStoreError as exc:
             log.debug("match failed: %s", exc)
             runs, reason = [], miss_reason(exc)
@@ -422,27 +423,38 @@ class Space:
         salt: SaltId = NO_SALT,
         session: SessionId = NO_SESSION,
         insist: bool = False,
+        joins: Joins = NOTHING_JOINED,
     ) -> Saved:
         """Stores a run of consecutive blocks of one chain (or one item) as one segment.
 
-        `depth` is the chain position of `slots[0]`. Blocks at the start that are stored already are
-        left out, unless there are several ranks, which need not find the same. All ranks of one segment
-        give the same `segment`, keys, `created_s` (unix time; now, if left out), `cost_us` (what computing
-        all of it took, in microseconds; 0: unknown), `salt` and `session` (the ids of their requests').
+        `depth` is the chain position of `slots[0]`. Of blocks that don't begin their chain `segment` is
+        required: its id has the tag of the chain (keys.new_segment_id of the first digest), by which a shard
+        is asked for it. Raises BadArgument without it.
+
+        Blocks at the start that are stored already are left out, unless there are several ranks, which need
+        not find the same. All ranks of one segment give the same `segment`, keys, `created_s` (unix time;
+        now, if left out), `cost_us` (what computing all of it took, in microseconds; 0: unknown), `salt`,
+        `session` (the ids of their requests') and `joins`.
 
         With `insist` the blocks are stored even if another writer has claimed them: for a caller that another
-        engine waits for. The buffers may be reused when the call returns. Raises KVStoreError, and nothing
+        engine waits for. `joins` names segments that this one replaces (Index.commit); their blocks count as
+        stored already. The buffers may be reused when the call returns. Raises KVStoreError, and nothing
         else, after counting it and telling the log.
         """
+        if depth and segment is None:
+            raise BadArgument(
+                f"blocks from block {depth} of a chain on, and no segment id: "
+                "give keys.new_segment_id(its first digest)"
+            )
         counters = self.backends.counters
         try:
             created = int(self.backends.clock()) if created_s is None else created_s
             segment = segment or new_segment_id(digest(slots[0].key))
-            part = Part(segment, depth, created, rank, ranks, cost_us, salt, session)
+            part = Part(segment, depth, created, rank, ranks, cost_us, salt, session, joins)
             self._quarantine.tell(self.id)
             saved = self._writer.save(slots, part, insist=insist)
         except Exception as exc:
-            counters.saved("failed", len(slots))
+            counters.saved("failed", len(slots) - joins.blocks)
             counters.add(f"save_failures{{{self._not_saved.note(len(slots), exc)}}}")
             if isinstance(exc, KVStoreError):
                 raise
@@ -450,7 +462,7 @@ class Space:
         counters.saved("present", saved.present)
         rest = "stored" if saved.outcome == "waiting" else saved.outcome
         counters.saved(rest, len(slots) - saved.present)
-        if saved.stored:
+        if saved.nbytes:
             counters.add("save_segments")
             counters.add("save_bytes", saved.nbytes)
             self._rounds.committed(saved.nbytes)

@@ -240,6 +240,26 @@ def dump(raw: redis.Redis, name: str) -> dict[str, object]:
     return found
 
 
+def test_what_the_second_replaces_goes_when_all_of_it_is_elsewhere(
+    tmp_path: Path, redis_url: str, theirs: second.RedisStore
+) -> None:
+    namespace, hashes = kv(), path("j", 9)
+    name = theirs.register(canonical_json(namespace), 50_000)
+    with world(tmp_path, redis_url, namespace) as ours:
+        olds = [ours.save(hashes[:4]), ours.save(hashes[4:6], depth=4)]
+        pinned = SegmentId(olds[1])
+        ours.index.pin(name, [pinned], most_bytes=10**9)
+        header = put_and_read(tmp_path, *segment_of(namespace, hashes))
+        replaces = [(olds[0], packed(hashes[:4])), (olds[1], packed(hashes[4:6]))]
+        assert theirs.commit(name, header, replaces=replaces) == 1
+        segment = bytes.fromhex(header.meta["segment"])
+        assert {one.segment for one in ours.index.segments(name)} == {segment, pinned}
+        assert ours.served(hashes) == [content(one, 0, "BF16", SHAPES["BF16"]) for one in hashes]
+        assert [(one.op, one.rule) for one in ours.index.events(name)][-1] == ("evict", "joined")
+        assert dict(ours.index.reapable(name, NOW_S, 9)) == {olds[0]: 1}
+        assert ours.faults() == []
+
+
 def test_several_ranks_become_visible_with_the_last(
     tmp_path: Path, redis_url: str, theirs: second.RedisStore
 ) -> None:

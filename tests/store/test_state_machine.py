@@ -21,6 +21,7 @@ from kvstore.format.keyring import NO_KEYS, Keyring
 from kvstore.keys import digests, new_segment_id
 from kvstore.store.space import Space
 from kvstore.store.store import Store
+from tests.store.growing import grow
 from tests.store.world import chain, content, fetch, make_store, match, open_space, slots
 
 SIGNS = Keyring({"a": bytes(32)}, key="a")
@@ -85,7 +86,20 @@ class StoreMachine(RuleBasedStateMachine):
         if hashes:
             self.saved.update(hashes)
             with contextlib.suppress(KVStoreError):
-                self.space.save(slots(hashes), depth=start)
+                self.space.save(slots(hashes), depth=start, segment=new_segment_id(digests(chain(*path)[:1])))
+
+    @rule(path=PATHS, size=st.sampled_from([2, 4, 8]))
+    def grow(self, path: list[int], size: int) -> None:
+        """A turn of a conversation: short segments before what is new are written anew with it."""
+        hashes = chain(*path)
+        self.saved.update(hashes)
+        before = match(self.space, hashes).blocks
+        with contextlib.suppress(KVStoreError):
+            saved = grow(self.space, hashes, slots, size)
+            if self.clean and self.capacity > 1 << 20:
+                assert match(self.space, hashes).blocks >= before
+                if all(one.outcome == "stored" for one in saved):
+                    assert match(self.space, hashes).blocks == len(hashes)
 
     @rule(path=PATHS, after=st.sampled_from(["claim", "put"]))
     def crash_while_saving(self, path: list[int], after: str) -> None:

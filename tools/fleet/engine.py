@@ -19,7 +19,7 @@ from kvstore.build import open_store
 from kvstore.errors import KVStoreError
 from kvstore.format.segment import Slot
 from kvstore.index.port import Outcome
-from kvstore.keys import block_key, digests
+from kvstore.keys import block_key, digests, new_segment_id
 from kvstore.store.space import Match, Space
 from schemas.namespace import GroupSpec, Namespace
 
@@ -87,7 +87,7 @@ class Engine:
         have = max(local, match.blocks)
         size = self.space.backends.settings.segment.max_blocks
         for first in range(have, len(hashes), size):
-            self._save(hashes[first : first + size], first)
+            self._save(hashes, range(first, min(first + size, len(hashes))))
         self._keep(hashes)
         self._tell(packed, match)
 
@@ -105,9 +105,11 @@ class Engine:
                     raise AssertionError("the bytes of another block")
                 self.done.counts["loads"] += 1
 
-    def _save(self, hashes: Sequence[bytes], first: int) -> None:
-        slots = [Slot(block_key(one), memoryview(_content(one)), "BF16", SHAPE) for one in hashes]
-        saved = self.space.save(slots, depth=first)
+    def _save(self, hashes: Sequence[bytes], blocks: range) -> None:
+        own = hashes[blocks.start : blocks.stop]
+        slots = [Slot(block_key(one), memoryview(_content(one)), "BF16", SHAPE) for one in own]
+        segment = new_segment_id(digests(hashes[:1]))
+        saved = self.space.save(slots, depth=blocks.start, segment=segment)
         self.done.counts.update(claims=1, commits=saved.outcome == "stored", stored=saved.stored)
 
     def _keep(self, hashes: Sequence[bytes]) -> None:

@@ -178,6 +178,7 @@ class KVWrites:
                 salt=save.salt,
                 session=save.session,
                 insist=save.insist,
+                joins=save.joins,
             )
             outcome = "stored" if saved.outcome == "waiting" else saved.outcome
             if outcome == "stored":
@@ -191,7 +192,7 @@ class KVWrites:
             self._ended(save, outcome)
 
     def _drop(self, save: Save) -> None:
-        self._store.counters.saved("dropped", len(save.hashes))
+        self._store.counters.saved("dropped", len(save.added))
         self._ended(save, "dropped")
 
     def _ended(self, save: Save, outcome: str) -> None:

@@ -43,6 +43,7 @@ _RULES = {
     "erased": "erased: all that its tenant or its salt had stored was to go",
     "invalidated": "invalidated with all that the namespace held",
     "repair": "taken out by a repair, which found it damaged",
+    "joined": "replaced by a longer segment, which was evicted since",
 }
 
 _FATES: dict[str, str] = {

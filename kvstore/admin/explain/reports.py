@@ -25,6 +25,7 @@ Cause = Literal[
     "below_threshold",
     "computing_is_faster",
     "switched_off",
+    "in_pieces",
     "breaker_open",
     "deadline",
     "unavailable",

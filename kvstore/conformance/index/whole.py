@@ -28,8 +28,12 @@ from kvstore.conformance.index.abilities import (
     QuotaConformance,
 )
 from kvstore.conformance.index.admission import NoteConformance
+from kvstore.conformance.index.catalogue import CatalogueConformance
 from kvstore.conformance.index.chains import EXPECTED_BLOCKS, chain, namespace, put, put_all, record
+from kvstore.conformance.index.culling import CullConformance
 from kvstore.conformance.index.index import IndexConformance
+from kvstore.conformance.index.invalidation import InvalidationConformance
+from kvstore.conformance.index.joining import JoinConformance
 from kvstore.conformance.index.journal import JournalConformance
 from kvstore.conformance.index.maintained import (
     DELETE_AFTER_S,
@@ -43,7 +47,6 @@ from kvstore.conformance.index.maintained import (
     reap_all,
     usage_of,
 )
-from kvstore.conformance.index.maintenance import MaintenanceConformance
 from kvstore.conformance.index.repair import RepairConformance
 from kvstore.conformance.index.salts import SaltConformance
 from kvstore.conformance.index.sessions import SessionConformance
@@ -51,6 +54,11 @@ from kvstore.errors import CapacityExceeded
 from kvstore.index.maintenance import FullIndex, Usage
 from kvstore.index.port import Outcome
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
+
+
+class MaintenanceConformance(CatalogueConformance, CullConformance, InvalidationConformance):
+    """The suite of Maintenance, which every index offers. If the maintenance is another object than the
+    index, override the fixture `catalogue`."""
 
 
 class FullIndexConformance(
@@ -63,6 +71,7 @@ class FullIndexConformance(
     SessionConformance,
     RepairConformance,
     JournalConformance,
+    JoinConformance,
     OperationsConformance,
     NoteConformance,
     MaintenanceConformance,

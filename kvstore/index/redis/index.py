@@ -116,6 +116,7 @@ from kvstore.index.contract import (
     INCOMPLETE_TTL_S,
     agreement,
     check_commit,
+    check_replaced,
     check_segments,
     check_session,
     count_digests,
@@ -123,7 +124,7 @@ from kvstore.index.contract import (
 )
 from kvstore.index.eviction import worth
 from kvstore.index.numbers import MOST_S, real, whole
-from kvstore.index.port import Claim, CommitState, Run
+from kvstore.index.port import Claim, CommitState, Replaced, Run
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
 from kvstore.index.redis.layouts import RedisLayouts
@@ -155,7 +156,9 @@ _TOUCH_SLICE = 1000
 _MATCH = Script.load("match", "age", "walk")
 _FIND = Script.load("find", "age")
 _CLAIM = Script.load("claim", "holder", "age", "walk")
-_COMMIT = Script.load("commit", "changes", "score", "generations", "forbidden", "retention", "sessions")
+_COMMIT = Script.load(
+    "commit", "changes", "score", "generations", "forbidden", "retention", "sessions", "grace", "drop"
+)
 _TOUCH = Script.load("touch", "score", "retention")
 _EVICT = Script.load("evict", "sealed", "changes", "score", "retention", "grace", "fate", "drop")
 _NOTE = Script.load("note")
@@ -257,8 +260,10 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
+        replaces: Sequence[Replaced] = (),
     ) -> CommitState:
         check_commit(segment, digests, record, rank, ranks)
+        check_replaced(replaces)
         check_session(session, none=True)
         state = self._run(
             _COMMIT,
@@ -276,6 +281,8 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
             session,
             allowance.namespace_bytes,
             allowance.salt_bytes,
+            b"".join(map(_packed, replaces)),
+            self.deletion(1),
             self._by,
         )
         if state is None:
@@ -326,3 +333,8 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         if noted is None:
             raise self._unregistered("note", namespace)
         return whole(noted, most=asked)
+
+
+def _packed(old: Replaced) -> bytes:
+    """Returns what commit.lua reads of a segment that is replaced."""
+    return old.segment + count_digests(old.digests).to_bytes(2, "big") + old.digests

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.index.contract import check_commit, check_segments, count_digests
 from kvstore.index.demand import Raised
-from kvstore.index.port import Claim, CommitState, Outcome, Run
+from kvstore.index.port import MOST_RUNS, Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.index.sharding.layouts import FailedShards, ShardedLayouts, split
 from kvstore.index.sharding.names import of_chain, of_segment, shard_names
@@ -34,7 +34,8 @@ class ShardedRequests(ShardedLayouts):
             with self._guard(name, may_probe=False):
                 return self._leaf.match(name, rest, fresh=fresh)
 
-        return ask(digests) if fresh else self._near.match(namespace, digests, ask)
+        # What is remembered and the rest may be more together.
+        return ask(digests) if fresh else self._near.match(namespace, digests, ask)[:MOST_RUNS]
 
     def find(
         self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
@@ -99,9 +100,11 @@ class ShardedRequests(ShardedLayouts):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
+        replaces: Sequence[Replaced] = (),
     ) -> CommitState:
         """In a namespace of several shards, a segment that begins a chain and has another's tag is REFUSED:
-        nobody would find it. Releases that knew no tags wrote such."""
+        nobody would find it. Releases that knew no tags wrote such. What it replaces and has another tag
+        stays."""
         check_commit(segment, digests, record, rank, ranks)
         shards = self._shards(namespace)
         name = of_segment(shards, segment)
@@ -117,6 +120,7 @@ class ShardedRequests(ShardedLayouts):
                 ranks=ranks,
                 session=session,
                 allowance=_share(allowance, len(shards)),
+                replaces=replaces,
             )
 
     def touch(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.index.contract import (
     CLOCKS_DIFFER_S,
@@ -16,12 +17,21 @@ from kvstore.index.contract import (
 )
 from kvstore.index.eviction import WORTH_MINUTES, worth
 from kvstore.index.maintenance import Usage
-from kvstore.index.port import CommitState
-from kvstore.index.sqlite.evictions import evict_incomplete
+from kvstore.index.port import CommitState, Replaced
+from kvstore.index.sqlite.evictions import evict, evict_incomplete
 from kvstore.index.sqlite.journal import Writing
+from kvstore.index.sqlite.recency import count_as_used
 from kvstore.index.sqlite.rows import NamespaceNumbers, account, invalidated_generations
-from kvstore.keys import DIGEST_BYTES, SegmentId, split_digests
+from kvstore.keys import DIGEST_BYTES, NO_SESSION, SegmentId, SessionId, split_digests
 from schemas.records import SegmentRecord, pack_head, pack_part, unpack_record
+
+
+class _Old(NamedTuple):
+    """A visible segment that may be replaced, its last use, and in how many minutes a load began with it."""
+
+    replaced: Replaced
+    used: float
+    heat: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,10 @@ class RankCommit:
     #: Whether its cost counts in the order of eviction.
     cost_counts: bool
     writing: Writing
+    #: The session whose request saves it.
+    session: SessionId = NO_SESSION
+    #: Segments that go when it becomes visible; see Index.commit.
+    replaces: Sequence[Replaced] = ()
 
     def run(self, now: float) -> CommitState:
         """Writes what the part changes, and returns what the segment is afterwards. Raises sqlite3.Error."""
@@ -113,11 +127,14 @@ class RankCommit:
         return [row[0] for row in rows], max(created_of(row[1]) for row in rows)
 
     def _show(self, record: SegmentRecord, parts: list[bytes]) -> None:
+        goes, stays, oldest = self._replaceable(record.created_s)
+        key, used = self.place.key, saved_minute(record.created_s)
+        # Blocks that are written anew stay as old as they were.
+        record = replace(record, created_s=oldest)
         agreed, head = agreement(self.digests, record, self.ranks), pack_head(record, self.ranks)
         packed = head + b"".join(parts)
         whole = unpack_record(packed)
         assert whole is not None
-        key, used = self.place.key, saved_minute(whole.created_s)
         extra = worth(whole.cost_us, whole.nbytes) if self.cost_counts else 0
         self.db.execute(
             "INSERT INTO segments (namespace, id, checksum, record, nbytes, slots, ranks, used, depth, "
@@ -139,18 +156,75 @@ class RankCommit:
                 whole.salt,
             ),
         )
-        self._enter()
+        self._enter(stays)
         account(self.db, key, Usage(whole.nbytes, 1, whole.slots, 0, whole.cost_us))
         self.writing.committed(self.db, key, self.segment, self.digests, whole)
+        if goes:
+            self._replace(goes, used)
 
-    def _enter(self) -> None:
-        self.db.executemany(
-            "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)",
-            [
-                (self.place.key, digest, self.segment, slot)
-                for slot, digest in enumerate(split_digests(self.digests))
-            ],
+    def _replaceable(self, oldest: int) -> tuple[list[_Old], set[SegmentId], int]:
+        """Returns of the visible segments that it is to replace those that may go, those that stay, and when
+        the oldest of all was created, `oldest` at the latest."""
+        goes: list[_Old] = []
+        stays: set[SegmentId] = set()
+        for old in self.replaces:
+            row = self.db.execute(
+                "SELECT s.pinned, s.owner, s.salt, s.used, r.used, h.minutes, s.record FROM segments AS s "
+                "LEFT JOIN retained AS r ON r.segment = s.key LEFT JOIN hot AS h ON h.segment = s.key "
+                "WHERE s.namespace = ? AND s.id = ?",
+                (self.place.generation, old.segment),
+            ).fetchone()
+            if row is None:
+                continue
+            pinned, owner, salt, counted, retained, minutes, record = row
+            if (known := unpack_record(record)) is not None:
+                oldest = min(oldest, known.created_s)
+            others = owner != self.session or (retained is not None and not owner)
+            if pinned or others or salt != self.record.salt:
+                stays.add(old.segment)
+            else:
+                goes.append(_Old(old, counted if retained is None else retained, minutes or 0.0))
+        return goes, stays, oldest
+
+    def _replace(self, olds: Sequence[_Old], used: float) -> None:
+        """Evicts those of `olds` all of whose blocks other visible segments have by now; what was known of
+        their use is this segment's, which counts as used in the minute `used`."""
+        gone = [old for old in olds if self._is_served_elsewhere(old.replaced)]
+        if not gone:
+            return
+        (key,) = self._one("SELECT key FROM segments", self.place.generation) or (0,)
+        count_as_used(self.db, key, max(used, *(old.used for old in gone)))
+        if heat := sum(old.heat for old in gone):
+            self.db.execute("INSERT INTO hot VALUES (?, ?, ?)", (key, self.place.key, heat))
+        # At once, unless the index was told a grace time.
+        after_s = self.writing.deletion(1.0)
+        segments = [old.replaced.segment for old in gone]
+        evict(self.db, self.writing, self.place, segments, after_s, "joined")
+
+    def _is_served_elsewhere(self, old: Replaced) -> bool:
+        query = (
+            "SELECT 1 FROM blocks AS e JOIN segments AS s ON s.namespace = ? AND s.id = e.segment "
+            "WHERE e.namespace = ? AND e.digest = ? AND e.segment <> ?"
         )
+        return all(
+            self.db.execute(query, (self.place.generation, self.place.key, one, old.segment)).fetchone()
+            for one in split_digests(old.digests)
+        )
+
+    def _enter(self, stays: Collection[SegmentId] = ()) -> None:
+        """Enters its blocks, but for those that are in one of the segments that stay."""
+        entries = [
+            (self.place.key, digest, self.segment, slot)
+            for slot, digest in enumerate(split_digests(self.digests))
+        ]
+        if stays:
+            query = "SELECT segment FROM blocks WHERE namespace = ? AND digest = ?"
+            entries = [
+                one
+                for one in entries
+                if (self.db.execute(query, one[:2]).fetchone() or (b"",))[0] not in stays
+            ]
+        self.db.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)", entries)
 
     def _one(self, select: str, number: int) -> tuple[Any, ...] | None:
         """Returns a row of a table that belongs to this segment."""

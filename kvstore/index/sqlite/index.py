@@ -21,13 +21,14 @@ from kvstore.files import OWNER, Access
 from kvstore.index.contract import (
     LONGEST_HELD,
     check_commit,
+    check_replaced,
     check_segments,
     check_session,
     count_digests,
     use_minute,
 )
 from kvstore.index.demand import Raised
-from kvstore.index.port import Claim, CommitState, Outcome, Run
+from kvstore.index.port import Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import base_of
@@ -231,13 +232,16 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
         ranks: int,
         session: SessionId = NO_SESSION,
         allowance: Allowance = NOTHING_RETAINED,
+        replaces: Sequence[Replaced] = (),
     ) -> CommitState:
         check_commit(segment, digests, record, rank, ranks)
+        check_replaced(replaces)
         check_session(session, none=True)
         with self._database.writing("commit") as db:
             place = self._known(db, "commit", namespace)
             cost_counts = self._cost_aware and place.kind == "ec"
-            commit = RankCommit(db, place, segment, digests, record, rank, ranks, cost_counts, self._writing)
+            how = (cost_counts, self._writing, session, replaces)
+            commit = RankCommit(db, place, segment, digests, record, rank, ranks, *how)
             new = db.execute(
                 "SELECT 1 FROM segments WHERE namespace = ? AND id = ?", (place.generation, segment)
             ).fetchone()
@@ -245,9 +249,11 @@ class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
             if session and state is CommitState.VISIBLE and not new:
                 adopt(db, place, session, segment, self._clock(), allowance)
             if state is not CommitState.WAITING:
-                db.execute(
+                # On the first block, or, of what replaces others, on the first that was not stored.
+                claimed = split_digests(digests if replaces else digests[:DIGEST_BYTES])
+                db.executemany(
                     "DELETE FROM claims WHERE namespace = ? AND digest = ? AND segment = ?",
-                    (place.key, digests[:DIGEST_BYTES], segment),
+                    [(place.key, one, segment) for one in claimed],
                 )
         return state
 

@@ -16,7 +16,16 @@ from connectors.kv.scheduler import KVScheduler
 from connectors.kv.worker.worker import KVWorker
 from kvstore.errors import TransientError
 from kvstore.index.sessions import LONGEST_RETAINED_S, USE, Hint, SessionListing
-from kvstore.keys import NO_SALT, NO_SESSION, SegmentId, SessionId, salt_id, session_id
+from kvstore.keys import (
+    NO_SALT,
+    NO_SESSION,
+    SegmentId,
+    SessionId,
+    digests,
+    new_segment_id,
+    salt_id,
+    session_id,
+)
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from tests.connectors.groups import WORKERS
@@ -89,7 +98,7 @@ def stored(space: Space, *path: int) -> list[SegmentId]:
     """Save a chain, two blocks a segment; returns its segments."""
     own = chain(*path)
     for first in range(0, len(own), 2):
-        space.save(slots(own[first : first + 2]), depth=first)
+        space.save(slots(own[first : first + 2]), depth=first, segment=new_segment_id(digests(own[:1])))
     return [run.segment for run in match(space, own).runs]
 
 

@@ -47,7 +47,7 @@ def bucket_bits(expected: int) -> int:
 SCRIPTS = {
     "register": (),
     "claim": ("holder", "age", "walk"),
-    "commit": ("changes", "score", "generations", "forbidden", "retention", "sessions"),
+    "commit": ("changes", "score", "generations", "forbidden", "retention", "sessions", "grace", "drop"),
     "touch": ("score", "retention"),
     "session": ("score", "retention", "sessions"),
     "evict": ("sealed", "changes", "score", "retention", "grace", "fate", "drop"),
@@ -226,8 +226,15 @@ class RedisStore:
         present, granted, _ = self.run("claim", namespace, digests, segment, 30_000)
         return present, bool(granted)
 
-    def commit(self, namespace: str, header: Header, session: bytes = b"", most: int = 0) -> int:
-        """By the script; one rank."""
+    def commit(
+        self,
+        namespace: str,
+        header: Header,
+        session: bytes = b"",
+        most: int = 0,
+        replaces: Sequence[tuple[bytes, bytes]] = (),
+    ) -> int:
+        """By the script; one rank. `replaces` are segments and their digests."""
         meta, record = header.meta, record_of([header])
         digests, ranks = header.digests, meta["ranks"]
         return int(
@@ -247,6 +254,8 @@ class RedisStore:
                 session,
                 most,
                 most,
+                b"".join(old + (len(its) // 16).to_bytes(2, "big") + its for old, its in replaces),
+                "1:0",
                 "",
             )
         )

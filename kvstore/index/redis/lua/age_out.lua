@@ -1,9 +1,10 @@
--- age_out: KEYS[1] meta, ARGV time to live in seconds or '' for none, then what drop.lua says, then at how many segments
+-- age_out: KEYS[1] meta, ARGV time to live in seconds or '' for none, then the arguments of drop.lua's `dropping`, then at how many segments
 -- to look, roughly, how many to drop at most, the cursor to go on from (0 first), by whom.
 -- Answers {how many were dropped, the cursor to go on from; '': all were looked at}.
 --
 -- Race closed: from this step on match, claim and find hold to the time to live, so nothing that a page has been
 -- looked at for is served again before a later page is. The first write is one that a full Redis accepts (HDEL).
+dropping(ARGV[2], ARGV[3], ARGV[4], ARGV[5])
 local ttl, most, cursor = ARGV[1], tonumber(ARGV[7]), ARGV[8]
 local known = redis.call('HMGET', meta, 'bucket_bits', 'ttl')
 if not known[1] then return {0, ''} end

@@ -2,16 +2,19 @@
 -- digest, a checksum of the digests and the head of the packed record), this rank's packed part, its
 -- bytes, rank, ranks, time to live in s of an incomplete commit, its worth to a namespace of items, how many
 -- events are kept, the session whose request saves it or '', bytes that may be retained in all, and under one
--- salt, by whom.
+-- salt, what it replaces (each: segment, number of its blocks in two bytes, their digests), what grace.lua says
+-- of those payloads' deletion, by whom.
 -- Answers 0 waiting for other ranks, 1 visible, 2 refused; nil if the namespace is unknown.
 --
 -- Races closed: the last of several ranks makes the record, all entries and the usage visible in one
 -- step, so no reader meets half a segment and no two ranks both think that they were last; and a
 -- segment that was evicted, invalidated or erased while its last rank was writing stays so, because the look
--- at the trash, the epoch and what is forbidden and the writes are one step.
+-- at the trash, the epoch and what is forbidden and the writes are one step. What it replaces goes in the same step, and
+-- not before each of its blocks is served by another segment, so that no reader meets a hole.
 --
 -- When it was created is the latest of what its ranks say, and not later than now by this clock. All else of the
--- agreement is the same for all of them.
+-- agreement is the same for all of them. What replaces others is as old as the oldest of them: blocks that are
+-- written anew stay as old as they were.
 --
 -- The first write of every path is one that Redis refuses when it is full (HSET): then nothing has
 -- been written. After a first write a script always runs to its end.
@@ -29,23 +32,36 @@ local first, depth = first_of(agreement, 1), depth_of(agreement, 1)
 local incomplete = prefix .. 'part:' .. hex(segment)
 local WAITING, VISIBLE, REFUSED = 0, 1, 2
 
+-- The claim is on the first block, or, of what replaces others, on the first that was not stored.
 local function release()
-  local claim = prefix .. 'claim:' .. hex(first)
-  if redis.pcall('GET', claim) == segment then redis.call('DEL', claim) end
+  for i = 0, ARGV[14] ~= '' and slots - 1 or 0 do
+    local claim = prefix .. 'claim:' .. hex(first_of(digests, 16 * i + 1))
+    if redis.pcall('GET', claim) == segment then redis.call('DEL', claim) end
+  end
+end
+
+-- Segments that this one was to replace and that stay: their blocks stay theirs, too.
+local stay = {}
+
+local function stays(bucket, field)
+  local present = next(stay) and redis.pcall('HGET', bucket, field)
+  return type(present) == 'string' and stay[string.sub(present, 1, 8)]
+end
+
+local function put(bucket, field, entry)
+  local reply = redis.pcall('HSET', bucket, field, entry)
+  local failed = type(reply) == 'table' and reply.err
+  if not failed then return end
+  if not string.find(failed, 'WRONGTYPE') then error(failed, 0) end
+  redis.call('DEL', bucket)
+  redis.call('HSET', bucket, field, entry)
 end
 
 local function enter()
   local locate = locator(tonumber(bits))
   for i = 0, slots - 1 do
     local bucket, field = locate(digests, i)
-    local entry = segment .. string.char(math.floor(i / 256), i % 256)
-    local reply = redis.pcall('HSET', bucket, field, entry)
-    local failed = type(reply) == 'table' and reply.err
-    if failed then
-      if not string.find(failed, 'WRONGTYPE') then error(failed, 0) end
-      redis.call('DEL', bucket)
-      redis.call('HSET', bucket, field, entry)
-    end
+    if not stays(bucket, field) then put(bucket, field, segment .. string.char(math.floor(i / 256), i % 256)) end
   end
 end
 
@@ -96,19 +112,72 @@ if ranks > 1 then
   nbytes, part = string.format('%.0f', total), table.concat(all)
 end
 
+-- What is pinned, retained by others or used by others stays, and so does what was saved under another salt.
+local function goes(old, value)
+  local _, _, rest = account(value)
+  local of = redis.call('HGET', owner, old) or ''
+  if of ~= ARGV[11] or salt_of(value, rest) ~= salt then return false end
+  return of ~= '' or not redis.call('ZSCORE', kept, old)
+end
+
+-- served_elsewhere(old, its): each of its blocks has an entry in this segment or in another visible one.
+local function served_elsewhere(old, its)
+  local locate = locator(tonumber(bits))
+  for i = 0, #its / 16 - 1 do
+    local entry = redis.pcall('HGET', locate(its, i))
+    local of = type(entry) == 'string' and string.sub(entry, 1, 8)
+    if not of or of == old or of ~= segment and redis.call('HEXISTS', segs, of) == 0 then return false end
+  end
+  return true
+end
+
+local olds, at, oldest = {}, 1, created
+while at < #ARGV[14] do
+  local old, count = struct.unpack('>c8I2', string.sub(ARGV[14], at, at + 9))
+  local its = string.sub(ARGV[14], at + 10, at + 9 + 16 * count)
+  at = at + 10 + 16 * count
+  local old_value = redis.call('HGET', segs, old)
+  local place = old_value and tonumber(redis.call('ZSCORE', lru, old) or nil)
+  if old_value then
+    local _, _, rest = account(old_value)
+    oldest = math.min(oldest, created_of(old_value, rest))
+  end
+  if place and old ~= segment and goes(old, old_value) then
+    olds[#olds + 1] = {segment = old, digests = its, place = place}
+  elseif old_value then
+    stay[old] = true
+  end
+end
+
 enter()
-redis.call('HSET', segs, segment, nbytes .. ':' .. slots .. ':' .. agreement .. part)
 -- Until it is used it counts as used half a minute before it was created (kvstore.index.contract.saved_minute).
 local minute = math.max(0, math.floor((created - 30) / 15) / 4)
+local replaced, heat = {}, 0
+for _, old in ipairs(olds) do
+  if served_elsewhere(old.segment, old.digests) then
+    local ends = redis.call('ZSCORE', kept, old.segment)
+    minute = math.max(minute, ends and select(2, ends_of(tonumber(ends))) or use_of(old.place))
+    heat = heat + (tonumber(redis.call('ZSCORE', hot, old.segment) or nil) or 0)
+    replaced[#replaced + 1] = old.segment
+  end
+end
+redis.call('HSET', segs, segment, nbytes .. ':' .. slots .. ':' .. dated(agreement, oldest) .. part)
 redis.call('ZADD', lru, score_of(minute, depth, worth), segment)
+if heat > 0 then redis.call('ZADD', hot, heat, segment) end
 if salt ~= '' then
   redis.call('ZADD', salts, 0, salt .. segment)
   redis.call('ZINCRBY', held, nbytes, salt)
 end
-if ARGV[11] ~= '' then adopt(ARGV[11], segment, minute, tonumber(ARGV[12]), tonumber(ARGV[13])) end
 usage_changed(tonumber(nbytes), 1, slots, cost_of(agreement, 1), 0)
 event(most_events, 'commit', segment, first, string.sub(digests, -16), depth, slots, tonumber(nbytes), '')
 redis.call('ZREM', ghosts, first)
+if #replaced > 0 then
+  dropping(ARGV[15], 'joined', most_events, -1)
+  for _, old in ipairs(replaced) do drop(old) end
+  account_drops()
+end
+-- After what it replaces is gone: what that retained is free for it.
+if ARGV[11] ~= '' then adopt(ARGV[11], segment, minute, tonumber(ARGV[12]), tonumber(ARGV[13])) end
 if ranks > 1 then
   redis.call('DEL', incomplete)
   redis.call('ZREM', parts, segment)

@@ -1,4 +1,4 @@
--- cull: KEYS[1] meta, ARGV bytes to keep, then what drop.lua says, then how many segments to drop at most, at
+-- cull: KEYS[1] meta, ARGV bytes to keep, then the arguments of drop.lua's `dropping`, then how many segments to drop at most, at
 -- how many to look, how many of the first to pass over, from which unix second of last use on to spare one, by whom.
 -- Answers {the segments dropped, how many were spared, 1 if there is more to look at}.
 --
@@ -6,6 +6,7 @@
 -- is too much once and not once each, and a segment that was touched a moment ago is not the oldest.
 --
 -- What is sealed gives nothing: nothing is added there either.
+dropping(ARGV[2], ARGV[3], ARGV[4], ARGV[5])
 if redis.call('HEXISTS', meta, 'sealed') == 1 then return {{}, 0, 0} end
 local keep, most, looks = tonumber(ARGV[1]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local skip, spare = tonumber(ARGV[8]), tonumber(ARGV[9])

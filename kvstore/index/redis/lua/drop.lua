@@ -1,6 +1,5 @@
--- Shared by evict.lua and cull.lua: take segments out of sight and into the trash. (Needs fate.lua.) Of both, ARGV[2] is
--- what grace.lua says of the payloads' deletion, ARGV[3] the rule, ARGV[4] how many events are kept, ARGV[5]
--- how many ghosts, or -1 if the rule is no quota's.
+-- Shared by what takes segments out of sight and into the trash. (Needs grace.lua, and fate.lua where a quota evicts.)
+-- `dropping` comes first.
 --
 -- Race closed: the record, the last use, the trash entry and the usage change in one step. A reader
 -- sees a segment or doesn't, its payload's deletion is always on record, and of two evictions of one
@@ -8,9 +7,15 @@
 --
 -- The first write is one that Redis also accepts when it is full (HDEL, DEL): evicting is how room
 -- is made. After a first write a script always runs to its end.
-local delete_after, rule = deletion(ARGV[2]), ARGV[3]
-local most_events, most_ghosts = tonumber(ARGV[4]), tonumber(ARGV[5])
-local of_quota = most_ghosts >= 0
+local delete_after, rule, most_events, most_ghosts, of_quota, evicted
+
+-- dropping(when, why, events, ghosts): what holds for all that is dropped: what grace.lua says of the payloads' deletion,
+-- the rule, how many events are kept, how many ghosts, or -1 if the rule is no quota's.
+local function dropping(when, why, events, ghosts)
+  delete_after, rule, most_events, most_ghosts = deletion(when), why, tonumber(events), tonumber(ghosts)
+  of_quota = most_ghosts >= 0
+  evicted = of_quota and (tonumber(redis.call('HGET', meta, 'evicted') or 0) or 0)
+end
 
 -- trash_score(ranks): a score of the trash; whole seconds plus ranks / 256.
 local function trash_score(ranks)
@@ -18,7 +23,6 @@ local function trash_score(ranks)
 end
 
 local freed, dropped, blocks, cost, unpinned = 0, 0, 0, 0, 0
-local evicted = of_quota and (tonumber(redis.call('HGET', meta, 'evicted') or 0) or 0)
 
 -- remember(first, slots): as a ghost, by how many bytes were evicted before it. More capacity than were
 -- evicted since, its own included, would have kept it.
