@@ -239,10 +239,13 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         reply = self._run(_CLAIM, namespace, digests, segment, ttl_ms)
         if reply is None:
             raise self._unregistered("claim", namespace)
-        present, granted, at_s = reply
+        present, granted, time_s = reply
+        at_s = float(time_s)
         if not 0 <= present <= count:
             raise ValueError(f"{present} blocks of {count}")
-        return Claim(present=present, granted=bool(granted), at_s=float(at_s))
+        if not 0 <= at_s < 1 << 32:
+            raise ValueError(f"second {at_s:g} is no time")
+        return Claim(present=present, granted=bool(granted), at_s=at_s)
 
     @understood
     def commit(
