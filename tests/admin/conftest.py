@@ -83,11 +83,12 @@ class Filled:
         *,
         depth: int = 0,
         session: SessionId = NO_SESSION,
+        ago_s: int = 0,
     ) -> None:
         with closing(open_store(self.settings)) as store:
             space = store.open(namespace, block_bytes=4096)
             # One for all ranks, between which a second may end.
-            same: dict[str, Any] = {"segment": new_segment_id(), "created_s": int(time.time())}
+            same: dict[str, Any] = {"segment": new_segment_id(), "created_s": int(time.time()) - ago_s}
             for rank in range(ranks := namespace.parts()):
                 space.save(slots, depth=depth, rank=rank, ranks=ranks, session=session, **same)
 

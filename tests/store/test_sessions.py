@@ -18,7 +18,7 @@ from kvstore.build import load_settings, open_store
 from kvstore.conformance.index.sessions import END, later
 from kvstore.errors import TransientError
 from kvstore.index.eviction import Scope, watermarks
-from kvstore.index.sessions import NOTHING_RETAINED, Allowance
+from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.keys import (
     NO_SALT,
     NO_SESSION,
@@ -85,8 +85,8 @@ def save(space: Space, number: int, session: SessionId = NO_SESSION, **options: 
 
 
 def fill(space: Space, first: int) -> None:
-    """Saves more than the store holds, of nobody's and two minutes later."""
-    written, created_s = 0, int(time.time()) + 120
+    """Saves more than the store holds, of nobody's and later than what was done `before`."""
+    written, created_s = 0, int(time.time()) - 120
     for number in range(first, first + 10_000):
         save(space, number, created_s=created_s)
         written += 3 * 8192
@@ -94,20 +94,31 @@ def fill(space: Space, first: int) -> None:
             return
 
 
+def before() -> int:
+    """Five minutes ago."""
+    return int(time.time()) - 300
+
+
+def told_before(space: Space, session: SessionId, segments: list[SegmentId], hint: Hint = USE) -> HintEffect:
+    """What Space.session tells, five minutes ago."""
+    index, allowance = space.backends.index, space._sessions.allowance(session)
+    return index.session(space.id, session, segments, float(before()), hint, allowance=allowance)
+
+
 def there(space: Space, number: int) -> int:
     return match(space, hashes(number)).blocks
 
 
 def test_retained_ones_survive_a_load_that_evicts_all_else(store: Store, space: Space) -> None:
-    kept, other = save(space, 0, ALICE), save(space, 1, BOB)
-    told = space.session(ALICE, kept, later(600))
-    assert told is not None and told.refused_bytes == 0
-    space.session(BOB, other)
+    kept = save(space, 0, ALICE, created_s=before())
+    other = save(space, 1, BOB, created_s=before())
+    assert told_before(space, ALICE, kept, later(600)).refused_bytes == 0
+    told_before(space, BOB, other)
     fill(space, 100)
     assert (there(space, 0), there(space, 1)) == (6, 0)
     # And go like others when their time is over.
     ends = time.time() + 1.0
-    space.session(ALICE, [], later(1.0))
+    told_before(space, ALICE, [], later(1.0))
     until(lambda: time.time() > ends + 1.6)
     fill(space, 100_000)
     assert there(space, 0) == 0
@@ -118,13 +129,13 @@ def test_a_client_that_retains_everything_is_stopped_at_its_share(store: Store, 
     share = CAPACITY // 4
     for number in range(60):
         greedy = session_id(NO_SALT, f"greedy {number}")
-        space.session(greedy, save(space, number, greedy), later(3600))
+        told_before(space, greedy, save(space, number, greedy, created_s=before()), later(3600))
         held = store.maintenance.retained(space.id).get(NO_SALT, 0)
         assert held <= share
     assert held > share - 3 * 12_288
     # What others ask for now is kept by the order of its use, in all the rest of the store.
     fill(space, 10_000)
-    mine = save(space, 1000, BOB, created_s=int(time.time()) + 180)
+    mine = save(space, 1000, BOB)
     used = store.maintenance.usage(space.id).nbytes
     assert used <= watermarks(CAPACITY)[0] + 12_288
     assert {one.segment for one in store.maintenance.segments(space.id)} >= set(mine)
@@ -140,8 +151,9 @@ def test_an_idle_namespaces_retentions_end_before_others_are_evicted(tmp_path: P
         began = int(clock.now)
         told = idle.session(ALICE, save(idle, 0, ALICE, created_s=began), later(600))
         assert told is not None and told.refused_bytes == 0
-        younger = save(busy, 1, created_s=began + 300)
-        clock.now += 1200
+        clock.now += 300
+        younger = save(busy, 1)
+        clock.now += 900
         store.maintenance.set_quota(Scope.STORE, 5 * told.retained_bytes // 3)
         assert store.rounds.housekeep() > 0
         assert {one.segment for one in store.maintenance.segments(busy.id)} == set(younger)

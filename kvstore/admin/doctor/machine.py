@@ -337,7 +337,8 @@ def _skew(name: str, whose: str, ahead_s: float, settings: Settings) -> Check:
         name=name,
         state=state,
         found=f"{whose} is {abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's",
-        advice="evicted payloads are deleted by the clock, after grace_s: keep every machine on NTP"
+        advice="age and order go by the index's clock, but reports, files and S3's signatures by this one: "
+        "keep every machine on NTP"
         if state != "ok"
         else "",
     )

@@ -123,7 +123,7 @@ from kvstore.index.contract import (
     minute,
 )
 from kvstore.index.eviction import worth
-from kvstore.index.numbers import MOST_S, real, whole
+from kvstore.index.numbers import real, whole
 from kvstore.index.port import Claim, CommitState, Replaced, Run
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
@@ -243,10 +243,10 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
         reply = self._run(_CLAIM, namespace, digests, segment, ttl_ms)
         if reply is None:
             raise self._unregistered("claim", namespace)
-        present, granted, at_s = reply
-        return Claim(
-            present=whole(present, most=count), granted=bool(granted), at_s=real(at_s, least=0.0, most=MOST_S)
-        )
+        present, granted, time_s = reply
+        # Records hold seconds in four bytes.
+        at_s = real(time_s, least=0.0, most=(1 << 32) - 1)
+        return Claim(present=whole(present, most=count), granted=bool(granted), at_s=at_s)
 
     @understood
     def commit(

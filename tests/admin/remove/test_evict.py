@@ -20,7 +20,17 @@ from kvstore.index.eviction import MINUTE_S, WORTH_MINUTES, shift_s, worth
 from kvstore.index.sessions import Hint
 from kvstore.keys import NO_SALT, SegmentId, namespace_id, new_segment_id, session_id
 from schemas.records import PartRecord, SegmentRecord
-from tests.admin.conftest import Admin, Filled, chain, ec_space, ids, kv_space, opened, snapshot
+from tests.admin.conftest import (
+    Admin,
+    Filled,
+    chain,
+    ec_space,
+    ids,
+    kv_slots,
+    kv_space,
+    opened,
+    snapshot,
+)
 from tests.admin.inspect.test_status import row
 
 
@@ -73,15 +83,18 @@ def test_evict_what_was_not_used(admin: Admin, either: Filled) -> None:
     hour = 3600
     [head, middle, tail] = chain(either)
     with opened(either) as index:
-        # All were made a moment ago; a use in the future makes one younger than the others.
-        index.touch(namespace_id(either.kv), [head.segment, middle.segment], time.time() + 2 * hour)
+        # All were made a moment ago; this makes the tail one that was made before.
+        index.unlist(namespace_id(either.kv), [tail.segment])
+    first = tail.record.depth
+    either.save(either.kv, kv_slots(tail.record.slots, first=first), depth=first, ago_s=hour // 2)
+    [head, middle, tail] = chain(either)
     none = evict(admin, either, "--unused-for", "1h")
     assert (none.planned.segments, none.why) == (0, "not used for 3600 s")
     made = time.time()
     plan = None
     with Cache(load_settings(either.settings, {})) as cache:
         plan = evictions.plan_unused(
-            cache, either.kv_id[:5], unused_for_s=hour, pinned=False, now_s=made + 1.5 * hour
+            cache, either.kv_id[:5], unused_for_s=hour, pinned=False, now_s=made + 0.75 * hour
         )
         assert [entry.segment for entry in plan.segments] == [tail.segment]
         everything = evictions.plan_unused(
@@ -91,7 +104,7 @@ def test_evict_what_was_not_used(admin: Admin, either: Filled) -> None:
         assert order == [tail.segment, middle.segment, head.segment], "tails before heads"
         # Used between plan and turn: spared.
         assert cache.index is not None
-        cache.index.touch(namespace_id(either.kv), [tail.segment], made + 600)
+        cache.index.touch(namespace_id(either.kv), [tail.segment])
         report = evictions.evict(cache, plan, applied=True, now_s=made)
     assert (report.evicted_segments, report.spared_segments) == (0, 1)
     assert len(chain(either)) == 3
@@ -150,7 +163,7 @@ def oracle(filled: Filled, excess: int, now_s: float) -> list[SegmentId]:
 def test_evict_down_to_a_size_takes_what_the_order_says(filled: Filled, seed: int) -> None:
     """Against an oracle: several namespaces, costs, pins, uses then and now."""
     noise = random.Random(seed)
-    now = 60.0 * (int(time.time()) // 60)
+    now = 60.0 * (int(time.time()) // 60 - 240)
     spaces = [kv_space(tenant=name) for name in ("a", "b")] + [ec_space(tenant="c")]
     with opened(filled) as index:
         for space in spaces:

@@ -199,6 +199,7 @@ def test_any_reply_ends_in_an_answer_or_an_error_of_the_tree(verb: str) -> None:
                 assert run is None or 0 <= run.slot < run.record.slots
         elif verb == "claim":
             assert isinstance(answer, Claim) and 0 <= answer.present <= ASKED
+            assert 0 <= answer.at_s < 1 << 32
         elif verb == "commit":
             assert isinstance(answer, CommitState)
         elif verb == "note":

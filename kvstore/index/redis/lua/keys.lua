@@ -78,7 +78,9 @@ local function created_of(text, at) return word_of(text, at + 32) end
 
 -- dated(agreement, created): the same, but for when it was created.
 local function dated(agreement, created)
-  return string.sub(agreement, 1, 32) .. struct.pack('<I4', created) .. string.sub(agreement, 37)
+  local word, left = {}, created
+  for i = 1, 4 do word[i], left = left % 256, math.floor(left / 256) end
+  return string.sub(agreement, 1, 32) .. string.char(unpack(word)) .. string.sub(agreement, 37)
 end
 
 local function depth_of(text, at) return word_of(text, at + 36) end
