@@ -95,7 +95,9 @@ class Loading:
     # ---- promises -------------------------------------------------------------------------------
 
     def promise(self, tracked: Tracked, computed: int) -> int | None:
-        """Returns how many tokens beyond the `computed` ones can be loaded; None: ask later."""
+        """Returns how many tokens beyond the `computed` ones can be loaded; None: ask later. Raises
+        AssertionError if a load of it is under way: before `plan`, where that would end the engine."""
+        assert not self._requests.keepers.loads(tracked.request.request_id), "a load of it is under way"
         if not self._requests.wants_match(tracked) and tracked.receiving is None:
             return 0
         match = self._found(tracked)
