@@ -114,20 +114,19 @@ class SegmentWriter:
         """Saves those blocks that aren't stored yet; see Space.save."""
         backends = self._backends
         digests = _digests(slots)
-        left_out, present = 0, part.joins.blocks
+        claim = self._registered(
+            lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
+        )
         # One that adds nothing, because what it replaces is longer than itself, has no rivals.
-        if present < len(slots):
-            claim = self._registered(
-                lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
-            )
-            if not claim.granted and not (insist and claim.present < len(slots)):
-                outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
-                return Saved(outcome, claim.present, 0, 0)
-            # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
-            # waste; ranks that leave out different ones would make the whole segment one that can't be
-            # committed. What is stored beyond what this replaces leaves nothing to join.
-            if part.ranks == 1 and claim.present > present:
-                left_out = present = claim.present
+        left_out, present = 0, part.joins.blocks
+        if present < len(slots) and not claim.granted and not (insist and claim.present < len(slots)):
+            outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
+            return Saved(outcome, claim.present, 0, 0)
+        # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
+        # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
+        # What is stored beyond what this replaces leaves nothing to join.
+        if part.ranks == 1 and claim.present > present:
+            left_out = present = claim.present
         rest = slots[left_out:]
         cost = rounded_cost(part.cost_us * len(rest) / len(slots))
         part = replace(part, depth=part.depth + left_out, cost_us=cost)
