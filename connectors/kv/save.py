@@ -85,8 +85,13 @@ class Progress:
 
     def stored(self, group: int, run: Run, most: int) -> None:
         """Record a segment of its own that is stored; the last `most` blocks may be replaced some time."""
-        if self.runs:
-            self.runs[group] = [*(one for one in self.runs[group][-most:] if one.start < run.start), run]
+        if not self.runs:
+            return
+        end = run.start + run.count
+        others = [
+            one for one in self.runs[group][-most:] if one.start >= end or one.start + one.count <= run.start
+        ]
+        self.runs[group] = sorted([*others, run], key=lambda one: one.start)
 
     def refuse(self, blocks: int, first_token: int) -> None:
         """Count `blocks` more blocks, from `first_token` on, as not worth saving."""

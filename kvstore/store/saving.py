@@ -121,17 +121,16 @@ class SegmentWriter:
         claim = self._registered(
             lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
         )
-        left_out, present = 0, part.joins.blocks
         # One that adds nothing, because what it replaces is longer than itself, has no rivals.
-        if present < len(slots):
-            if not claim.granted and not (insist and claim.present < len(slots)):
-                outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
-                return Saved(outcome, claim.present, 0, 0)
-            # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
-            # waste; ranks that leave out different ones would make the whole segment one that can't be
-            # committed. What is stored beyond what this replaces leaves nothing to join.
-            if part.ranks == 1 and claim.present > present:
-                left_out = present = claim.present
+        left_out, present = 0, part.joins.blocks
+        if present < len(slots) and not claim.granted and not (insist and claim.present < len(slots)):
+            outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
+            return Saved(outcome, claim.present, 0, 0)
+        # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
+        # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
+        # What is stored beyond what this replaces leaves nothing to join.
+        if part.ranks == 1 and claim.present > present:
+            left_out = present = claim.present
         rest = slots[left_out:]
         cost = rounded_cost(part.cost_us * len(rest) / len(slots))
         created_s = max(0, int(claim.at_s - min(waited_s, MOST_WAITED_S)))

@@ -92,6 +92,9 @@ class Highlights:
             return None
         if event.at_s >= self._began_s:
             self._by_rule[event.rule] += 1
+        if event.rule == "joined":
+            # Nothing was lost, and there is one for each turn of a conversation.
+            return None
         return EvictionLine(
             at_s=event.at_s,
             namespace=name,

@@ -336,6 +336,15 @@ def test_an_index_that_was_emptied_is_begun_with_anew(world: World) -> None:
     assert report.evictions_by_rule["bad"] == 1
 
 
+def test_what_was_joined_is_counted_and_is_no_loss(world: World) -> None:
+    kv = world.register(kv_space())
+    segment = world.commit(kv)
+    world.look()
+    world.index.evict(kv, [segment], delete_after_s=world.now, rule="joined")
+    report = world.look(SAMPLE_S)
+    assert (report.evictions, report.evictions_by_rule) == ((), {"joined": 1})
+
+
 def test_evictions_before_and_since(world: World) -> None:
     kv = world.register(kv_space())
     first, second = world.commit(kv, depth=8), world.commit(kv)

@@ -10,12 +10,17 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
+from connectors.kv.save import Saving
 from kvstore.admin.backends import Cache
 from kvstore.admin.repair.check import Depth
 from kvstore.admin.repair.fsck import fsck
 from kvstore.build import load_settings
-from kvstore.keys import salt_id
+from kvstore.index.port import Run
+from kvstore.keys import SegmentId, salt_id
+from kvstore.metrics import Counters
+from schemas.records import SegmentRecord
 from tests.connectors.kv.bed import BLOCK_BYTES, TOKENS, Bed
+from tests.connectors.kv.test_decode import FULL, STATE, WINDOW
 from tests.store.world import match
 
 pytestmark = pytest.mark.engine
@@ -134,3 +139,28 @@ def test_a_join_that_finds_no_room_leaves_what_was_there(tmp_path: Path) -> None
         assert (bed.stored(request), sizes(bed, before)) == (4, [4])
         assert bed.counted("save_blocks{dropped}") == 5
         assert sizes(bed, turn(bed, tokens(9 * TOKENS))) == [9]
+
+
+@pytest.mark.parametrize("group", [FULL, WINDOW, STATE])
+def test_only_segments_of_whole_prefixes_are_joined(group: Any) -> None:
+    """What a window or a state is found by is not what precedes it."""
+    record = SegmentRecord((), 2, "none", 0)
+    run = Run(0, SegmentId(bytes(8)), 0, 2, record)
+    saving = Saving([group], 8, [8], Counters(), lambda segment: None)
+    progress = saving.start()
+    progress.found([2], [[run]])
+    assert saving._olds(progress, 0, 4) == ([run] if group is FULL else [])
+
+
+def test_what_is_stored_joins_whichever_ends_first() -> None:
+    def run(start: int, count: int) -> Run:
+        return Run(start, SegmentId(bytes([start]) * 8), 0, count, SegmentRecord((), count, "none", 0))
+
+    for order in ((0, 1), (1, 0)):
+        progress = Saving([FULL], 8, [8], Counters(), lambda segment: None).start()
+        progress.found([9], [[run(0, 6), run(6, 3)]])
+        # Two that replace both, of which the second one has the last block of the old ones.
+        made = [run(0, 8), run(8, 4)]
+        for which in order:
+            progress.stored(0, made[which], 16)
+        assert progress.runs == [made]
