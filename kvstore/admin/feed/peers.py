@@ -30,15 +30,15 @@ MOST_PEERS: Final = 256
 _LOOK_S: Final = 0.02
 #: How long the end of the feed waits for the look under way.
 _END_S: Final = 5.0
-#: Of Linux' struct tcp_info: the state of a connection, and the bytes that it has received.
+#: The state of a connection and the bytes that it has received, in Linux' struct tcp_info.
 _STATE, _RECEIVED = struct.Struct("B"), struct.Struct("=128xQ")
 _ESTABLISHED: Final = 1
-#: Of struct linger: on, for no time.
+#: A struct linger that is on, for no time.
 _AT_ONCE: Final = struct.pack("ii", 1, 0)
 _EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
-class Peers:
+class Callers:
     """Looks after who is connected to some sockets that are bound, on a thread of its own."""
 
     def __init__(self, sockets: Mapping[zmq.Socket[bytes], int]) -> None:

@@ -276,6 +276,7 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
             session,
             allowance.namespace_bytes,
             allowance.salt_bytes,
+            allowance.session_bytes,
             self._by,
         )
         if state is None:

@@ -2,7 +2,7 @@
 -- digest, a checksum of the digests and the head of the packed record), this rank's packed part, its
 -- bytes, rank, ranks, time to live in s of an incomplete commit, the minute of the first use, its worth to
 -- a namespace of items, how many events are kept, the session whose request saves it or '', bytes that may be
--- retained in all, and under one salt, by whom.
+-- retained in all, under one salt, and of a session's own, by whom.
 -- Answers 0 waiting for other ranks, 1 visible, 2 refused; nil if the namespace is unknown.
 --
 -- Races closed: the last of several ranks makes the record, all entries and the usage visible in one
@@ -98,7 +98,7 @@ if salt ~= '' then
   redis.call('ZADD', salts, 0, salt .. segment)
   redis.call('ZINCRBY', held, nbytes, salt)
 end
-if ARGV[12] ~= '' then adopt(ARGV[12], segment, minute, tonumber(ARGV[13]), tonumber(ARGV[14])) end
+if ARGV[12] ~= '' then adopt(ARGV[12], segment, minute, tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])) end
 usage_changed(tonumber(nbytes), 1, slots, cost_of(agreement, 1), 0)
 event(most_events, 'commit', segment, first, string.sub(digests, -16), depth, slots, tonumber(nbytes), '')
 redis.call('ZREM', ghosts, first)
