@@ -88,7 +88,7 @@ class Sockets:
             if self._replay is not None:
                 bound[self._replay] = _REQUESTED_BYTES
             self._peers = Callers(bound)
-        except (zmq.ZMQError, ValueError) as exc:
+        except (zmq.ZMQError, ValueError, OSError) as exc:
             self.close()
             raise ConfigError(f"can't listen at or connect to the addresses given: {exc}") from exc
         for engine in self._engines:
@@ -160,6 +160,8 @@ class Sockets:
     def serve(self, wait_s: float) -> list[tuple[SizedHash, BlockTokens]]:
         """Answers what routers ask, and returns what engines tell; waits so long for either."""
         found: list[tuple[SizedHash, BlockTokens]] = []
+        if self._peers is not None:
+            self._peers.check()
         for ready, _ in self._poller.poll(int(wait_s * 1000)):
             if ready is self._publisher:
                 self._subscriptions()
