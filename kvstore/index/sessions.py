@@ -20,7 +20,8 @@ last use, and nothing else. Nothing is deleted, and no answer of a match depends
 What is saved afterwards, of a request that was served before, is treated likewise.
 
 A client that lies harms itself: nobody's but its own segments go earlier, and what is retained in a
-namespace, or under one salt, is bounded (Allowance). What goes beyond is not retained, tails first.
+namespace, under one salt and by one session, is bounded (Allowance), each by a share that leaves some to
+others. What goes beyond is not retained, tails first.
 
 Nothing here has to be looked after. A session that is not used for one to two of WINDOW_S is forgotten, as
 are those used longest ago, roughly, beyond MOST_SESSIONS in a namespace; then its segments are as any others.
@@ -50,7 +51,7 @@ HIGH_S = 3600
 LONGEST_RETAINED_S = 86_400
 #: A session that is not used for one to two of these is forgotten.
 WINDOW_S = 86_400
-#: Most sessions that a namespace remembers.
+#: Most records of sessions in a namespace. In one of several shards a session may have a record in each.
 MOST_SESSIONS = 1 << 20
 #: Most segments of its own that a session's record lists: of more, those that it saved first are its own no
 #: more.
@@ -79,13 +80,15 @@ USE = Hint()
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How many bytes may be retained at a time: in the namespace, and of what was saved under one salt."""
+    """How many bytes may be retained at a time: in the namespace, of what was saved under one salt, and of
+    one session's own."""
 
     namespace_bytes: int
     salt_bytes: int
+    session_bytes: int
 
 
-NOTHING_RETAINED = Allowance(0, 0)
+NOTHING_RETAINED = Allowance(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

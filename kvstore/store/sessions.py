@@ -2,6 +2,9 @@
 
 At most `sessions.retain_share` of every quota that bounds a namespace is retained: of its own, its tenant's,
 the store's and, of what was saved under a salt, that salt's. Within a namespace the index holds to that.
+None of it is one client's alone, as far as clients can be told apart: a salt has at most SALT_SHARE of what a
+namespace may retain, requests without a salt together UNSALTED_SHARE, and a session SESSION_SHARE.
+
 Namespaces of one tenant, and of the store, share what is theirs: what the others retain is asked for once a
 minute, of so many at a time, and until then those that weren't asked count as the others do on average.
 """
@@ -23,6 +26,13 @@ from schemas.namespace import Namespace
 
 log = logging.getLogger(__name__)
 
+#: Share that one salt may retain of what a namespace may.
+SALT_SHARE = 0.5
+#: Share that is retained by then where requests without a salt retain nothing more: the rest is for salted
+#: ones. Without salts nobody can tell which sessions are one client's.
+UNSALTED_SHARE = 0.75
+#: Share that one session may retain of what a namespace may.
+SESSION_SHARE = 0.5
 #: Seconds for which quotas, and what is retained elsewhere, are taken to be what they were.
 _KNOWN_S = 60.0
 #: Namespaces, beside its own, that a look asks at most.
@@ -106,8 +116,14 @@ class SpaceSessions:
         )
         share = settings.sessions.retain_share
         here = min(int(quota * share) - others for quota, others in bounds if quota is not None)
-        of_salt = given.get(Scope.salt(salt), eviction.salt_bytes) if salt else None
-        return Allowance(max(0, here), max(0, here if of_salt is None else int(of_salt * share)))
+        here = max(0, here)
+        session_bytes = int(here * SESSION_SHARE)
+        if not salt:
+            return Allowance(int(here * UNSALTED_SHARE), 0, session_bytes)
+        of_salt, salt_bytes = given.get(Scope.salt(salt), eviction.salt_bytes), int(here * SALT_SHARE)
+        if of_salt is not None:
+            salt_bytes = min(salt_bytes, max(0, int(of_salt * share)))
+        return Allowance(here, salt_bytes, session_bytes)
 
     def _look(self) -> None:
         now = self._backends.clock()

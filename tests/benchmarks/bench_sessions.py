@@ -33,7 +33,7 @@ from tests.servers.redis import RedisServer
 
 _BATCH = 500
 _CALLS = 200
-_ALL = Allowance(1 << 60, 1 << 60)
+_ALL = Allowance(1 << 60, 1 << 60, 1 << 60)
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,7 @@ class Space:
         self, session: SessionId, segments: list[SegmentId], until: int, allowance: Allowance
     ) -> tuple[int, int]:
         done = refused = 0
+        mine = sum(self.records[one].nbytes for one in self.own(session) if one in self.kept)
         for segment in segments:
             if segment in self.pinned:
                 continue
@@ -378,6 +379,7 @@ class Space:
                 held = self.retained()
                 salted = held[one.salt] if one.salt else 0
                 over = held[b""] > allowance.namespace_bytes or salted > allowance.salt_bytes
+                over = over or mine > allowance.session_bytes
                 if over and until > before:
                     refused += one.nbytes
                     continue
@@ -387,9 +389,11 @@ class Space:
                 held = self.retained()
                 salted = held.get(one.salt, 0) + one.nbytes if one.salt else 0
                 in_all = held.get(b"", 0) + one.nbytes
-                if refused or in_all > allowance.namespace_bytes or salted > allowance.salt_bytes:
+                over = in_all > allowance.namespace_bytes or salted > allowance.salt_bytes
+                if refused or over or mine + one.nbytes > allowance.session_bytes:
                     refused += one.nbytes
                     continue
+                mine += one.nbytes
             done += one.nbytes
             last = upto // 60
             self.kept[segment] = (upto, min(last, max(int(used), last - LONGEST_AGO_MINUTES)))

@@ -111,7 +111,7 @@ def test_every_verb_is_behind_the_breaker(fast_path: Path, verb: str) -> None:
 
 
 def test_what_is_told_of_a_session_is_passed_on(fast_path: Path) -> None:
-    session, allowance = session_id(NO_SALT, "chat"), Allowance(1 << 30, 1 << 30)
+    session, allowance = session_id(NO_SALT, "chat"), Allowance(1 << 30, 1 << 30, 1 << 30)
     with SqliteIndex(str(fast_path / "index.sqlite")) as inner:
         index = BreakingIndex(inner, Breaker("index", BreakerSettings()))
         name = index.register(namespace(), expected_blocks=1)

@@ -325,7 +325,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         # Of half of them the segment says whose session's they are.
         session = SESSIONS[segment[3] % 8] if segment[3] % 8 < self.sessions else NO_SESSION
-        allowance = Allowance(20_000 + 100 * segment[4], 20_000)
+        allowance = Allowance(20_000 + 100 * segment[4], 20_000, 20_000 + 100 * segment[2])
         expected = space.commit(segment, mine, one, rank, ranks, session, allowance)
         state = self.index.commit(
             name, segment, mine, one, rank=rank, ranks=ranks, session=session, allowance=allowance
@@ -349,6 +349,7 @@ class IndexMachine(RuleBasedStateMachine):
         hint=HINTS,
         share=st.floats(0, 1.1),
         salt_share=st.floats(0, 1.1),
+        session_share=st.floats(0, 1.1),
     )
     def session(
         self,
@@ -360,6 +361,7 @@ class IndexMachine(RuleBasedStateMachine):
         hint: Hint,
         share: float,
         salt_share: float,
+        session_share: float,
     ) -> None:
         now = max(0, self.minute + later)
         self.minute = max(self.minute, now)
@@ -370,7 +372,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.index.session(name, session, some, now * 60.0, hint)
             return
         used = space.usage().nbytes
-        allowance = Allowance(int(used * share), int(used * salt_share))
+        allowance = Allowance(*(int(used * one) for one in (share, salt_share, session_share)))
         right = space.session(session, some, now + 0.5, hint, allowance)
         assert self.index.session(name, session, some, now * 60 + 30.5, hint, allowance=allowance) == right
 

@@ -39,6 +39,8 @@ from tests.store.world import chain, make_store, match, namespace, open_space, s
 from tests.waiting import until
 
 ALICE, BOB = session_id(NO_SALT, "alice"), session_id(NO_SALT, "bob")
+#: All that may be retained is a salted client's to ask for.
+HIS = salt_id("his")
 CAPACITY = 1 << 20
 
 
@@ -126,7 +128,7 @@ def test_retained_ones_survive_a_load_that_evicts_all_else(store: Store, space: 
 
 
 def test_a_client_that_retains_everything_is_stopped_at_its_share(store: Store, space: Space) -> None:
-    share = CAPACITY // 4
+    share = CAPACITY // 4 * 3 // 4
     for number in range(60):
         greedy = session_id(NO_SALT, f"greedy {number}")
         told_before(space, greedy, save(space, number, greedy, created_s=before()), later(3600))
@@ -222,26 +224,44 @@ def allowance(store: Store, salt: SaltId = NO_SALT, **changes: Any) -> Allowance
 def test_the_share_is_of_every_quota_that_bounds_a_namespace(tmp_path: Path) -> None:
     hers, his = salt_id("hers"), salt_id("his")
     with make_store(tmp_path, capacity_bytes=1000_000) as store:
-        assert allowance(store) == Allowance(100_000, 100_000)
+        assert allowance(store, his) == Allowance(100_000, 50_000, 50_000)
+        # Those without a salt leave some to those with one.
+        assert allowance(store) == Allowance(75_000, 0, 50_000)
         index = store.maintenance
         index.set_quota(Scope.STORE, 500_000)
-        assert allowance(store).namespace_bytes == 50_000
+        assert allowance(store, his).namespace_bytes == 50_000
         index.set_quota(Scope.tenant("acme"), 400_000)
-        assert allowance(store).namespace_bytes == 50_000
-        assert allowance(store, tenant="acme").namespace_bytes == 40_000
+        assert allowance(store, his).namespace_bytes == 50_000
+        assert allowance(store, his, tenant="acme").namespace_bytes == 40_000
         index.set_quota(Scope.namespace(open_space(store, tenant="acme").id), 300_000)
-        assert allowance(store, tenant="acme").namespace_bytes == 30_000
+        assert allowance(store, his, tenant="acme").namespace_bytes == 30_000
         index.set_quota(Scope.salt(hers), 10_000)
-        assert allowance(store, hers, tenant="acme") == Allowance(30_000, 1_000)
-        assert allowance(store, his, tenant="acme") == Allowance(30_000, 30_000)
+        assert allowance(store, hers, tenant="acme") == Allowance(30_000, 1_000, 15_000)
+        assert allowance(store, his, tenant="acme") == Allowance(30_000, 15_000, 15_000)
 
 
 def test_settings_bound_it_too(tmp_path: Path) -> None:
     bounds = {"namespace_bytes": 600_000, "tenant_bytes": 500_000, "salt_bytes": 20_000}
     made = make_store(tmp_path, capacity_bytes=1000_000, eviction=bounds, sessions={"retain_share": 0.5})
     with made as store:
-        assert allowance(store, salt_id("hers")) == Allowance(250_000, 10_000)
-        assert allowance(store) == Allowance(250_000, 250_000)
+        assert allowance(store, salt_id("hers")) == Allowance(250_000, 10_000, 125_000)
+        assert allowance(store) == Allowance(187_500, 0, 125_000)
+
+
+@pytest.mark.parametrize("greedy", [NO_SALT, salt_id("hers")], ids=["without a salt", "with one"])
+@pytest.mark.parametrize("modest", [NO_SALT, salt_id("his")], ids=["beside one without", "beside one with"])
+def test_who_retains_everything_leaves_some_to_others(space: Space, greedy: SaltId, modest: SaltId) -> None:
+    session = session_id(greedy, "greedy")
+    refused = 0
+    for path in range(20):
+        segments = save(space, path, session, salt=greedy)
+        told = space.session(session, segments, later(86_000), salt=greedy)
+        assert told is not None
+        refused += told.refused_bytes
+    assert refused, "it has not tried to take everything"
+    waits = session_id(modest, "modest")
+    told = space.session(waits, save(space, 99, waits, salt=modest), later(300), salt=modest)
+    assert told is not None and told.retained_bytes > 0 and not told.refused_bytes
 
 
 def test_nothing_is_asked_for_who_has_no_session_or_no_share(tmp_path: Path) -> None:
@@ -264,15 +284,15 @@ def test_a_tenants_namespaces_share_what_is_the_tenants(tmp_path: Path) -> None:
         assert told is not None and told.retained_bytes > 0
         of_one = SpaceSessions(store.backends, one.namespace, lambda call: call())
         right = 100_000 - told.retained_bytes
-        assert of_one.allowance(ALICE).namespace_bytes == right
+        assert of_one.allowance(ALICE, HIS).namespace_bytes == right
         more = other.session(BOB, save(other, 1, BOB), later(600))
         assert more is not None
         # It is asked for once a minute.
-        assert of_one.allowance(ALICE).namespace_bytes == right
+        assert of_one.allowance(ALICE, HIS).namespace_bytes == right
         clock.now += 61
-        assert of_one.allowance(ALICE).namespace_bytes == right - more.retained_bytes
+        assert of_one.allowance(ALICE, HIS).namespace_bytes == right - more.retained_bytes
         elsewhere = SpaceSessions(store.backends, stranger.namespace, lambda call: call())
-        assert elsewhere.allowance(ALICE).namespace_bytes == 100_000
+        assert elsewhere.allowance(ALICE, HIS).namespace_bytes == 100_000
 
 
 def test_an_index_that_does_not_answer_leaves_what_was_known(tmp_path: Path) -> None:
@@ -280,10 +300,10 @@ def test_an_index_that_does_not_answer_leaves_what_was_known(tmp_path: Path) -> 
     with make_store(tmp_path, clock=clock, capacity_bytes=1000_000) as store:
         store.maintenance.set_quota(Scope.STORE, 500_000)
         sessions = SpaceSessions(store.backends, namespace(), lambda call: call())
-        assert sessions.allowance(ALICE).namespace_bytes == 50_000
+        assert sessions.allowance(ALICE, HIS).namespace_bytes == 50_000
         store.maintenance.close()
         clock.now += 61
-        assert sessions.allowance(ALICE).namespace_bytes == 50_000
+        assert sessions.allowance(ALICE, HIS).namespace_bytes == 50_000
 
 
 class Failing:
@@ -321,16 +341,16 @@ def test_quotas_hold_whatever_another_namespace_answers(tmp_path: Path) -> None:
         failing = Failing(store.maintenance)
         backends = replace(store.backends, maintenance=failing)  # type: ignore[arg-type]
         sessions = SpaceSessions(backends, mine.namespace, lambda call: call())
-        assert sessions.allowance(ALICE).namespace_bytes == 100_000 - sum(held)
+        assert sessions.allowance(ALICE, HIS).namespace_bytes == 100_000 - sum(held)
         failing.verbs, failing.names = {"retained"}, {other.id}
         store.maintenance.set_quota(Scope.STORE, 900_000)
         clock.now += 61
-        assert sessions.allowance(ALICE).namespace_bytes == 90_000 - sum(held)
+        assert sessions.allowance(ALICE, HIS).namespace_bytes == 90_000 - sum(held)
         # What does not answer is what it was, also where nobody lists it.
         failing.verbs, failing.names = {"reachable"}, None
         store.maintenance.set_quota(Scope.STORE, 800_000)
         clock.now += 61
-        assert sessions.allowance(ALICE).namespace_bytes == 80_000 - sum(held)
+        assert sessions.allowance(ALICE, HIS).namespace_bytes == 80_000 - sum(held)
 
 
 @pytest.mark.parametrize("verb", ["quotas", "reachable"])
@@ -343,7 +363,7 @@ def test_nothing_is_retained_before_the_bounds_are_known(tmp_path: Path, verb: s
         assert sessions.allowance(ALICE) == NOTHING_RETAINED
         failing.verbs = set()
         clock.now += 61
-        assert sessions.allowance(ALICE).namespace_bytes == 100_000
+        assert sessions.allowance(ALICE, HIS).namespace_bytes == 100_000
 
 
 def test_more_namespaces_than_are_asked_at_once_are_asked_in_turn(
@@ -366,10 +386,10 @@ def test_more_namespaces_than_are_asked_at_once_are_asked_in_turn(
         backends = replace(store.backends, maintenance=failing)  # type: ignore[arg-type]
         sessions = SpaceSessions(backends, one.namespace, lambda call: call())
         # Each holds the same, so the estimate is right at once.
-        assert sessions.allowance(ALICE).namespace_bytes == 1_000_000 - held
+        assert sessions.allowance(ALICE, HIS).namespace_bytes == 1_000_000 - held
         assert len(failing.asked) == 4
         for _ in range(2):
             clock.now += 61
-            assert sessions.allowance(ALICE).namespace_bytes == 1_000_000 - held
+            assert sessions.allowance(ALICE, HIS).namespace_bytes == 1_000_000 - held
         assert len(failing.asked) == 12
         assert set(failing.asked) == {space.id for space in others}

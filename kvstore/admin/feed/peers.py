@@ -30,15 +30,15 @@ MOST_PEERS: Final = 256
 _LOOK_S: Final = 0.02
 #: How long the end of the feed waits for the look under way.
 _END_S: Final = 5.0
-#: Of Linux' struct tcp_info: the state of a connection, and the bytes that it has received.
+#: The state of a connection and the bytes that it has received, in Linux' struct tcp_info.
 _STATE, _RECEIVED = struct.Struct("B"), struct.Struct("=128xQ")
 _ESTABLISHED: Final = 1
-#: Of struct linger: on, for no time.
+#: A struct linger that is on, for no time.
 _AT_ONCE: Final = struct.pack("ii", 1, 0)
 _EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
-class Peers:
+class Callers:
     """Looks after who is connected to some sockets that are bound, on a thread of its own."""
 
     def __init__(self, sockets: Mapping[zmq.Socket[bytes], int]) -> None:
@@ -57,7 +57,13 @@ class Peers:
     def close(self) -> None:
         """Ends looking. To be called before the sockets are closed."""
         self._ended = True
-        self._looking.exception(_END_S)
+        with suppress(TimeoutError):
+            self._looking.exception(_END_S)
+
+    def check(self) -> None:
+        """Raises what ended the looking, if anything did: nobody is to be served without it."""
+        if self._looking.done():
+            self._looking.result()
 
     def _look_on(self) -> None:
         poller = zmq.Poller()
@@ -88,10 +94,7 @@ class Peers:
         except OSError:
             return  # It has gone again.
         # By now the number may be that of another connection of this process.
-        if (
-            peer.family not in (socket.AF_INET, socket.AF_INET6)
-            or peer.getsockname()[1] != self._ports[monitor]
-        ):
+        if _place(peer) != self._ports[monitor]:
             peer.close()
         elif len(peers) >= MOST_PEERS:
             self._refuse(peer)
@@ -121,6 +124,15 @@ def _received(peer: socket.socket) -> int:
     return int(received)
 
 
+def _place(peer: socket.socket) -> int:
+    """Returns the port that a connection came to; 0 of one that is no TCP connection."""
+    try:
+        return int(peer.getsockname()[1]) if peer.family in (socket.AF_INET, socket.AF_INET6) else 0
+    except OSError:
+        return 0
+
+
 def _port(endpoint: str) -> int:
+    """Returns the port that a socket listens at; -1 of one that is not reached over TCP."""
     port = endpoint.rpartition(":")[2]
-    return int(port) if endpoint.startswith("tcp://") and port.isdigit() else 0
+    return int(port) if endpoint.startswith("tcp://") and port.isdigit() else -1

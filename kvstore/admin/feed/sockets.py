@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import zmq
 
-from kvstore.admin.feed.peers import Peers
+from kvstore.admin.feed.peers import Callers
 from kvstore.admin.feed.wire import CLEARED, BlockTokens, SizedHash, encode, told_by
 from kvstore.errors import ConfigError
 
@@ -65,7 +65,7 @@ class Sockets:
         #: Yields the events that tell of all that is there.
         self.snapshot: Callable[[], Iterator[Mapping[str, Any]]] = lambda: iter(())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._peers: Peers | None = None
+        self._peers: Callers | None = None
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         #: The number of the next batch. The first is a time in milliseconds: after a restart numbers go on
@@ -87,8 +87,8 @@ class Sockets:
             bound = {self._publisher: _SUBSCRIBED_BYTES}
             if self._replay is not None:
                 bound[self._replay] = _REQUESTED_BYTES
-            self._peers = Peers(bound)
-        except (zmq.ZMQError, ValueError) as exc:
+            self._peers = Callers(bound)
+        except (zmq.ZMQError, ValueError, OSError) as exc:
             self.close()
             raise ConfigError(f"can't listen at or connect to the addresses given: {exc}") from exc
         for engine in self._engines:
@@ -160,6 +160,8 @@ class Sockets:
     def serve(self, wait_s: float) -> list[tuple[SizedHash, BlockTokens]]:
         """Answers what routers ask, and returns what engines tell; waits so long for either."""
         found: list[tuple[SizedHash, BlockTokens]] = []
+        if self._peers is not None:
+            self._peers.check()
         for ready, _ in self._poller.poll(int(wait_s * 1000)):
             if ready is self._publisher:
                 self._subscriptions()

@@ -57,7 +57,7 @@ from kvstore.keys import (
 
 ALICE, BOB = session_id(NO_SALT, "alice"), session_id(NO_SALT, "bob")
 END = Hint(end=True)
-ALL = Allowance(1 << 60, 1 << 60)
+ALL = Allowance(1 << 60, 1 << 60, 1 << 60)
 ONE = record(2).nbytes
 
 
@@ -93,9 +93,9 @@ class SessionConformance(Maintained):
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         """Makes the accounts wrong behind the index's back, if it has any."""
 
-    def allowance(self, namespace_bytes: int, salt_bytes: int) -> Allowance:
+    def allowance(self, namespace_bytes: int, salt_bytes: int, session_bytes: int = 1 << 60) -> Allowance:
         """Returns one of which each shard has so much."""
-        return Allowance(namespace_bytes * self.shards, salt_bytes * self.shards)
+        return Allowance(*(one * self.shards for one in (namespace_bytes, salt_bytes, session_bytes)))
 
     def order(self, catalogue: Any, name: NamespaceId) -> list[SegmentId]:
         return [one.segment for one in catalogue.order(name, 10_000)]
@@ -476,6 +476,20 @@ class SessionConformance(Maintained):
         kept = {*shown[0], shown[1][0]}
         assert set(self.order(catalogue, name)[-5:]) == kept
         assert kept.isdisjoint(cull(catalogue, name, keep=5 * ONE))
+
+    def test_a_session_has_a_share_of_its_own(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
+        share = self.allowance(8 * ONE, 0, 4 * ONE)
+        greedy = save(index, name, chain(12), ALICE)
+        modest = save(index, name, chain(6, seed="other"), BOB)
+        told = index.session(name, ALICE, greedy, CREATED_S, later(86_000), allowance=share)
+        assert (told.retained_bytes, told.refused_bytes) == (4 * ONE, 2 * ONE)
+        # Nor does it get more in parts, by asking again, or for what it saves afterwards.
+        for some in ([greedy[5]], greedy, []):
+            index.session(name, ALICE, some, CREATED_S, later(86_300), allowance=share)
+        save(index, name, chain(16), ALICE, first=12, allowance=share)
+        assert catalogue.retained(name) == {NO_SALT: 4 * ONE}
+        told = index.session(name, BOB, modest, CREATED_S, later(300), allowance=share)
+        assert (told.retained_bytes, told.refused_bytes) == (3 * ONE, 0)
 
     def test_a_salt_has_a_share_of_its_own(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         salts = [salt_id("greedy"), salt_id("modest")]

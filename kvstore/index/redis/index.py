@@ -281,6 +281,7 @@ class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
             session,
             allowance.namespace_bytes,
             allowance.salt_bytes,
+            allowance.session_bytes,
             b"".join(map(_packed, replaces)),
             self.deletion(1),
             self._by,

@@ -126,7 +126,7 @@ class RedisMaintenance(RedisPart):
     ) -> tuple[int, str]:
         how = (self.deletion(delete_after_s), *self.recorded("ttl"), _MOVE_SLICE, SLICE, after or 0)
         gone, cursor = self._run(_AGE_OUT, namespace, "" if ttl_s is None else ttl_s, *how, self._by)
-        return whole(gone), str(whole(cursor, most=_MOST_CURSOR) or "")
+        return whole(gone), str(whole(cursor or 0, most=_MOST_CURSOR) or "")
 
     @understood
     def now(self, namespace: NamespaceId) -> float:
@@ -185,7 +185,7 @@ class RedisMaintenance(RedisPart):
         pinned = 0
         for some in batches(segments, _MOVE_SLICE):
             count, nbytes, fresh = self._run(_PIN, namespace, b"".join(some), most_bytes)
-            count = whole(count, least=-1, most=len(some))
+            count = whole(count, least=-len(some), most=len(some))
             if count < 0:
                 self.unpin(namespace, done)
                 raise CapacityExceeded(

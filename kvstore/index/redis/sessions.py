@@ -98,6 +98,7 @@ class RedisSessions(RedisCatalogue):
                 "" if hint.priority is None else _PRIORITIES.index(hint.priority),
                 allowance.namespace_bytes,
                 allowance.salt_bytes,
+                allowance.session_bytes,
                 HOT_MOST,
                 HOT_KEPT,
             )

@@ -222,7 +222,9 @@ class ShardedRequests(ShardedLayouts):
 
 
 def _share(allowance: Allowance, shards: int) -> Allowance:
-    return Allowance(allowance.namespace_bytes // shards, allowance.salt_bytes // shards)
+    return Allowance(
+        allowance.namespace_bytes // shards, allowance.salt_bytes // shards, allowance.session_bytes // shards
+    )
 
 
 def _at(place: int, run: Run | None) -> Run | None:

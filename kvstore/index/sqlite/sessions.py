@@ -177,7 +177,10 @@ def retain(
 ) -> tuple[int, int]:
     """Retains segments that aren't pinned, as long as the bytes allow it; what comes after one that was
     refused is refused as well. What is retained already, while that is more than they allow, is so for no
-    longer than it was. Returns bytes retained and bytes refused."""
+    longer than it was. A session holds what is retained of its own, and what this call adds.
+
+    Returns bytes retained and bytes refused.
+    """
     held = 0
     of_salt: dict[bytes, int] = {}
     for salt, nbytes in db.execute(
@@ -185,6 +188,12 @@ def retain(
     ):
         held += nbytes
         of_salt[salt] = nbytes
+    (mine,) = db.execute(
+        "SELECT coalesce(sum(retained.nbytes), 0) FROM retained "
+        "JOIN segments ON segments.key = retained.segment "
+        "WHERE segments.namespace = ? AND segments.owner = ? AND segments.owner <> x''",
+        (place.generation, session),
+    ).fetchone()
     done = refused = 0
     for row in rows:
         if row.pinned:
@@ -192,7 +201,7 @@ def retain(
         old = db.execute("SELECT until, used FROM retained WHERE segment = ?", (row.key,)).fetchone()
         (used,) = db.execute("SELECT used FROM segments WHERE key = ?", (row.key,)).fetchone()
         upto, more = until, 0 if old else row.nbytes
-        full = held + more > allowance.namespace_bytes
+        full = held + more > allowance.namespace_bytes or mine + more > allowance.session_bytes
         if row.salt:
             full = full or of_salt.get(row.salt, 0) + more > allowance.salt_bytes
         if (full and (not old or until > old[0])) or (refused and not old):
@@ -204,6 +213,7 @@ def retain(
             if old[0] > until and row.owner != session:
                 upto = old[0]
         held += more
+        mine += more
         of_salt[row.salt] = of_salt.get(row.salt, 0) + more
         done += row.nbytes
         db.execute(

@@ -398,7 +398,7 @@ def test_sessions_are_counted_and_the_largest_told(world: World, monkeypatch: py
         world.commit(name, slots=slots, session=session)
     world.index.session(names[0], ended, [], world.now, Hint(end=True))
     until_s = float(int(time.time()) + 600)
-    hint, allowance = Hint(retain_until_s=until_s), Allowance(10_000, 10_000)
+    hint, allowance = Hint(retain_until_s=until_s), Allowance(10_000, 10_000, 10_000)
     told = world.index.session(names[0], waits, [], world.now, hint, allowance=allowance)
     seen = world.look().sessions
     assert (seen.live, seen.retained, seen.ended, seen.read_s) == (1, 1, 1, world.now)

@@ -109,7 +109,7 @@ def test_the_user_may_tell_of_sessions_and_the_reader_may_look_at_them(
     private_redis: RedisServer, guarded: redis.Redis
 ) -> None:
     session, hint = session_id(NO_SALT, "chat"), Hint(retain_until_s=9e9)
-    allowance = Allowance(1 << 30, 1 << 30)
+    allowance = Allowance(1 << 30, 1 << 30, 1 << 30)
     with opened(private_redis, "kvstore") as index:
         name = index.register(namespace(), expected_blocks=1000)
         segment, other = new_segment_id(), put(index, name, chain(2, seed="b"))

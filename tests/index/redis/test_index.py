@@ -138,7 +138,7 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
         made = record(1, depth=at)
         index.commit(name, segment, chain(1, seed=whose.hex()), made, rank=0, ranks=1, session=whose)
     index.session(name, chat, [], CREATED_S, Hint(end=True, priority="low"))
-    allowance = Allowance(1 << 30, 1 << 30)
+    allowance = Allowance(1 << 30, 1 << 30, 1 << 30)
     index.session(name, other, [salted], LATER_S, Hint(retain_until_s=9e9), allowance=allowance)
     index.ping()
     # Erasing remembers how far it came.

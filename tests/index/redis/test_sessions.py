@@ -18,6 +18,8 @@ from kvstore.index.redis import sessions as redis_sessions
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import MOST_SEGMENTS, MOST_SESSIONS, WINDOW_S, Hint
+from kvstore.index.sharding.index import ShardedIndex
+from kvstore.index.sharding.names import shard_names
 from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, session_id
 from tests.servers.redis import PATIENT, RedisServer
 
@@ -90,6 +92,19 @@ def test_a_million_names_are_bounded(
     # Of those that chance draws the one goes that was used longest ago.
     assert index.find_sessions(name, [ALICE])[0] is not None
     assert len(list(index.sessions(name))) == 100
+
+
+def test_a_name_that_costs_a_record_in_each_shard_counts_in_each(
+    redis_url: str, raw: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight shards remember no more in all than one does."""
+    smaller(monkeypatch, 80)
+    with ShardedIndex(RedisIndex.from_settings(redis_url, PATIENT), shards=8) as index:
+        name = index.register(namespace(), expected_blocks=1000)
+        for number in range(200):
+            index.session(name, session_id(NO_SALT, str(number)), [], CREATED_S + number, END)
+    hashes = [key(shard, f"sessions:{part}") for shard in shard_names(name, 8) for part in (0, 1)]
+    assert sum(raw.hlen(one) for one in hashes) == 80
 
 
 def test_a_bounded_session_comes_back_with_what_it_uses(

@@ -46,7 +46,7 @@ class Sharded(FullIndexConformance):
         self, index: Any, catalogue: Any, name: NamespaceId
     ) -> None:
         """A shard has its part of the share."""
-        share = Allowance(5 * ONE * self.shards, 1 << 60)
+        share = Allowance(5 * ONE * self.shards, 1 << 60, 1 << 60)
         for seed in range(20 * self.shards):
             session = session_id(NO_SALT, str(seed))
             own = save_for(index, name, chain(8, seed=str(seed)), session)

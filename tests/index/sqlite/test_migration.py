@@ -361,7 +361,7 @@ def test_what_was_stored_before_sessions_is_nobodys_and_stays(fast_path: Path) -
         assert list(index.sessions(name)) == []
         assert index.retained(name) == {}
         # They can be used and retained as any others; what the new release completes is its session's.
-        allowance = Allowance(1 << 30, 1 << 30)
+        allowance = Allowance(1 << 30, 1 << 30, 1 << 30)
         hint = Hint(retain_until_s=CREATED_S + 600.0)
         told = index.session(name, session, [ranked, salted, pinned], CREATED_S, hint, allowance=allowance)
         assert (told.segments, told.retained_bytes) == (0, 3 * record(2).nbytes)

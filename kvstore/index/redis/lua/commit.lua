@@ -1,9 +1,9 @@
 -- commit: KEYS[1] meta, ARGV segment, packed digests, agreement (what all ranks must share: the first
 -- digest, a checksum of the digests and the head of the packed record), this rank's packed part, its
 -- bytes, rank, ranks, time to live in s of an incomplete commit, its worth to a namespace of items, how many
--- events are kept, the session whose request saves it or '', bytes that may be retained in all, and under one
--- salt, what it replaces (each: segment, number of its blocks in two bytes, their digests), what grace.lua says
--- of those payloads' deletion, by whom.
+-- events are kept, the session whose request saves it or '', bytes that may be retained in all, under one salt,
+-- and of a session's own, what it replaces (each: segment, number of its blocks in two bytes, their digests),
+-- what grace.lua says of those payloads' deletion, by whom.
 -- Answers 0 waiting for other ranks, 1 visible, 2 refused; nil if the namespace is unknown.
 --
 -- Races closed: the last of several ranks makes the record, all entries and the usage visible in one
@@ -34,7 +34,7 @@ local WAITING, VISIBLE, REFUSED = 0, 1, 2
 
 -- The claim is on the first block, or, of what replaces others, on the first that was not stored.
 local function release()
-  for i = 0, ARGV[14] ~= '' and slots - 1 or 0 do
+  for i = 0, ARGV[15] ~= '' and slots - 1 or 0 do
     local claim = prefix .. 'claim:' .. hex(first_of(digests, 16 * i + 1))
     if redis.pcall('GET', claim) == segment then redis.call('DEL', claim) end
   end
@@ -132,10 +132,10 @@ local function served_elsewhere(old, its)
 end
 
 local olds, at, oldest = {}, 1, created
-while at < #ARGV[14] do
-  local old, high, low = string.sub(ARGV[14], at, at + 7), string.byte(ARGV[14], at + 8, at + 9)
+while at < #ARGV[15] do
+  local old, high, low = string.sub(ARGV[15], at, at + 7), string.byte(ARGV[15], at + 8, at + 9)
   local count = high * 256 + low
-  local its = string.sub(ARGV[14], at + 10, at + 9 + 16 * count)
+  local its = string.sub(ARGV[15], at + 10, at + 9 + 16 * count)
   at = at + 10 + 16 * count
   local old_value = redis.call('HGET', segs, old)
   local place = old_value and tonumber(redis.call('ZSCORE', lru, old) or nil)
@@ -173,12 +173,12 @@ usage_changed(tonumber(nbytes), 1, slots, cost_of(agreement, 1), 0)
 event(most_events, 'commit', segment, first, string.sub(digests, -16), depth, slots, tonumber(nbytes), '')
 redis.call('ZREM', ghosts, first)
 if #replaced > 0 then
-  dropping(ARGV[15], 'joined', most_events, -1)
+  dropping(ARGV[16], 'joined', most_events, -1)
   for _, old in ipairs(replaced) do drop(old) end
   account_drops()
 end
 -- After what it replaces is gone: what that retained is free for it.
-if ARGV[11] ~= '' then adopt(ARGV[11], segment, minute, tonumber(ARGV[12]), tonumber(ARGV[13])) end
+if ARGV[11] ~= '' then adopt(ARGV[11], segment, minute, tonumber(ARGV[12]), tonumber(ARGV[13]), tonumber(ARGV[14])) end
 if ranks > 1 then
   redis.call('DEL', incomplete)
   redis.call('ZREM', parts, segment)

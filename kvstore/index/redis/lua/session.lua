@@ -1,8 +1,8 @@
 -- session: KEYS[1] meta, ARGV session, packed segments that its request uses, heads first, an earlier unix minute than
 -- now or '', 1 if the
 -- first of them is where a load begins, 1 if the session ends, '' or until when it retains (unix second, 0 for no
--- longer), '' or its priority (0 to 2), bytes that may be retained in all, and under one salt, at how many of those
--- that are watched in `hot` the less used are forgotten, how many are kept then.
+-- longer), '' or its priority (0 to 2), bytes that may be retained in all, under one salt, and of a session's own, at
+-- how many of those that are watched in `hot` the less used are forgotten, how many are kept then.
 -- Answers {0 live, 1 retained, 2 ended; how many segments are its own; how many of these moved to the front; bytes
 -- retained, bytes refused}; nil if the namespace is unknown.
 --
@@ -67,8 +67,8 @@ if #segments > 0 then
   use(lru)
   if redis.call('EXISTS', pins) == 1 then use(pins) end
   used_while_retained(segments, minute)
-  if redis.call('ZCARD', hot) > tonumber(ARGV[10]) then
-    redis.call('ZREMRANGEBYRANK', hot, 0, -1 - tonumber(ARGV[11]))
+  if redis.call('ZCARD', hot) > tonumber(ARGV[11]) then
+    redis.call('ZREMRANGEBYRANK', hot, 0, -1 - tonumber(ARGV[12]))
   end
 end
 if #record.own > 0 then
@@ -83,7 +83,8 @@ if record.ended then
   restore_kept(own)
   demoted = demote(own)
 elseif ends > 0 then
-  nbytes, refused = retain(segments, ends, is_own, tonumber(ARGV[8]), tonumber(ARGV[9]))
+  nbytes, refused = retain(session, record.own, segments, ends, is_own, tonumber(ARGV[8]), tonumber(ARGV[9]),
+    tonumber(ARGV[10]))
 elseif ARGV[6] ~= '' then
   restore_kept(own)
 end

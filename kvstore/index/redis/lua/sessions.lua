@@ -9,6 +9,8 @@ local ENDED_MINUTE, LOW_MINUTES, HIGH_S, LONGEST_RETAINED_S = 1, 60, 3600, 86400
 local UNUSED_MINUTES = 0.5
 local WINDOW_S, MOST_SESSIONS, MOST_SEGMENTS = 86400, 2 ^ 20, 1024
 local LOW, NORMAL, HIGH = 0, 1, 2
+-- A shard has its part: a hint makes a record in each of them, whose number stands in the shard's name.
+MOST_SESSIONS = math.floor(MOST_SESSIONS / (tonumber(string.match(meta, '^kvs:{%x+%.(%d+)%.') or nil) or 1))
 local RECORD, RECORD_BYTES, ENDED = '>I4I4', 8, 4
 
 -- windows(now): the hash of this window, and of the one before.
@@ -82,13 +84,26 @@ local function remember(session, record)
   if record.hash == record.before then redis.call('HDEL', record.before, session) end
 end
 
--- retain(some, ends, is_own, most, most_of_salt): visible segments that aren't pinned are retained until then, as
--- long as the bytes allow it; what comes after one that was refused is refused as well. What is retained already
--- and is not its own is so for as long as it was, if that is longer; and if more is retained than the bytes allow, it
--- is so for no longer than it was. Returns bytes retained and bytes refused.
-local function retain(some, ends, is_own, most, most_of_salt)
+-- held_by(session, own): bytes that are retained of those segments that are its own.
+local function held_by(session, own)
+  local nbytes = 0
+  if #own == 0 or redis.call('EXISTS', kept) == 0 then return nbytes end
+  local owners, values = redis.call('HMGET', owner, unpack(own)), redis.call('HMGET', segs, unpack(own))
+  for i, ends in ipairs(redis.call('ZMSCORE', kept, unpack(own))) do
+    if ends and values[i] and owners[i] == session then nbytes = nbytes + account(values[i]) end
+  end
+  return nbytes
+end
+
+-- retain(session, own, some, ends, is_own, most, most_of_salt, most_of_session): visible segments that aren't pinned
+-- are retained until then, as long as the bytes allow it; what comes after one that was refused is refused as well.
+-- What is retained already and is not its own is so for as long as it was, if that is longer; and if more is retained
+-- than the bytes allow, it is so for no longer than it was. A session holds what is retained of its own, and what this
+-- call adds. Returns bytes retained and bytes refused.
+local function retain(session, own, some, ends, is_own, most, most_of_salt, most_of_session)
   local nbytes, refused = 0, 0
   if #some == 0 then return nbytes, refused end
+  local mine = held_by(session, own)
   local values, places = redis.call('HMGET', segs, unpack(some)), redis.call('ZMSCORE', lru, unpack(some))
   local olds, sums, added = redis.call('ZMSCORE', kept, unpack(some)), {}, {[''] = 0}
   local function sum_of(salt)
@@ -104,6 +119,7 @@ local function retain(some, ends, is_own, most, most_of_salt)
       local used, less = use_of(placed)
       local more, full = old and 0 or size, refused > 0 and not old
       full = full or sum_of('') + more > most or salt ~= '' and sum_of(salt) + more > most_of_salt
+      full = full or mine + more > most_of_session
       if old then
         local counted_as = used
         upto, used = ends_of(old)
@@ -111,7 +127,7 @@ local function retain(some, ends, is_own, most, most_of_salt)
         if counted_as > math.floor(upto / 60) then used = counted_as end
         if ends > upto or is_own[some[i]] then upto = ends end
       elseif not full then
-        added[''] = added[''] + size
+        added[''], mine = added[''] + size, mine + size
         if salt ~= '' then added[salt] = (added[salt] or 0) + size end
       end
       if full then
@@ -153,9 +169,9 @@ local function demote(own)
   return #changes / 2
 end
 
--- adopt(session, segment, minute, most, most_of_salt): a request of the session has saved the segment, which is
+-- adopt(session, segment, minute, most, most_of_salt, most_of_session): a request of the session has saved the segment, which is
 -- visible and in `lru` as used in that minute, UNUSED_MINUTES before it was saved; it counts as the session's others do.
-local function adopt(session, segment, minute, most, most_of_salt)
+local function adopt(session, segment, minute, most, most_of_salt, most_of_session)
   local now = expire_retained()
   local record = recall(session, now)
   local ends = retained_until(record, now)
@@ -173,7 +189,7 @@ local function adopt(session, segment, minute, most, most_of_salt)
     local _, less = use_of(tonumber(redis.call('ZSCORE', lru, segment)))
     redis.call('ZADD', lru, string.format('%.17g', math.max(0, minute - LOW_MINUTES) - less), segment)
   elseif ends > 0 then
-    retain({segment}, ends, {[segment] = true}, most, most_of_salt)
+    retain(session, own, {segment}, ends, {[segment] = true}, most, most_of_salt, most_of_session)
   end
   record.used = math.max(record.used, math.floor(minute + UNUSED_MINUTES))
   remember(session, record)
