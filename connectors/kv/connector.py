@@ -140,11 +140,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._namespaced(kv_connector_metadata)
         if metadata.abandon_loads:
             self._on_worker.reads.abandon()
-            self._on_worker.writes.kept.give_up()
-        # Before `start` retries any: a model runner may have written to blocks that were handed out again.
-        self._on_worker.writes.kept.release(metadata.released)
-        self._on_worker.writes.start(metadata.flushes)
-        self._on_worker.writes.kept.finished(metadata.kept)
+            self._on_worker.writes.give_up()
+        self._on_worker.writes.begin_step(metadata.lost_blocks, metadata.handed_over, metadata.flushes)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._namespaced(self._get_connector_metadata())
@@ -167,7 +164,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         finished, failed = self._on_worker.reads.take_finished()
         return KVConnectorTransferResults(
-            finished_sending=self._on_worker.writes.kept.take_read(),
+            finished_sending=self._on_worker.writes.take_read(),
             finished_recving=finished,
             failed_recving=failed,
         )
@@ -235,7 +232,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             fits=lambda group, parts: fits(parts, len(stages), shards[group]),
             one_node=_on_one_node(config.parallel_config),
             ranks=len(ranks),
-            pool_blocks=self._kv_cache_config.num_blocks,
             holds_blocks=self._holds_blocks,
             media=media_of(config.model_config) if config.ec_transfer_config is not None else Media({}),
         )
@@ -292,9 +288,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._on_scheduler.request_finished(request, block_ids)
-
-    def has_pending_block_frees(self) -> bool:
-        return self._on_scheduler.holds.give_way()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._on_scheduler.take_events()

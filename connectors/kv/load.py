@@ -26,7 +26,7 @@ from connectors.kv.handoff.handoffs import NoHandoffs
 from connectors.kv.match import Found, Matcher, PendingMatch
 from connectors.kv.messages import CUT, GroupLoad, KVStoreWorkerMetadata, Load
 from connectors.kv.observer import Observer
-from connectors.kv.requests import KVEngine, Requests, Tracked
+from connectors.kv.requests import Keeper, KVEngine, Requests, Tracked
 from connectors.kv.save import NULL_BLOCK
 from connectors.planning import slice_runs
 from kvstore.index.port import Run
@@ -95,7 +95,9 @@ class Loading:
     # ---- promises -------------------------------------------------------------------------------
 
     def promise(self, tracked: Tracked, computed: int) -> int | None:
-        """Returns how many tokens beyond the `computed` ones can be loaded; None: ask later."""
+        """Returns how many tokens beyond the `computed` ones can be loaded; None: ask later. Raises
+        AssertionError if a load of it is under way: before `plan`, where that would end the engine."""
+        assert not self._requests.keepers.loads(tracked.request.request_id), "a load of it is under way"
         if not self._requests.wants_match(tracked) and tracked.receiving is None:
             return 0
         match = self._found(tracked)
@@ -246,6 +248,7 @@ class Loading:
     def plan(self, tracked: Tracked, blocks: KVCacheBlocks, external: int) -> None:
         """Plan the load of `external` promised tokens into the blocks that the scheduler has allocated."""
         request = tracked.request
+        self._requests.keepers.give(request.request_id, Keeper.LOAD)
         match, hashes = _promised(tracked)
         runs = match.runs if match is not None else tuple([] for _ in self._groups)
         tiers = match.tiers if match is not None else {}
@@ -264,7 +267,7 @@ class Loading:
                 request.request_id, groups, prefill, first, stop, timed=timed, touch=not tracked.hints.session
             )
         )
-        tracked.loading, tracked.load_tokens, tracked.local_tokens = True, external, stop
+        tracked.load_tokens, tracked.local_tokens = external, stop
         tracked.load_cost_us = sum(
             run.record.cost_us * run.count / run.record.slots for load in groups for run in load.runs
         )
@@ -374,20 +377,19 @@ class Loading:
                 saved[group] = min(saved[group], block)
         self._waited_in_vain(request_id)
         for other in self._requests:
-            if not other.loading:
+            if not self._requests.keepers.loads(other.request.request_id):
                 other.match = None  # it may name the same bad segment, so the index is asked again
                 if other.receiving is not None:
                     other.receiving.forget()
 
     def ended(self, request_id: str) -> None:
         """Follow a load that has ended, one way or the other, and let nobody wait for it any more."""
-        if (tracked := self._requests.get(request_id)) is not None:
-            tracked.loading = False
-            if tracked.load_tokens:
-                self._observer.loaded(tracked.load_tokens, tracked.load_cost_us)
-                self._regrets.loaded(request_id, tracked.load_tokens)
-                self._choosing.loaded(tracked)
-                tracked.load_tokens = 0
+        self._requests.keepers.release(Keeper.LOAD, (request_id,))
+        if (tracked := self._requests.get(request_id)) is not None and tracked.load_tokens:
+            self._observer.loaded(tracked.load_tokens, tracked.load_cost_us)
+            self._regrets.loaded(request_id, tracked.load_tokens)
+            self._choosing.loaded(tracked)
+            tracked.load_tokens = 0
         self._prefetch.load_ended(request_id)
         self._observer.load_ended(request_id)
         for block_hash in self._arriving_of.pop(request_id, ()):

@@ -79,14 +79,12 @@ class Save:
     tables: dict[int, list[int]]
     #: The request whose blocks they are.
     request_id: str = ""
-    #: Whether the blocks stay as they are until that request has lost them or has been reported as read.
+    #: Whether the blocks stay as they are until that request loses them: then the save may wait for room.
     blocks_stay: bool = False
     #: Whether the request hands them over to another engine.
     handed_over: bool = False
     #: Whether they are stored even if another segment is to have them: it will never be whole, or is late.
     insist: bool = False
-    #: The segment under way that has the block before these, if that is what finds them.
-    after: SegmentId | None = None
     #: Cost of computing these blocks, in microseconds; 0: unknown. It is the same for all ranks.
     cost_us: int = 0
     #: Id of the request's salt.
@@ -123,11 +121,10 @@ class KVStoreMetadata(KVConnectorMetadata):
     audits: list[Load] = field(default_factory=list)
     #: Whether the engine's weights or caches were reset: what is being loaded now must not be used.
     abandon_loads: bool = False
-    #: Finished requests -> for how many seconds at most their blocks are kept, so that the workers can read
-    #: them.
-    kept: dict[str, float] = field(default_factory=dict)
-    #: Requests that lose their blocks with this step, or are to.
-    released: set[str] = field(default_factory=set)
+    #: Requests that lose their blocks with this step: they have ended, or are preempted.
+    lost_blocks: set[str] = field(default_factory=set)
+    #: Requests that have ended and hand over their prompts -> for how many seconds at most their blocks stay.
+    handed_over: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -152,8 +149,6 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     save_reasons: dict[SegmentId, str] = field(default_factory=dict)
     #: Segments that differ from what was computed -> the blocks in which they do.
     wrong: dict[SegmentId, Wrong] = field(default_factory=dict)
-    #: Segments -> how many ranks have begun to save their part: those need the blocks no longer.
-    begun_saves: dict[SegmentId, int] = field(default_factory=dict)
     #: Ranks -> what reads of each tier took there, as far as there are news.
     speeds: dict[int, dict[Tier, Measured]] = field(default_factory=dict)
     #: Requests whose loads were complete -> the seconds that took, on the slowest rank.
@@ -169,9 +164,6 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
         for segment, (count, written) in other.ended_saves.items():
             before, all_written = ended.get(segment, (0, True))
             ended[segment] = (before + count, all_written and written)
-        begun = dict(self.begun_saves)
-        for segment, count in other.begun_saves.items():
-            begun[segment] = begun.get(segment, 0) + count
         seconds = dict(self.load_seconds)
         for request_id, took in other.load_seconds.items():
             seconds[request_id] = max(took, seconds.get(request_id, 0.0))
@@ -194,7 +186,6 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
             _load_reasons(other.load_reasons, self.load_reasons),
             other.save_reasons | self.save_reasons,
             other.wrong | self.wrong,
-            begun,
             self.speeds | other.speeds,
             seconds,
             times,

@@ -5,16 +5,16 @@ they are worth it (connectors.kv.admission). With `admission.second_use` that is
 index has answered, the request saves nothing; its blocks are saved at a later step or at its end, and if the
 answer never comes, not at all.
 
-What no rank may have read of a request that ends waits with its blocks (`Holds`).
+No block is kept for a save: what no rank has begun to save when a request ends is dropped
+(connectors.kv.worker.writes), and a later request that needs those blocks saves them. Only a prompt that is
+handed over keeps its blocks until it is saved.
 
 Everything here belongs to the scheduler's thread.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from connectors.engine.guard import guarded, otherwise
 from connectors.engine.provenance import Provenance
@@ -28,13 +28,6 @@ from connectors.kv.save import Saving
 from connectors.planning import EVERY_BLOCK, savable_tokens
 from kvstore.keys import SegmentId
 from schemas.settings import Settings
-
-#: How long a finished request's blocks wait to be saved, in seconds.
-HOLD_S: Final = 10.0
-#: The share of the pool that may wait.
-_SHARE: Final = 0.25
-#: How much longer than its time a worker's report of a request may take, in seconds.
-_REPORT_S: Final = 1.0
 
 
 class SavePlanner:
@@ -89,6 +82,9 @@ class SavePlanner:
                     # Segments may be planned that no worker hears of, and it would fail in each step.
                     self._saving.forget(tracked.progress)
                     unsaved.pop(request_id, None)
+            for segment, writers in self._saving.surplus():
+                self.lost(segment)
+                self.ended(segment, writers, written=False)
         return saves
 
     @guarded(None)
@@ -207,9 +203,12 @@ class SavePlanner:
         self._handed_out.update(block for blocks in tables for block in blocks)
 
     @otherwise(list)
-    def take_flushes(self, step: StepView) -> list[Save]:
-        """Returns the saves that were left at the end of requests, each once."""
+    def take_flushes(self, step: StepView, handed_over: Container[str]) -> list[Save]:
+        """Returns the saves that were left at the end of requests, each once. Those of requests that are
+        `handed_over` may wait for room: the others' blocks are free."""
         flushes, self.flushes = self.flushes, []
+        for save in flushes:
+            save.blocks_stay &= save.request_id in handed_over
         return list(self._still_there(flushes, step))
 
     def _still_there(self, flushes: Sequence[Save], step: StepView) -> Sequence[Save]:
@@ -234,16 +233,6 @@ class SavePlanner:
             if tracked is not None and tracked.progress is progress:
                 self._requests.look_again(tracked)
 
-    def loses_blocks(self, tracked: Tracked) -> None:
-        """Count what no rank may have read of a request as lost: its blocks go with the next message."""
-        last = {save.segment: save for save in self.flushes}
-        for segment in tuple(tracked.progress.unread):
-            if segment in last:
-                # The blocks may still be there then, but not later.
-                last[segment].blocks_stay = False
-            else:
-                self.lost(segment)
-
     def ended(self, segment: SegmentId, count: int, *, written: bool) -> None:
         """Follow a segment of which `count` more ranks ended their parts; `written`: all wrote theirs."""
         blocks = self._saving.ended(segment, count, written=written)
@@ -259,74 +248,3 @@ class SavePlanner:
         """Make all blocks belong to another namespace from now on: see Saving.restart."""
         self._saving.restart(self.flushes, abandon)
         self.flushes.clear()
-
-
-class Holds:
-    """Knows which finished requests keep their blocks, because some rank has not begun to save all of them.
-
-    A save that finds no room waits in a worker (connectors.kv.worker.backlog). While its request runs, its
-    blocks are its own. Afterwards vLLM is asked to keep them, which must never be what others wait for: for
-    some seconds at most, of a share of the pool at most, and not once a running request lacks blocks.
-    Hand-offs, which somebody waits for, are bounded by their time alone.
-
-    The workers hear of it with the next step, and report each such request once as read, on every rank, when
-    they have begun or given up its saves.
-    """
-
-    def __init__(self, pool_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`pool_blocks` is the size of vLLM's pool."""
-        self._most = int(pool_blocks * _SHARE)
-        self._clock = clock
-        self._kept: dict[str, float] = {}
-        self._released: set[str] = set()
-        #: Requests that keep their blocks to have them cached -> how many, and until when at most.
-        self._held: dict[str, tuple[int, float]] = {}
-
-    @property
-    def blocks(self) -> int:
-        """Returns how many blocks are kept to have them cached. Shared ones count for each request."""
-        return sum(blocks for blocks, _ in self._held.values())
-
-    def hold(self, request_id: str, blocks: int) -> bool:
-        """Returns whether a finished request of `blocks` blocks keeps them for a while."""
-        if self.blocks + blocks > self._most:
-            return False
-        self._held[request_id] = blocks, self._clock() + HOLD_S
-        self._keep(request_id, HOLD_S)
-        return True
-
-    def hand_over(self, request_id: str, seconds: float) -> None:
-        """Let a finished request keep its blocks for `seconds`, because somebody waits for them."""
-        self._keep(request_id, seconds)
-
-    def _keep(self, request_id: str, seconds: float) -> None:
-        self._kept[request_id] = seconds
-        self._released.discard(request_id)
-
-    def release(self, request_id: str) -> None:
-        """Have the workers give up a request's waiting saves, because it loses its blocks."""
-        self._released.add(request_id)
-
-    def none_waits(self, request_id: str) -> None:
-        """Take `release` back: no save of the request waits."""
-        self._released.discard(request_id)
-
-    def give_way(self) -> bool:
-        """Have all blocks released that are kept to be cached: a running request lacks some. Returns whether
-        there are any, which the next steps will bring."""
-        now = self._clock()
-        self._released.update(self._held)
-        return any(now < end + _REPORT_S for _, end in self._held.values())
-
-    def read(self, requests: Iterable[str]) -> None:
-        """Record that all ranks have reported these requests."""
-        for request_id in requests:
-            self._held.pop(request_id, None)
-
-    def take(self, preempted: Iterable[str]) -> tuple[dict[str, float], set[str]]:
-        """Returns what the workers are told with a step: KVStoreMetadata's `kept` and `released`. The
-        `preempted` requests lose their blocks with it, too."""
-        kept, self._kept = self._kept, {}
-        released, self._released = self._released, set()
-        released.update(preempted)
-        return kept, released

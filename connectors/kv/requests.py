@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,6 @@ class KVEngine:
     one_node: bool = True
     #: Number of workers that report.
     ranks: int = 1
-    #: Number of blocks in the engine's pool.
-    pool_blocks: int = 0
     #: Returns whether anything is left in the engine's own cache; None if that can't be known.
     holds_blocks: Callable[[], bool] | None = None
     #: What describes an item on an engine that gets encoder outputs through a connector.
@@ -81,7 +80,6 @@ class Tracked:
     idle_tokens: int = 0
     #: The request whose load brings the block that this one waits for.
     waits_for: str | None = None
-    loading: bool = False
     #: Tokens that its load brings, and the cost of computing them, in microseconds.
     load_tokens: int = 0
     load_cost_us: float = 0.0
@@ -130,6 +128,59 @@ class Tracked:
         return names if most >= len(names) else names[:most]
 
 
+class Keeper(Enum):
+    """The one whose report frees the blocks of a request that ends."""
+
+    #: vLLM frees them at once.
+    NOBODY = "nobody"
+    #: The workers write to them, until they report that the load has ended.
+    LOAD = "load"
+    #: The workers save what they have not read yet of a prompt that is handed over, and report that.
+    HANDOFF = "hand-off"
+
+
+class Keepers:
+    """The keeper of each request's blocks, while the request runs and after its end.
+
+    vLLM frees a request's blocks once: a second report for the same request would end the engine. So each has
+    one keeper, and changes it in these steps alone:
+
+        nobody ── a load is planned ──> load ── the workers report its end ──> nobody
+        nobody ── the request ends well and hands over its prompt ──> hand-off ── all is read ──> nobody
+
+    A request that is aborted while it loads stays with the load, for which vLLM waits by itself.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, Keeper] = {}
+
+    def __len__(self) -> int:
+        """Returns how many requests have blocks that somebody keeps."""
+        return len(self._of)
+
+    def of(self, request_id: str) -> Keeper:
+        """Returns the keeper of a request's blocks."""
+        return self._of.get(request_id, Keeper.NOBODY)
+
+    def loads(self, request_id: str) -> bool:
+        """Returns whether workers write to a request's blocks."""
+        return self.of(request_id) is Keeper.LOAD
+
+    def give(self, request_id: str, keeper: Keeper) -> None:
+        """Let the load or the hand-off of a request keep its blocks. Raises AssertionError if they have a
+        keeper."""
+        before = self.of(request_id)
+        assert before is Keeper.NOBODY, f"blocks of {request_id}: {before.value} -> {keeper.value}"
+        self._of[request_id] = keeper
+
+    def release(self, keeper: Keeper, requests: Iterable[str]) -> None:
+        """Follow the workers' report of these requests. Those that another connector loads or hands over are
+        reported alike, and have no such keeper here."""
+        for request_id in requests:
+            if self.of(request_id) is keeper:
+                del self._of[request_id]
+
+
 class Requests:
     """The table of an engine's requests."""
 
@@ -147,6 +198,8 @@ class Requests:
         self._start = start
         self._contents = contents
         self._by_id: dict[str, Tracked] = {}
+        #: The keepers of all requests' blocks, those of ended ones among them.
+        self.keepers = Keepers()
         #: Requests that may have something to save.
         self.unsaved: dict[str, Tracked] = {}
         #: Whether blocks belong to no namespace: nothing is loaded or saved then.
@@ -254,6 +307,6 @@ class Requests:
         return (
             self._engine.can_save
             and (self._settings.kv.save_decode or tracked.undecided)
-            and not (tracked.loading or self.retired)
+            and not (self.keepers.loads(tracked.request.request_id) or self.retired)
             and self.cacheable(tracked.request)
         )

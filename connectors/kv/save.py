@@ -6,9 +6,9 @@ so it goes with this one, and so does a state that vLLM offers (Mamba mode "alig
 
 A null block, which stands for one that was left behind, is never saved.
 
-A save may have to wait in a worker (connectors.kv.worker.backlog), or be dropped there. So a request
-remembers which of its saves some rank has not begun, and whoever counts a block as saved that then isn't,
-counts it as unsaved again: nothing is to be stored behind a hole, where nobody would find it.
+A save may have to wait in a worker (connectors.kv.worker.writes), and is dropped there once its request has
+lost its blocks. A request that counts a block as saved which then isn't counts it as unsaved again. A later
+request starts where the store's match ends, whatever the engine's own cache has: it closes such a hole.
 
 Everything here belongs to the scheduler's thread.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from connectors.engine.layout import Group
 from connectors.kv.messages import Save
@@ -44,6 +45,8 @@ _MOST_AGAIN = 3
 
 #: How many blocks are remembered that some rank has dropped.
 _MOST_CLAIMED = 1 << 16
+#: Most segments under way: more than staging and waiting blocks can hold.
+MOST_UNDER_WAY = 1 << 16
 
 #: Block tables of a request: the block ids in each KV cache group of vLLM's.
 Tables = Sequence[Sequence[int]]
@@ -62,8 +65,6 @@ class Progress:
     salt: SaltId = NO_SALT
     #: Its session, whose own its segments are.
     session: SessionId = NO_SESSION
-    #: Segments of its blocks that some rank has neither begun to save nor dropped: it needs the blocks.
-    unread: set[SegmentId] = field(default_factory=set)
     #: Whether a save was dropped that it counted on; how often it has saved again while it had its blocks.
     lost: bool = False
     again: int = 0
@@ -91,7 +92,6 @@ class _Segment:
     group: int
     #: The requests that count its blocks as saved, its own first -> the first of them.
     counted: list[tuple[Progress, int]]
-    begun: int = 0
     ended: int = 0
     written: bool = True
     #: Whether it counts as dropped, so that its blocks may be saved in another one.
@@ -296,24 +296,19 @@ class Saving:
             segment = new_segment_id(chain)
             own = [names[block] for block in piece]
             keys = [(number, name) for name in own]
-            before = (number, hashes[piece.start * ratio - 1]) if piece.start else None
-            after = self._busy.get(before) if before is not None else None
             self._busy.update(dict.fromkeys(keys, segment))
             self._segments[segment] = _Segment(
                 keys, self.groups[number].writers, self.abandon, number, [(progress, piece.start)]
             )
-            progress.unread.add(segment)
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
             cost = self._cost_us(number, len(own))
             chained = self.groups[number].rule.reach == "prefix"
             saves.append(
                 Save(
                     number, segment, int(self.clock()), piece.start, own, ids, progress.request_id,
-                    # Blocks before a window, and states, go back to the pool while the request runs. And they
-                    # are found without those before them.
-                    blocks_stay=chained, after=after if chained else None,
-                    insist=not self._claimed.isdisjoint(keys), cost_us=cost, salt=progress.salt,
-                    session=progress.session,
+                    # Blocks before a window, and states, go back to the pool while the request runs.
+                    blocks_stay=chained, insist=not self._claimed.isdisjoint(keys), cost_us=cost,
+                    salt=progress.salt, session=progress.session,
                 )
             )  # fmt: skip
         return saves
@@ -328,13 +323,6 @@ class Saving:
             return 0
         return rounded_cost(blocks * self.groups[number].rule.block_tokens * self.token_us)
 
-    def begun(self, segment: SegmentId, count: int) -> None:
-        """Follow a segment of which `count` more ranks have begun to save their parts."""
-        if (state := self._segments.get(segment)) is not None:
-            state.begun += count
-            if state.begun >= state.writers:
-                state.counted[0][0].unread.discard(segment)
-
     def lost(self, segment: SegmentId) -> list[Progress]:
         """Count the blocks of a segment that some rank has dropped, or will, as not saved.
 
@@ -346,7 +334,6 @@ class Saving:
         self._forget(segment, state)
         if state.writers > 1 and len(self._claimed) < _MOST_CLAIMED:
             self._claimed.update(state.hashes)
-        # It stays `unread`: a rank may still read the blocks that another has dropped.
         for progress, first in state.counted:
             progress.saved[state.group] = min(progress.saved[state.group], first)
             # What a window or a state leaves behind can't be saved again in any case.
@@ -368,13 +355,18 @@ class Saving:
             return None
         del self._segments[segment]
         self._forget(segment, state)
-        state.counted[0][0].unread.discard(segment)
         if state.written:
             self._claimed.difference_update(state.hashes)
             return state.hashes
         if state.writers > 1:
             state.abandon(segment)
         return []
+
+    def surplus(self) -> list[tuple[SegmentId, int]]:
+        """Returns the oldest segments that are one too many, and how many ranks save a part of each: a rank
+        whose saves are broken ends none, and so many are never on their way."""
+        many = len(self._segments) - MOST_UNDER_WAY
+        return [(one, state.writers) for one, state in islice(self._segments.items(), max(0, many))]
 
     def forget(self, progress: Progress) -> None:
         """Forget the segments under way of a request. Others that count on them count them as lost."""
@@ -384,8 +376,7 @@ class Saving:
 
     def drop(self, save: Save) -> None:
         """Give up a planned save, which is `lost`, before any rank is told of it."""
-        if (state := self._segments.pop(save.segment, None)) is not None:
-            state.counted[0][0].unread.discard(save.segment)
+        if self._segments.pop(save.segment, None) is not None:
             self.counters.saved("dropped", len(save.hashes))
 
     def _forget(self, segment: SegmentId, state: _Segment) -> None:

@@ -57,8 +57,8 @@ from connectors.kv.messages import KVStoreMetadata, KVStoreWorkerMetadata, Load,
 from connectors.kv.metrics import KVStoreStats
 from connectors.kv.namespace import CurrentNamespace
 from connectors.kv.observer import Observer
-from connectors.kv.planner import Holds, SavePlanner
-from connectors.kv.requests import KVEngine, Requests
+from connectors.kv.planner import SavePlanner
+from connectors.kv.requests import Keeper, KVEngine, Requests
 from connectors.kv.save import Saving
 from connectors.observing.recording import CostTeller
 from connectors.telemetry.spans import OpenSpans, no_spans
@@ -137,7 +137,9 @@ class KVScheduler:
             regrets=self._regrets,
             sessions=self._sessions,
         )
-        self.holds = Holds(engine.pool_blocks)
+        #: What the next step tells the workers: KVStoreMetadata's `lost_blocks` and `handed_over`.
+        self._lost_blocks: set[str] = set()
+        self._handed_over: dict[str, float] = {}
         self._admission = parts.guard(Admission(store, engine.hash_tokens))
         self.save_planner = parts.guard(
             SavePlanner(
@@ -241,7 +243,7 @@ class KVScheduler:
             self._reported(meta)
         for request_id in output.finished_recving or ():
             self.loading.ended(request_id)
-        self.holds.read(output.finished_sending or ())
+        self.requests.keepers.release(Keeper.HANDOFF, output.finished_sending or ())
 
     def _reported(self, meta: KVStoreWorkerMetadata) -> None:
         for follow in (
@@ -276,8 +278,6 @@ class KVScheduler:
         for request_id in meta.failed_handoffs:
             if (tracked := self.requests.get(request_id)) is not None and tracked.sending is not None:
                 tracked.sending.failed = True
-        for segment, count in meta.begun_saves.items():
-            self.saving.begun(segment, count)
         for segment, reason in meta.save_reasons.items():
             self._observer.not_saved(segment, reason)
             if reason == "dropped":
@@ -308,13 +308,16 @@ class KVScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
         """Returns this step's work for the workers."""
         loads = self.loading.take()
-        if (made := self._plan_step(StepView(output), loads)) is None:
-            # They may hold saves of blocks that a request has lost.
-            return KVStoreMetadata(self._namespace_json, loads, abandon_loads=True)
+        handed_over, self._handed_over = self._handed_over, {}
+        if (made := self._plan_step(StepView(output), loads, handed_over)) is None:
+            # They may have saves before them of blocks that a request has lost.
+            return KVStoreMetadata(self._namespace_json, loads, abandon_loads=True, handed_over=handed_over)
         return made
 
     @guarded(None)
-    def _plan_step(self, step: StepView, loads: list[Load]) -> KVStoreMetadata | None:
+    def _plan_step(
+        self, step: StepView, loads: list[Load], handed_over: dict[str, float]
+    ) -> KVStoreMetadata | None:
         scheduled = step.num_scheduled_tokens
         self.cost.sent(
             sum(scheduled.values()), len(scheduled), lambda: mean_depth(scheduled, self.requests.computed)
@@ -329,11 +332,9 @@ class KVScheduler:
         for request_id in step.begun:
             if (tracked := self.requests.get(request_id)) is not None:
                 self._observer.begun(tracked.request, tracked.way)
+        lost_blocks, self._lost_blocks = self._lost_blocks.union(step.preempted), set()
         # What is lost comes first: `plan_step` saves it again.
-        flushes = self.save_planner.take_flushes(step) if self.save_planner.flushes else []
-        for request_id in step.preempted:
-            if (tracked := self.requests.get(request_id)) is not None:
-                self.save_planner.loses_blocks(tracked)
+        flushes = self.save_planner.take_flushes(step, handed_over) if self.save_planner.flushes else []
         saves = list(self.save_planner.plan_step(step)) if self.requests.unsaved else []
         probes = self._choosing.take_probes()
         self.prefetch.step()
@@ -342,7 +343,6 @@ class KVScheduler:
             self._hinted.step()
         audits = self._audits.plan_step(step) if self._audits else []
         abandon, self._abandon_loads = self._abandon_loads, False
-        kept, released = self.holds.take(step.preempted)
         namespace = self._namespace_json if loads or saves or flushes or audits or probes else None
         return KVStoreMetadata(
             namespace,
@@ -352,8 +352,8 @@ class KVScheduler:
             probes,
             audits,
             abandon_loads=abandon,
-            kept=kept,
-            released=released,
+            lost_blocks=lost_blocks,
+            handed_over=handed_over,
         )
 
     @guarded((False, None))
@@ -362,9 +362,9 @@ class KVScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request, and save its last blocks if they were decoded or undecided until now.
 
-        `tables` has its block ids in every KV cache group of vLLM's. Returns whether vLLM must keep the
-        blocks, because some rank may not have read all of them, and what the decode engine must be told, if
-        anything.
+        `tables` has its block ids in every KV cache group of vLLM's. Returns whether this half frees the
+        blocks, because the request hands over its prompt and some rank may not have read all of it, and what
+        the decode engine must be told, if anything. Blocks that a load writes to are vLLM's own matter.
         """
         tracked = self.requests.forget(request)
         if tracked is None:
@@ -378,22 +378,18 @@ class KVScheduler:
         self._hinted.gone(name)
         self._regrets.forget(name)
         # Taken back below. It comes first, so that it also holds if something fails.
-        self.holds.release(name)
+        self._lost_blocks.add(name)
         self.save_planner.plan_end(tracked, tables)
         if not self.requests.retired:
             self._sessions.ends(tracked.hints, tracked.progress.salt, tracked.uses)
         self._observer.tick(idle=not self.requests)
-        handle = None
-        if sending is not None and not self.requests.retired:
-            handle = self.handoffs.hand_over(tracked.request, sending)
-        if not tracked.progress.unread:
-            self.holds.none_waits(name)
-            return False, handle
-        if handle is not None:
-            self.holds.hand_over(name, self.store.settings.kv.handoff_wait_s)
-        elif not self.holds.hold(name, sum(map(len, tables))):
-            self.save_planner.loses_blocks(tracked)
+        if sending is None or self.requests.retired:
             return False, None
+        if (handle := self.handoffs.hand_over(tracked.request, sending)) is None:
+            return False, None
+        self.requests.keepers.give(name, Keeper.HANDOFF)
+        self._lost_blocks.discard(name)
+        self._handed_over[name] = self.store.settings.kv.handoff_wait_s
         return True, handle
 
     # ---- resets and new weights -----------------------------------------------------------------

@@ -23,7 +23,8 @@ from tests.accelerator.plan import Found, Plan
 
 #: The columns of the table, as the fields of a row are called.
 _COLUMNS = ("layout", "runs", "loads", "blocks_loaded", "blocks_saved", "items_loaded", "items_saved",
-            "handed_over", "rejected", "reads_checked", "preemptions", "wrong_bytes", "seconds")  # fmt: skip
+            "blocks_dropped", "handed_over", "rejected", "reads_checked", "preemptions", "aborts",
+            "aborts_loading", "resets", "cuts", "wrong_bytes", "deaths", "seconds")  # fmt: skip
 
 
 def sweep(name: str, seeds: int) -> dict[str, Any]:

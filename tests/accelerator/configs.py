@@ -87,7 +87,7 @@ def configured(model: Path, plan: Plan, layout: Layout) -> VllmConfig:
         "kv_connector_extra_config": {
             **store,
             "kv": {
-                "load": "always",
+                "load": "adaptive" if plan.adaptive else "always",
                 "save_decode": plan.save_decode,
                 "load_deadline_s": 0.05 if plan.late else 20.0,
                 "match_deadline_s": 20.0,

@@ -3,7 +3,8 @@
 Requests come from a few families of prompts that share prefixes, into a pool that is too small for all of
 them, so that they find blocks in the engine's cache, in the store and nowhere, are preempted and aborted, and
 their blocks are handed out again at once. Whatever the adversary does, no request may read a wrong byte and
-no wrong byte may be saved.
+no wrong byte may be saved. Nor may the engine die, a request wait for blocks that only the store keeps, or a
+reset fail over them; only a load under way and a prompt that is handed over have blocks without a request.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -41,7 +43,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 import connectors.kv.connector
+from connectors.choice.cost import Prefill, TokenCost
 from connectors.engine.shards import Place
+from connectors.kv.messages import CUT
 from kvstore.payloads.memory import MemoryPayloads
 from tests.accelerator.configs import DRAFTS, configured, of_rank
 from tests.accelerator.contents import Chain
@@ -137,6 +141,9 @@ class Engine:
         hasher = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         self._hasher = get_request_block_hasher(self.hash_tokens, hasher)
         self._in_flight: deque[Launched] = deque()
+        #: Requests whose loads are under way, and those that have ended and are handed over.
+        self._loading: set[str] = set()
+        self._sending: set[str] = set()
         self.found = Found()
         #: Prompts that were handed over, with what their next engine is told.
         self._handed: list[tuple[list[int], dict[str, Any]]] = []
@@ -188,7 +195,10 @@ class Engine:
         end, added = time.monotonic() + PATIENCE_S, 0
         with self.promises.kept():
             while names or self._handed or self.scheduler.has_requests() or self._in_flight:
-                if self.plan.until_found and self.accelerator.reports:
+                wanted = self.plan.until_found
+                if self.found.deaths or (
+                    wanted is not None and any(wanted in one for one in self.accelerator.reports)
+                ):
                     break
                 assert time.monotonic() < end, f"the engine hangs: {self.scheduler.get_request_counts()}"
                 while (
@@ -198,8 +208,13 @@ class Engine:
                 ):
                     added += 1
                     self._add(names.pop(0) if names and not self._handed else f"h{added}")
-                self._interfere()
-                self._step()
+                try:
+                    self._interfere()
+                    self._step()
+                except Exception as exc:
+                    self.found.deaths += 1
+                    last = traceback.extract_tb(exc.__traceback__)[-1]
+                    self.accelerator.report(f"the engine dies: {exc!r} in {last.name}, line {last.lineno}")
             halves = [*(one.connector for one in self.runners), self._connector]
             halves += [self._items, self.scheduler.ec_connector] if self._encoder is not None else []
             for half in halves:
@@ -212,6 +227,10 @@ class Engine:
         )
         found.wrong_bytes = sum(one.wrong_bytes for one in self.runners) + self.promises.wrong_bytes
         found.rejected = self.runners[0].rejected
+        for runner in self.runners:
+            half = runner.connector.sub_connectors[0] if self.plan.beside else runner.connector
+            counted = half._worker._store.counters.snapshot()
+            found.blocks_dropped += counted.get("save_blocks{dropped}", 0)
         found.items_saved = self.promises.items
         if self._encoder is not None:
             found.items_loaded = self._encoder.loads
@@ -223,24 +242,65 @@ class Engine:
     def _interfere(self) -> None:
         """Abort a request, or reset the engine's cache, now and then."""
         running = list(self.scheduler.requests)
+        loading = [name for name in running if name in self._loading]
         if running and self._random.random() < self.plan.aborts:
-            self.scheduler.finish_requests(self._random.choice(running), RequestStatus.FINISHED_ABORTED)
-        if self.plan.resets and self._random.random() < 0.02:
-            # It raises while a load or a step in flight holds blocks, and has preempted all requests by then.
-            with contextlib.suppress(RuntimeError):
-                self.scheduler.reset_prefix_cache(
-                    reset_running_requests=self._random.random() < 0.7,
-                    reset_connector=self._random.random() < 0.3,
-                )
+            self._abort(self._random.choice(running))
+        if loading and self._random.random() < self.plan.aborts_loading:
+            self._abort(self._random.choice(loading))
+        if self.plan.resets and self._random.random() < 0.03:
+            self._reset()
+
+    def _abort(self, name: str) -> None:
+        if not self.scheduler.requests[name].is_finished():
+            self.found.aborts += 1
+            self.found.aborts_loading += name in self._loading
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def _reset(self) -> None:
+        if self._random.random() < 0.5:
+            # As trainers do: no step is in flight.
+            while self._in_flight:
+                self._end_step()
+        try:
+            self.found.resets += self.scheduler.reset_prefix_cache(
+                reset_running_requests=self._random.random() < 0.7,
+                reset_connector=self._random.random() < 0.3,
+            )
+        except RuntimeError as exc:
+            # It has preempted all requests by then. Those that are loaded have blocks until their next turn.
+            statuses = [one.status for one in self.scheduler.requests.values()]
+            loads = self._loading or RequestStatus.WAITING_FOR_REMOTE_KVS in statuses
+            if not (self._in_flight or loads or self._sending):
+                self.accelerator.report(f"a reset fails over blocks that only the store keeps: {exc}")
+
+    def _look_who_waits(self) -> None:
+        """Report a request that waits for blocks which nobody but the store has."""
+        scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
+        waiting = [one for one in scheduler.waiting if one.status is RequestStatus.WAITING]
+        ended = [name for name, one in scheduler.requests.items() if one.is_finished()]
+        kept = [name for name in ended if name not in self._loading | self._sending]
+        if not waiting or not kept or len(scheduler.running) >= scheduler.max_num_running_reqs:
+            return
+        free = manager.block_pool.get_num_free_blocks()
+        some = sum(len(blocks) for name in kept for blocks in manager.get_block_ids(name))
+        sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
+        lacks = sum(-(-waiting[0].num_tokens // size) for size in sizes)
+        if free < lacks <= free + some:
+            self.accelerator.report(
+                f"{waiting[0].request_id} waits for {lacks - free} blocks, and {some} of {kept}, which have "
+                "ended, are kept for the store"
+            )
 
     def _step(self) -> None:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
+            self._look_who_waits()
             for name, request in self.scheduler.requests.items():
                 self.promises.learn(request, self._chains[name])
             metadata = output.kv_connector_metadata
             loads = (metadata.metadata[0] if self.plan.beside else metadata).loads
             self.found.loads += len(loads)
+            self._loading.update(one.request_id for one in loads)
             self.found.blocks_loaded += sum(run.count for one in loads for g in one.groups for run in g.runs)
             self.found.preemptions += len(output.preempted_req_ids or ())
             self._in_flight.append(self._launch(output))
@@ -249,22 +309,35 @@ class Engine:
             elif len(self._in_flight) < self.plan.depth:
                 return
         if self._in_flight:
-            launched = self._in_flight.popleft()
-            self.accelerator.dawdle(0.25)
-            for sampled in launched.sampled:
-                self.accelerator.reach(sampled, sampled.recorded)
-            known = dict(self.scheduler.requests)
-            made = self.scheduler.update_from_output(launched.output, launched.result)
-            for name, request in known.items():
-                self.promises.learn(request, self._chains[name])
-            for one in (one for out in made.values() for one in out.outputs):
-                self.found.finished += one.finished
-                if one.kv_transfer_params:
-                    prompt = self._chains[one.request_id].tokens[: self._prompts[one.request_id]]
-                    self._handed.append((prompt, one.kv_transfer_params))
-            if self.runners[0].speculates:
-                names = launched.result.req_ids
-                self.scheduler.update_draft_token_ids(DraftTokenIds(names, [[0] * DRAFTS for _ in names]))
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Let the oldest step that was launched end, and the scheduler hear of it."""
+        launched = self._in_flight.popleft()
+        self.accelerator.dawdle(0.25)
+        for sampled in launched.sampled:
+            self.accelerator.reach(sampled, sampled.recorded)
+        known = dict(self.scheduler.requests)
+        told = launched.result.kv_connector_output
+        made = self.scheduler.update_from_output(launched.output, launched.result)
+        if told is not None:
+            self._loading -= told.finished_recving or set()
+            self._sending -= told.finished_sending or set()
+            meta = told.kv_connector_worker_meta
+            for part in getattr(meta, "metadata", (meta,)):
+                reasons = getattr(part, "load_reasons", {})
+                self.found.cuts += sum(reason == CUT for reason in reasons.values())
+        for name, request in known.items():
+            self.promises.learn(request, self._chains[name])
+        for one in (one for out in made.values() for one in out.outputs):
+            self.found.finished += one.finished
+            if one.kv_transfer_params:
+                prompt = self._chains[one.request_id].tokens[: self._prompts[one.request_id]]
+                self._handed.append((prompt, one.kv_transfer_params))
+                self._sending.add(one.request_id)
+        if self.runners[0].speculates:
+            names = launched.result.req_ids
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [[0] * DRAFTS for _ in names]))
 
     def _launch(self, output: Any) -> Launched:
         """Launch a step on all ranks. Returns what the scheduler gets of them."""
@@ -289,18 +362,29 @@ def serve(plan: Plan, layout: Layout, faults: Sequence[Any] = ()) -> tuple[Found
     accelerator.refuses = lambda: (
         threading.current_thread() is not engine_thread and chances.random() < plan.refused
     )
-    read = MemoryPayloads.read
+    read, put = MemoryPayloads.read, MemoryPayloads.put
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    def late(*args: Any, **kwargs: Any) -> Any:
         if chances.random() < plan.late:
             time.sleep(0.08)
         return read(*args, **kwargs)
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        if chances.random() < plan.slow:
+            time.sleep(0.05)
+        put(*args, **kwargs)
+
+    # A model that computes nothing takes no time: what a token takes is said instead.
+    prefill = Prefill(chances.choice((300.0, 3000.0, 20000.0)))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(on(accelerator))
         for patch in on_device() if plan.items else ():
             stack.enter_context(patch)
-        stack.enter_context(mock.patch.object(MemoryPayloads, "read", slow))
+        stack.enter_context(mock.patch.object(MemoryPayloads, "read", late))
+        stack.enter_context(mock.patch.object(MemoryPayloads, "put", slow))
+        if plan.adaptive:
+            stack.enter_context(mock.patch.object(TokenCost, "prefill", lambda _: prefill))
         engine = Engine(plan, layout, model, accelerator)
         # Not before: the connector's own test at the start finds some of them.
         for fault in faults:

@@ -16,9 +16,10 @@ from unittest import mock
 from connectors.engine.tensors import Copied, PagedCache
 from connectors.kv.connector import KVStoreConnector
 from connectors.kv.planner import SavePlanner
-from connectors.kv.save import Saving
+from connectors.kv.requests import Keeper
 from connectors.kv.scheduler import KVScheduler
 from connectors.kv.worker.reads import KVReads
+from connectors.kv.worker.writes import KVWrites
 from tests.accelerator.device import Accelerator, Stream
 from tests.accelerator.engine import serve
 from tests.accelerator.layouts import LAYOUTS
@@ -38,16 +39,18 @@ class Fault:
     plan: Mapping[str, Any]
     #: The call that it leaves out and the function that makes it, if it is one.
     place: tuple[str, str] | None = None
+    #: Part of the report that finds it.
+    says: str = ""
 
     def found(self) -> tuple[int, str]:
         """Serve with the fault, run after run, until the checker reports. Returns how many runs that took,
         or 0, and what it has reported first, or why nothing was."""
         come_to = self.place is None
         for seed in range(RUNS):
-            plan = Plan.of(seed, until_found=True, **self.plan)
+            plan = Plan.of(seed, until_found=self.says, **self.plan)
             found, accelerator = serve(plan, LAYOUTS[self.layout], [self.plant])
-            if found.reports:
-                return seed + 1, found.reports[0]
+            if said := [one for one in found.reports if self.says in one]:
+                return seed + 1, said[0]
             come_to |= self.place in accelerator.places
         return 0, "nothing was found" if come_to else "its place was not come to: the code has changed"
 
@@ -62,9 +65,15 @@ def _without(call: str, function: str, layout: str = "gqa LBNHC", **plan: Any) -
 
 
 def _changed(
-    owner: type, method: str, change: Callable[..., Any], layout: str = "gqa LBNHC", **plan: Any
+    owner: type,
+    method: str,
+    change: Callable[..., Any],
+    layout: str = "gqa LBNHC",
+    *,
+    says: str = "",
+    **plan: Any,
 ) -> Fault:
-    """`change` gets the accelerator, the method, and its arguments."""
+    """`change` gets the accelerator, the method, and its arguments. `says` is Fault's."""
 
     @contextlib.contextmanager
     def plant(accelerator: Accelerator) -> Iterator[None]:
@@ -72,7 +81,7 @@ def _changed(
         with mock.patch.object(owner, method, lambda *args: change(accelerator, original, *args)):
             yield
 
-    return Fault(plant, layout, plan)
+    return Fault(plant, layout, plan, says=says)
 
 
 def _beside(accelerator: Accelerator, gather: Any, *args: Any) -> Any:
@@ -121,18 +130,43 @@ def _taken_for_done(accelerator: Accelerator, gather: Any, *args: Any) -> Any:
     return Copied(None, gather(*args).buffer)
 
 
-def _dropped_by_one(accelerator: Accelerator, lost: Any, saving: Any, segment: Any) -> Any:
-    found = lost(saving, segment)
-    for progress in found:
-        progress.unread.discard(segment)
-    return found
-
-
 def _given_back(accelerator: Accelerator, finished: Any, half: Any, request: Any, tables: Any) -> Any:
     _, handle = finished(half, request, tables)
-    for kept in (half.holds._kept, half.holds._held):
-        kept.pop(request.request_id, None)
+    if half._handed_over.pop(request.request_id, None) is not None:
+        half.requests.keepers.release(Keeper.HANDOFF, [request.request_id])
     return False, handle
+
+
+def _kept(half: KVScheduler, name: str) -> None:
+    """Keep an ended request's blocks until its saves have begun."""
+    half._lost_blocks.discard(name)
+    half._handed_over[name] = 10.0
+
+
+def _kept_for_saves(accelerator: Accelerator, finished: Any, half: Any, request: Any, tables: Any) -> Any:
+    name = request.request_id
+    loads, (kept, handle) = half.requests.keepers.loads(name), finished(half, request, tables)
+    if not loads and half.saving.under_way:
+        _kept(half, name)
+        kept = True
+    return kept, handle
+
+
+def _freed_twice(accelerator: Accelerator, finished: Any, half: Any, request: Any, tables: Any) -> Any:
+    name = request.request_id
+    loads, (kept, handle) = half.requests.keepers.loads(name), finished(half, request, tables)
+    if loads and half.saving.under_way:
+        _kept(half, name)
+        kept = True
+    return kept, handle
+
+
+def _still_waiting(accelerator: Accelerator, drop: Any, writes: Any, requests: Any) -> set[str]:
+    return set()
+
+
+def _may_wait(accelerator: Accelerator, take: Any, planner: Any, step: Any, handed_over: Any) -> Any:
+    return take(planner, step, {save.request_id for save in planner.flushes})
 
 
 def _before_the_drafts(accelerator: Accelerator, load: Any, half: Any, *args: Any) -> None:
@@ -178,11 +212,29 @@ FAULTS: dict[str, Fault] = {
         SavePlanner, "hand_out", lambda *_: None, beside=True, depth=1, v2=False, save_decode=True,
         drafts=False, requests=40,
     ),
-    "a finished request's blocks are given back while saves of it wait": _changed(
-        KVScheduler, "request_finished", _given_back, staged=3, requests=40,
+    "blocks that are handed over are given back while saves of them wait": _changed(
+        KVScheduler, "request_finished", _given_back, staged=3, handoffs=True, requests=40, slow=0.5,
     ),
-    "blocks that one rank has dropped are given back while another waits to save them": _changed(
-        Saving, "lost", _dropped_by_one, ranks=2, staged=12, save_decode=True, depth=1, mode="random",
+    "saves wait on when their request has lost its blocks": _changed(
+        KVWrites, "_drop_those_of", _still_waiting, staged=3, slow=0.5, resets=True,
+    ),
+    "saves of a request that has ended wait for room": _changed(
+        SavePlanner, "take_flushes", _may_wait, staged=3, slow=0.5, save_decode=True,
+    ),
+    "a request that is aborted while it loads is freed twice": _changed(
+        KVScheduler, "request_finished", _freed_twice, says="the engine dies: AssertionError",
+        staged=4, slow=0.5, late=0.3, resets=True, aborts_loading=0.5, ranks=2, adaptive=False,
+    ),
+    "an ended request keeps its blocks for its saves, and others wait": _changed(
+        KVScheduler, "request_finished", _kept_for_saves, says=" are kept for the store",
+        staged=3, slow=0.5, resets=False,
+    ),
+    "an ended request keeps its blocks for its saves, and a reset fails": _changed(
+        KVScheduler, "request_finished", _kept_for_saves, says="a reset fails over blocks",
+        staged=3, slow=0.8, resets=True, handoffs=False, beside=False, aborts=0.1,
+    ),
+    "a load that was cut writes all the same": _changed(
+        KVReads, "_may_write", _always, adaptive=True, **LATE,
     ),
     "blocks are saved before the drafter has run": _changed(
         KVStoreConnector, "start_load_kv", _before_the_drafts, "gqa and a draft", drafts=True,

@@ -24,9 +24,14 @@ class Plan:
     delay_s: float = 0.004
     #: Share of allocations by transfer threads that fail.
     refused: float = 0.0
+    #: Share of segments that take long to be written.
+    slow: float = 0.0
+    #: Whether computing may be faster than loading, so that loads are declined, tried and cut.
+    adaptive: bool = False
     resets: bool = False
-    #: Share of steps at which a request is aborted.
+    #: Share of steps at which a request is aborted, and at which one is that is being loaded.
     aborts: float = 0.03
+    aborts_loading: float = 0.0
     #: Whether requests bring pictures, and an EC connector keeps what the encoder makes of them.
     items: bool = False
     #: Whether a draft model runs last: the first runner then collects results before it saves. With one batch
@@ -43,8 +48,8 @@ class Plan:
     staged: int = 0
     #: One load in so many is compared with what the engine computes instead; 0: none.
     audited: int = 0
-    #: Whether a run ends with the first report.
-    until_found: bool = False
+    #: The run ends with the first report that has this in it; None: with its last request.
+    until_found: str | None = None
 
     @classmethod
     def of(cls, seed: int, **given: Any) -> Plan:
@@ -55,11 +60,14 @@ class Plan:
             "depth": seed // 2 % 3 + 1,
             "save_decode": seed // 3 % 2 == 0,
             "late": 0.15 if seed % 5 == 4 else 0.0,
-            "resets": seed % 4 == 2,
+            "slow": 0.4 if seed % 3 == 1 else 0.0,
+            "adaptive": seed % 5 in (1, 4),
+            "resets": seed % 4 in (2, 3),
+            "aborts_loading": 0.2 if seed % 4 in (1, 2) else 0.0,
             "drafts": seed % 8 in (1, 6),
             "ranks": 2 if seed % 7 in (2, 3) else 1,
             "handoffs": seed % 5 == 3,
-            "staged": 12 if seed % 4 == 3 else 0,
+            "staged": 12 if seed % 4 == 3 else 4 if seed % 8 == 6 else 0,
             "audited": 4 if seed % 7 == 5 else 0,
         }
         made |= given
@@ -81,10 +89,19 @@ class Found:
     items_saved: int = 0
     reads_checked: int = 0
     preemptions: int = 0
+    aborts: int = 0
+    #: Aborts of requests that were being loaded.
+    aborts_loading: int = 0
+    #: Resets that worked, of the engine's cache and of the connector's.
+    resets: int = 0
+    #: Loads that were cut, and blocks whose saves were dropped.
+    cuts: int = 0
+    blocks_dropped: int = 0
     #: Prompts that were handed over, and drafts that were wrong.
     handed_over: int = 0
     rejected: int = 0
     wrong_bytes: int = 0
+    deaths: int = 0
     finished: int = 0
     #: What was wrong, in words.
     reports: tuple[str, ...] = ()

@@ -220,6 +220,7 @@ INTERFACES = [
             "get_finished_count": "every rank reports every load: vLLM waits for all of them",
             "get_loaded_kv_cache_group_ids": "the default is right: every group that is found by hashes",
             "has_pending_push_work": "nothing is pushed to another engine",
+            "has_pending_block_frees": "no block is kept that a running request could wait for",
             "register_finished_partial_tail": "what is shorter than a block is not stored",
             "supports_divergent_local_hybrid_hits": "the local hit is taken as every group agrees on it",
             "get_kv_connector_kv_cache_events": "the scheduler's half tells of events: take_events",

@@ -72,13 +72,13 @@ def leftovers(engine: Engine) -> int:
     # With a step of something else the workers' last reports come in.
     engine.generate([prompt(1, 0)], max_tokens=2)
     half = f"{_SCHEDULER}.connector._scheduler"
-    names = ("requests", "requests.unsaved", "holds._kept", "holds._released", "holds._held")
+    names = ("requests", "requests.unsaved", "requests.keepers", "_handed_over", "_lost_blocks")
     parts = [f"len({_SCHEDULER}.requests)", *(f"len({half}.{name})" for name in names)]
     parts += [f"{half}.loading.held", f"{half}.saving.under_way"]
     worker = _TRANSFERS.replace("._store.transfers", "")
     parts += [
         f"{worker}.reads.under_way",
-        *(f"len({worker}.writes.kept.{name})" for name in ("_saves", "_finished")),
+        *(f"len({worker}.writes.{name})" for name in ("_waiting", "_handed_over")),
     ]
     pool = f"{_SCHEDULER}.kv_cache_manager.block_pool"
     parts.append(f"{pool}.num_gpu_blocks - 1 - {pool}.get_num_free_blocks()")

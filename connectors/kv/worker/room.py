@@ -7,7 +7,7 @@ has run; the next step is launched before that. So saves get what the batches in
 
 Loads get twice what the reading threads hold at once: what is read waits for the step in which its blocks
 were handed out, and as much can be read meanwhile. All ranks of a node, loads and saves together, take no
-more than an eighth of its memory, or of its container's: then saves wait (connectors.kv.worker.backlog).
+more than an eighth of its memory, or of its container's: then saves wait (connectors.kv.worker.writes).
 """
 
 from __future__ import annotations

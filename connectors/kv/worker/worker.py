@@ -60,7 +60,7 @@ class KVWorker:
         #: What each hook guards by itself. A load that was sent is started, and its end reported, bare.
         self.parts = Parts(store.counters)
         self.reads = KVReads(store, self.memory, place, self._tally, by_request=by_request, parts=self.parts)
-        self.writes = KVWrites(store, self.memory, place, self._tally)
+        self.writes = self.parts.guard(KVWrites(store, self.memory, place, self._tally), KVWrites.give_up)
         self.audits = self.parts.guard(KVAudits(store, self.memory, place, self._tally))
 
     def register(self, caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
@@ -70,7 +70,7 @@ class KVWorker:
     def unregister(self) -> None:
         """Leave the layers' paged tensors alone until `restore`: their memory is about to be unmapped."""
         self.reads.halt()
-        self.writes.kept.give_up()
+        self.writes.give_up()
 
     def restore(self) -> None:
         """Use the layers' paged tensors again: their memory is back, with none of its contents."""
@@ -118,7 +118,7 @@ class KVWorker:
         """Returns what happened since the last call; None if nothing has."""
         self._tier_states.tell()
         report = self._tally.take(
-            self.reads.under_way > 0 or self.memory.saving or self.writes.kept.blocks > 0, self._gauges
+            self.reads.under_way > 0 or self.memory.saving or self.writes.waiting_blocks > 0, self._gauges
         )
         return None if report is None else KVStoreStats(report)
 
@@ -129,7 +129,7 @@ class KVWorker:
             "queued_writes": queued["writes"],
             "queued_write_bytes": queued["write_bytes"],
             "payloads_down": int(self._said_down),
-            "waiting_blocks": self.writes.kept.blocks,
+            "waiting_blocks": self.writes.waiting_blocks,
         }
         values |= {f"{name}_staging_used_bytes": used for name, used in self.memory.used_bytes.items()}
         return {f"{name}{{{self._number}}}": value for name, value in values.items()}

@@ -40,7 +40,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.engine import tensors
@@ -219,14 +219,23 @@ class Bed:
         if len(self._launched) >= self._in_flight or not self.scheduler.has_requests():
             self._end()
 
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has anything to do."""
+        return bool(self._launched) or self.scheduler.has_requests()
+
     def run(self) -> None:
         """Step until the engine has nothing to do."""
+        until(lambda: self.step() or not self.busy, say=lambda: self.scheduler.requests)
 
-        def idle() -> bool:
-            self.step()
-            return not self._launched and not self.scheduler.has_requests()
+    def settle(self) -> None:
+        """Let all steps end that were launched."""
+        while self._launched:
+            self._end()
 
-        until(idle, say=lambda: self.scheduler.requests)
+    def abort(self, request: Request) -> None:
+        """A client goes away."""
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def launch(self) -> None:
         """Launch a step."""

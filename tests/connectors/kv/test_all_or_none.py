@@ -82,7 +82,7 @@ class Rank:
     def run(self, saves: Sequence[Save]) -> None:
         self.worker.writes.start(saves)
         # What found no room would wait for it.
-        self.worker.writes.kept.give_up()
+        self.worker.writes.give_up()
         assert self.store.transfers.drain(PATIENCE_S)
 
 

@@ -30,7 +30,7 @@ from connectors.engine.layout import Group
 from connectors.engine.step import RequestView
 from connectors.kv.handoff.handoffs import Handoffs, open_handoffs
 from connectors.kv.messages import KVStoreMetadata, Save
-from connectors.kv.planner import HOLD_S
+from connectors.kv.requests import Keeper
 from connectors.kv.scheduler import KVScheduler
 from kvstore.errors import TransientError
 from kvstore.index.redis.index import RedisIndex
@@ -427,7 +427,7 @@ def test_an_aborted_wait_leaves_nothing(scheduler: Any) -> None:
     request.status = RequestStatus.FINISHED_ABORTED
     assert engine.request_finished(request, ([],)) == (False, None)
     assert not engine.requests and not engine.requests.unsaved
-    assert step(engine) == KVStoreMetadata()
+    assert step(engine) == KVStoreMetadata(lost_blocks={"r"})
 
 
 def test_a_load_of_it_that_failed_is_not_tried_again(scheduler: Any, space: Space) -> None:
@@ -474,15 +474,15 @@ def test_a_prefill_engine_saves_the_partial_block_with_the_rest(scheduler: Any, 
 
     kept, handle = finish(engine, request)
     assert kept and handle["remote_num_tokens"] == 20
-    assert step(engine).kept == {"r": 60.0}
-    assert step(engine).kept == {}
+    assert engine.requests.keepers.of("r") is Keeper.HANDOFF
+    sent = step(engine)
+    assert (sent.handed_over, sent.lost_blocks) == ({"r": 60.0}, set())
+    assert step(engine).handed_over == {}
     reported(engine, saves)
     assert engine.saving.under_way == 0 and not engine.requests
-
-    # All of it read by then: nothing is kept.
-    again = made(list(range(100, 120)), SEND, name="s")
-    reported(engine, prefilled(engine, again, 20))
-    assert finish(engine, again)[0] is False
+    report: Any = FakeReport(finished_sending={"r", "another connector's"})
+    engine.update_connector_output(report)
+    assert engine.requests.keepers.of("r") is Keeper.NOBODY
 
 
 @pytest.mark.parametrize("params", [SEND, None])
@@ -535,18 +535,17 @@ def test_what_is_not_all_there_is_not_promised(scheduler: Any, how: str) -> None
         engine.reset_cache()
     ended = how in ("failed", "reset")
     status = RequestStatus.FINISHED_STOPPED if ended else RequestStatus.FINISHED_ABORTED
-    assert finish(engine, request, status) == (how == "aborted", None)
-    # What is computed of an aborted one is worth as much as ever, but nobody waits for it.
+    assert finish(engine, request, status) == (False, None)
     sent = step(engine)
-    assert (sent.released, sent.kept) == (set(), {"r": HOLD_S} if how == "aborted" else {})
-    assert step(engine).released == set()
+    assert (sent.lost_blocks, sent.handed_over) == ({"r"}, {})
+    assert step(engine).lost_blocks == set()
 
 
 def test_a_preempted_prefill_starts_over(scheduler: Any) -> None:
     engine, request = scheduler(), made(list(range(20)), SEND)
     prefilled(engine, request, 20)
     request.num_computed_tokens = 0
-    assert step(engine, preempted={"r", "other"}).released == {"r", "other"}
+    assert step(engine, preempted={"r", "other"}).lost_blocks == {"r", "other"}
     reported(engine, [], failed={"r"})
     assert ask(engine, request) == (0, False)
     assert finish(engine, request) == (False, None), "nothing is computed any more"

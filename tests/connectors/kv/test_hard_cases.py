@@ -201,16 +201,18 @@ def decoded(engine: KVScheduler, *, finish: bool = True) -> Any:
     return request
 
 
-def test_the_workers_hear_of_a_prompts_end_whatever_happens(store: Store, monkeypatch: Any) -> None:
+def test_the_workers_hear_of_a_prompts_end_whatever_happens(
+    store: Store, monkeypatch: Any, faults: object
+) -> None:
     one, request = whole(store), made(list(range(20)), SEND)
     one.on_new_request(request)
     assert ask(one, request) == (0, False)
     step(one, (request, 20))
     monkeypatch.setattr(one.handoffs, "handle", lambda *_: 1 / 0)
-    # It is not handed over, and its blocks wait as any others do.
-    assert finish(one, request) == (True, None)
+    assert finish(one, request) == (False, None)
     metadata = step(one)
-    assert not metadata.released and set(metadata.kept) == {"r"}
+    assert metadata.lost_blocks == {"r"} and not metadata.handed_over
+    assert not len(one.requests.keepers)
 
 
 def test_a_hand_over_that_starts_over_saves_again_what_was_lost(store: Store) -> None:

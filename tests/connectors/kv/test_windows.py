@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -139,23 +138,6 @@ def test_windows_at_intervals_let_a_prompt_be_resumed_there_and_at_its_ends(seed
     beyond = set(WINDOW.rule.needed(-(-total // interval) * interval))
     ending = set(range(WINDOW.rule.skipped_tokens(total) // 16, total // 16))
     assert set(covered(saves, 1)) <= needed | beyond | ending
-
-
-@pytest.mark.parametrize("then", ["begun", "ended"])
-def test_a_request_keeps_its_blocks_until_no_rank_needs_them_though_one_has_dropped_them(then: str) -> None:
-    """A segment that one rank has dropped never becomes whole, but another still reads what the blocks hold
-    then."""
-    made = saving(replace(FULL, writers=2))
-    progress = made.start()
-    tables = [list(range(100, 108))]
-    [save] = made.plan(progress, chain(*range(4)), 32, EVERY_BLOCK, lambda: tables, final=True)
-    assert made.lost(save.segment) == [progress]
-    made.ended(save.segment, 1, written=False)
-    assert progress.unread == {save.segment}
-    if then == "begun":
-        made.begun(save.segment, 1)
-    made.ended(save.segment, 1, written=True)
-    assert not progress.unread and not made.under_way
 
 
 def test_what_is_left_behind_is_not_saved_and_what_is_there_is() -> None:

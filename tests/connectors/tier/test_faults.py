@@ -296,7 +296,9 @@ def test_a_payload_store_that_is_down_is_not_promised(tmp_path: Path) -> None:
         assert one.pinned() == 0
 
 
-def test_a_bug_costs_a_job_and_not_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_costs_a_job_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: object
+) -> None:
     stored(tmp_path, A)
     with engine(tmp_path) as one:
         with monkeypatch.context() as patch:

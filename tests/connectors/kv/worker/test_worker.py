@@ -295,7 +295,7 @@ def test_a_save_waits_for_staging_and_a_place_in_the_queue_and_leaks_nothing(
     one.blocks_stay = True
     worker.writes.start([one])
     worker.writes.start([])
-    assert worker.take_report() is None and worker.writes.kept.blocks == 4
+    assert worker.take_report() is None and worker.writes.waiting_blocks == 4
     assert held is not None
     staging.release(held)
     object.__setattr__(store.settings.transfers, "queue_jobs", 0)
@@ -306,7 +306,6 @@ def test_a_save_waits_for_staging_and_a_place_in_the_queue_and_leaks_nothing(
     assert store.transfers.drain(PATIENCE_S)
     report = worker.take_report()
     assert report is not None and report.ended_saves == {one.segment: (1, True)}
-    assert report.begun_saves == {one.segment: 1}
     assert match(space, A).blocks == 4 and staging.used_bytes == 0
 
 

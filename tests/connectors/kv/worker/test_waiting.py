@@ -1,4 +1,4 @@
-"""A worker without room for a hand-off's saves: they wait, their blocks with them, and not for ever."""
+"""A worker without room: saves wait as long as their requests have their blocks, and no longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 
 from connectors.kv.connector import KVStoreConnector
 from connectors.kv.messages import KVStoreMetadata, Save
-from connectors.kv.worker.backlog import KeptSaves
 from connectors.kv.worker.worker import KVWorker
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.keys import block_key, digest, new_segment_id
@@ -35,53 +34,12 @@ def save(request: str, *steps: int, stays: bool = True) -> Save:
     return Save(0, new_segment_id(), 1_700_000_000, 0, hashes, blocks, request, stays, True, True)
 
 
-def test_saves_are_tried_in_order_and_given_up_with_their_blocks() -> None:
-    room, started, dropped = [0], [], []
-
-    def start(one: Save) -> bool:
-        room[0] -= 1
-        if room[0] >= 0:
-            started.append(one)
-        return room[0] >= 0
-
-    kept = KeptSaves(start, dropped.append)
-    saves = [save("a", 1), save("b", 2), save("a", 3), save("c", 4)]
-    kept.add(saves[:2])
-    kept.add(saves[2:])
-    assert kept.blocks == 4
-    kept.finished({"a": 60.0, "b": 60.0, "c": 0.0, "d": 60.0})
-    # Nothing was to be read of d; c has waited long enough.
-    assert kept.take_read() == {"c", "d"} and dropped == saves[3:]
-    room[0] = 1
-    kept.add([])
-    assert started == saves[:1] and kept.take_read() == set()
-    room[0] = 1
-    kept.add([])
-    assert started == saves[:2] and kept.take_read() == {"b"}
-    kept.release({"a", "e"})
-    assert dropped == [saves[3], saves[2]] and kept.take_read() == {"a"}
-    assert kept.take_read() == set()
-    room[0] = 0
-    kept.add([saves[0]])
-    kept.give_up()
-    assert dropped[-1] is saves[0]
-    room[0] = 9
-    kept.add([])
-    assert len(started) == 2
+def hand_over(worker: KVWorker, **seconds: float) -> None:
+    worker.writes.begin_step((), seconds, ())
 
 
-def test_a_save_that_will_never_have_room_is_in_nobodys_way() -> None:
-    never, started, dropped = save("a", 1), [], []
-
-    def start(one: Save) -> bool | None:
-        if one is never:
-            return None
-        started.append(one)
-        return True
-
-    kept = KeptSaves(start, dropped.append)
-    kept.add([never, other := save("b", 2)])
-    assert (dropped, started, kept.blocks) == ([never], [other], 0)
+def lose(worker: KVWorker, *requests: str, flushes: list[Save] | None = None) -> None:
+    worker.writes.begin_step(requests, {}, flushes or ())
 
 
 @pytest.fixture
@@ -115,10 +73,65 @@ def until(worker: KVWorker, store: Store, names: set[str]) -> None:
     read: set[str] = set()
     while read != names and time.monotonic() < end:
         worker.writes.start([])  # every step
-        read |= worker.writes.kept.take_read()
+        read |= worker.writes.take_read()
         time.sleep(0.001)
     assert read == names
     assert store.transfers.drain(PATIENCE_S)
+
+
+def test_saves_are_tried_in_order_and_dropped_with_their_blocks(
+    worker: KVWorker, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, begun, dropped = [0], [], []
+
+    def start(one: Save) -> bool | None:
+        if one.request_id == "never":
+            return None
+        room[0] -= 1
+        if room[0] >= 0:
+            begun.append(one)
+        return room[0] >= 0
+
+    monkeypatch.setattr(worker.writes, "_start", start)
+    monkeypatch.setattr(worker.writes, "_drop", dropped.append)
+    a, b, more, c = saves = [save("a", 1), save("b", 2), save("a", 3), save("c", 4)]
+    worker.writes.start(saves[:2])
+    worker.writes.start(saves[2:])
+    assert worker.writes.waiting_blocks == 4 and not dropped
+    # Nothing was to be read of d; c has waited long enough.
+    hand_over(worker, a=60.0, b=60.0, c=0.0, d=60.0)
+    assert worker.writes.take_read() == {"c", "d"} and dropped == [c]
+    room[0] = 1
+    worker.writes.start([])
+    assert begun == [a] and worker.writes.take_read() == set()
+    room[0] = 1
+    worker.writes.start([])
+    assert begun == [a, b] and worker.writes.take_read() == {"b"}
+    lose(worker, "a", "e")
+    assert dropped == [c, more] and worker.writes.take_read() == {"a"}
+    assert worker.writes.take_read() == set()
+    room[0] = 0
+    worker.writes.start([a])
+    worker.writes.give_up()
+    assert dropped[-1] is a
+    # One that will never have room is in nobody's way.
+    room[0] = 1
+    never, other = save("never", 1), save("b", 2)
+    worker.writes.start([never, other])
+    assert (dropped[-1], begun[-1], worker.writes.waiting_blocks) == (never, other, 0)
+
+
+def test_nothing_is_stored_behind_what_a_request_loses_when_it_ends(
+    worker: KVWorker, space: Space, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as busy:
+        busy.setattr(worker.memory.saves, "try_acquire", lambda nbytes: None)
+        worker.writes.start([save("r", 1)])
+    last, others = save("r", 2, stays=False), save("s", 3, stays=False)
+    lose(worker, "r", "s", flushes=[last, others])
+    assert store.transfers.drain(PATIENCE_S)
+    assert [match(space, one.hashes).blocks for one in (last, others)] == [0, 1]
+    assert store.counters.snapshot()["save_blocks{dropped}"] == 2
 
 
 def test_blocks_are_kept_until_there_was_room_to_read_them(
@@ -133,7 +146,7 @@ def test_blocks_are_kept_until_there_was_room_to_read_them(
     with monkeypatch.context() as busy:
         busy.setattr(worker.memory.saves, "try_acquire", lambda nbytes: None)
         worker.writes.start([*saves, other])
-    worker.writes.kept.finished({"r": 30.0})
+    hand_over(worker, r=30.0)
     assert store.counters.snapshot()["save_blocks{dropped}"] == 1, "its blocks won't be there"
     until(worker, store, {"r"})
     assert all(match(space, one.hashes).blocks == 1 for one in saves)
@@ -162,10 +175,10 @@ def test_a_hand_off_that_failed_is_reported(
     busy, late = save("c", 3), save("d", 4)
     monkeypatch.setattr(worker.memory.saves, "try_acquire", lambda nbytes: None)
     worker.writes.start([busy, late])
-    worker.writes.kept.release({"d"})
+    lose(worker, "d")
     monkeypatch.undo()
     plan.replace()
-    worker.writes.kept.finished({"c": 30.0})
+    hand_over(worker, c=30.0)
     until(worker, store, {"c"})
     report = worker.take_report()
     assert report is not None and report.failed_handoffs == {"b", "d"}
@@ -188,7 +201,7 @@ def test_a_block_that_was_handed_out_again_is_not_tried_again(
     with monkeypatch.context() as busy:
         busy.setattr(worker.memory.saves, "try_acquire", lambda nbytes: None)
         worker.writes.start([late := save("r", 1)])
-    connector.handle_preemptions(KVStoreMetadata(released={"r"}))
+    connector.handle_preemptions(KVStoreMetadata(lost_blocks={"r"}))
     assert store.transfers.drain(PATIENCE_S)
     assert match(space, late.hashes).blocks == 0
     report = worker.take_report()
