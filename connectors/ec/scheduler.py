@@ -354,6 +354,9 @@ class ECScheduler:
         """Returns this step's work for the workers."""
         loads, self._loads = self._loads, {}
         if (made := self._plan_step(StepView(output), loads)) is None:
+            # What it was to save is not made by any later step.
+            for unsent in (self._saves, self._saves_held, self._savers):
+                unsent.clear()
             return ECStoreMetadata(self._namespace_json, loads)
         return made
 
