@@ -25,9 +25,9 @@ no match waits for the note.
 A request whose load failed once computes the rest itself: asking again could promise the same
 unreadable bytes for ever.
 
-All that is done beside matches and loads is a part (connectors.engine.guard), whose faults cost that part
-alone. Of matches and loads two things stand bare, in `update_state_after_alloc` with `build_connector_meta`,
-and in `update_connector_output`: a promised load is sent, and one that has ended is known to have.
+All that is done beside matches and loads has followers (connectors.engine.guard), whose faults cost what
+they do alone. Two things stand bare, in `update_state_after_alloc` with `build_connector_meta`, and in
+`update_connector_output`: a promised load is sent, and one that has ended is known to have.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from connectors.choice.cost import TokenCost, mean_depth
 from connectors.choice.decision import WAIT
 from connectors.choice.regret import Regrets
 from connectors.engine.contents import Contents, listen
-from connectors.engine.guard import Parts, guarded
+from connectors.engine.guard import Followers, guarded
 from connectors.engine.new_weights import weights_are
 from connectors.engine.provenance import Provenance
 from connectors.engine.sessions.telling import SessionTeller
@@ -91,13 +91,13 @@ class KVScheduler:
         """`handoffs` and `events` are None if prompts aren't handed over, or nobody listens to KV events."""
         self.store = store
         #: What each hook guards by itself.
-        self.parts = parts = Parts(store.counters)
-        self.handoffs = parts.guard(handoffs or NoHandoffs())
-        self.cost = parts.guard(TokenCost(), TokenCost.restart)
-        self._costs = parts.guard(CostTeller(store.backends.trace, self.cost))
+        self.followers = followers = Followers(store.counters)
+        self.handoffs = followers.guard(handoffs or NoHandoffs())
+        self.cost = followers.guard(TokenCost(), TokenCost.restart)
+        self._costs = followers.guard(CostTeller(store.backends.trace, self.cost))
         self._engine = engine
-        self._observer = parts.guard(
-            Observer(store, engine.groups, engine.hash_tokens, events or NoEvents(), spans, parts)
+        self._observer = followers.guard(
+            Observer(store, engine.groups, engine.hash_tokens, events or NoEvents(), spans, followers)
         )
         self._namespace = CurrentNamespace(store, space, ranks=engine.ranks, holds_blocks=engine.holds_blocks)
         self.saving = Saving(
@@ -110,21 +110,21 @@ class KVScheduler:
             window_interval=store.settings.kv.window_interval_tokens,
         )
         refuses = store.settings.identity.client_uuids == "refuse"
-        self._provenance = parts.guard(Provenance(engine.hash_tokens), Provenance.clear)
+        self._provenance = followers.guard(Provenance(engine.hash_tokens), Provenance.clear)
         self.requests = Requests(
             engine, store.settings, self.saving.start, Contents(engine.media) if refuses else None
         )
-        self._audits = parts.guard(
+        self._audits = followers.guard(
             Audits(engine.groups, engine.hash_tokens, store.settings.kv.audit_every), Audits.drop
         )
-        self.prefetch = parts.guard(
+        self.prefetch = followers.guard(
             open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch(), NoPrefetch.restart
         )
-        self._choosing = parts.guard(Choosing(store.settings.kv, engine, self.cost), Choosing.forget)
-        self._regrets = parts.guard(
+        self._choosing = followers.guard(Choosing(store.settings.kv, engine, self.cost), Choosing.forget)
+        self._regrets = followers.guard(
             Regrets(self._observer.regretted, WAIT[store.settings.kv.objective]), Regrets.restart
         )
-        self._sessions = parts.guard(SessionTeller(store))
+        self._sessions = followers.guard(SessionTeller(store))
         self.loading = Loading(
             store,
             engine,
@@ -140,8 +140,8 @@ class KVScheduler:
         #: What the next step tells the workers: KVStoreMetadata's `lost_blocks` and `handed_over`.
         self._lost_blocks: set[str] = set()
         self._handed_over: dict[str, float] = {}
-        self._admission = parts.guard(Admission(store, engine.hash_tokens))
-        self.save_planner = parts.guard(
+        self._admission = followers.guard(Admission(store, engine.hash_tokens))
+        self.save_planner = followers.guard(
             SavePlanner(
                 engine,
                 store.settings,
@@ -154,8 +154,8 @@ class KVScheduler:
             ),
             self._forget_saves,
         )
-        self._queued_items = parts.guard(QueuedItems(), QueuedItems.restart)
-        self._hinted = parts.guard(HintedSessions(store, self.prefetch), HintedSessions.restart)
+        self._queued_items = followers.guard(QueuedItems(), QueuedItems.restart)
+        self._hinted = followers.guard(HintedSessions(store, self.prefetch), HintedSessions.restart)
         #: Ranks that can't read payloads now, and those that are asked for fewer reads.
         self._down: set[int] = set()
         self._scarce: set[int] = set()

@@ -1,4 +1,4 @@
-"""Parts of a connector that fail (connectors.engine.guard)."""
+"""Followers that fail (connectors.engine.guard)."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import inspect
 from collections import Counter
 from typing import Any, Literal
 
-#: A part fails in all its methods whenever it is called, or in each of them the first time.
+#: A follower fails in all its methods whenever it is called, or in each of them the first time.
 How = Literal["always", "once"]
 
 
 class Planted(Exception):
-    """What a broken part raises."""
+    """What a broken follower raises."""
 
 
 def methods(cls: type) -> dict[str, Any]:
-    """The public methods and properties of a class, by name: all that is called of a part."""
+    """The public methods and properties of a class, by name: all that is called of a follower."""
     named = {name: inspect.getattr_static(cls, name) for name in dir(cls) if not name.startswith("_")}
     return {name: one for name, one in named.items() if isinstance(one, property) or inspect.isfunction(one)}
 
 
-def break_part(part: Any, how: How) -> Counter[str]:
-    """Breaks a part; returns how often each of its methods has raised."""
-    cls, raised = type(part), Counter[str]()
+def break_follower(follower: Any, how: How) -> Counter[str]:
+    """Breaks a follower; returns how often each of its methods has raised."""
+    cls, raised = type(follower), Counter[str]()
 
     def broken(name: str, member: Any) -> Any:
         function = member.fget if isinstance(member, property) else member
@@ -35,7 +35,7 @@ def break_part(part: Any, how: How) -> Counter[str]:
 
         return property(call) if isinstance(member, property) else call
 
-    part.__class__ = type(
+    follower.__class__ = type(
         cls.__name__, (cls,), {name: broken(name, one) for name, one in methods(cls).items()}
     )
     return raised

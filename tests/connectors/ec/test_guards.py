@@ -1,4 +1,4 @@
-"""Each part of the EC connector fails in each hook, one part at a time: that costs the part alone."""
+"""Each follower of the EC connector fails in each hook, one at a time: that costs what it does alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from connectors.ec.messages import ECStoreWorkerMetadata
 from connectors.ec.scheduler import ECScheduler
 from connectors.engine.step import StepView
 from kvstore.store.store import Store
-from tests.connectors.broken import How, Planted, break_part
+from tests.connectors.broken import How, Planted, break_follower
 from tests.connectors.ec.world import DESCRIPTION, FakeEngine, ItemRequest, Step, put
 from tests.fake_vllm import FakeStep
 from tests.store.world import make_store, open_space
@@ -82,20 +82,20 @@ def kept(half: ECScheduler) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("how", ["always", "once"])
-def test_a_broken_part_costs_what_it_does_and_nothing_else(
+def test_a_broken_follower_costs_what_it_does_and_nothing_else(
     store: Store, how: How, faults: Counter[str]
 ) -> None:
-    with_parts = FakeEngine(store)
-    names = [type(one).__name__ for one in with_parts.half.parts]
-    with_parts.half.shutdown = lambda: None  # type: ignore[method-assign]  # it would close the store
+    first = FakeEngine(store)
+    names = [type(one).__name__ for one in first.half.followers]
+    first.half.shutdown = lambda: None  # type: ignore[method-assign]  # it would close the store
     fired = 0
     for number, name in enumerate(names):
         one = FakeEngine(store)
-        raised = break_part(list(one.half.parts)[number], how)
+        raised = break_follower(list(one.half.followers)[number], how)
         assert serve(one) == expected(), name
         assert {what: count for what, count in kept(one.half).items() if count} == {}, name
         fired += sum(raised.values())
-    assert fired > 10 and store.counters.snapshot()["part_failures"] == fired
+    assert fired > 10 and store.counters.snapshot()["follower_failures"] == fired
 
 
 def test_a_step_that_can_not_be_planned_sends_its_loads_all_the_same(

@@ -1,4 +1,4 @@
-"""Each part of the KV connector fails in each hook, one part at a time: that costs the part alone."""
+"""Each follower of the KV connector fails in each hook, one at a time: that costs what it does alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from connectors.kv import save
 from connectors.kv.namespace import CurrentNamespace
 from connectors.kv.scheduler import KVScheduler
 from connectors.kv.worker.reads import KVReads
-from tests.connectors.broken import How, Planted, break_part
+from tests.connectors.broken import How, Planted, break_follower
 from tests.connectors.kv.bed import TOKENS, Bed, page
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
 BLOCKS = 12
-#: What an engine does without where a part is broken; without any other it does not do.
+#: What an engine does without where one is broken; without any other it does not do.
 COSTS = {
     "Choosing": {"loads"},
     "SavePlanner": {"saves"},
@@ -39,10 +39,10 @@ SETTINGS: dict[str, Any] = {"segment": {"max_blocks": 4}, "kv": {"audit_every": 
 
 @dataclass
 class Stored:
-    """A store in which another engine has left half of the prompts; and the names of an engine's parts."""
+    """A store in which another engine has left half of the prompts, and the names of what follows."""
 
     folder: Path
-    parts: dict[str, list[str]]
+    followers: dict[str, list[str]]
 
     def copy(self, to: Path) -> Path:
         """Returns a folder with the same in it."""
@@ -57,11 +57,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
         bed.run()
         bed.drain()
         assert all(bed.stored(one) == BLOCKS for one in requests)
-        parts = {
-            "scheduler": [type(one).__name__ for one in bed.half._scheduler.parts],
-            "worker": [type(one).__name__ for one in bed.ranks[0].worker.parts],
+        followers = {
+            "scheduler": [type(one).__name__ for one in bed.half._scheduler.followers],
+            "worker": [type(one).__name__ for one in bed.ranks[0].worker.followers],
         }
-    return Stored(folder, parts)
+    return Stored(folder, followers)
 
 
 def prompt(seed: int, blocks: int = BLOCKS) -> list[int]:
@@ -70,7 +70,7 @@ def prompt(seed: int, blocks: int = BLOCKS) -> list[int]:
 
 def broken(bed: Bed, side: str, number: int, how: How) -> Counter[str]:
     owner = bed.half._scheduler if side == "scheduler" else bed.ranks[0].worker
-    return break_part(list(owner.parts)[number], how)
+    return break_follower(list(owner.followers)[number], how)
 
 
 def wrong_pages(bed: Bed, request: Any) -> list[int]:
@@ -121,11 +121,11 @@ def serve(bed: Bed) -> list[Any]:
 
 @pytest.mark.parametrize("how", ["always", "once"])
 @pytest.mark.parametrize("side", ["scheduler", "worker"])
-def test_a_broken_part_costs_what_it_does_and_nothing_else(
+def test_a_broken_follower_costs_what_it_does_and_nothing_else(
     tmp_path: Path, stored: Stored, side: str, how: How, faults: Counter[str]
 ) -> None:
     fired = 0
-    for number, name in enumerate(stored.parts[side]):
+    for number, name in enumerate(stored.followers[side]):
         folder = stored.copy(tmp_path / str(number))
         costs = COSTS.get(name, set()) if how == "always" else {"loads", "saves", "journal", "statistics"}
         with Bed(folder, **SETTINGS) as bed:
@@ -163,8 +163,8 @@ def test_a_rank_that_never_tells_of_its_saves_costs_bounded_memory(
 ) -> None:
     monkeypatch.setattr(save, "MOST_UNDER_WAY", 5)
     with Bed(stored.copy(tmp_path / "store"), **SETTINGS) as bed:
-        break_part(
-            next(one for one in bed.ranks[0].worker.parts if type(one).__name__ == "KVWrites"), "always"
+        break_follower(
+            next(one for one in bed.ranks[0].worker.followers if type(one).__name__ == "KVWrites"), "always"
         )
         requests = [bed.request(prompt(seed), 20) for seed in range(10, 20)]
         bed.run()

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 from connectors.tier.memory import Jobs, Primary
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.errors import TransientError
-from tests.connectors.broken import How, break_part
+from tests.connectors.broken import How, break_follower
 from tests.connectors.tier.test_connector import A, B, stored
 from tests.connectors.tier.world import ROW, Engine, content, engine, keys
 from tests.store.world import chain, put_faults
@@ -393,14 +393,14 @@ def test_rows_are_whole_chunks() -> None:
 
 @pytest.mark.parametrize("how", ["always", "once"])
 @pytest.mark.parametrize("number", range(3))
-def test_a_broken_part_costs_what_it_does_and_nothing_else(
+def test_a_broken_follower_costs_what_it_does_and_nothing_else(
     tmp_path: Path, faults: object, number: int, how: How
 ) -> None:
     stored(tmp_path, A)
     with engine(tmp_path) as one:
-        assert len(list(one.tier._parts)) == 3, "one more is one more to break here"
-        part = list(one.tier._parts)[number]
-        name, raised = type(part).__name__, break_part(part, how)
+        assert len(list(one.tier._followers)) == 3, "one more is one more to break here"
+        follower = list(one.tier._followers)[number]
+        name, raised = type(follower).__name__, break_follower(follower, how)
         loaded = [0 if how == "always" and name == "Lookups" else 12]
         if how == "once":
             loaded += [0]
@@ -411,5 +411,5 @@ def test_a_broken_part_costs_what_it_does_and_nothing_else(
             one.forget()
             assert one.pinned() == 0
         assert raised
-        lookups, saves = list(one.tier._parts)[:2]
+        lookups, saves = list(one.tier._followers)[:2]
         assert not len(lookups) and not lookups._keys_of and not saves._open  # type: ignore[attr-defined]
