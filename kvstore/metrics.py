@@ -31,7 +31,7 @@ _PLAIN: Final = (
     "session_failures",  # requests whose session the index was not told of
     "hints_ignored",  # hints of requests that make no sense
     "trace_lost",  # requests that could not be recorded
-    "part_failures",  # calls of a part of a connector that failed unexpectedly, and cost that part alone
+    "follower_failures",  # unexpected failures of what a connector does beside loads, which it did without
     "outcomes_lost",  # requests whose outcome could not be put into the journal
     "evicted_segments",
     "deleted_payloads",

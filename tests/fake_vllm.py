@@ -95,6 +95,9 @@ class FakeField:
 class FakeData(UserDict[str, FakeField]):
     """The fields of an image: one object for as long as vLLM caches it."""
 
+    def get_data(self) -> dict[str, Any]:
+        return {name: field.data for name, field in self.items()}
+
 
 @dataclass
 class FakeFeature:

@@ -15,7 +15,7 @@ from functools import partial
 from connectors.ec.items import Item
 from connectors.ec.messages import ECStoreWorkerMetadata, StagedItem
 from connectors.ec.metrics import RENAMED
-from connectors.engine.guard import Parts
+from connectors.engine.guard import Followers
 from connectors.telemetry.metrics import Report, Tally, TierStates, merge
 from connectors.telemetry.outcomes import Missing, Outcomes, nothing_missing
 from kvstore.keys import ContentKey, digest
@@ -34,13 +34,13 @@ _MOST_SAVING = 4096
 class ECObserver:
     """Turns the events of one engine into statistics, journal entries and log lines."""
 
-    def __init__(self, store: Store, parts: Parts) -> None:
-        """The journal is one of the `parts`, by itself."""
+    def __init__(self, store: Store, followers: Followers) -> None:
+        """The journal is one of the `followers`, by itself."""
         self._store = store
         #: This half's own statistics.
         self.tally = Tally(store.counters, RENAMED)
         self._tier_states = TierStates(store, self.tally)
-        self._outcomes = parts.guard(Outcomes(store))
+        self._outcomes = followers.guard(Outcomes(store))
         self._space: Space | None = None
         #: Requests whose items the workers are saving.
         self._saving: dict[ContentKey, str] = {}

@@ -26,9 +26,9 @@ With `admission.second_use` an absent item is saved only if an earlier request h
 noted together with its look-up, once per request, however often the request looks it up while it waits. An
 encoder-only producer saves everything.
 
-All state belongs to the scheduler's thread. What is done beside all that is a part (connectors.engine.guard),
-whose faults cost that part alone. Two things stand bare: what was promised is handed to the workers, and what
-they have loaded is let go.
+All state belongs to the scheduler's thread. What is done beside all that has followers
+(connectors.engine.guard), whose faults cost what they do alone. Two things stand bare: what was promised is
+handed to the workers, and what they have loaded is let go.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from connectors.ec.promises import Promises
 from connectors.ec.staging import StagingFolder
 from connectors.ec.uses import ItemUses
 from connectors.engine.contents import MOST_NAME, Contents, loaded
-from connectors.engine.guard import Parts, guarded
+from connectors.engine.guard import Followers, guarded
 from connectors.engine.new_weights import empty, follow
 from connectors.engine.step import RequestView, StepView, items_ahead
 from connectors.telemetry.metrics import Report
@@ -86,9 +86,9 @@ class ECScheduler:
         self._staging = StagingFolder(settings.ec.staging_dir, settings.ec.staging_bytes)
         self._promises = Promises(self._staging, engine.hidden)
         #: What each hook guards by itself.
-        self.parts = parts = Parts(store.counters)
-        self._announcements = parts.guard(Announcements(engine.media))
-        self._observer = parts.guard(ECObserver(store, parts), ECObserver.restart)
+        self.followers = followers = Followers(store.counters)
+        self._announcements = followers.guard(Announcements(engine.media))
+        self._observer = followers.guard(ECObserver(store, followers), ECObserver.restart)
         self._contents = Contents(engine.media)
         #: What the request that is being scheduled calls its items, and their keys; None: not to be cached.
         self._asking: dict[str, ContentKey | None] = {}
@@ -106,8 +106,8 @@ class ECScheduler:
         self._saves: dict[str, ContentKey] = {}
         self._saves_held: dict[str, ContentKey] = {}
         self._savers: dict[ContentKey, User] = {}
-        self._uses = parts.guard(ItemUses(store), ItemUses.restart)
-        self._ahead = parts.guard(Ahead(store, consumer=engine.consumer), Ahead.restart)
+        self._uses = followers.guard(ItemUses(store), ItemUses.restart)
+        self._ahead = followers.guard(Ahead(store, consumer=engine.consumer), Ahead.restart)
         self._open(space)
         follow(self)
         listen(self)
@@ -354,6 +354,9 @@ class ECScheduler:
         """Returns this step's work for the workers."""
         loads, self._loads = self._loads, {}
         if (made := self._plan_step(StepView(output), loads)) is None:
+            # What it was to save is not made by any later step.
+            for unsent in (self._saves, self._saves_held, self._savers):
+                unsent.clear()
             return ECStoreMetadata(self._namespace_json, loads)
         return made
 

@@ -1,4 +1,4 @@
-"""The one catch-all: between vLLM's threads and this code, and between the parts of this code.
+"""The one catch-all: between vLLM's threads and this code, and between the modules of this code.
 
 Nothing that the store does may end an engine (design, invariant 3). Errors that are expected are
 handled where they arise; what reaches this far is a bug, is logged with its traceback, and costs the
@@ -6,10 +6,10 @@ engine a miss or a save instead of its life. Two things stand bare, as carrying 
 was promised is sent to the workers, and one that has ended is reported. Without either its request would
 wait for ever.
 
-`guarded` keeps the fault of a hook from vLLM. `Parts` keeps the fault of a part from the hook, so that it
-costs that part alone: the journal, spans, prefetch, probes, hints. A part that has failed forgets all that it
-holds, since that may be half of something, and goes on with what comes next. If it can't even do that, it is
-switched off as long as the engine lives.
+`guarded` keeps the fault of a hook from vLLM. A hook has followers beside: journal, spans, prefetch, probes,
+hints, saves. `Followers` keeps their faults from the hook, so that each costs what that one does alone. One
+that has failed forgets all that it holds, since that may be half of something, and goes on with what comes
+next. If it can't even do that, it is switched off as long as the engine lives.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def guarded(otherwise: Any) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def otherwise(make: Callable[[], Any]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Say what a part's method returns if it fails: what `make` returns. Without this it is None."""
+    """Say what a follower's method returns if it fails: what `make` returns. Without this it is None."""
 
     def mark(method: Callable[_P, _R]) -> Callable[_P, _R]:
         method._otherwise = make  # type: ignore[attr-defined]
@@ -67,54 +67,56 @@ def otherwise(make: Callable[[], Any]) -> Callable[[Callable[_P, _R]], Callable[
 
 
 def bare(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Say that a part's method may raise: nothing that it could return would do."""
+    """Say that a follower's method may raise: nothing that it could return would do."""
     method._otherwise = None  # type: ignore[attr-defined]
     return method
 
 
-class Parts:
-    """The parts of one half of a connector, in the order in which they were made."""
+class Followers:
+    """The followers of one half of a connector, in the order in which they were made."""
 
     def __init__(self, counters: Counters) -> None:
         """`counters` count what fails."""
         self._counters = counters
         self._guards: list[_Guard] = []
 
-    def guard(self, part: _T, forget: Callable[[_T], object] | None = None) -> _T:
-        """Returns a part as everybody else is to have it: none of its public methods and properties raises.
+    def guard(self, follower: _T, forget: Callable[[_T], object] | None = None) -> _T:
+        """Returns a follower as everybody else is to have it: no public method or property of it raises.
         `forget` makes it forget all that it holds."""
-        guard = _Guard(part, self._counters, cast("Callable[[object], object] | None", forget))
+        guard = _Guard(follower, self._counters, cast("Callable[[object], object] | None", forget))
         self._guards.append(guard)
-        made: object = object.__new__(_guarded_class(cast("type", type(part))))
+        made: object = object.__new__(_guarded_class(cast("type", type(follower))))
         object.__setattr__(made, "_guard", guard)
         return cast("_T", made)
 
     def __iter__(self) -> Iterator[object]:
-        """Yields the parts themselves, which do raise."""
-        return (guard.part for guard in self._guards)
+        """Yields the followers themselves, which do raise."""
+        return (guard.follower for guard in self._guards)
 
 
 class _Guard:
-    """What stands between a part and its callers, on any thread."""
+    """What stands between a follower and its callers, on any thread."""
 
-    def __init__(self, part: object, counters: Counters, forget: Callable[[object], object] | None) -> None:
-        self.part = part
+    def __init__(
+        self, follower: object, counters: Counters, forget: Callable[[object], object] | None
+    ) -> None:
+        self.follower = follower
         self.off = False
         self._counters = counters
         self._forget = forget
         self._lock = threading.Lock()
 
     def failed(self, method: str) -> None:
-        """The part has raised, and nothing of it is under way on this thread any more."""
-        name = f"{type(self.part).__qualname__}.{method}"
+        """The follower has raised, and nothing of it is under way on this thread any more."""
+        name = f"{type(self.follower).__qualname__}.{method}"
         _failed(name)
-        self._counters.add("part_failures")
+        self._counters.add("follower_failures")
         # One thread at a time, which may be any.
         with self._lock:
             if self._forget is None or self.off:
                 return
             try:
-                self._forget(self.part)
+                self._forget(self.follower)
             except Exception:  # noqa: BLE001 - `_failed` logs it
                 self.off = True
                 _failed(f"{name}, and what makes it forget,", "it is switched off")
@@ -131,7 +133,7 @@ def _failed(name: str, then: str = "the engine goes on without") -> None:
 
 @functools.cache
 def _guarded_class(cls: type) -> type:
-    """Returns a class of objects that stand for a part of `cls`, which their `_guard` has."""
+    """Returns a class of objects that stand for a follower of `cls`, which their `_guard` has."""
     members: dict[str, object] = {"__getattr__": _get, "__setattr__": _set, "__delattr__": _delete}
     for name in dir(cls):
         found = inspect.getattr_static(cls, name)
@@ -159,7 +161,7 @@ def _guarded_call(name: str, make: Callable[[], Any] | None, *, reads: bool) -> 
         if guard.off and make is not None:
             return make()
         try:
-            found = getattr(guard.part, name)
+            found = getattr(guard.follower, name)
             return found if reads else found(*args, **kwargs)
         except Exception:
             guard.failed(name)
@@ -171,12 +173,12 @@ def _guarded_call(name: str, make: Callable[[], Any] | None, *, reads: bool) -> 
 
 
 def _get(self: Any, name: str) -> Any:
-    return getattr(self._guard.part, name)
+    return getattr(self._guard.follower, name)
 
 
 def _set(self: Any, name: str, value: object) -> None:
-    setattr(self._guard.part, name, value)
+    setattr(self._guard.follower, name, value)
 
 
 def _delete(self: Any, name: str) -> None:
-    vars(self._guard.part).pop(name, None)
+    vars(self._guard.follower).pop(name, None)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from connectors.choice.decision import Decision
-from connectors.engine.guard import Parts, otherwise
+from connectors.engine.guard import Followers, otherwise
 from connectors.engine.layout import Group
 from connectors.engine.step import RequestView
 from connectors.kv.events import NoEvents
@@ -49,21 +49,21 @@ class Observer:
         hash_tokens: int,
         events: NoEvents,
         open_spans: OpenSpans,
-        parts: Parts,
+        followers: Followers,
     ) -> None:
-        """All that is told here is one of the `parts`, each by itself."""
+        """All that is told here is told to `followers`, each guarded by itself."""
         self._groups = groups
         self._hash_tokens = hash_tokens
-        self._events = parts.guard(events, NoEvents.forget)
+        self._events = followers.guard(events, NoEvents.forget)
         self._tally = tally = Tally(store.counters, RENAMED)
-        self._spans = parts.guard(
+        self._spans = followers.guard(
             open_spans(lambda count: tally.add("events{spans_lost}", count)), NoSpans.restart
         )
-        self._outcomes = parts.guard(Outcomes(store))
+        self._outcomes = followers.guard(Outcomes(store))
         #: Outcomes.tick and NoEvents.take themselves: they run in every step, so a call in between is spared.
         self.tick = self._outcomes.tick
         self.take_events = self._events.take
-        self._saves = parts.guard(SaveOutcomes(self._outcomes), SaveOutcomes.restart)
+        self._saves = followers.guard(SaveOutcomes(self._outcomes), SaveOutcomes.restart)
 
     def entered(self, space: Space | None) -> None:
         """Report about this namespace from now on, or with None about no namespace.

@@ -82,6 +82,9 @@ class SavePlanner:
                     # Segments may be planned that no worker hears of, and it would fail in each step.
                     self._saving.forget(tracked.progress)
                     unsaved.pop(request_id, None)
+            for segment, writers in self._saving.surplus():
+                self.lost(segment)
+                self.ended(segment, writers, written=False)
         return saves
 
     @guarded(None)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from connectors.engine.layout import Group
 from connectors.kv.messages import Save
@@ -50,6 +51,8 @@ _MOST_AGAIN = 3
 
 #: How many blocks are remembered that some rank has dropped.
 _MOST_CLAIMED = 1 << 16
+#: Most segments under way: more than staging and waiting blocks can hold.
+MOST_UNDER_WAY = 1 << 16
 
 #: Block tables of a request: the block ids in each KV cache group of vLLM's.
 Tables = Sequence[Sequence[int]]
@@ -417,6 +420,12 @@ class Saving:
         if state.writers > 1:
             state.abandon(segment)
         return []
+
+    def surplus(self) -> list[tuple[SegmentId, int]]:
+        """Returns the oldest segments that are one too many, and how many ranks save a part of each: a rank
+        whose saves are broken ends none, and so many are never on their way."""
+        many = len(self._segments) - MOST_UNDER_WAY
+        return [(one, state.writers) for one, state in islice(self._segments.items(), max(0, many))]
 
     def forget(self, progress: Progress) -> None:
         """Forget the segments under way of a request. Others that count on them count them as lost."""

@@ -25,9 +25,9 @@ no match waits for the note.
 A request whose load failed once computes the rest itself: asking again could promise the same
 unreadable bytes for ever.
 
-All that is done beside matches and loads is a part (connectors.engine.guard), whose faults cost that part
-alone. Of matches and loads two things stand bare, in `update_state_after_alloc` with `build_connector_meta`,
-and in `update_connector_output`: a promised load is sent, and one that has ended is known to have.
+All that is done beside matches and loads has followers (connectors.engine.guard), whose faults cost what
+they do alone. Two things stand bare, in `update_state_after_alloc` with `build_connector_meta`, and in
+`update_connector_output`: a promised load is sent, and one that has ended is known to have.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from connectors.choice.cost import TokenCost, mean_depth
 from connectors.choice.decision import WAIT
 from connectors.choice.regret import Regrets
 from connectors.engine.contents import Contents, listen
-from connectors.engine.guard import Parts, guarded
+from connectors.engine.guard import Followers, guarded
 from connectors.engine.new_weights import weights_are
 from connectors.engine.provenance import Provenance
 from connectors.engine.sessions.telling import SessionTeller
@@ -91,13 +91,13 @@ class KVScheduler:
         """`handoffs` and `events` are None if prompts aren't handed over, or nobody listens to KV events."""
         self.store = store
         #: What each hook guards by itself.
-        self.parts = parts = Parts(store.counters)
-        self.handoffs = parts.guard(handoffs or NoHandoffs())
-        self.cost = parts.guard(TokenCost(), TokenCost.restart)
-        self._costs = parts.guard(CostTeller(store.backends.trace, self.cost))
+        self.followers = followers = Followers(store.counters)
+        self.handoffs = followers.guard(handoffs or NoHandoffs())
+        self.cost = followers.guard(TokenCost(), TokenCost.restart)
+        self._costs = followers.guard(CostTeller(store.backends.trace, self.cost))
         self._engine = engine
-        self._observer = parts.guard(
-            Observer(store, engine.groups, engine.hash_tokens, events or NoEvents(), spans, parts)
+        self._observer = followers.guard(
+            Observer(store, engine.groups, engine.hash_tokens, events or NoEvents(), spans, followers)
         )
         self._namespace = CurrentNamespace(store, space, ranks=engine.ranks, holds_blocks=engine.holds_blocks)
         self.saving = Saving(
@@ -110,21 +110,21 @@ class KVScheduler:
             window_interval=store.settings.kv.window_interval_tokens,
         )
         refuses = store.settings.identity.client_uuids == "refuse"
-        self._provenance = parts.guard(Provenance(engine.hash_tokens), Provenance.clear)
+        self._provenance = followers.guard(Provenance(engine.hash_tokens), Provenance.clear)
         self.requests = Requests(
             engine, store.settings, self.saving.start, Contents(engine.media) if refuses else None
         )
-        self._audits = parts.guard(
+        self._audits = followers.guard(
             Audits(engine.groups, engine.hash_tokens, store.settings.kv.audit_every), Audits.drop
         )
-        self.prefetch = parts.guard(
+        self.prefetch = followers.guard(
             open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch(), NoPrefetch.restart
         )
-        self._choosing = parts.guard(Choosing(store.settings.kv, engine, self.cost), Choosing.forget)
-        self._regrets = parts.guard(
+        self._choosing = followers.guard(Choosing(store.settings.kv, engine, self.cost), Choosing.forget)
+        self._regrets = followers.guard(
             Regrets(self._observer.regretted, WAIT[store.settings.kv.objective]), Regrets.restart
         )
-        self._sessions = parts.guard(SessionTeller(store))
+        self._sessions = followers.guard(SessionTeller(store))
         self.loading = Loading(
             store,
             engine,
@@ -140,8 +140,8 @@ class KVScheduler:
         #: What the next step tells the workers: KVStoreMetadata's `lost_blocks` and `handed_over`.
         self._lost_blocks: set[str] = set()
         self._handed_over: dict[str, float] = {}
-        self._admission = parts.guard(Admission(store, engine.hash_tokens))
-        self.save_planner = parts.guard(
+        self._admission = followers.guard(Admission(store, engine.hash_tokens))
+        self.save_planner = followers.guard(
             SavePlanner(
                 engine,
                 store.settings,
@@ -154,8 +154,8 @@ class KVScheduler:
             ),
             self._forget_saves,
         )
-        self._queued_items = parts.guard(QueuedItems(), QueuedItems.restart)
-        self._hinted = parts.guard(HintedSessions(store, self.prefetch), HintedSessions.restart)
+        self._queued_items = followers.guard(QueuedItems(), QueuedItems.restart)
+        self._hinted = followers.guard(HintedSessions(store, self.prefetch), HintedSessions.restart)
         #: Ranks that can't read payloads now, and those that are asked for fewer reads.
         self._down: set[int] = set()
         self._scarce: set[int] = set()
@@ -308,17 +308,15 @@ class KVScheduler:
     def build_connector_meta(self, output: SchedulerOutput) -> KVStoreMetadata:
         """Returns this step's work for the workers."""
         loads = self.loading.take()
-        lost_blocks, self._lost_blocks = self._lost_blocks, set()
         handed_over, self._handed_over = self._handed_over, {}
-        made = self._plan_step(StepView(output), loads, lost_blocks, handed_over)
-        # A failed plan may have left saves with the workers whose blocks a request has lost.
-        return made or KVStoreMetadata(
-            self._namespace_json, loads, abandon_loads=True, lost_blocks=lost_blocks, handed_over=handed_over
-        )
+        if (made := self._plan_step(StepView(output), loads, handed_over)) is None:
+            # They may have saves before them of blocks that a request has lost.
+            return KVStoreMetadata(self._namespace_json, loads, abandon_loads=True, handed_over=handed_over)
+        return made
 
     @guarded(None)
     def _plan_step(
-        self, step: StepView, loads: list[Load], lost_blocks: set[str], handed_over: dict[str, float]
+        self, step: StepView, loads: list[Load], handed_over: dict[str, float]
     ) -> KVStoreMetadata | None:
         scheduled = step.num_scheduled_tokens
         self.cost.sent(
@@ -334,7 +332,7 @@ class KVScheduler:
         for request_id in step.begun:
             if (tracked := self.requests.get(request_id)) is not None:
                 self._observer.begun(tracked.request, tracked.way)
-        lost_blocks.update(step.preempted)
+        lost_blocks, self._lost_blocks = self._lost_blocks.union(step.preempted), set()
         # What is lost comes first: `plan_step` saves it again.
         flushes = self.save_planner.take_flushes(step, handed_over) if self.save_planner.flushes else []
         saves = list(self.save_planner.plan_step(step)) if self.requests.unsaved else []

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from connectors.engine.guard import Parts, guarded
+from connectors.engine.guard import Followers, guarded
 from connectors.engine.opening import close, open_for
 from connectors.tier.identity import (
     EngineConfig,
@@ -109,10 +109,10 @@ class KVStoreTier(SecondaryTierManager):
         space = store.open(namespace, block_bytes=primary.row_bytes)
         self._namespace_id = space.id
         #: What each hook guards by itself; that a job which has ended is reported stands bare.
-        self._parts = parts = Parts(store.counters)
-        self._lookups = parts.guard(Lookups(space, rows=primary.rows), Lookups.restart)
+        self._followers = followers = Followers(store.counters)
+        self._lookups = followers.guard(Lookups(space, rows=primary.rows), Lookups.restart)
         self._loads = Loads(space, primary, self._jobs, segment_chunks)
-        self._saves = parts.guard(
+        self._saves = followers.guard(
             Saves(
                 space,
                 primary,
@@ -124,7 +124,7 @@ class KVStoreTier(SecondaryTierManager):
             ),
             Saves.drop,
         )
-        self._observed = parts.guard(Observed(store.counters))
+        self._observed = followers.guard(Observed(store.counters))
         self._retired = False
         facts = shown(chunk_facts(engine, settings))
         log.info("chunks of %d bytes, their format follows from %s", primary.row_bytes, facts)

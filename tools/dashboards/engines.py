@@ -140,7 +140,7 @@ _WAITS = Row(
             "outcomes_lost, note_failures, session_failures, trace_lost: something was not told. "
             "hints_ignored: clients say what makes no sense. "
             "spans_lost: the collector of traces was not told. "
-            "part_failures: a fault of kvstore's own, which the log names. "
+            "follower_failures: a fault of kvstore's own, which the log names. "
             "slow_downs: the bucket refuses requests, of which there are too many; held_back: those that "
             "were not made for that. "
             "quarantined_segments: damaged, or gone. resets left_alone: the store is not used until "

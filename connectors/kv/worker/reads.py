@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from connectors.choice.decision import WAIT
-from connectors.engine.guard import Parts, guarded
+from connectors.engine.guard import Followers, guarded
 from connectors.engine.shards import Place, read_part
 from connectors.engine.tensors import Chunk, Copied
 from connectors.kv.messages import CUT, GroupLoad, KVStoreWorkerMetadata, Load
@@ -48,16 +48,23 @@ class KVReads:
     one thread waits for all of them."""
 
     def __init__(
-        self, store: Store, memory: KVMemory, place: Place, tally: Tally, *, by_request: bool, parts: Parts
+        self,
+        store: Store,
+        memory: KVMemory,
+        place: Place,
+        tally: Tally,
+        *,
+        by_request: bool,
+        followers: Followers,
     ) -> None:
-        """`by_request`: report failed requests instead of failed blocks. What is measured is one of the
-        `parts`."""
+        """`by_request`: report failed requests instead of failed blocks. What measures is one of the
+        `followers`."""
         self._store = store
         self._memory = memory
         self._place = place
         self._tally = tally
         self._by_request = by_request
-        self._pace = parts.guard(
+        self._pace = followers.guard(
             Pace(WAIT[store.settings.kv.objective], store.settings.transfers.read_threads), Pace.restart
         )
         self._space: Space | None = None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from connectors.engine.guard import Parts, guarded
+from connectors.engine.guard import Followers, guarded
 from connectors.engine.layout import LocalGroup
 from connectors.engine.opening import close
 from connectors.engine.shards import Place
@@ -58,10 +58,12 @@ class KVWorker:
         asked = store.settings.kv.staging_bytes
         self.memory = KVMemory(groups, segment_blocks, asked or room or STAGING_BYTES)
         #: What each hook guards by itself. A load that was sent is started, and its end reported, bare.
-        self.parts = Parts(store.counters)
-        self.reads = KVReads(store, self.memory, place, self._tally, by_request=by_request, parts=self.parts)
-        self.writes = KVWrites(store, self.memory, place, self._tally)
-        self.audits = self.parts.guard(KVAudits(store, self.memory, place, self._tally))
+        self.followers = Followers(store.counters)
+        self.reads = KVReads(
+            store, self.memory, place, self._tally, by_request=by_request, followers=self.followers
+        )
+        self.writes = self.followers.guard(KVWrites(store, self.memory, place, self._tally), KVWrites.give_up)
+        self.audits = self.followers.guard(KVAudits(store, self.memory, place, self._tally))
 
     def register(self, caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """Take the layers' paged tensors. Raises ConfigError if they aren't what the configuration says."""

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
 
-from connectors.engine.guard import guarded
+from connectors.engine.guard import guarded, otherwise
 from connectors.engine.shards import Place
 from connectors.engine.tensors import Chunk, Copied
 from connectors.kv.messages import KVStoreWorkerMetadata, Save
@@ -44,6 +44,8 @@ class KVWrites:
         self._space: Space | None = None
         #: Saves that found no room yet, in order.
         self._waiting: deque[Save] = deque()
+        #: Saves that are started now or dropped.
+        self._going: deque[Save] = deque()
         #: Requests that hand over their prompts and have ended -> the monotonic time until which their blocks
         #: stay.
         self._handed_over: dict[str, float] = {}
@@ -54,29 +56,31 @@ class KVWrites:
         self._failed_handoffs: set[str] = set()
 
     @property
+    @otherwise(bool)
     def has_news(self) -> bool:
         """Returns whether there is something to report."""
         return bool(self._ended_saves)
 
     @property
+    @otherwise(int)
     def waiting_blocks(self) -> int:
         """Returns how many blocks wait for room."""
         return sum(len(save.hashes) for save in self._waiting)
 
     def use(self, space: Space) -> None:
         """Save to this namespace from now on; what waits was meant for the last one and is given up."""
-        self.give_up()
         self._space = space
+        self.give_up()
 
     def begin_step(
         self, lost_blocks: Container[str], handed_over: Mapping[str, float], flushes: Iterable[Save]
     ) -> None:
         """Follow requests that have lost their blocks or hand over their prompts, and start the last saves of
         those that have ended. See KVStoreMetadata."""
-        # Before anything is tried again: a model runner may have written to blocks that were handed out.
-        behind = self._drop_those_of(lost_blocks)
         now = time.monotonic()
         self._handed_over.update({name: now + seconds for name, seconds in handed_over.items()})
+        # Before anything is tried again: a model runner may have written to blocks that were handed out.
+        behind = self._drop_those_of(lost_blocks)
         rest = []
         for save in self._mine(flushes):
             # Nothing is stored behind what its own request has just lost.
@@ -88,11 +92,11 @@ class KVWrites:
 
     def start(self, saves: Iterable[Save]) -> None:
         """Copy the blocks to staging and queue their writes, as far as there is room. For every step."""
-        mine = self._mine(saves)
-        for save in mine:
-            if not save.blocks_stay and not self._start(save):
+        for save in self._mine(saves):
+            (self._waiting if save.blocks_stay else self._going).append(save)
+        while self._going:
+            if not self._start(save := self._going.popleft()):
                 self._drop(save)
-        self._waiting.extend(save for save in mine if save.blocks_stay)
         while self._waiting:
             if (began := self._start(self._waiting[0])) is False:
                 break
@@ -102,8 +106,11 @@ class KVWrites:
 
     def give_up(self) -> None:
         """Drop all that waits: the namespace that it was meant for no longer holds."""
+        self._waiting.extendleft(self._going)
+        self._going.clear()
         self._drop_those_of({save.request_id for save in self._waiting})
 
+    @otherwise(set)
     def take_read(self) -> set[str]:
         """Returns requests that have handed over their prompts and needn't keep their blocks, each once."""
         if not self._handed_over:

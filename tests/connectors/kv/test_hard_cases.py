@@ -201,7 +201,9 @@ def decoded(engine: KVScheduler, *, finish: bool = True) -> Any:
     return request
 
 
-def test_the_workers_hear_of_a_prompts_end_whatever_happens(store: Store, monkeypatch: Any) -> None:
+def test_the_workers_hear_of_a_prompts_end_whatever_happens(
+    store: Store, monkeypatch: Any, faults: object
+) -> None:
     one, request = whole(store), made(list(range(20)), SEND)
     one.on_new_request(request)
     assert ask(one, request) == (0, False)

@@ -392,7 +392,7 @@ def test_a_running_batch_costs_no_look_at_each_request(make: Any) -> None:
 
 
 def test_a_bug_costs_a_miss_and_not_the_engine(
-    make: Any, space: Space, caplog: pytest.LogCaptureFixture
+    make: Any, space: Space, caplog: pytest.LogCaptureFixture, faults: object
 ) -> None:
     scheduler, request = make(), FakeRequest("r", [1, 2])
     scheduler.requests.wants_match = None

@@ -259,7 +259,7 @@ def test_a_request_that_is_aborted_while_it_loads_is_freed_once(
 
 @pytest.mark.parametrize("times", [1, 1000])
 def test_a_copy_that_fails_is_tried_again_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, faults: object
 ) -> None:
     with Bed(tmp_path, blocks=400, **SETTINGS) as bed:
         cache, failures = bed.ranks[0].worker.memory.caches[0], []

@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 from connectors.tier.memory import Jobs, Primary
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.errors import TransientError
+from tests.connectors.broken import How, break_follower
 from tests.connectors.tier.test_connector import A, B, stored
 from tests.connectors.tier.world import ROW, Engine, content, engine, keys
 from tests.store.world import chain, put_faults
@@ -296,7 +297,9 @@ def test_a_payload_store_that_is_down_is_not_promised(tmp_path: Path) -> None:
         assert one.pinned() == 0
 
 
-def test_a_bug_costs_a_job_and_not_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_costs_a_job_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: object
+) -> None:
     stored(tmp_path, A)
     with engine(tmp_path) as one:
         with monkeypatch.context() as patch:
@@ -386,3 +389,27 @@ def test_rows_are_whole_chunks() -> None:
     assert into[1] == content(key) and into[0] == bytes(ROW)
     with pytest.raises(ValueError, match="rows of bytes"):
         Primary(memoryview(bytearray(10)))
+
+
+@pytest.mark.parametrize("how", ["always", "once"])
+@pytest.mark.parametrize("number", range(3))
+def test_a_broken_follower_costs_what_it_does_and_nothing_else(
+    tmp_path: Path, faults: object, number: int, how: How
+) -> None:
+    stored(tmp_path, A)
+    with engine(tmp_path) as one:
+        assert len(list(one.tier._followers)) == 3, "one more is one more to break here"
+        follower = list(one.tier._followers)[number]
+        name, raised = type(follower).__name__, break_follower(follower, how)
+        loaded = [0 if how == "always" and name == "Lookups" else 12]
+        if how == "once":
+            loaded += [0]
+        for round_ in range(3):
+            assert one.serve(f"r{round_}", A) in loaded
+            one.settle()
+            one.tier.get_stats()
+            one.forget()
+            assert one.pinned() == 0
+        assert raised
+        lookups, saves = list(one.tier._followers)[:2]
+        assert not len(lookups) and not lookups._keys_of and not saves._open  # type: ignore[attr-defined]
