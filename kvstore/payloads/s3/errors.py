@@ -12,7 +12,9 @@
 A missing bucket is not a missing payload: the index must not be emptied for it, and the bucket may come
 back, so the error is transient. A 404 without S3's own code comes from something that isn't S3.
 
-Messages contain the server's code and sentence, never its body, which may quote the request.
+Messages contain the server's code and its first sentence, without what may be a key or a token. Never more of its
+body: AWS quotes there what it was asked, the access key among it. Nor is a client's error the cause of one of
+these, which would bring the body back.
 """
 
 from __future__ import annotations
@@ -78,6 +80,9 @@ _UNTRUSTED = "the server's certificate is not trusted; name its authority's in s
 
 #: Most characters of a server's sentence that are repeated.
 _SENTENCE_CHARS = 200
+#: Where a sentence ends, and the words in one that may be an access key's id, a token or a signature.
+_END = re.compile(r"(?<=[.!?])\s|[\r\n]")
+_SECRET = re.compile(r"\b[A-Z0-9]{16,}\b|[A-Za-z0-9+]{32,}={0,2}")
 _HOST = re.compile(r"https?://(?:[^/@]*@)?([A-Za-z0-9.:\[\]-]{1,100})(?:[/?#]|$)")
 _REGION = re.compile(r"[a-z0-9-]{1,40}")
 
@@ -94,7 +99,7 @@ def classify(
     what: str, status: int, code: str, sentence: str = "", headers: Mapping[str, str] | None = None
 ) -> KVStoreError:
     """Returns the error for an HTTP status and an S3 error code; `what` names the bucket and the call."""
-    sentence = readable(sentence.strip(), _SENTENCE_CHARS)
+    sentence = readable(_first(sentence), _SENTENCE_CHARS)
     said = f"{status} {readable(code)}".strip() + (f" ({sentence})" if sentence else "")
     advice = _ADVICE.get(code)
     if 300 <= status < 400:
@@ -107,6 +112,17 @@ def classify(
     if code in _PASSING or status >= 500 or status in (404, 408, 416):
         return TransientError(text)
     return PermissionDenied(text)
+
+
+def _first(text: str) -> str:
+    """Returns the first sentence of what a server says, with "..." for what may be a key or a token."""
+    sentence = _END.split(text.strip(), maxsplit=1)[0]
+    return _SECRET.sub("...", sentence)
+
+
+def nonsense(what: str, kind: str) -> KVStoreError:
+    """Returns the error for an answer that is not S3's. `kind` says in which way, in words of our own."""
+    return TransientError(f"{what}: the answer is not what S3 sends ({kind})")
 
 
 def _elsewhere(headers: Mapping[str, str]) -> str:
@@ -165,8 +181,7 @@ def of_obstore(what: str, error: Exception) -> KVStoreError:
     if "InvalidCertificate" in text:
         return PermissionDenied(f"{what}: {_UNTRUSTED}")
     # The first line names the URL and the kind of failure; the others repeat the request.
-    first = next(iter(text.splitlines()), "")
-    return TransientError(f"{what}: no connection, or it broke ({readable(first, _SENTENCE_CHARS)})")
+    return TransientError(f"{what}: no connection, or it broke ({readable(_first(text), _SENTENCE_CHARS)})")
 
 
 def no_credentials() -> str:
