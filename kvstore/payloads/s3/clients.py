@@ -36,9 +36,9 @@ if logging.getLogger("botocore").level == logging.NOTSET:
     # At DEBUG botocore logs requests with their session tokens, to wherever the root logger writes.
     logging.getLogger("botocore").setLevel(logging.INFO)
 
-#: Seconds after which obstore asks the chain for credentials again, sooner if they expire: botocore refreshes.
+#: Seconds for which obstore may keep credentials. It asks again five minutes before their end, so for each
+#: request; botocore refreshes those that expire.
 _CREDENTIALS_S = 300.0
-_NEVER = dt.datetime.max.replace(tzinfo=dt.UTC)
 
 
 class Session:
@@ -122,11 +122,7 @@ class Session:
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": min(
-                dt.datetime.now(dt.UTC) + dt.timedelta(seconds=_CREDENTIALS_S),
-                # Only of those that botocore refreshes.
-                getattr(found, "_expiry_time", None) or _NEVER,
-            ),
+            "expires_at": dt.datetime.now(dt.UTC) + dt.timedelta(seconds=_CREDENTIALS_S),
         }
 
     def control(self) -> S3Control:

@@ -250,12 +250,13 @@ class TestRoles:
             payloads.ping()
 
     def test_new_keys_are_taken_when_the_old_ones_end(
-        self, moto_aws: Aws, monkeypatch: pytest.MonkeyPatch
+        self, moto_aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         moto_aws.make("my-bucket", "eu-central-1")
         with Metadata(moto_aws) as metadata, at(IN_EUROPE) as payloads:
-            use(metadata.instance(), monkeypatch)
-            metadata.lasts_s = 1.0
+            use(metadata.pod(tmp_path), monkeypatch)
+            # So short that botocore asks for the next at once.
+            metadata.lasts_s = 30.0
             payloads.ping()
             first = list(metadata.given)
             for key in first:
