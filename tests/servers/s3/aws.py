@@ -33,8 +33,8 @@ from tests.servers.s3.hostile import HostileServer, answer
 from tests.servers.s3.http import Head, Stream
 from tests.servers.s3.servers import S3Server
 
+#: Regions from the start; `make` adds others.
 REGIONS = ("us-east-1", "eu-central-1", "us-west-2")
-#: Where the agent of EKS, the instance's metadata and the token service find what they gave out.
 ROLE = "arn:aws:iam::123456789012:role/kvstore"
 
 _HOST = re.compile(r"(?:(?P<bucket>[a-z0-9.-]+)\.)?s3(?:\.(?P<region>[a-z0-9-]+))?\.amazonaws\.com")
@@ -76,19 +76,20 @@ class Seen:
 
 
 class Aws(HostileServer):
-    """Answers for S3 and STS in REGIONS. Buckets lie in `server`, in the region that `make` says."""
+    """Answers for S3 and STS. Buckets lie in `server`, in the region that `make` says."""
 
     def __init__(self, server: S3Server, folder: Path) -> None:
         self._server = server
-        papers = Papers(folder)
-        papers.server("aws", [*_names(), "sts.amazonaws.com"])
+        self._papers = papers = Papers(folder)
         # As in a machine's bundle, ours isn't the first.
         other = Papers(folder / "other")
         bundle = folder / "bundle.crt"
         bundle.write_text(Path(other["ca.crt"]).read_text() + Path(papers["ca.crt"]).read_text())
         self.ca = str(bundle)
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._tls.load_cert_chain(papers["aws.crt"], papers["aws.key"])
+        self._regions: list[str] = []
+        for region in REGIONS:
+            self._open(region)
         self.keys: dict[str, Key] = {}
         self.buckets: dict[str, str] = {}
         self.seen: list[Seen] = []
@@ -130,6 +131,7 @@ class Aws(HostileServer):
 
     def make(self, name: str, region: str = "us-east-1") -> S3Bucket:
         """Makes an empty bucket in a region."""
+        self._open(region)
         client = self._server.client()
         with suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
             self._server.make_bucket(name)
@@ -140,6 +142,14 @@ class Aws(HostileServer):
         return S3Bucket(
             self._server.kind, name, "kvstore", region, owner, self._server.endpoint, client
         )
+
+    def _open(self, region: str) -> None:
+        """Has connections from now on find a certificate for the hosts of this region, too."""
+        if region not in self._regions:
+            self._regions.append(region)
+            names = [f"{kind}.{each}.amazonaws.com" for each in self._regions for kind in ("s3", "*.s3", "sts")]
+            self._papers.server("aws", [*names, "sts.amazonaws.com"])
+            self._tls.load_cert_chain(self._papers["aws.crt"], self._papers["aws.key"])
 
     # The connection: CONNECT, then TLS.
 
@@ -356,11 +366,6 @@ class Metadata(HostileServer):
             "Expiration": _in(self.lasts_s),
         }
         return answer("200 OK", json.dumps(said).encode(), content_type="application/json")
-
-
-def _names() -> list[str]:
-    kinds = ("s3.{}", "*.s3.{}", "sts.{}")
-    return [f"{kind.format(region)}.amazonaws.com" for region in REGIONS for kind in kinds]
 
 
 def _in(seconds: float) -> str:
