@@ -1,4 +1,4 @@
-"""`cache-admin` and the documents with a bucket at AWS (tests/servers/s3/aws.py), whose URL names no endpoint.
+"""`cache-admin` and the documents, with a bucket at AWS (tests/servers/s3/aws.py): its URL names no endpoint.
 
 Every s3:// URL, settings file, connector's config and command line of the documents that names none is found
 and used as it stands. Where a text names a Redis, the environment puts another one in its place.
@@ -102,7 +102,7 @@ def installs() -> tuple[tuple[str, ...], ...]:
 
 def test_what_is_found_is_not_nothing() -> None:
     """A floor, so that a search that breaks is noticed."""
-    assert "s3://my-bucket/kvstore?region=eu-central-1" in dict((url, page) for page, url in urls())
+    assert "s3://my-bucket/kvstore?region=eu-central-1" in {url for _, url in urls()}
     assert len(trees()) >= 6
     assert {words[0] for words in lines()} >= {"vllm-config", "pack"}
     assert ("--set", "payloads.s3.bucket=my-bucket", "--set", "payloads.s3.region=eu-central-1") in installs()

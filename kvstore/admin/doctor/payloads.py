@@ -12,7 +12,7 @@ from pathlib import Path
 from kvstore.admin.backends import Cache, exists
 from kvstore.admin.doctor.machine import check_file_clock, nearest_folder
 from kvstore.admin.doctor.reports import Check
-from kvstore.build import ask_encryption, may_list_as_of
+from kvstore.build import ask_encryption, may_list_as_of, open_probe
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -47,7 +47,11 @@ _BUCKET_ADVICE = (
     (r"RequestTimeTooSkewed", "set this machine's clock (NTP): requests are signed with the time"),
     (r"NoSuchBucket", "create bucket {bucket} at {endpoint}, or correct payloads"),
     (
-        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation",
+        r"the bucket is in region (?P<region>[a-z0-9-]+)",
+        "add ?region={region} to payloads: bucket {bucket} is there",
+    ),
+    (
+        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation|in another region",
         "add ?region=NAME to payloads, with the region that bucket {bucket} is in",
     ),
     (
@@ -96,7 +100,8 @@ def check_payloads(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
         return
     began = time.perf_counter()
     try:
-        cache.payloads.ping()
+        with open_probe(cache.settings) as probe:
+            probe.ping()
     except KVStoreError as exc:
         yield Check(name="payloads", state="problem", found=str(exc), advice=_of_owner(cache, exc))
         return
@@ -235,6 +240,14 @@ def owner_if_root(folder: Path) -> int:
 def to_be_made(name: str, path: Path, what: str) -> Check:
     """Checks whether a folder or file that isn't there can be created."""
     existing = nearest_folder(path)
+    below = next(part for part in (path, *path.parents) if part.parent == existing or part == existing)
+    if below != existing and os.path.lexists(below):
+        return Check(
+            name=name,
+            state="problem",
+            found=f"{what} can't be made in {path}: {below} is no folder",
+            advice="name a folder, or one that can be made, in the settings",
+        )
     able = os.access(existing, os.W_OK | os.X_OK)
     return Check(
         name=name,
@@ -265,15 +278,15 @@ def _advice(cache: Cache, exc: KVStoreError) -> str:
     if not url.startswith("s3://"):
         return next((text for kind, text in _FOLDER_ADVICE.items() if isinstance(exc, kind)), "")
     location = s3_location(url)
-    by_words = (text for words, text in _BUCKET_ADVICE if re.search(words, str(exc)))
-    by_kind = (text for kind, text in _BY_KIND.items() if isinstance(exc, kind))
     # The call that failed shows what is not allowed, and nothing about a server that can't be reached.
-    denied = isinstance(exc, PermissionDenied)
-    texts = [*(by_words if denied or "NoSuchBucket" in str(exc) else ()), *by_kind]
-    return _filled(texts[0], location) if texts else ""
+    if isinstance(exc, PermissionDenied) or "NoSuchBucket" in str(exc):
+        for words, text in _BUCKET_ADVICE:
+            if found := re.search(words, str(exc)):
+                return _filled(text, location, **found.groupdict())
+    return next((_filled(text, location) for kind, text in _BY_KIND.items() if isinstance(exc, kind)), "")
 
 
-def _filled(text: str, location: S3Location) -> str:
+def _filled(text: str, location: S3Location, **found: str) -> str:
     arn = f"arn:aws:s3:::{location.bucket}"
     return text.format(
         keys=_KEYS,
@@ -281,4 +294,5 @@ def _filled(text: str, location: S3Location) -> str:
         endpoint=redact(location.endpoint) if location.endpoint else "AWS",
         arn=arn,
         objects=f"{arn}/{location.root}*",
+        **found,
     )

@@ -30,6 +30,7 @@ Cause = Literal[
     "unavailable",
     "throttled",
     "permission",
+    "elsewhere",
     "capacity",
     "closed",
     "error",

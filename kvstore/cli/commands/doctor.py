@@ -8,6 +8,7 @@ import typer
 
 from kvstore.admin.doctor import doctor, vllm_config
 from kvstore.admin.doctor.reports import DoctorReport
+from kvstore.cli import progress
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ExitCode, of_report
 from kvstore.cli.options import one_of
@@ -28,8 +29,8 @@ def _doctor(call: Call) -> None:
     Writes one probe to the index and one to the payloads, and deletes them. Run it where an engine
     runs, as the user that the engine runs as. Exits with 3 if there is a problem.
     """
-    with call.cache() as cache:
-        report = doctor.doctor(cache, call.sources)
+    with call.cache() as cache, progress.shown() as shows:
+        report = doctor.doctor(cache, call.sources, progress=shows)
     call.print(report, doctor_text.doctor)
     call.end(report)
 
@@ -39,7 +40,7 @@ def _doctor(call: Call) -> None:
     section="Set up",
     examples=(
         "cache-admin vllm-config --index redis://redis:6379/0 --payloads file:///mnt/kvstore",
-        "eval \"vllm serve MODEL $(cache-admin vllm-config)\"",
+        'eval "vllm serve MODEL $(cache-admin vllm-config)"',
         "cache-admin vllm-config --ec",
     ),
     see_also=("doctor",),
@@ -49,7 +50,7 @@ def _vllm_config(
     kv: Annotated[bool, typer.Option("--kv/--no-kv", help="The flag for KV blocks.")] = True,
     ec: Annotated[
         bool,
-        typer.Option("--ec", help="Also the flag for encoder outputs. Multimodal models only: others end with it."),
+        typer.Option("--ec", help="Also the flag for encoder outputs: for multimodal models only."),
     ] = False,
     role: Annotated[
         str,

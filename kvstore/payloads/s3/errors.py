@@ -4,17 +4,17 @@
     SlowDown, Throttling..., 429                   Throttled
     5xx, no connection, broken off, NoSuchBucket   TransientError
     time ran out                                   DeadlineExceeded
-    AccessDenied, bad keys, bad region, other 4xx,
+    AccessDenied, bad keys, other 4xx,
     a certificate that isn't trusted               PermissionDenied: an operator must act
     QuotaExceeded, EntityTooLarge, 507             CapacityExceeded
-    301, 302, 307, 308                             Redirected, a PermissionDenied: it is not followed
+    301, 302, 307, 308, another region             Redirected, a PermissionDenied: it is not followed
 
 A missing bucket is not a missing payload: the index must not be emptied for it, and the bucket may come
 back, so the error is transient. A 404 without S3's own code comes from something that isn't S3.
 
-Messages contain the server's code and its first sentence, without what may be a key or a token. Never more of its
-body: AWS quotes there what it was asked, the access key among it. Nor is a client's error the cause of one of
-these, which would bring the body back.
+Messages contain the server's code and its first sentence, without what may be a key or a token. They contain
+no more of its body: AWS quotes there what it was asked, the access key among it. A client's error is never
+the cause of one of these, since it holds the body.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Redirected(PermissionDenied):
 
     The honest case is a bucket in another region.
     """
+
+    reason = "elsewhere"
 
 
 #: Code for an object that is not there, in a bucket that is.
@@ -111,7 +113,7 @@ def classify(
         return CapacityExceeded(text)
     if code in _PASSING or status >= 500 or status in (404, 408, 416):
         return TransientError(text)
-    return PermissionDenied(text)
+    return Redirected(text) if advice == _ELSEWHERE else PermissionDenied(text)
 
 
 def _first(text: str) -> str:

@@ -106,6 +106,7 @@ class TestRegions:
         with at(f"{URL}?region=us-west-2") as payloads, pytest.raises(PermissionDenied) as caught:
             CALLS[call](payloads)
         assert "the bucket is in region eu-central-1: name it with ?region=eu-central-1" in str(caught.value)
+        assert caught.value.reason == "elsewhere"
 
     @pytest.mark.parametrize("call", CALLS)
     def test_a_bucket_that_is_not_there(self, moto_aws: Aws, user: Key, call: str) -> None:
@@ -156,7 +157,7 @@ class TestCertificates:
     ) -> None:
         monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere")
         everything(IN_EUROPE, tls_ca=moto_aws.ca)
-        with pytest.raises(ConfigError, match="AWS_CA_BUNDLE /nowhere: .*name a PEM file"):
+        with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE /nowhere: .*name a PEM file"):
             at(IN_EUROPE)
 
 
@@ -274,5 +275,5 @@ class TestRoles:
             payloads.ping()
             moto_aws.expire(key)
             for call in CALLS.values():
-                with pytest.raises(KVStoreError, match="ExpiredToken.*the session token has expired"):
+                with pytest.raises(KVStoreError, match=r"ExpiredToken.*the session token has expired"):
                     call(payloads)

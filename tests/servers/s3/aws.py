@@ -139,15 +139,15 @@ class Aws(HostileServer):
             client.delete_object(Bucket=name, Key=item["Key"])
         self.buckets[name] = region
         owner = self._server.owner
-        return S3Bucket(
-            self._server.kind, name, "kvstore", region, owner, self._server.endpoint, client
-        )
+        return S3Bucket(self._server.kind, name, "kvstore", region, owner, self._server.endpoint, client)
 
     def _open(self, region: str) -> None:
         """Has connections from now on find a certificate for the hosts of this region, too."""
         if region not in self._regions:
             self._regions.append(region)
-            names = [f"{kind}.{each}.amazonaws.com" for each in self._regions for kind in ("s3", "*.s3", "sts")]
+            names = [
+                f"{kind}.{each}.amazonaws.com" for each in self._regions for kind in ("s3", "*.s3", "sts")
+            ]
             self._papers.server("aws", [*names, "sts.amazonaws.com"])
             self._tls.load_cert_chain(self._papers["aws.crt"], self._papers["aws.key"])
 
@@ -272,9 +272,7 @@ class Aws(HostileServer):
         owner = self._server.owner
         kept = {name: value for name, value in request.headers.items() if name not in _OWN}
         again = AWSRequest(method, f"{self._server.endpoint}{target}", headers=kept, data=body)
-        signer = S3SigV4Auth(
-            BotoCredentials(owner.access_key, owner.secret_key), "s3", self._server.region
-        )
+        signer = S3SigV4Auth(BotoCredentials(owner.access_key, owner.secret_key), "s3", self._server.region)
         signer.add_auth(again)
         with closing(http.client.HTTPConnection("127.0.0.1", self._server.port)) as connection:
             connection.putrequest(method, target, skip_accept_encoding=True)
@@ -377,8 +375,8 @@ def _error(
 ) -> Iterator[bytes]:
     inner = "".join(f"<{name}>{_escaped(value)}</{name}>" for name, value in more.items())
     text = (
-        f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{_escaped(said)}</Message>'
-        f"{inner}<RequestId>{secrets.token_hex(8).upper()}</RequestId><HostId>x</HostId></Error>"
+        f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code>'
+        f"<Message>{_escaped(said)}</Message>{inner}<RequestId>{secrets.token_hex(8).upper()}</RequestId><HostId>x</HostId></Error>"
     )
     body = b"" if request.words[0] == "HEAD" else text.encode()
     named = {name.replace("-", "_"): value for name, value in (headers or {}).items()}
