@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from kvstore.admin.doctor.first_look import look
 from kvstore.build import describe, open_store
 from kvstore.keys import namespace_id
 from kvstore.rules.tiers import Tier
@@ -32,6 +33,8 @@ def open_for(settings: Settings, what: str, namespace: Namespace | None = None) 
     store = open_store(settings)
     name = f", namespace {namespace_id(namespace)} of {namespace.model}" if namespace is not None else ""
     log.info("kvstore %s: %s%s", what, describe(settings), name)
+    if namespace is not None:
+        look(store, namespace)
     return store
 
 

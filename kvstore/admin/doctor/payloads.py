@@ -25,6 +25,7 @@ from kvstore.errors import (
 from kvstore.files import access_of, too_open
 from kvstore.rules.units import size
 from schemas.base import redact
+from schemas.settings import Settings
 from schemas.urls import S3Location, s3_location
 
 _FOLDER_ADVICE: dict[type[KVStoreError], str] = {
@@ -103,7 +104,7 @@ def check_payloads(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
         with open_probe(cache.settings) as probe:
             probe.ping()
     except KVStoreError as exc:
-        yield Check(name="payloads", state="problem", found=str(exc), advice=_of_owner(cache, exc))
+        yield Check(name="payloads", state="problem", found=str(exc), advice=advice_on(cache.settings, exc))
         return
     took = time.perf_counter() - began
     what = "written, read and deleted" if folder is not None else "written, read, deleted and listed"
@@ -259,10 +260,11 @@ def to_be_made(name: str, path: Path, what: str) -> Check:
     )
 
 
-def _of_owner(cache: Cache, exc: KVStoreError) -> str:
-    """Returns advice for an error of a ping: S3 denies in the same words what is not allowed, and what is not
-    the account's that it is said to be."""
-    settings = cache.settings
+def advice_on(settings: Settings, exc: KVStoreError) -> str:
+    """Returns advice for an error of a ping, "" if there is none.
+
+    S3 denies in the same words what is not allowed, and what is not the account's that it is said to be.
+    """
     owner = settings.s3.expected_bucket_owner
     if owner is not None and isinstance(exc, PermissionDenied) and settings.origin.startswith("s3://"):
         try:
@@ -270,11 +272,10 @@ def _of_owner(cache: Cache, exc: KVStoreError) -> str:
                 return f"the bucket is not account {owner}'s: correct s3.expected_bucket_owner, or payloads"
         except KVStoreError:
             pass
-    return _advice(cache, exc)
+    return _advice(settings.origin, exc)
 
 
-def _advice(cache: Cache, exc: KVStoreError) -> str:
-    url = cache.settings.origin
+def _advice(url: str, exc: KVStoreError) -> str:
     if not url.startswith("s3://"):
         return next((text for kind, text in _FOLDER_ADVICE.items() if isinstance(exc, kind)), "")
     location = s3_location(url)

@@ -466,7 +466,7 @@ def test_a_folder_below_a_file_is_a_problem(tmp_path: Path, admin: Admin) -> Non
 
 
 def test_a_bucket_that_hangs_is_waited_for_no_longer_than_a_probe(
-    admin: Admin, monkeypatch: pytest.MonkeyPatch
+    admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However patient the settings are: this test doesn't end otherwise."""
     monkeypatch.setattr("kvstore.build.PROBE_S", 0.5)
@@ -476,7 +476,7 @@ def test_a_bucket_that_hangs_is_waited_for_no_longer_than_a_probe(
         url = f"s3://bucket/pre?endpoint={server.endpoint}&region=us-east-1"
         patient = {f"KVSTORE_S3__{name}_TIMEOUT_S": "3600" for name in ("READ", "WRITE", "STALL")}
         keys = {"KVSTORE_S3__ACCESS_KEY_ID": "id", "KVSTORE_S3__SECRET_ACCESS_KEY": "key"}
-        options = ["--index", "memory://hangs", "--payloads", url, "--json"]
+        options = ["--index", f"sqlite://{tmp_path}/index.sqlite", "--payloads", url, "--json"]
         ran = admin("doctor", *options, env=patient | keys)
     (check,) = [each for each in ran.json["checks"] if each["name"] == "payloads"]
     assert "did not answer in time" in check["found"]
