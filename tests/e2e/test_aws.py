@@ -45,6 +45,7 @@ def test_an_engine_saves_and_another_loads(
         with Engine(text_model, log_path=log, kv={}, kv_config=printed, env=waits) as engine:
             [result] = engine.generate([asked])
             answers.append(result)
+            until(lambda log=log: "index and payloads answered" in log.read_text(), say=log.read_text)
             engine.idle(0.1)
             if number == 1:
                 until(lambda: any(key.endswith(".0") for key in bucket.keys()), say=log.read_text)
@@ -53,3 +54,19 @@ def test_an_engine_saves_and_another_loads(
     assert second.external_tokens == full_blocks(asked)
     assert second.token_ids == first.token_ids
     assert {seen.host for seen in aws.seen} == {"my-bucket.s3.us-east-1.amazonaws.com"}
+
+
+def test_a_bucket_in_another_region_is_told_before_a_request_finds_out(
+    text_model: Path, tmp_path: Path, aws: Aws, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aws.make("my-bucket", "eu-central-1")
+    for name, value in aws.user().environ.items():
+        monkeypatch.setenv(name, value)
+    log = tmp_path / "engine.log"
+    kv = {"index": redis_server.url, "payloads": "s3://my-bucket/kvstore"}
+    with Engine(text_model, log_path=log, kv=kv) as engine:
+        until(lambda: "add ?region=eu-central-1 to payloads" in log.read_text(), say=log.read_text)
+        [told] = [line for line in log.read_text().splitlines() if "add ?region" in line]
+        assert "WARNING" in told
+        [result] = engine.generate([prompt(200, 1)])
+        assert result.token_ids

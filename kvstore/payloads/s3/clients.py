@@ -66,8 +66,10 @@ class Session:
             )
         )
         self._region = location.region or self._boto.region_name or "us-east-1"
-        # AWS_CA_BUNDLE, or ca_bundle of a profile: boto3 alone would heed it, and for some clients only.
-        named = settings.tls_ca or self._boto._session.get_config_variable("ca_bundle")
+        named = settings.tls_ca
+        if named is None and not (location.endpoint or "").startswith("http:"):
+            # AWS_CA_BUNDLE, or ca_bundle of a profile: boto3 alone would heed it, and for some clients only.
+            named = self._boto._session.get_config_variable("ca_bundle")
         self._ca: str | None = named if settings.tls_verify else None
         self._pem: str | None = None
         if self._ca is not None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
+import botocore.httpsession
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as BotoCredentials
@@ -81,10 +82,10 @@ class Aws(HostileServer):
     def __init__(self, server: S3Server, folder: Path) -> None:
         self._server = server
         self._papers = papers = Papers(folder)
-        # As in a machine's bundle, ours isn't the first.
-        other = Papers(folder / "other")
+        # As a company makes it: the public authorities, and its own at the end.
         bundle = folder / "bundle.crt"
-        bundle.write_text(Path(other["ca.crt"]).read_text() + Path(papers["ca.crt"]).read_text())
+        public = Path(botocore.httpsession.where()).read_text(encoding="utf-8")
+        bundle.write_text(public + Path(papers["ca.crt"]).read_text())
         self.ca = str(bundle)
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._regions: list[str] = []
