@@ -6,6 +6,9 @@ tests/servers/s3/aws.py answers for AWS.
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,10 +22,11 @@ from kvstore.payloads.s3.store import S3Payloads
 from schemas.settings import S3Settings
 from schemas.urls import s3_location
 from tests.servers.s3.aws import ROLE, Aws, Key, Metadata
-from tests.waiting import done
+from tests.waiting import PATIENCE_S, done
 
 URL = "s3://my-bucket/kvstore"
 IN_EUROPE = f"{URL}?region=eu-central-1"
+_CHILD = "tests.payloads.s3.aws_child"
 
 
 def at(url: str, **s3: Any) -> S3Payloads:
@@ -113,6 +117,26 @@ class TestRegions:
         with at("s3://nobodys-bucket/kvstore") as payloads, pytest.raises(TransientError) as caught:
             CALLS[call](payloads)
         assert "NoSuchBucket" in str(caught.value)
+
+
+def test_without_a_proxy_by_name(pods: None, tmp_path: Path) -> None:
+    """In a network of the test's own, where AWS' names lead to loopback: what keeps reads from following
+    redirects must let them reach AWS."""
+    hosts_file = tmp_path / "hosts"
+    hosts_file.write_text("127.0.0.1 localhost my-bucket.s3.eu-central-1.amazonaws.com\n")
+    inside = (
+        f"ip link set lo up && mount --bind {hosts_file} /etc/hosts && exec {sys.executable} -P -m {_CHILD}"
+    )
+    environ = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", "sh", "-c", f"{inside} {tmp_path}"],
+        env=environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["my-bucket.s3.eu-central-1.amazonaws.com", "eu-central-1"]
 
 
 class TestOtherPartitions:

@@ -1,7 +1,7 @@
 """A server that takes itself for AWS: it answers for *.amazonaws.com, in several regions, behind TLS.
 
 Clients reach it as they reach AWS from behind a company's proxy: HTTPS_PROXY names it, and AWS_CA_BUNDLE the
-authority of its certificate. It checks each request's signature, region, key and session token itself and
+authority of its certificate. Where a test has names of its own, they reach it by those. It checks each request's signature, region, key and session token itself and
 refuses in AWS' words. What it lets through it signs anew and passes on to a real S3 server.
 """
 
@@ -79,7 +79,7 @@ class Seen:
 class Aws(HostileServer):
     """Answers for S3 and STS. Buckets lie in `server`, in the region that `make` says."""
 
-    def __init__(self, server: S3Server, folder: Path) -> None:
+    def __init__(self, server: S3Server, folder: Path, port: int = 0) -> None:
         self._server = server
         self._papers = papers = Papers(folder)
         # As a company makes it: the public authorities, and its own at the end.
@@ -98,7 +98,7 @@ class Aws(HostileServer):
         self.connected: list[str] = []
         #: Tokens of pods that the token service takes.
         self.pod_token = secrets.token_hex(8)
-        super().__init__(self._answer)
+        super().__init__(self._answer, port=port)
 
     @property
     def proxy(self) -> str:
@@ -155,20 +155,11 @@ class Aws(HostileServer):
     # The connection: CONNECT, then TLS.
 
     def _serve(self, connection: socket.socket) -> None:
-        request = Stream(connection).head()
-        if request is None or request.words[0] != "CONNECT":
-            connection.close()
-            return
-        target = request.words[1]
-        with self._lock:
-            self.connected.append(target)
-        if not target.endswith(".amazonaws.com:443"):
-            with suppress(OSError):
-                connection.sendall(b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n")
-            connection.close()
-            return
         try:
-            connection.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            # A handshake's first byte: whoever knows the name comes without a proxy.
+            if connection.recv(1, socket.MSG_PEEK) != b"\x16" and not self._connect(connection):
+                connection.close()
+                return
             wrapped = self._tls.wrap_socket(connection, server_side=True)
         except OSError:
             connection.close()
@@ -177,6 +168,20 @@ class Aws(HostileServer):
             self._sockets.discard(connection)
             self._sockets.add(wrapped)
         super()._serve(wrapped)
+
+    def _connect(self, connection: socket.socket) -> bool:
+        """Answers a CONNECT. Returns whether the tunnel leads here."""
+        request = Stream(connection).head()
+        if request is None or request.words[0] != "CONNECT":
+            return False
+        target = request.words[1]
+        with self._lock:
+            self.connected.append(target)
+        if not target.endswith(".amazonaws.com:443"):
+            connection.sendall(b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n")
+            return False
+        connection.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        return True
 
     # The answers.
 
