@@ -124,12 +124,11 @@ def test_without_a_proxy_by_name(pods: None, tmp_path: Path) -> None:
     redirects must let them reach AWS."""
     hosts_file = tmp_path / "hosts"
     hosts_file.write_text("127.0.0.1 localhost my-bucket.s3.eu-central-1.amazonaws.com\n")
-    inside = (
-        f"ip link set lo up && mount --bind {hosts_file} /etc/hosts && exec {sys.executable} -P -m {_CHILD}"
-    )
+    network = f"ip link set lo up && mount --bind {hosts_file} /etc/hosts"
+    child = f"exec {sys.executable} -P -m {_CHILD} {tmp_path}"
     environ = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     done = subprocess.run(
-        ["unshare", "--net", "--mount", "sh", "-c", f"{inside} {tmp_path}"],
+        ["unshare", "--net", "--mount", "sh", "-c", f"{network} && {child}"],
         env=environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,

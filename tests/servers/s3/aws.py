@@ -1,8 +1,9 @@
 """A server that takes itself for AWS: it answers for *.amazonaws.com, in several regions, behind TLS.
 
 Clients reach it as they reach AWS from behind a company's proxy: HTTPS_PROXY names it, and AWS_CA_BUNDLE the
-authority of its certificate. Where a test has names of its own, they reach it by those. It checks each request's signature, region, key and session token itself and
-refuses in AWS' words. What it lets through it signs anew and passes on to a real S3 server.
+authority of its certificate. Where a test has names of its own, they reach it by those. It checks each
+request's signature, region, key and session token itself and refuses in AWS' words. What it lets through it
+signs anew and passes on to a real S3 server.
 """
 
 from __future__ import annotations
