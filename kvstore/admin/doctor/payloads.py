@@ -40,6 +40,11 @@ _KEYS = (
 #: Pairs of a pattern in a bucket's error and advice; the first that is found counts, and if there is none the
 #: kind of the error (_BY_KIND).
 _BUCKET_ADVICE = (
+    (
+        r"credentials can't be had",
+        "check the role of the pod or machine, its trust policy and its region, and whether what gives out "
+        "its credentials can be reached from here: STS, the agent of EKS, or the instance's metadata",
+    ),
     (r"no credentials found", "set {keys}, or s3.profile, or give the pod's service account a role"),
     (
         r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken",
@@ -280,7 +285,8 @@ def _advice(url: str, exc: KVStoreError) -> str:
         return next((text for kind, text in _FOLDER_ADVICE.items() if isinstance(exc, kind)), "")
     location = s3_location(url)
     # The call that failed shows what is not allowed, and nothing about a server that can't be reached.
-    if isinstance(exc, PermissionDenied) or "NoSuchBucket" in str(exc):
+    told = "NoSuchBucket" in str(exc) or "credentials can't be had" in str(exc)
+    if isinstance(exc, PermissionDenied) or told:
         for words, text in _BUCKET_ADVICE:
             if found := re.search(words, str(exc)):
                 return _filled(text, location, **found.groupdict())

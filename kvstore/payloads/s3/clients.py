@@ -25,7 +25,8 @@ from kvstore import __version__
 from kvstore.errors import ConfigError, PermissionDenied, TransientError
 from kvstore.payloads.s3.bounded import bound_answers
 from kvstore.payloads.s3.control import S3Control
-from kvstore.payloads.s3.errors import NOWHERE, no_credentials
+from kvstore.payloads.s3.errors import NOWHERE, code_of, no_credentials
+from kvstore.rules.text import readable
 from schemas.settings import S3Settings
 from schemas.urls import S3Location
 
@@ -115,9 +116,8 @@ class Session:
         except (BotoCoreError, ClientError, OSError, ValueError, RuntimeError) as exc:
             # RuntimeError: what was refreshed is too old already.
             # Without the error's text, which may quote what a credential process has printed.
-            raise TransientError(
-                f"s3://{self._location.bucket}: credentials can't be had ({type(exc).__name__})"
-            ) from None
+            said = f"{type(exc).__name__} {readable(code_of(exc))}".strip()
+            raise TransientError(f"s3://{self._location.bucket}: credentials can't be had ({said})") from None
         if frozen is None:
             raise PermissionDenied(f"s3://{self._location.bucket}: {no_credentials()}")
         return {

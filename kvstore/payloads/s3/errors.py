@@ -141,7 +141,7 @@ def _elsewhere(headers: Mapping[str, str]) -> str:
 def code_of(error: BaseException) -> str:
     """Returns the S3 error code in an error of boto3 or obstore; "" if there is none."""
     if isinstance(error, ClientError):
-        code = str(error.response.get("Error", {}).get("Code", ""))
+        code = str(error.response.get("Error", {}).get("Code", ""))[:64]
         # A HEAD has no body to put a code into.
         return "" if code.isdigit() else code
     found = _CODE.search(str(error))

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.admin.doctor.payloads import advice_on
+from kvstore.build import load_settings
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, TransientError
 from kvstore.payloads.s3.store import S3Payloads
@@ -270,8 +272,11 @@ class TestRoles:
         token = tmp_path / "token"
         token.write_text("another pod's")
         use({"AWS_ROLE_ARN": ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": str(token)}, monkeypatch)
-        with at(IN_EUROPE) as payloads, pytest.raises(TransientError, match="credentials can't be had"):
+        words = r"credentials can't be had \(InvalidIdentityTokenException InvalidIdentityToken\)"
+        with at(IN_EUROPE) as payloads, pytest.raises(TransientError, match=words) as caught:
             payloads.ping()
+        settings = load_settings({"payloads": IN_EUROPE, "index": "redis://redis:6379/0"}, {})
+        assert "its trust policy and its region" in advice_on(settings, caught.value)
 
     def test_new_keys_are_taken_when_the_old_ones_end(
         self, moto_aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
