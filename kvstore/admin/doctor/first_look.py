@@ -18,7 +18,7 @@ from typing import Any
 
 from kvstore.build import open_probe
 from kvstore.errors import KVStoreError
-from kvstore.keys import NamespaceId, canonical_json, namespace_id
+from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, payload_name
 from kvstore.rules.units import size
 from kvstore.store.store import Store
 from schemas.namespace import Namespace
@@ -31,12 +31,17 @@ log = logging.getLogger(__name__)
 _MOST = 1000
 #: Fields that name what must never be shared, or is another thing altogether.
 _APART = ("format", "kind", "tenant", "model")
+#: A payload that nobody has.
+_NO_PAYLOAD = payload_name(NamespaceId("0" * 16), SegmentId(bytes(8)), 0)
 #: What this process has looked at: engines with two connectors look once.
 _looked: set[tuple[int, str, str]] = set()
 
 
-def look(store: Store, namespace: Namespace) -> None:
-    """Begins the look, and warns of settings that can hardly be meant. No I/O on this thread."""
+def look(store: Store, namespace: Namespace, *, saves: bool) -> None:
+    """Begins the look, and warns of settings that can hardly be meant. No I/O on this thread.
+
+    Of an engine that never `saves`, payloads are only read: its role may allow no more.
+    """
     settings = store.settings
     if settings.capacity_bytes < settings.segment.target_bytes:
         log.warning(
@@ -45,10 +50,10 @@ def look(store: Store, namespace: Namespace) -> None:
             size(settings.capacity_bytes),
             size(settings.segment.target_bytes),
         )
-    store.transfers.errand(0, partial(_look, store, namespace))
+    store.transfers.errand(0, partial(_look, store, namespace, saves))
 
 
-def _look(store: Store, namespace: Namespace) -> None:
+def _look(store: Store, namespace: Namespace, saves: bool) -> None:
     settings = store.settings
     began = time.perf_counter()
     answers = _index_answers(store, namespace)
@@ -56,7 +61,7 @@ def _look(store: Store, namespace: Namespace) -> None:
     if place in _looked:
         return
     _looked.add(place)
-    if problem := payload_problem(settings):
+    if problem := payload_problem(settings, saves=saves):
         log.warning("%s. Until then this engine computes what it could load", problem)
     elif answers:
         log.info("index and payloads answered in %.0f ms", (time.perf_counter() - began) * 1e3)
@@ -73,7 +78,7 @@ def _index_answers(store: Store, namespace: Namespace) -> bool:
     return True
 
 
-def payload_problem(settings: Settings) -> str:
+def payload_problem(settings: Settings, *, saves: bool) -> str:
     """Returns what is wrong with the payloads and what to do about it, "" if a probe came back."""
     # Their imports would delay an engine's start.
     from kvstore.admin.doctor.payloads import advice_on, to_be_made
@@ -83,7 +88,10 @@ def payload_problem(settings: Settings) -> str:
         return f"{check.found}; {check.advice}" if check.state == "problem" else ""
     try:
         with open_probe(settings) as probe:
-            probe.ping()
+            if saves:
+                probe.ping()
+            else:
+                probe.read(_NO_PAYLOAD, 0, [])
     except KVStoreError as exc:
         advice = advice_on(settings, exc)
         return f"{exc}; {advice}" if advice else str(exc)

@@ -29,10 +29,10 @@ def start(
     monkeypatch.setattr("kvstore.admin.doctor.first_look._looked", set())
     caplog.set_level(logging.INFO)
 
-    def started(space: Namespace | None = None, **tree: Any) -> str:
+    def started(space: Namespace | None = None, *, saves: bool = True, **tree: Any) -> str:
         caplog.clear()
         given = {"payloads": f"file://{tmp_path}/payloads"} | tree
-        with open_for(Settings.model_validate(given), "test", space or kv_space()) as store:
+        with open_for(Settings.model_validate(given), "test", space or kv_space(), saves=saves) as store:
             store.open(space or kv_space()).register_soon()
             assert store.transfers.drain(PATIENCE_S)
         return "\n".join(f"{each.levelname} {each.getMessage()}" for each in caplog.records)
@@ -87,6 +87,18 @@ def test_a_bucket_in_another_region(
     tree = s3(moto_aws.user().environ, monkeypatch, tmp_path)
     (line,) = warnings(start(payloads="s3://my-bucket/kvstore", **tree))
     assert "add ?region=eu-central-1 to payloads: bucket my-bucket is there" in line
+
+
+def test_an_engine_that_only_loads_needs_no_right_to_write(
+    start: Callable[..., str], moto_aws: Aws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    moto_aws.make("my-bucket")
+    tree = s3(moto_aws.user().environ, monkeypatch, tmp_path) | {"payloads": "s3://my-bucket/kvstore"}
+    moto_aws.read_only = True
+    assert warnings(start(saves=False, **tree)) == []
+    monkeypatch.setattr("kvstore.admin.doctor.first_look._looked", set())
+    (line,) = warnings(start(**tree))
+    assert "allow s3:PutObject on arn:aws:s3:::my-bucket/kvstore/*" in line
 
 
 def test_a_bucket_that_hangs_delays_nobody(

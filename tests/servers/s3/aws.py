@@ -95,6 +95,8 @@ class Aws(HostileServer):
         self.keys: dict[str, Key] = {}
         self.buckets: dict[str, str] = {}
         self.seen: list[Seen] = []
+        #: Whether no key has the right to write.
+        self.read_only = False
         #: Host and port of each CONNECT.
         self.connected: list[str] = []
         #: Tokens of pods that the token service takes.
@@ -235,6 +237,8 @@ class Aws(HostileServer):
         if key.expired:
             said = "The provided token has expired."
             return _error(request, "400 Bad Request", "ExpiredToken", said, **{"Token-0": given or ""})
+        if self.read_only and request.words[0] not in ("GET", "HEAD"):
+            return _error(request, "403 Forbidden", "AccessDenied", "Access Denied")
         if signed["region"] != region:
             said = (
                 f"The authorization header is malformed; the region '{signed['region']}' is wrong; "
