@@ -11,24 +11,30 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvstore.build import open_probe
 from kvstore.errors import KVStoreError
 from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, payload_name
+from kvstore.rules.text import readable
 from kvstore.rules.units import size
 from kvstore.store.store import Store
 from schemas.namespace import Namespace
 from schemas.settings import Settings
 from schemas.urls import local_path
 
+if TYPE_CHECKING:
+    from kvstore.admin.inspect.reports import Difference
+
 log = logging.getLogger(__name__)
 
 #: Most namespaces of an index that are compared with an engine's.
 _MOST = 1000
+#: Most fields that are named of two that differ.
+_FIELDS = 4
 #: Fields that name what must never be shared, or is another thing altogether.
 _APART = ("format", "kind", "tenant", "model")
 #: A payload that nobody has.
@@ -114,22 +120,28 @@ def sibling(namespace: Namespace, texts: Mapping[NamespaceId, str]) -> str:
         return ""
     found = [(differences(own, fields), name) for name, fields in others]
     nearest, name = min(found, key=lambda one: len(one[0]))
-    told = ", ".join(f"{each.path} ({each.b!r}, here {each.a!r})" for each in nearest[:4])
-    how = "; ".join(dict.fromkeys(_settings(own, nearest)))
+    shown = nearest[:_FIELDS]
+    told = ", ".join(f"{each.path} ({_short(each.b)}, here {_short(each.a)})" for each in shown)
+    how = "; ".join(dict.fromkeys(_ends(shown)))
     return (
-        f"namespace {own_id} shares nothing with {name} of the same model, which differs in {told}: {how}. "
-        f"`cache-admin namespaces diff {own_id} {name}` says more"
+        f"namespace {own_id} shares nothing with {readable(name)} of the same model: it differs in {told}. "
+        f"{how}. `cache-admin namespaces diff` says more"
     )
 
 
-def _settings(own: Mapping[str, Any], found: Any) -> Iterator[str]:
-    """Yields, for each difference, what would end it."""
+def _short(value: object) -> str:
+    # It comes from the index, where anything may be.
+    return readable(repr(value), 60)
+
+
+def _ends(found: Iterable[Difference]) -> Iterator[str]:
+    """Yields, for each difference, what would end it, or what the field is."""
     for each in found:
         top = each.path.split(".")[0]
         if each.path == "parallel.tp" or each.path.endswith(".shards"):
-            yield "identity.any_tp: true on all engines shares them"
+            yield "identity.any_tp: true on all engines ends a difference in tensor parallelism"
         elif top == "page_format" and _but_release(each.a) == _but_release(each.b):
-            yield "identity.any_vllm: true on all engines shares them"
+            yield "identity.any_vllm: true on all engines ends a difference in vLLM's release"
         else:
             yield f"{each.path}: {each.meaning}"
 

@@ -96,7 +96,9 @@ class Session:
     def _path_style(self) -> bool:
         style = self._settings.addressing_style
         at_aws = self._location.endpoint is None and ".amazonaws." in self._server
-        return style == "path" or (style == "auto" and not at_aws)
+        # AWS' certificates are for one label before theirs. boto3 goes by that in any style but "path".
+        label = "." not in self._location.bucket or self._server.startswith("http:")
+        return style == "path" or not label or (style == "auto" and not at_aws)
 
     def _for_obstore(self) -> str:
         """Returns the server's URL for obstore, with the bucket's name in the host if that is the style."""

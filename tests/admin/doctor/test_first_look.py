@@ -133,13 +133,13 @@ class TestSiblings:
             parallel=Parallel(tp=2), groups=(group.model_copy(update={"shards": 2}), *kv_space().groups[1:])
         )
         text = self.named(other)
-        assert "of the same model, which differs in groups.0.shards (2, here 1)" in text
-        assert "parallel.tp (2, here 1): identity.any_tp: true on all engines shares them." in text
+        assert "of the same model: it differs in groups.0.shards (2, here 1)" in text
+        assert "parallel.tp (2, here 1). identity.any_tp: true on all engines ends a difference" in text
         assert str(namespace_id(other)) in text
 
     def test_another_release_of_vllm(self) -> None:
         text = self.named(kv_space(page_format="vllm0.33/cpu"), kv_space(page_format="vllm0.32/cpu"))
-        assert "identity.any_vllm: true on all engines shares them" in text
+        assert "identity.any_vllm: true on all engines ends a difference" in text
 
     def test_what_no_setting_shares_is_explained(self) -> None:
         text = self.named(kv_space(dtype="float16"))

@@ -107,6 +107,13 @@ class TestRegions:
         everything(IN_EUROPE, addressing_style="path")
         assert hosts(moto_aws) == {("s3.eu-central-1.amazonaws.com", "eu-central-1")}
 
+    @pytest.mark.parametrize("style", ["auto", "virtual"])
+    def test_a_dot_in_the_name_keeps_it_out_of_the_host(self, moto_aws: Aws, user: Key, style: str) -> None:
+        """No certificate of AWS would be for that host."""
+        moto_aws.make("my.bucket")
+        everything("s3://my.bucket/kvstore", addressing_style=style)
+        assert hosts(moto_aws) == {("s3.us-east-1.amazonaws.com", "us-east-1")}
+
     @pytest.mark.parametrize("call", CALLS)
     def test_the_wrong_region_is_told_by_name(self, moto_aws: Aws, user: Key, call: str) -> None:
         with at(f"{URL}?region=us-west-2") as payloads, pytest.raises(PermissionDenied) as caught:
