@@ -94,7 +94,7 @@ _REDIRECT = re.compile(
 )
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
-_SENTENCE = re.compile(r"<Message>([^<>]{1,200})")
+_SENTENCE = re.compile(rf"<Message>([^<>]{{1,{10 * _SENTENCE_CHARS}}})")
 
 
 def classify(
@@ -152,7 +152,7 @@ def of_boto(what: str, error: Exception) -> KVStoreError:
     """Returns the error for one that boto3 raised."""
     if isinstance(error, ClientError):
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        sentence = str(error.response.get("Error", {}).get("Message", ""))[:200]
+        sentence = str(error.response.get("Error", {}).get("Message", ""))[: 10 * _SENTENCE_CHARS]
         headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         return classify(what, status, code_of(error), sentence, headers)
     if isinstance(error, (ConnectTimeoutError, ReadTimeoutError)):

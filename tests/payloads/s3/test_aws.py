@@ -20,6 +20,7 @@ from kvstore.admin.doctor.payloads import advice_on
 from kvstore.build import load_settings
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, TransientError
+from kvstore.payloads.s3.errors import classify
 from kvstore.payloads.s3.store import S3Payloads
 from schemas.settings import S3Settings
 from schemas.urls import s3_location
@@ -222,6 +223,13 @@ class TestKeys:
         told = f"{caplog.text} {_all_of(caught.value)}"
         for secret in (key.access_key, key.secret, key.token or "SESSION", "AWS4-HMAC-SHA256", "host:"):
             assert secret not in told
+
+    def test_a_sentence_that_names_the_key_is_told_without_it(self) -> None:
+        said = "x" * 190 + " key AKIAABCDEFGHIJKLMNOP is unknown. AWS4-HMAC-SHA256 20261124T000000Z"
+        for sentence in (said, said[185:]):
+            told = str(classify("bucket b: put x", 403, "InvalidAccessKeyId", sentence))
+            assert "AKIA" not in told and "HMAC" not in told
+        assert "(xxxxx key ... is unknown.)" in told
 
     def test_no_key_anywhere(self, moto_aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
         moto_aws.make("my-bucket")
