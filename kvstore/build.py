@@ -59,6 +59,8 @@ from schemas.settings import JournalSettings, Settings, Tiers, TransferSettings
 from schemas.urls import local_path, s3_location
 
 PREFIX = "KVSTORE_"
+#: Seconds that a request of a probe may take: the bytes are few, and somebody waits for the answer.
+PROBE_S = 5.0
 #: The variable that names the operator (kvstore.admin.operators); it is no setting.
 OPERATOR = f"{PREFIX}OPERATOR"
 
@@ -223,6 +225,16 @@ def open_evidence(settings: Settings, *, patient: bool = True) -> Evidence:
         return LocalPayloads(f"{local_path(url)}/{EVIDENCE}", fsync=settings.local.fsync, access=access)
 
     return Evidence(opened)
+
+
+def open_probe(settings: Settings) -> PayloadStore:
+    """Returns the payload store that all nodes share, for a probe: each request is made once, and ends within
+    PROBE_S. No I/O for S3.
+    """
+    s3 = settings.s3
+    names = ("connect_timeout_s", "read_timeout_s", "write_timeout_s")
+    brief = s3.model_copy(update={name: min(getattr(s3, name), PROBE_S) for name in names})
+    return _leaf(settings.model_copy(update={"s3": brief}))
 
 
 def open_object(url: str, settings: Settings) -> tuple[Callable[[], int | None], PayloadStore]:

@@ -8,6 +8,7 @@ run with.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,12 +24,13 @@ from tests.helm import running
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.browser import Browser, BrowserError, find_browser
 from tests.servers.redis import RedisServer, ServerError, patient
+from tests.servers.s3.aws import Aws
 from tests.servers.s3.bucket import S3Bucket
 from tests.servers.s3.ceph import CephServer, can_install
 from tests.servers.s3.proxy import S3Proxy
 from tests.servers.s3.servers import MotoServer, S3Server
 
-_S3_FIXTURES = {"s3_server", "s3_bucket", "s3_proxy", "private_s3"}
+_S3_FIXTURES = {"aws", "s3_server", "s3_bucket", "s3_proxy", "private_s3"}
 _SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis", "replicated_cluster", "browser", "pods"}
 _SERVER_FIXTURES |= _S3_FIXTURES
 #: What the end of the run says once more, and how a test's report says that it belongs there.
@@ -274,6 +276,27 @@ def moto_proxy(moto_bucket: S3Bucket, moto_server: MotoServer) -> Iterator[tuple
     """As `s3_proxy`, in the quick tier."""
     with S3Proxy(moto_server.endpoint) as proxy:
         yield replace(moto_bucket, endpoint=proxy.endpoint), proxy
+
+
+@pytest.fixture
+def aws(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
+    """A server that takes itself for AWS, over a real S3 server. This process has its network, no key yet."""
+    yield from _aws(s3_server, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def moto_aws(moto_server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
+    """As `aws`, in the quick tier."""
+    yield from _aws(moto_server, tmp_path, monkeypatch)
+
+
+def _aws(server: S3Server, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
+    with Aws(server, folder / "aws") as aws:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        for name, value in aws.environ.items():
+            monkeypatch.setenv(name, value)
+        yield aws
 
 
 def _started(folder: Path) -> RedisServer:

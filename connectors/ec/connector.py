@@ -59,7 +59,7 @@ class ECStoreConnector(ECConnectorBase):
         self._worker: ECWorker | None = None
         if role is ECConnectorRole.SCHEDULER:
             namespace = ec_namespace(vllm_config, settings)
-            store = open_for(settings, "EC connector", namespace)
+            store = open_for(settings, "EC connector", namespace, saves=self.is_producer)
             engine = engine_of(vllm_config, consumer=self.is_consumer, producer=self.is_producer)
             self._scheduler = ECScheduler(store, store.open(namespace), engine)
         else:

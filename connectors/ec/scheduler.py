@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 _HOPELESS = frozenset(
     {
         "corrupt", "missing", "namespace_mismatch", "unsigned", "unknown_key", "newer_format", "permission",
-        "quarantined", "closed",
+        "elsewhere", "quarantined", "closed",
     }
 )  # fmt: skip
 

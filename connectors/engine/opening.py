@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from kvstore.admin.doctor.first_look import look
 from kvstore.build import describe, open_store
 from kvstore.keys import namespace_id
 from kvstore.rules.tiers import Tier
@@ -26,12 +27,17 @@ def adopt_logging() -> None:
             logger.propagate = False
 
 
-def open_for(settings: Settings, what: str, namespace: Namespace | None = None) -> Store:
-    """Open the store and log that, without secrets."""
+def open_for(
+    settings: Settings, what: str, namespace: Namespace | None = None, *, saves: bool = True
+) -> Store:
+    """Open the store and log that, without secrets. With a namespace, have a first look at the backends: an
+    engine that never `saves` may lack the right to."""
     adopt_logging()
     store = open_store(settings)
     name = f", namespace {namespace_id(namespace)} of {namespace.model}" if namespace is not None else ""
     log.info("kvstore %s: %s%s", what, describe(settings), name)
+    if namespace is not None:
+        look(store, namespace, saves=saves)
     return store
 
 

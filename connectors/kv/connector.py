@@ -218,7 +218,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         config, settings = self._vllm_config, self._settings
         agreed = agree(ranks, config, self._kv_cache_config, settings)
         groups, stages, tokens = agreed.groups, agreed.stages, agreed.hash_tokens
-        store = open_for(settings, "KV connector", agreed.namespace)
+        saves = config.kv_transfer_config.is_kv_producer
+        store = open_for(settings, "KV connector", agreed.namespace, saves=saves)
         shards = [group.page.shards for group in stages[0]]
         space = store.open(agreed.namespace)
 
@@ -228,7 +229,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             segment_blocks=[segment_blocks(settings, group.part_bytes) for group in groups],
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             can_load=config.kv_transfer_config.is_kv_consumer,
-            can_save=config.kv_transfer_config.is_kv_producer,
+            can_save=saves,
             fits=lambda group, parts: fits(parts, len(stages), shards[group]),
             one_node=_on_one_node(config.parallel_config),
             ranks=len(ranks),

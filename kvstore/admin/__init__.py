@@ -13,7 +13,8 @@ A folder per group of verbs, as in the commands (kvstore.cli.commands) and their
     explain      explain, with what is asked in lookup and what is remembered in journal
     simulate     simulate, on traces, replay and store, with plot; whatif
     bench        bench
-    doctor       doctor: the checks of the machine, of payloads, of maintenance; vllm-config
+    doctor       doctor: the checks of the machine, of payloads, of maintenance; first_look, that of
+                 engines at their start; vllm-config
     serve        serve: what it sees in monitor, collector, highlights and history; metrics in exporter; HTTP
                  in listener; the page in page/; serve --probe in probe
 

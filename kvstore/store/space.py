@@ -19,6 +19,7 @@ from kvstore.errors import (
     KVStoreError,
     NamespaceUnknown,
     PayloadMissing,
+    PermissionDenied,
     UnreadablePayload,
 )
 from kvstore.format.segment import Slot
@@ -129,6 +130,12 @@ class Space:
             self.register()
         except BreakerOpen:
             pass
+        except PermissionDenied as exc:
+            log.warning(
+                "the index refuses this engine (%s); running without the cache until it doesn't. "
+                "`cache-admin doctor` says what to do",
+                exc,
+            )
         except KVStoreError as exc:
             log.warning("index not reachable (%s); running without the cache until it is", exc)
         except Exception:

@@ -98,7 +98,7 @@ class S3Settings(StrictModel):
     session_token: SecretStr | None = None
     #: `auto`: path style with an endpoint, virtual-hosted style with AWS.
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
-    #: File with the CA certificates to trust, in PEM. Left out: the clients' own.
+    #: File with the CA certificates to trust, in PEM. Left out: AWS_CA_BUNDLE's, or else the clients' own.
     tls_ca: str | None = None
     #: Whether the endpoint's certificate and its host name are checked.
     tls_verify: bool = True

@@ -72,7 +72,7 @@ def test_wrong_settings_exit_with_2(
         "nonsense",
         "show",
         "vllm-config --role x",
-        "vllm-config --no-kv --no-ec",
+        "vllm-config --no-kv",
         "namespaces --json diff a b",
         "namespaces diff a",
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -17,9 +18,10 @@ class Papers:
     def __getitem__(self, name: str) -> str:
         return str(self.folder / name)
 
-    def server(self, name: str = "server") -> None:
-        """Makes a server's, for 127.0.0.1."""
-        self._make(name, "-addext", "subjectAltName=IP:127.0.0.1")
+    def server(self, name: str = "server", hosts: Sequence[str] = ()) -> None:
+        """Makes a server's, for 127.0.0.1 and the hosts."""
+        names = ["IP:127.0.0.1", *(f"DNS:{host}" for host in hosts)]
+        self._make(name, "-addext", f"subjectAltName={','.join(names)}")
 
     def client(self, name: str = "client") -> None:
         """Makes a client's."""

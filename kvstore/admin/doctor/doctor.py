@@ -29,6 +29,7 @@ from kvstore.admin.doctor.payloads import (
 )
 from kvstore.admin.doctor.reports import Check, CheckState, DoctorReport
 from kvstore.admin.doctor.signing import check_signatures, check_signing
+from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -69,12 +70,17 @@ _RANKING: dict[CheckState, int] = {"ok": 0, "warning": 1, "problem": 2}
 
 
 def doctor(
-    cache: Cache, sources: Sources, *, clock: Callable[[], float] = time.time, mounts: str | None = None
+    cache: Cache,
+    sources: Sources,
+    *,
+    clock: Callable[[], float] = time.time,
+    mounts: str | None = None,
+    progress: ProgressListener | None = None,
 ) -> DoctorReport:
     """Runs all checks. An error of a backend is reported as a problem. `mounts` replaces /proc/mounts."""
     if mounts is None:
         mounts = _read_mounts()
-    checks = tuple(_checks(cache, sources, clock, mounts))
+    checks = tuple(_checks(cache, sources, clock, mounts, progress or Silent()))
     return DoctorReport(
         version=__version__,
         index=redact(cache.settings.index_url),
@@ -85,11 +91,19 @@ def doctor(
     )
 
 
-def _checks(cache: Cache, sources: Sources, clock: Callable[[], float], mounts: str) -> Iterator[Check]:
+def _checks(
+    cache: Cache,
+    sources: Sources,
+    clock: Callable[[], float],
+    mounts: str,
+    progress: ProgressListener,
+) -> Iterator[Check]:
     yield from check_settings(cache, sources)
+    progress.begin("asking the index")
     index = list(check_index(cache))
     yield from index
     index_works = all(check.state != "problem" for check in index)
+    progress.begin("asking the payload store")
     payloads = list(check_payloads(cache, clock))
     yield from payloads
     yield from _or_problem("fast tier", check_fast_tier(cache))
@@ -100,6 +114,7 @@ def _checks(cache: Cache, sources: Sources, clock: Callable[[], float], mounts: 
     signing_works = all(check.state != "problem" for check in signing)
     if payloads_work:
         yield from _or_problem("bucket", check_bucket(cache))
+    progress.begin("looking at what is stored")
     yield from check_file_systems(cache, mounts)
     yield from check_versions()
     if index_works:

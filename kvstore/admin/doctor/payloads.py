@@ -12,7 +12,7 @@ from pathlib import Path
 from kvstore.admin.backends import Cache, exists
 from kvstore.admin.doctor.machine import check_file_clock, nearest_folder
 from kvstore.admin.doctor.reports import Check
-from kvstore.build import ask_encryption, may_list_as_of
+from kvstore.build import ask_encryption, may_list_as_of, open_probe
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -25,6 +25,7 @@ from kvstore.errors import (
 from kvstore.files import access_of, too_open
 from kvstore.rules.units import size
 from schemas.base import redact
+from schemas.settings import Settings
 from schemas.urls import S3Location, s3_location
 
 _FOLDER_ADVICE: dict[type[KVStoreError], str] = {
@@ -39,6 +40,11 @@ _KEYS = (
 #: Pairs of a pattern in a bucket's error and advice; the first that is found counts, and if there is none the
 #: kind of the error (_BY_KIND).
 _BUCKET_ADVICE = (
+    (
+        r"credentials can't be had",
+        "check the role of the pod or machine, its trust policy and its region, and whether what gives out "
+        "its credentials can be reached from here: STS, the agent of EKS, or the instance's metadata",
+    ),
     (r"no credentials found", "set {keys}, or s3.profile, or give the pod's service account a role"),
     (
         r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken",
@@ -47,7 +53,11 @@ _BUCKET_ADVICE = (
     (r"RequestTimeTooSkewed", "set this machine's clock (NTP): requests are signed with the time"),
     (r"NoSuchBucket", "create bucket {bucket} at {endpoint}, or correct payloads"),
     (
-        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation",
+        r"the bucket is in region (?P<region>[a-z0-9-]+)",
+        "add ?region={region} to payloads: bucket {bucket} is there",
+    ),
+    (
+        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation|in another region",
         "add ?region=NAME to payloads, with the region that bucket {bucket} is in",
     ),
     (
@@ -96,9 +106,10 @@ def check_payloads(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
         return
     began = time.perf_counter()
     try:
-        cache.payloads.ping()
+        with open_probe(cache.settings) as probe:
+            probe.ping()
     except KVStoreError as exc:
-        yield Check(name="payloads", state="problem", found=str(exc), advice=_of_owner(cache, exc))
+        yield Check(name="payloads", state="problem", found=str(exc), advice=advice_on(cache.settings, exc))
         return
     took = time.perf_counter() - began
     what = "written, read and deleted" if folder is not None else "written, read, deleted and listed"
@@ -235,6 +246,14 @@ def owner_if_root(folder: Path) -> int:
 def to_be_made(name: str, path: Path, what: str) -> Check:
     """Checks whether a folder or file that isn't there can be created."""
     existing = nearest_folder(path)
+    below = next(part for part in (path, *path.parents) if part.parent == existing or part == existing)
+    if below != existing and os.path.lexists(below):
+        return Check(
+            name=name,
+            state="problem",
+            found=f"{what} can't be made in {path}: {below} is no folder",
+            advice="name a folder, or one that can be made, in the settings",
+        )
     able = os.access(existing, os.W_OK | os.X_OK)
     return Check(
         name=name,
@@ -246,10 +265,11 @@ def to_be_made(name: str, path: Path, what: str) -> Check:
     )
 
 
-def _of_owner(cache: Cache, exc: KVStoreError) -> str:
-    """Returns advice for an error of a ping: S3 denies in the same words what is not allowed, and what is not
-    the account's that it is said to be."""
-    settings = cache.settings
+def advice_on(settings: Settings, exc: KVStoreError) -> str:
+    """Returns advice for an error of a ping, "" if there is none.
+
+    S3 denies in the same words what is not allowed, and what is not the account's that it is said to be.
+    """
     owner = settings.s3.expected_bucket_owner
     if owner is not None and isinstance(exc, PermissionDenied) and settings.origin.startswith("s3://"):
         try:
@@ -257,23 +277,23 @@ def _of_owner(cache: Cache, exc: KVStoreError) -> str:
                 return f"the bucket is not account {owner}'s: correct s3.expected_bucket_owner, or payloads"
         except KVStoreError:
             pass
-    return _advice(cache, exc)
+    return _advice(settings.origin, exc)
 
 
-def _advice(cache: Cache, exc: KVStoreError) -> str:
-    url = cache.settings.origin
+def _advice(url: str, exc: KVStoreError) -> str:
     if not url.startswith("s3://"):
         return next((text for kind, text in _FOLDER_ADVICE.items() if isinstance(exc, kind)), "")
     location = s3_location(url)
-    by_words = (text for words, text in _BUCKET_ADVICE if re.search(words, str(exc)))
-    by_kind = (text for kind, text in _BY_KIND.items() if isinstance(exc, kind))
     # The call that failed shows what is not allowed, and nothing about a server that can't be reached.
-    denied = isinstance(exc, PermissionDenied)
-    texts = [*(by_words if denied or "NoSuchBucket" in str(exc) else ()), *by_kind]
-    return _filled(texts[0], location) if texts else ""
+    told = "NoSuchBucket" in str(exc) or "credentials can't be had" in str(exc)
+    if isinstance(exc, PermissionDenied) or told:
+        for words, text in _BUCKET_ADVICE:
+            if found := re.search(words, str(exc)):
+                return _filled(text, location, **found.groupdict())
+    return next((_filled(text, location) for kind, text in _BY_KIND.items() if isinstance(exc, kind)), "")
 
 
-def _filled(text: str, location: S3Location) -> str:
+def _filled(text: str, location: S3Location, **found: str) -> str:
     arn = f"arn:aws:s3:::{location.bucket}"
     return text.format(
         keys=_KEYS,
@@ -281,4 +301,5 @@ def _filled(text: str, location: S3Location) -> str:
         endpoint=redact(location.endpoint) if location.endpoint else "AWS",
         arn=arn,
         objects=f"{arn}/{location.root}*",
+        **found,
     )

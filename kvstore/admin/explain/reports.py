@@ -31,6 +31,7 @@ Cause = Literal[
     "unavailable",
     "throttled",
     "permission",
+    "elsewhere",
     "capacity",
     "closed",
     "error",

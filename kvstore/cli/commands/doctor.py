@@ -8,6 +8,7 @@ import typer
 
 from kvstore.admin.doctor import doctor, vllm_config
 from kvstore.admin.doctor.reports import DoctorReport
+from kvstore.cli import progress
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ExitCode, of_report
 from kvstore.cli.options import one_of
@@ -28,8 +29,8 @@ def _doctor(call: Call) -> None:
     Writes one probe to the index and one to the payloads, and deletes them. Run it where an engine
     runs, as the user that the engine runs as. Exits with 3 if there is a problem.
     """
-    with call.cache() as cache:
-        report = doctor.doctor(cache, call.sources)
+    with call.cache() as cache, progress.shown() as shows:
+        report = doctor.doctor(cache, call.sources, progress=shows)
     call.print(report, doctor_text.doctor)
     call.end(report)
 
@@ -39,14 +40,18 @@ def _doctor(call: Call) -> None:
     section="Set up",
     examples=(
         "cache-admin vllm-config --index redis://redis:6379/0 --payloads file:///mnt/kvstore",
-        "eval \"vllm serve MODEL $(cache-admin vllm-config --no-ec | tr '\\n' ' ')\"",
+        'eval "vllm serve MODEL $(cache-admin vllm-config)"',
+        "cache-admin vllm-config --ec",
     ),
     see_also=("doctor",),
 )
 def _vllm_config(
     call: Call,
     kv: Annotated[bool, typer.Option("--kv/--no-kv", help="The flag for KV blocks.")] = True,
-    ec: Annotated[bool, typer.Option("--ec/--no-ec", help="The flag for encoder outputs.")] = True,
+    ec: Annotated[
+        bool,
+        typer.Option("--ec", help="Also the flag for encoder outputs: for multimodal models only."),
+    ] = False,
     role: Annotated[
         str,
         typer.Option(metavar="ROLE", help="both, producer (only saves) or consumer (only loads)."),
@@ -59,7 +64,7 @@ def _vllm_config(
     """
     chosen = cast("vllm_config.Role", one_of("--role", role, ("both", "producer", "consumer")))
     if not (kv or ec):
-        raise typer.BadParameter("--no-kv and --no-ec together leave nothing to print")
+        raise typer.BadParameter("--no-kv without --ec leaves nothing to print")
     report = vllm_config.vllm_config(call.sources.settings(), kv=kv, ec=ec, role=chosen)
     # Not through a console, which would wrap what a shell is to read.
     typer.echo(report.model_dump_json(indent=2) if call.json else "\n".join(doctor_text.vllm_flags(report)))

@@ -10,6 +10,8 @@ import datetime as dt
 import logging
 import socket
 import urllib.request
+from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -23,7 +25,8 @@ from kvstore import __version__
 from kvstore.errors import ConfigError, PermissionDenied, TransientError
 from kvstore.payloads.s3.bounded import bound_answers
 from kvstore.payloads.s3.control import S3Control
-from kvstore.payloads.s3.errors import NOWHERE, no_credentials
+from kvstore.payloads.s3.errors import NOWHERE, code_of, no_credentials
+from kvstore.rules.text import readable
 from schemas.settings import S3Settings
 from schemas.urls import S3Location
 
@@ -34,7 +37,8 @@ if logging.getLogger("botocore").level == logging.NOTSET:
     # At DEBUG botocore logs requests with their session tokens, to wherever the root logger writes.
     logging.getLogger("botocore").setLevel(logging.INFO)
 
-#: Seconds after which obstore asks the chain for credentials again; botocore refreshes those that expire.
+#: Seconds for which obstore may keep credentials. It asks again five minutes before their end, so for each
+#: request; botocore refreshes those that expire.
 _CREDENTIALS_S = 300.0
 
 
@@ -63,24 +67,44 @@ class Session:
             )
         )
         self._region = location.region or self._boto.region_name or "us-east-1"
+        named = settings.tls_ca
+        if named is None and not (location.endpoint or "").startswith("http:"):
+            # AWS_CA_BUNDLE, or ca_bundle of a profile: boto3 alone would heed it, and for some clients only.
+            named = self._boto._session.get_config_variable("ca_bundle")
+        self._ca: str | None = named if settings.tls_verify else None
         self._pem: str | None = None
-        if settings.tls_ca is not None:
+        if self._ca is not None:
             try:
-                self._pem = Path(settings.tls_ca).read_text(encoding="ascii")
+                self._pem = Path(self._ca).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as exc:
-                raise ConfigError(f"s3.tls_ca {settings.tls_ca}: {exc}; name a PEM file") from None
+                source = "s3.tls_ca" if settings.tls_ca else "AWS_CA_BUNDLE"
+                raise ConfigError(f"{source} {self._ca}: {exc}; name a PEM file") from None
+
+    @cached_property
+    def _server(self) -> str:
+        """The URL of the server, without the bucket, for both clients: the endpoint that is given, or what
+        botocore takes for this region's of AWS."""
+        if self._location.endpoint is not None:
+            return self._location.endpoint
+        # In us-east-1, the region's own server and not the one for all regions. botocore changes a Config.
+        config = Config(s3={"us_east_1_regional_endpoint": "regional"})
+        with closing(self._boto.client("s3", region_name=self._region, config=config)) as client:
+            url: str = client.meta.endpoint_url
+        return url
 
     @property
     def _path_style(self) -> bool:
         style = self._settings.addressing_style
-        return style == "path" or (style == "auto" and self._location.endpoint is not None)
+        at_aws = self._location.endpoint is None and ".amazonaws." in self._server
+        # AWS' certificates are for one label before theirs. boto3 goes by that in any style but "path".
+        label = "." not in self._location.bucket or self._server.startswith("http:")
+        return style == "path" or not label or (style == "auto" and not at_aws)
 
-    def _endpoint(self) -> str | None:
-        """Returns the endpoint for obstore, with the bucket's name in the host if that is the style."""
-        endpoint = self._location.endpoint
-        if endpoint is None or self._path_style:
-            return endpoint
-        scheme, _, host = endpoint.partition("://")
+    def _for_obstore(self) -> str:
+        """Returns the server's URL for obstore, with the bucket's name in the host if that is the style."""
+        if self._path_style:
+            return self._server
+        scheme, _, host = self._server.partition("://")
         return f"{scheme}://{self._location.bucket}.{host}"
 
     def credentials(self) -> S3Credential:
@@ -91,11 +115,11 @@ class Session:
         try:
             found = self._boto.get_credentials()
             frozen = found.get_frozen_credentials() if found is not None else None
-        except (BotoCoreError, ClientError, OSError, ValueError) as exc:
+        except (BotoCoreError, ClientError, OSError, ValueError, RuntimeError) as exc:
+            # RuntimeError: what was refreshed is too old already.
             # Without the error's text, which may quote what a credential process has printed.
-            raise TransientError(
-                f"s3://{self._location.bucket}: credentials can't be had ({type(exc).__name__})"
-            ) from None
+            said = f"{type(exc).__name__} {readable(code_of(exc))}".strip()
+            raise TransientError(f"s3://{self._location.bucket}: credentials can't be had ({said})") from None
         if frozen is None:
             raise PermissionDenied(f"s3://{self._location.bucket}: {no_credentials()}")
         return {
@@ -114,15 +138,18 @@ class Session:
         settings = self._settings
         client = self._boto.client(
             "s3",
-            endpoint_url=self._location.endpoint,
+            endpoint_url=self._server,
             region_name=self._region,
-            verify=settings.tls_ca or settings.tls_verify,
+            verify=self._ca or settings.tls_verify,
             config=Config(
                 connect_timeout=settings.connect_timeout_s,
                 read_timeout=settings.read_timeout_s,
                 retries={"total_max_attempts": 1, "mode": "standard"},
                 max_pool_connections=settings.concurrency + 8,
                 s3={"addressing_style": "path" if self._path_style else "virtual"},
+                # The server's URL has them in it, and botocore refuses both together.
+                use_dualstack_endpoint=False,
+                use_fips_endpoint=False,
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 user_agent_extra=f"kvstore/{__version__}",
@@ -140,7 +167,7 @@ class Session:
         """
         settings, location = self._settings, self._location
         options: ClientConfig = {
-            "allow_http": (location.endpoint or "").startswith("http:"),
+            "allow_http": self._server.startswith("http:"),
             "timeout": dt.timedelta(seconds=timeout_s),
             "connect_timeout": dt.timedelta(seconds=settings.connect_timeout_s),
             "user_agent": f"kvstore/{__version__}",
@@ -154,9 +181,7 @@ class Session:
         if settings.expected_bucket_owner is not None:
             # obstore signs headers that it is given so; S3 refuses any x-amz-* that isn't signed.
             options["default_headers"] = {"x-amz-expected-bucket-owner": settings.expected_bucket_owner}
-        host = _normal(
-            urlsplit(self._endpoint() or f"https://s3.{self._region}.amazonaws.com").hostname or ""
-        )
+        host = _normal(urlsplit(self._for_obstore()).hostname or "")
         if not _has_proxy(host, http=options["allow_http"]):
             # obstore follows redirects, and has no setting for it. This one lets it reach no host but the
             # endpoint's; what comes from another port of that host is verified like everything.
@@ -167,7 +192,7 @@ class Session:
             encryption = {"server_side_encryption": "aws:kms", "sse_kms_key_id": settings.sse_kms_key_id}
         return S3Store(
             location.bucket,
-            endpoint=self._endpoint(),
+            endpoint=self._for_obstore(),
             region=self._region,
             virtual_hosted_style_request=not self._path_style,
             # A signed payload is redundant with TLS and pointless without: the segment's checksums are end to

@@ -14,10 +14,11 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from kvstore.errors import KVStoreError, TransientError
 from kvstore.payloads.port import Again, Listed, at_once
-from kvstore.payloads.s3.errors import classify, of_boto
+from kvstore.payloads.s3.errors import classify, nonsense, of_boto
 from kvstore.payloads.versions import Version
 from schemas.urls import S3Location
 
@@ -43,9 +44,11 @@ class S3Control:
         try:
             return getattr(self._client, operation)(**self._always, **arguments)
         except (BotoCoreError, ClientError) as exc:
-            raise of_boto(what, exc) from exc
-        except _NONSENSE as exc:
-            raise _nonsense(what, exc) from exc
+            failed = of_boto(what, exc)
+        except (ResponseParserError, *_NONSENSE) as exc:
+            failed = nonsense(what, type(exc).__name__)
+        # Here, without a cause or context: boto3's error has the answer, which may quote the request.
+        raise failed
 
     def objects(self, what: str, prefix: str, again: Again = at_once) -> Iterator[Listed]:
         """Yields what lies under `prefix`, by its name below the root. `again` asks for each page."""
@@ -136,7 +139,7 @@ class S3Control:
             page = again(partial(self.ask, what, operation, **arguments, **place))
             if named not in page:
                 # As from a gate that wants to be logged in at: to boto3 any XML is a listing of nothing.
-                raise _nonsense(about, ValueError("no listing"))
+                raise nonsense(about, "no listing")
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -153,7 +156,7 @@ class S3Control:
         try:
             return [read(item) for item in items]
         except _NONSENSE as exc:
-            raise _nonsense(f"bucket {self._location.bucket}: {what}", exc) from exc
+            raise nonsense(f"bucket {self._location.bucket}: {what}", type(exc).__name__) from None
 
 
 def _size(item: Any) -> int:
@@ -162,7 +165,3 @@ def _size(item: Any) -> int:
     if size < 0:
         raise ValueError(f"an object of {size} bytes")
     return size
-
-
-def _nonsense(what: str, exc: Exception) -> TransientError:
-    return TransientError(f"{what}: the answer is not what S3 sends ({type(exc).__name__}: {str(exc)[:100]})")

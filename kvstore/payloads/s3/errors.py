@@ -4,15 +4,17 @@
     SlowDown, Throttling..., 429                   Throttled
     5xx, no connection, broken off, NoSuchBucket   TransientError
     time ran out                                   DeadlineExceeded
-    AccessDenied, bad keys, bad region, other 4xx,
+    AccessDenied, bad keys, other 4xx,
     a certificate that isn't trusted               PermissionDenied: an operator must act
     QuotaExceeded, EntityTooLarge, 507             CapacityExceeded
-    301, 302, 307, 308                             Redirected, a PermissionDenied: it is not followed
+    301, 302, 307, 308, another region             Redirected, a PermissionDenied: it is not followed
 
 A missing bucket is not a missing payload: the index must not be emptied for it, and the bucket may come
 back, so the error is transient. A 404 without S3's own code comes from something that isn't S3.
 
-Messages contain the server's code and sentence, never its body, which may quote the request.
+Messages contain the server's code and its first sentence, without what may be a key or a token. They contain
+no more of its body: AWS quotes there what it was asked, the access key among it. A client's error is never
+the cause of one of these, since it holds the body.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class Redirected(PermissionDenied):
     The honest case is a bucket in another region.
     """
 
+    reason = "elsewhere"
+
 
 #: Code for an object that is not there, in a bucket that is.
 MISSING = "NoSuchKey"
@@ -78,6 +82,9 @@ _UNTRUSTED = "the server's certificate is not trusted; name its authority's in s
 
 #: Most characters of a server's sentence that are repeated.
 _SENTENCE_CHARS = 200
+#: Where a sentence ends, and the words in one that may be an access key's id, a token or a signature.
+_END = re.compile(r"(?<=[.!?])\s|[\r\n]")
+_SECRET = re.compile(r"\b[A-Z0-9]{16,}\b|[A-Za-z0-9+]{32,}={0,2}")
 _HOST = re.compile(r"https?://(?:[^/@]*@)?([A-Za-z0-9.:\[\]-]{1,100})(?:[/?#]|$)")
 _REGION = re.compile(r"[a-z0-9-]{1,40}")
 
@@ -87,14 +94,14 @@ _REDIRECT = re.compile(
 )
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
-_SENTENCE = re.compile(r"<Message>([^<>]{1,200})")
+_SENTENCE = re.compile(rf"<Message>([^<>]{{1,{10 * _SENTENCE_CHARS}}})")
 
 
 def classify(
     what: str, status: int, code: str, sentence: str = "", headers: Mapping[str, str] | None = None
 ) -> KVStoreError:
     """Returns the error for an HTTP status and an S3 error code; `what` names the bucket and the call."""
-    sentence = readable(sentence.strip(), _SENTENCE_CHARS)
+    sentence = readable(_first(sentence), _SENTENCE_CHARS)
     said = f"{status} {readable(code)}".strip() + (f" ({sentence})" if sentence else "")
     advice = _ADVICE.get(code)
     if 300 <= status < 400:
@@ -106,7 +113,18 @@ def classify(
         return CapacityExceeded(text)
     if code in _PASSING or status >= 500 or status in (404, 408, 416):
         return TransientError(text)
-    return PermissionDenied(text)
+    return Redirected(text) if advice == _ELSEWHERE else PermissionDenied(text)
+
+
+def _first(text: str) -> str:
+    """Returns the first sentence of what a server says, with "..." for what may be a key or a token."""
+    sentence = _END.split(text.strip(), maxsplit=1)[0]
+    return _SECRET.sub("...", sentence)
+
+
+def nonsense(what: str, kind: str) -> KVStoreError:
+    """Returns the error for an answer that is not S3's. `kind` says in which way, in words of our own."""
+    return TransientError(f"{what}: the answer is not what S3 sends ({kind})")
 
 
 def _elsewhere(headers: Mapping[str, str]) -> str:
@@ -123,7 +141,7 @@ def _elsewhere(headers: Mapping[str, str]) -> str:
 def code_of(error: BaseException) -> str:
     """Returns the S3 error code in an error of boto3 or obstore; "" if there is none."""
     if isinstance(error, ClientError):
-        code = str(error.response.get("Error", {}).get("Code", ""))
+        code = str(error.response.get("Error", {}).get("Code", ""))[:64]
         # A HEAD has no body to put a code into.
         return "" if code.isdigit() else code
     found = _CODE.search(str(error))
@@ -134,7 +152,7 @@ def of_boto(what: str, error: Exception) -> KVStoreError:
     """Returns the error for one that boto3 raised."""
     if isinstance(error, ClientError):
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        sentence = str(error.response.get("Error", {}).get("Message", ""))[:200]
+        sentence = str(error.response.get("Error", {}).get("Message", ""))[: 10 * _SENTENCE_CHARS]
         headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         return classify(what, status, code_of(error), sentence, headers)
     if isinstance(error, (ConnectTimeoutError, ReadTimeoutError)):
@@ -165,8 +183,7 @@ def of_obstore(what: str, error: Exception) -> KVStoreError:
     if "InvalidCertificate" in text:
         return PermissionDenied(f"{what}: {_UNTRUSTED}")
     # The first line names the URL and the kind of failure; the others repeat the request.
-    first = next(iter(text.splitlines()), "")
-    return TransientError(f"{what}: no connection, or it broke ({readable(first, _SENTENCE_CHARS)})")
+    return TransientError(f"{what}: no connection, or it broke ({readable(_first(text), _SENTENCE_CHARS)})")
 
 
 def no_credentials() -> str:

@@ -45,10 +45,12 @@ class S3Data:
         except (BaseError, OSError, ValueError) as exc:
             if (code := code_of(exc)) in _ABSENT:
                 return _ABSENT[code]
-            # Without the cause, whose text quotes the server's answer, which may quote the request.
-            raise of_obstore(what, exc) from None
-        _check_extent(what, offset, want, start, stop, size, data.nbytes)
-        return pour(data, into)
+            failed = of_obstore(what, exc)
+        else:
+            _check_extent(what, offset, want, start, stop, size, data.nbytes)
+            return pour(data, into)
+        # Here, without a cause or context: obstore's error quotes the answer, which may quote the request.
+        raise failed
 
     def put(self, key: str, buffers: Sequence[memoryview], what: str) -> None:
         """Stores flat `buffers` under `key`, whole or not at all. `what` names the call in errors."""
@@ -66,9 +68,10 @@ class S3Data:
                 )
             else:
                 obstore.put(self._writes, key, buffers, use_multipart=False)
+            return
         except (BaseError, OSError, ValueError) as exc:
-            # Without the cause, whose text quotes the server's answer, which may quote the request.
-            raise of_obstore(what, exc) from None
+            failed = of_obstore(what, exc)
+        raise failed
 
 
 def _check_extent(what: str, offset: int, want: int, start: int, stop: int, size: int, got: int) -> None:

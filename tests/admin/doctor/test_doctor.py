@@ -27,6 +27,8 @@ from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import namespace_id
 from tests.admin.conftest import Admin, Filled, fill, kv_slots, kv_space
 from tests.servers.redis import RedisServer
+from tests.servers.s3.hostile import HostileServer
+from tests.waiting import PATIENCE_S
 
 LOCAL_DISK = "/dev/vda / ext4 rw 0 0\n"
 
@@ -453,3 +455,29 @@ def test_a_slow_index_is_a_warning(filled: Filled, monkeypatch: pytest.MonkeyPat
     [check] = named(examine(filled), "index")
     assert check.state == "warning"
     assert "20.00 ms" in check.found
+
+
+def test_a_folder_below_a_file_is_a_problem(tmp_path: Path, admin: Admin) -> None:
+    (tmp_path / "request.json").write_text("{}")
+    ran = admin("doctor", "--payloads", f"file://{tmp_path}/request.json/x", "--json")
+    assert ran.code == 3
+    (check,) = [each for each in ran.json["checks"] if each["name"] == "payloads"]
+    assert check["found"].endswith(f"{tmp_path}/request.json is no folder")
+
+
+def test_a_bucket_that_hangs_is_waited_for_no_longer_than_a_probe(
+    admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However patient the settings are: this test doesn't end otherwise."""
+    monkeypatch.setattr("kvstore.build.PROBE_S", 0.5)
+    said: list[str] = []
+    monkeypatch.setattr("kvstore.cli.progress.Lines.begin", lambda self, what, total=None: said.append(what))
+    with HostileServer(lambda request, body: server.pause(PATIENCE_S)) as server:
+        url = f"s3://bucket/pre?endpoint={server.endpoint}&region=us-east-1"
+        patient = {f"KVSTORE_S3__{name}_TIMEOUT_S": "3600" for name in ("READ", "WRITE", "STALL")}
+        keys = {"KVSTORE_S3__ACCESS_KEY_ID": "id", "KVSTORE_S3__SECRET_ACCESS_KEY": "key"}
+        options = ["--index", f"sqlite://{tmp_path}/index.sqlite", "--payloads", url, "--json"]
+        ran = admin("doctor", *options, env=patient | keys)
+    (check,) = [each for each in ran.json["checks"] if each["name"] == "payloads"]
+    assert "did not answer in time" in check["found"]
+    assert "asking the payload store" in said

@@ -408,7 +408,7 @@ def test_a_child_of_a_process_that_uses_a_bucket_is_told_so(moto_bucket: S3Bucke
         (403, "SignatureDoesNotMatch", PermissionDenied, "secret access key is wrong"),
         (403, "RequestTimeTooSkewed", PermissionDenied, "clock"),
         (301, "PermanentRedirect", Redirected, "region"),
-        (400, "AuthorizationHeaderMalformed", PermissionDenied, "region"),
+        (400, "AuthorizationHeaderMalformed", Redirected, "region"),
         (403, "QuotaExceeded", CapacityExceeded, "QuotaExceeded"),
         (507, "", CapacityExceeded, "507"),
     ],

@@ -25,11 +25,11 @@ _DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 class HostileServer:
     """Answers every request by `answer`, and keeps all of them in `requests`. Any number of connections."""
 
-    def __init__(self, answer: Answer, host: str = "127.0.0.1") -> None:
+    def __init__(self, answer: Answer, host: str = "127.0.0.1", port: int = 0) -> None:
         self.answer = answer
         self.host = host
         self.requests: list[Head] = []
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((host, port))
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
