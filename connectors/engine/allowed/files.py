@@ -120,9 +120,9 @@ def source_of(name: str, revision: str | None, cache: str | None) -> Source:
         # vLLM itself puts the path of a snapshot in the place of a name when it is offline.
         return Source(Path(name), pinned=_is_snapshot(Path(name).absolute()))
     from huggingface_hub import snapshot_download
-    from vllm import envs
 
-    if not getattr(envs, "VLLM_USE_MODELSCOPE", False):
+    # With this variable vLLM takes models from elsewhere.
+    if os.environ.get("VLLM_USE_MODELSCOPE", "False").lower() != "true":
         try:
             path = Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
         except (OSError, ValueError):

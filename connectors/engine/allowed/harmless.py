@@ -268,8 +268,8 @@ _VARIABLES: tuple[tuple[str, str], ...] = (
 )
 VARIABLES = frozenset(name for _, names in _VARIABLES for name in names.split())
 
-#: How ranks add up what each has computed, which vLLM chooses by their number. With identity.any_tp an operator
-#: has said that engines of other numbers of ranks may share.
+#: How ranks add up what each has computed, which vLLM chooses by their number. With identity.any_tp an
+#: operator has said that engines of other numbers of ranks may share.
 OF_RANKS = frozenset(
     {
         "ParallelConfig.dcp_comm_backend", "ParallelConfig.dcp_q_replicate",

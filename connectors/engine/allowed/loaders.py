@@ -69,7 +69,9 @@ def weights_name(model: Any, load: Any, source: Source) -> str:
 
 
 def _format(load: Any) -> str:
-    return str(getattr(load, "load_format", "auto"))
+    given = getattr(load, "load_format", "auto")
+    # Engines of the v0 interface have an enumeration.
+    return str(getattr(given, "value", given)).lower()
 
 
 def _is_vllms(load_format: str) -> bool:

@@ -35,7 +35,7 @@ def options(vllm_config: Any, *, kind: str, labelled: bool = False, any_tp: bool
     """Returns what may change the bytes of an engine's payloads of this kind (`kv`, `ec`), by option.
 
     With `labelled` an operator has named the weights, and how they were loaded is part of that name. With
-    `any_tp` engines of any tensor-parallel size share. Raises NotKnown for a value that can't be written down.
+    `any_tp` engines of any tensor-parallel size share. Raises NotKnown for a value that can't be written.
     """
     left_out = set(harmless.SECTIONS | harmless.OPTIONS)
     if kind == "ec":
@@ -49,9 +49,12 @@ def options(vllm_config: Any, *, kind: str, labelled: bool = False, any_tp: bool
 
 
 def _variables() -> dict[str, str]:
-    from vllm import envs
-
-    known = [name for name in envs.environment_variables if name not in harmless.VARIABLES]
+    try:
+        from vllm.envs import environment_variables
+    except ImportError:
+        # An engine of the v0 interface may have none.
+        return {}
+    known = [name for name in environment_variables if name not in harmless.VARIABLES]
     return {f"${name}": _shown(name, os.environ[name]) for name in known if name in os.environ}
 
 
