@@ -1,5 +1,6 @@
-"""A connector under which somebody replaces the model's folder once the engine has read its weights, and before
-the connector looks at it: `REPLACE=LINK:FOLDER` in the engine's environment."""
+"""A connector under which somebody replaces the model's folder, once the engine has read its weights.
+
+`REPLACE=LINK:FOLDER` in the engine's environment."""
 
 from __future__ import annotations
 

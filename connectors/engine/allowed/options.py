@@ -27,7 +27,7 @@ from connectors.engine.allowed.files import NotKnown
 
 #: Values that are shown as they are: short, and without what URLs, paths and keys are made of.
 _PLAIN = re.compile(r'[A-Za-z0-9_.,:+\- "\[\]]{0,120}')
-_SECRET = re.compile(r"token|key|secret|password|credential", re.IGNORECASE)
+_SECRET = re.compile(r"api_?key|secret|password|credential|auth|token$", re.IGNORECASE)
 _DEEPEST = 12
 
 
