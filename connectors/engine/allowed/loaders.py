@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from connectors.engine.allowed import harmless
@@ -34,6 +36,8 @@ FORMATS = {
 _VLLM = "vllm.model_executor.model_loader."
 #: Draws the weights, so that no name is that of what it makes.
 _DRAWS = "dummy"
+#: How a class of vLLM's says that it loads more than the model's own weights.
+_BESIDES = b"self.secondary_weights ="
 #: Files by which vLLM chooses among the weight files.
 INDEXES = (
     "model.safetensors.index.json", "consolidated.safetensors.index.json", "pytorch_model.bin.index.json",
@@ -63,6 +67,7 @@ def weights_name(model: Any, load: Any, source: Source) -> str:
         raise NotKnown("--model-loader-extra-config may name other weights than those of the model's folder")
     if getattr(model, "model_weights", ""):
         raise NotKnown(f"the weights of {model.model} are read from another place")
+    refuse_foreign_model(model)
     refuse_foreign_code(model, source)
     digest = weights_digest(source.path)
     return f"{digest}/{kind}" if kind else digest
@@ -82,6 +87,26 @@ def _is_vllms(load_format: str) -> bool:
         return True
     loader = loaders.get(load_format)
     return loader is not None and loader.__module__.startswith(_VLLM)
+
+
+def refuse_foreign_model(model: Any) -> None:
+    """Raise NotKnown if the model's class isn't vLLM's own, or loads weights from elsewhere besides."""
+    named = getattr(model, "architectures", None) or ()
+    try:
+        from vllm.model_executor.models.registry import ModelRegistry
+    except ImportError:
+        return
+    for one in named:
+        known = ModelRegistry.models.get(one)
+        if known is None:
+            # vLLM takes a class for any model then, and code of the model's own.
+            continue
+        module = getattr(known, "module_name", None) or known.model_cls.__module__
+        if not module.startswith("vllm."):
+            raise NotKnown(f"the class for {one} is not vLLM's but from {module}, whose code can't be told")
+        spec = find_spec(module)
+        if spec is not None and spec.origin is not None and _BESIDES in Path(spec.origin).read_bytes():
+            raise NotKnown(f"vLLM's class for {one} loads weights from other places than the folder besides")
 
 
 def refuse_foreign_code(model: Any, source: Source) -> None:

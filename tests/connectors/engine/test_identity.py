@@ -196,6 +196,23 @@ def test_code_that_comes_with_a_model_counts_if_it_may_run(tmp_path: Path) -> No
     assert not namespace(target).weights.startswith(UNNAMED)
 
 
+def test_a_models_class_that_reads_more_than_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import ModelRegistry
+
+    target = model(tmp_path / "target", 1)
+
+    def of(architecture: str) -> str:
+        return namespace(SimpleNamespace(**vars(target), architectures=[architecture])).weights
+
+    assert of("LlamaForCausalLM") == of("OneThatNobodyKnows") == namespace(target).weights
+    assert of("UltravoxModel").startswith(UNNAMED), "its towers are in repositories of their own"
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    ModelRegistry.register_model("LlamaForCausalLM", "somebodys_plugin.models:Llama")
+    assert of("LlamaForCausalLM").startswith(UNNAMED)
+
+
 def test_what_chooses_among_the_weight_files_counts(tmp_path: Path) -> None:
     target = model(tmp_path / "target", 1)
     before = namespace(target)
