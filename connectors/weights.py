@@ -25,6 +25,8 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 #: Prefix of the names of weights that nobody has named.
@@ -45,28 +47,48 @@ def check_name(name: str) -> None:
         )
 
 
+@cache
+def this_machine() -> str:
+    """Returns a name of this boot of this machine, whose processes have one steady clock; "" if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Naming:
     """The name that one rank was told for its weights, and when."""
 
     name: str
-    #: Unix time, by the rank's clock.
-    at_s: float
+    #: Nanoseconds by the steady clock of the rank's machine, which says nothing to other machines.
+    at_ns: int
+    machine: str
 
     @classmethod
     def now(cls, name: str) -> Naming:
         """Returns a naming that happened just now. Raises ValueError as check_name does."""
         check_name(name)
-        return cls(name, time.time())
+        return cls(name, time.monotonic_ns(), this_machine())
 
 
-def agreed(namings: Mapping[int, Naming], ranks: int) -> Naming | None:
-    """Returns the name that all ranks were told, with the earliest of their times.
+@dataclass(frozen=True, slots=True)
+class AgreedName:
+    """The name that all ranks were told, and when the first rank on this machine was; None if none is here.
 
-    None while some rank has not been told, or was told another one."""
-    if len(namings) < ranks or len({one.name for one in namings.values()}) != 1:
+    All ranks are told in one call, so those on other machines were told when those here were."""
+
+    name: str
+    at_ns: int | None
+
+
+def agreed(namings: Mapping[int, Naming], ranks: int) -> AgreedName | None:
+    """Returns what all ranks agree on; None while some rank has not been told, or was told another name."""
+    names = {one.name for one in namings.values()}
+    if len(namings) < ranks or len(names) != 1:
         return None
-    return min(namings.values(), key=lambda one: one.at_s)
+    here = [one.at_ns for one in namings.values() if one.machine == this_machine() != ""]
+    return AgreedName(names.pop(), min(here, default=None))
 
 
 class NamedWeights:

@@ -73,7 +73,7 @@ class Parallel(StrictModel):
 class Namespace(StrictModel):
     """The canonical identity of a set of interchangeable payloads: equal JSON means equal bytes."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     kind: Literal["kv", "ec"]
     tenant: str = "default"
     model: str
@@ -85,6 +85,8 @@ class Namespace(StrictModel):
     #: The dtype the model computes in, and the quantisation of its weights.
     dtype: str
     quantization: str = ""
+    #: Options of the engine that may change its payloads, where they differ from vLLM's defaults, by name.
+    options: dict[str, str] = Field(default_factory=dict)
     #: kv only: tokens per block hash, hash algorithm and the digest of the chain's root.
     block_tokens: Count = 0
     hash_algo: str = ""

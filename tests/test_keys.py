@@ -29,6 +29,7 @@ KV = Namespace(
     config="2c26b46b68ffc68f",
     dtype="bfloat16",
     quantization="fp8",
+    options={"attention_config.backend": "FLASH_ATTN"},
     block_tokens=16,
     hash_algo="sha256_cbor",
     hash_root="fcde2b2edba56bf4",
@@ -51,16 +52,16 @@ CONTENT = bytes(range(32))
 
 def test_golden_canonical_json() -> None:
     assert keys.canonical_json(EC) == (
-        '{"block_tokens":0,"codec":"none","config":"","dtype":"bfloat16","epoch":0,"format":1,"groups":[],'
+        '{"block_tokens":0,"codec":"none","config":"","dtype":"bfloat16","epoch":0,"format":2,"groups":[],'
         '"hash_algo":"","hash_root":"","kind":"ec","kv_dtype":"","model":"Qwen/Qwen2.5-VL-7B",'
-        '"page_format":"","page_order":"","parallel":{"dcp":1,"pp":1,"tp":1},"quantization":"","revision":"",'
+        '"options":{},"page_format":"","page_order":"","parallel":{"dcp":1,"pp":1,"tp":1},"quantization":"","revision":"",'
         '"tenant":"default","weights":"9f86d081884c7d65"}'
     )
 
 
 def test_golden_namespace_ids() -> None:
-    assert keys.namespace_id(KV) == "36e752899f06135b"
-    assert keys.namespace_id(EC) == "a94f41953238bd11"
+    assert keys.namespace_id(KV) == "40018c1f93aa8938"
+    assert keys.namespace_id(EC) == "776731a881797096"
 
 
 def test_golden_content_keys() -> None:
@@ -124,6 +125,7 @@ OTHERS: dict[str, Any] = {
     "config": "",
     "dtype": "float16",
     "quantization": "",
+    "options": {"attention_config.backend": "TRITON_ATTN"},
     "block_tokens": 32,
     "hash_algo": "xxhash",
     "hash_root": "",

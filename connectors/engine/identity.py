@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import marshal
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from connectors.engine.allowed.files import NotKnown, Source, source_of
+from connectors.engine.allowed.loaders import INDEXES, code_digest, refuse_drawn, weights_name
+from connectors.engine.allowed.options import options
 from connectors.engine.layout import LocalGroup
 from connectors.engine.tensors import PagedCache
 from connectors.engine.version import vllm_release
-from connectors.engine.weights_digest import weights_digest
+from connectors.weights import unnamed
 from kvstore.errors import ConfigError
 from kvstore.rules.prefix import PrefixRule
 from schemas.namespace import GroupSpec, Namespace, Parallel
 from schemas.settings import Settings
+
+log = logging.getLogger(__name__)
 
 #: Keys of a model's config.json that say nothing about its outputs.
 _VOLATILE = {"_name_or_path", "transformers_version", "_commit_hash"}
@@ -47,19 +53,14 @@ def kv_namespace(
 
     `hash_tokens` is how many tokens a block hash stands for; every group's block is a multiple of it.
     """
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    algo = cache.prefix_caching_hash_algo
+    config, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    algo = config.prefix_caching_hash_algo
     tp = 0 if settings.identity.any_tp else parallel.tensor_parallel_size
-    fields = model_fields(model, settings)
-    draft = _draft_model(vllm_config)
-    if draft is not None and not settings.identity.weights:
-        # A block holds the draft model's layers too, and their bytes depend on its weights.
-        # Its configuration is vLLM's to make, from the target's, which is in the namespace.
-        fields["weights"] += "+" + _weights(draft, _folder(draft))
-    kv_dtype = str(cache.cache_dtype)
+    fields = model_fields(vllm_config, settings, kind="kv")
+    kv_dtype = str(config.cache_dtype)
     if any(group.kind == "mamba" for group in groups):
         # vLLM hands such pages out as bytes, so nothing else tells the dtypes that are in them.
-        kv_dtype += f"/{cache.mamba_cache_dtype}/{cache.mamba_ssm_cache_dtype}"
+        kv_dtype += f"/{config.mamba_cache_dtype}/{config.mamba_ssm_cache_dtype}"
     return Namespace(
         kind="kv",
         **fields,
@@ -80,7 +81,7 @@ def ec_namespace(vllm_config: Any, settings: Settings) -> Namespace:
     """Returns the namespace of an engine's encoder outputs. Raises ConfigError if they can't be shared."""
     return Namespace(
         kind="ec",
-        **model_fields(vllm_config.model_config, settings),
+        **model_fields(vllm_config, settings, kind="ec"),
         codec=settings.segment.codec,
         epoch=settings.identity.epoch,
     )
@@ -173,53 +174,83 @@ def _hash_root(algo: str) -> str:
     return hashlib.sha256(str(seed).encode()).hexdigest()[:16]
 
 
-def model_fields(model: Any, settings: Settings) -> dict[str, Any]:
-    """Returns the namespace fields that describe a model. Raises ConfigError if its weights are unknown."""
-    identity = settings.identity
-    name = str(model.model)
-    local, folder = Path(name).exists(), _folder(model)
+def model_fields(vllm_config: Any, settings: Settings, *, kind: Literal["kv", "ec"]) -> dict[str, Any]:
+    """Returns the namespace fields that describe a model and how it is computed.
+
+    Weights of which it isn't known what they are get a name that no other engine has, with one warning.
+    """
+    label = settings.identity.weights
+    try:
+        weights = _weights(vllm_config, label, draft=kind == "kv")
+        given = options(vllm_config, kind=kind, labelled=bool(label), any_tp=settings.identity.any_tp)
+    except NotKnown as exc:
+        weights, given = unnamed(), {}
+        log.warning(
+            "kvstore: the weights of this engine have no name, so it shares nothing with other engines (%s): "
+            '%s. docs/security.md, "Which engines share", says what to do',
+            kind,
+            exc,
+        )
+    described = described_model(vllm_config.model_config, _load(vllm_config), settings)
+    return {**described, "weights": weights, "options": given}
+
+
+def described_model(model: Any, load: Any, settings: Settings) -> dict[str, str]:
+    """Returns the namespace fields that describe a model without its weights."""
+    identity, name = settings.identity, str(model.model)
+    local = Path(name).exists()
     return {
         "tenant": identity.tenant,
         "model": identity.model or (Path(name).name if local else name),
         "revision": "" if local else str(model.revision or ""),
-        "weights": identity.weights or _weights(model, folder),
-        "config": _config_digest(model, folder),
+        "config": _config_digest(model, _source(model, load)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization or ""),
     }
 
 
-def _folder(model: Any) -> Path | None:
-    """Returns the folder in which a model's files are, or None."""
-    name = str(model.model)
-    return Path(name) if Path(name).exists() else _hub_folder(name, model.revision)
+def _load(vllm_config: Any) -> Any:
+    return getattr(vllm_config, "load_config", None)
 
 
-def _weights(model: Any, folder: Path | None) -> str:
-    if folder is None:
-        raise ConfigError(
-            f"kvstore: the weights of {model.model} are not on this machine's disk, so they can't be told "
-            "from others; set identity.weights (KVSTORE_IDENTITY__WEIGHTS) to a label that changes with them"
-        )
-    return weights_digest(folder)
-
-
-def _hub_folder(name: str, revision: str | None) -> Path | None:
-    """Returns the folder in which the hub's local cache holds this model, or None. Uses no network."""
-    from huggingface_hub import snapshot_download
-
+def _source(model: Any, load: Any) -> Source | None:
+    """Returns where a model's files are; None if they aren't on this machine."""
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError):
+        return source_of(str(model.model), model.revision, getattr(load, "download_dir", None))
+    except NotKnown:
         return None
 
 
-def _config_digest(model: Any, folder: Path | None) -> str:
+def _weights(vllm_config: Any, label: str | None, *, draft: bool) -> str:
+    """Returns the name of an engine's weights, with `draft` those of its draft model too.
+
+    Raises NotKnown if it has none, ConfigError if their files can't be read."""
+    models = [(vllm_config.model_config, _load(vllm_config))]
+    if draft and (drafting := _draft_model(vllm_config)) is not None:
+        # A block holds the draft model's layers too, and their bytes depend on its weights.
+        # Its configuration is vLLM's to make, from the target's, which is in the namespace.
+        load = getattr(vllm_config.speculative_config, "draft_load_config", None)
+        models.append((drafting, load or _load(vllm_config)))
+    if label:
+        for _, load in models:
+            refuse_drawn(load)
+        return label
+    names = []
+    for model, load in models:
+        source = source_of(str(model.model), model.revision, getattr(load, "download_dir", None))
+        names.append(weights_name(model, load, source))
+        # Last, so that what the name was made of was there all the time.
+        source.check_unchanged()
+    return "+".join(names)
+
+
+def _config_digest(model: Any, source: Source | None) -> str:
     """Returns a digest of the model's configuration as given: its files and the overrides of them.
 
     It reads the files rather than the parsed object, because models edit that object while they load, and
     how far they are depends on the process.
     """
+    folder = source.path if source is not None else None
     given: list[Any] = [_json(folder, "config.json") or model.hf_config.to_dict()]
     given[0] = {key: value for key, value in given[0].items() if key not in _VOLATILE}
     given.append(_overrides(getattr(model, "hf_overrides", None)))
@@ -233,6 +264,10 @@ def _config_digest(model: Any, folder: Path | None) -> str:
     if multimodal is not None:
         given += [_json(folder, name) for name in _PROCESSOR_FILES]
         given += [str(getattr(multimodal, name, None)) for name in _MULTIMODAL_FIELDS]
+    # Which of the weight files are read, and code that comes with them.
+    given += [index for name in INDEXES if (index := _json(folder, name)) is not None]
+    if code := code_digest(model, source):
+        given.append(code)
     return hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from connectors.engine.new_weights import empty
-from connectors.weights import UNNAMED, Naming, agreed, unnamed
+from connectors.weights import UNNAMED, AgreedName, Naming, agreed, unnamed
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 
@@ -49,7 +49,7 @@ class CurrentNamespace:
         *,
         ranks: int = 1,
         holds_blocks: Callable[[], bool] | None = None,
-        wall: Callable[[], float] = time.time,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`ranks` is how many workers tell the name of their weights; `holds_blocks` returns whether anything
         is left in the engine's own cache, and is None if that can't be known."""
@@ -57,16 +57,16 @@ class CurrentNamespace:
         self._ranks = ranks
         self._namings: dict[int, Naming] = {}
         self._holds_blocks = holds_blocks
-        self._wall = wall
+        self._clock = clock
         self._given_up = False
         self._first = space.namespace
         self._space: Space | None = space
         #: Weights whose namespaces this engine leaves alone for good.
         self._distrusted: set[str] = set()
-        #: Unix time of the last reset, if it was a clean one and its weights have not been named yet.
-        self._clean_at: float | None = None
-        #: Unix time at which something was first computed since then.
-        self._ran_at: float | None = None
+        #: When the last reset was, if it was a clean one and its weights have not been named yet.
+        self._clean_ns: int | None = None
+        #: When something was first computed since then.
+        self._ran_ns: int | None = None
         self._left: deque[Space] = deque(maxlen=_LEFT)
 
     @property
@@ -80,8 +80,8 @@ class CurrentNamespace:
             return
         self._namings.clear()
         clean = self._holds_blocks is not None and not self._holds_blocks()
-        self._clean_at = self._wall() if clean else None
-        self._ran_at = None
+        self._clean_ns = self._clock() if clean else None
+        self._ran_ns = None
         if clean and self._store.settings.identity.after_reset == "unnamed":
             self._enter(unnamed())
             return
@@ -106,7 +106,7 @@ class CurrentNamespace:
     def give_up(self, why: str) -> None:
         """Leave the store alone as long as this engine lives, whatever is reset or named: `why` says why."""
         log.error("%s: the engine leaves the store alone. Restart it", why)
-        self._given_up, self._clean_at = True, None
+        self._given_up, self._clean_ns = True, None
         self._leave()
 
     def told(self, namings: Mapping[int, Naming]) -> bool | None:
@@ -120,36 +120,46 @@ class CurrentNamespace:
         self._namings.clear()
         return self.name(naming)
 
-    def name(self, naming: Naming) -> bool:
+    def name(self, naming: AgreedName) -> bool:
         """Take the name on which all ranks agree. Returns whether it is believed.
 
         A name is believed once after every clean reset, but not if it was given before the reset, nor if
         something was computed since: the name, or what was computed, may belong to older weights.
         """
         weights = naming.name or self._first.weights
+        if not naming.name and weights.startswith(UNNAMED):
+            # It had no name at the start either, and what was under that one is emptied.
+            weights = unnamed()
         if self._space is not None and self._space.namespace.weights == weights:
             return True
         if weights in self._distrusted:
             log.error("weights were named %r, whose namespace this engine leaves alone; ignored", naming.name)
             return False
-        if self._clean_at is None:
+        if self._clean_ns is None:
             log.error("weights were named %r without a clean reset before; ignored", naming.name)
             return False
-        if naming.at_s <= self._clean_at:
+        if naming.at_ns is None:
+            log.error(
+                "weights were named %r on other machines only, whose clocks can't tell whether that came "
+                "after the last reset; ignored. Run a worker beside the scheduler",
+                naming.name,
+            )
+            return False
+        if naming.at_ns <= self._clean_ns:
             log.error("weights were named %r before the last reset; name them after it", naming.name)
             return False
-        if self._ran_at is not None and self._ran_at <= naming.at_s:
+        if self._ran_ns is not None and self._ran_ns <= naming.at_ns:
             # They may have run with the weights that were there before these.
             log.error("requests ran before weights were named %r; reset, then name them", naming.name)
             return False
-        self._clean_at = None
+        self._clean_ns = None
         self._enter(weights)
         return True
 
     def ran(self) -> None:
         """Record that something is computed with this step."""
-        if self._clean_at is not None and self._ran_at is None:
-            self._ran_at = self._wall()
+        if self._clean_ns is not None and self._ran_ns is None:
+            self._ran_ns = self._clock()
 
     def _enter(self, weights: str) -> None:
         namespace = self._first.model_copy(update={"weights": weights})

@@ -17,6 +17,7 @@ vLLM pins the CPU tier's rows for a job until the job is reported, so every job 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,7 +44,6 @@ from connectors.tier.identity import (
     engine_of,
     refuse_engine,
     refuse_settings,
-    shown,
     tier_namespace,
 )
 from connectors.tier.load import Loads
@@ -126,7 +126,7 @@ class KVStoreTier(SecondaryTierManager):
         )
         self._observed = followers.guard(Observed(store.counters))
         self._retired = False
-        facts = shown(chunk_facts(engine, settings))
+        facts = json.dumps(chunk_facts(engine, settings), default=str)
         log.info("chunks of %d bytes, their format follows from %s", primary.row_bytes, facts)
         space.register_soon()
 

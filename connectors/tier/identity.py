@@ -14,16 +14,12 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
-import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from connectors.engine.identity import ec_namespace, kv_namespace, refuse_counter_identifiers
+from connectors.engine.identity import described_model, kv_namespace, refuse_counter_identifiers
 from connectors.engine.tensors import SAFETENSORS_DTYPES
 from kvstore.errors import ConfigError
 from schemas.namespace import DTYPE_BYTES, GroupKind, GroupSpec, Namespace, Parallel
@@ -33,12 +29,6 @@ from schemas.settings import AdmissionSettings, KVSettings, Settings
 _FORMAT = 1
 #: Packages whose presence and version decide which attention kernels there are.
 _KERNELS = ("flashinfer-python", "flash-attn", "aiter", "amd-aiter", "triton", "xformers", "vllm-flash-attn")
-#: vLLM's environment variables that belong to one process or node, or say where things are: they don't
-#: decide what is computed.
-_LOCAL = re.compile(
-    r"RANK|PORT|HOST|_IPS?$|BIND|RAY|PROCESS_NAME|MOONCAKE|SIDE_CHANNEL|_DIR$|_PATH$|HOME|BUILD|IMAGE_TAG"
-    r"|TIMEOUT|LOG|NIC_|NVCC|CMAKE|VERBOSE|THREADS|P2P|DP_SIZE|GC_DEBUG|USAGE|NUMEXPR"
-)
 _CACHE_FIELDS = (
     "block_size", "user_specified_block_size", "cache_dtype", "kv_cache_layout", "mamba_block_size",
     "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode", "kv_sharing_fast_prefill",
@@ -155,9 +145,6 @@ def tier_namespace(engine: EngineConfig, settings: Settings, row_bytes: int) -> 
     return namespace.model_copy(update={"page_order": "offloading", "parallel": Parallel()})
 
 
-_MODEL_FIELDS = ("tenant", "model", "revision", "weights", "config", "dtype", "quantization")
-
-
 def chunk_format(facts: dict[str, Any]) -> str:
     """Returns the format's name: the facts that people ask for first, and a digest of all of them."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -167,22 +154,18 @@ def chunk_format(facts: dict[str, Any]) -> str:
 
 
 def chunk_facts(engine: EngineConfig, settings: Settings) -> dict[str, Any]:
-    """Returns everything that decides what the bytes of a chunk are, besides the model and its weights."""
+    """Returns everything that decides what the bytes of a chunk are, besides the other members."""
     import torch
     import vllm
-    from vllm import envs
 
     config, cache = engine.offloading.config, engine.vllm.cache_config
     groups = [(one.group_id, one.tokens_per_block, list(one.layer_names)) for one in config.groups]
-    variables = envs.compile_factors()
     return {
         "format": _FORMAT,
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "device": _device(),
         "kernels": {name: version for name in _KERNELS if (version := _version(name)) is not None},
-        "variables": {name: variables[name] for name in sorted(variables) if not _LOCAL.search(name)},
-        "attention": str(getattr(engine.vllm, "attention_config", None)),
         "cache": {name: str(getattr(cache, name, None)) for name in _CACHE_FIELDS},
         "parallel": {name: getattr(engine.vllm.parallel_config, name, None) for name in _PARALLEL_FIELDS},
         "runner": bool(getattr(engine.vllm, "use_v2_model_runner", False)),
@@ -198,12 +181,6 @@ def chunk_facts(engine: EngineConfig, settings: Settings) -> dict[str, Any]:
         },
         "draft": _draft(engine.vllm, settings),
     }
-
-
-def shown(facts: dict[str, Any]) -> str:
-    """Returns the facts for a log, with the variables that are set: vLLM's version implies the others."""
-    given = {name: value for name, value in facts["variables"].items() if name in os.environ}
-    return json.dumps({**facts, "variables": given}, default=str)
 
 
 def _group(engine: EngineConfig, group: Any, row_bytes: int, dtype: str) -> GroupSpec:
@@ -279,13 +256,14 @@ def _version(package: str) -> str | None:
 
 
 def _draft(vllm_config: Any, settings: Settings) -> Any:
-    """Returns what names the draft model of speculative decoding: its layers may be part of a chunk."""
+    """Returns what describes the draft model of speculative decoding, whose layers may be part of a chunk.
+
+    Its weights are part of the namespace's."""
     config = getattr(vllm_config, "speculative_config", None)
     if config is None:
         return None
-    model = getattr(config, "draft_model_config", None)
-    method = str(getattr(config, "method", None))
-    if model is None or not Path(str(model.model)).exists():
-        return [method, str(getattr(model, "model", None)), str(getattr(model, "revision", None))]
-    fields = ec_namespace(SimpleNamespace(model_config=model), settings)
-    return [method, {name: getattr(fields, name) for name in _MODEL_FIELDS}]
+    model, method = getattr(config, "draft_model_config", None), str(getattr(config, "method", None))
+    if model is None:
+        return [method]
+    load = getattr(config, "draft_load_config", None) or getattr(vllm_config, "load_config", None)
+    return [method, described_model(model, load, settings)]

@@ -29,7 +29,7 @@ from typing import Any
 
 from connectors.engine.guard import guarded
 from connectors.engine.opening import open_for
-from connectors.v0.identity import engine_of, model_fields, refuse_unsupported
+from connectors.v0.identity import engine_of, is_unchanged, model_fields, refuse_unsupported
 from connectors.v0.pages import Unsupported
 from connectors.v0.peers import Alone, Peers, tensor_parallel_peers
 from connectors.v0.planning import Prompt, adapter_key
@@ -71,7 +71,13 @@ class KVStoreConnectorV0(_BASE):
         self._said: set[str] = set()
         self._saves = 0
         store = open_for(self._settings, f"v0 connector, rank {rank}")
-        self._worker = V0Worker(store, engine, fields, str(config.cache_config.cache_dtype))
+        self._worker = V0Worker(
+            store,
+            engine,
+            fields,
+            str(config.cache_config.cache_dtype),
+            unchanged=lambda: is_unchanged(config, self._settings, fields),
+        )
         self._clock = store.clock
         # The smallest number that any rank has drawn is as random, and all of them know it.
         self._nonce = peers.least(secrets.randbits(62))

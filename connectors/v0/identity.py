@@ -14,6 +14,7 @@ from typing import Any
 from connectors.engine.identity import model_fields as fields_of_model
 from connectors.v0.pages import Pages, Rows
 from connectors.v0.planning import HASH_ALGO, hash_root
+from connectors.weights import UNNAMED
 from kvstore.errors import ConfigError
 from schemas.namespace import GroupSpec, Namespace, Parallel
 from schemas.settings import Settings
@@ -97,8 +98,24 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
 
 
 def model_fields(config: Any, settings: Settings) -> dict[str, Any]:
-    """Returns the namespace's fields that name the model. It reads samples of the weights: under a second."""
-    return fields_of_model(config.model_config, settings)
+    """Returns the namespace's fields that name the model. It reads samples of the weights: under a second.
+
+    Raises ConfigError if the weights have no name: each rank would have to find the same one."""
+    fields = fields_of_model(config, settings, kind="kv")
+    if fields["weights"].startswith(UNNAMED):
+        raise ConfigError(
+            "kvstore: a v0 connector needs weights with a name (the warning before this says why they have "
+            "none); set identity.weights to a label that changes with them"
+        )
+    return fields
+
+
+def is_unchanged(config: Any, settings: Settings, fields: dict[str, Any]) -> bool:
+    """Returns whether the model's files still say what they said when `model_fields` returned `fields`."""
+    try:
+        return model_fields(config, settings) == fields
+    except ConfigError:
+        return False
 
 
 def namespace_of(

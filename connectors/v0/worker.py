@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +39,21 @@ log = logging.getLogger(__name__)
 class V0Worker:
     """Loads and saves the prompts of one rank's steps."""
 
-    def __init__(self, store: Store, engine: Engine, fields: dict[str, Any], kv_dtype: str) -> None:
-        """`fields` are the namespace's fields that name the model."""
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        fields: dict[str, Any],
+        kv_dtype: str,
+        *,
+        unchanged: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`fields` are the namespace's fields that name the model, from before the engine has read its
+        weights; `unchanged` returns whether they are still the same."""
         self._store = store
         self._engine = engine
         self._fields = fields
+        self._unchanged = unchanged
         self._kv_dtype = kv_dtype
         self._reads = Reads(store)
         self._spaces: dict[str, Space] = {}
@@ -255,6 +265,8 @@ class V0Worker:
         layers = self._layers(model_executable, pages.layers)
         name = f"{pages.describe()} {rows.describe()} {layers}"
         if name not in self._spaces:
+            if not self._unchanged():
+                raise Unsupported("a model whose files have changed since the engine's start")
             namespace = namespace_of(
                 engine, self._store.settings, self._fields, self._kv_dtype, pages, rows, layers
             )

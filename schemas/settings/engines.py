@@ -20,7 +20,8 @@ class IdentitySettings(StrictModel):
     epoch: int = Field(default=0, ge=0, lt=1 << 63)
     #: Name of the model in the namespace; default: what vLLM was given (the folder's name if local).
     model: str | None = None
-    #: A label for the weights, for engines that load them from where no file can be sampled.
+    #: A label for the weights, for engines that load them from where no file can be sampled. It must change
+    #: whenever they do. It names no random numbers (--load-format dummy).
     weights: str | None = None
     #: After a reset the KV connector can't know what the engine's weights are, until somebody names them
     #: (connectors/weights.py). `unnamed`: until then it goes on with a namespace of this engine's own, which

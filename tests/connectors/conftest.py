@@ -1,13 +1,15 @@
-"""What is true of every test of a connector."""
+"""Rules of every test of a connector: nothing fails unseen, and models are older than their engines."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from connectors.engine import guard
+from connectors.engine.allowed import files
 
 
 @pytest.fixture
@@ -25,3 +27,10 @@ def nothing_fails_unseen(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "faults" not in request.fixturenames:
         assert not guard.faults, "something failed that costs a miss in an engine"
+
+
+@pytest.fixture(autouse=True)
+def began_after_its_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that begins when its engine is made, as an engine's process does."""
+    monkeypatch.setattr(files, "process_began_s", time.time)
+    yield

@@ -225,6 +225,7 @@ TAKEN: Final[dict[str, Taken]] = {
             "speculative_config": "a draft model's layers may have a place in a chunk",
             "max_in_flight_tokens": "how much staging memory holds what steps compute",
             "scheduler_config": "how many encoder outputs a step makes",
+            "load_config": "whether the weights are those of the model's folder",
         },
     ),
     "vllm.config:ModelConfig": Taken(
@@ -240,6 +241,10 @@ TAKEN: Final[dict[str, Taken]] = {
             "multimodal_config": "preprocessing decides what an encoder is given",
             "get_inputs_embeds_size": "width of an encoder output",
             "is_encoder_decoder": "its encoder's outputs aren't this cache's",
+            "architectures": "whether its class is vLLM's own",
+            "model_weights": "whether its weights are read from another place",
+            "trust_remote_code": "whether code in its folder may run",
+            "code_revision": "whether that comes from another revision",
         },
     ),
     "vllm.config:CacheConfig": Taken(
@@ -433,7 +438,11 @@ TAKEN: Final[dict[str, Taken]] = {
             "get_default": "of data parallelism",
         },
     ),
-    "vllm:envs": Taken("", {"compile_factors": "what vLLM itself takes for a change of its kernels"}),
+    "vllm.envs:environment_variables": Taken("variables that may change what is computed, in the namespace"),
+    "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER": Taken("whether a loader is vLLM's own"),
+    "vllm.model_executor.models.registry:ModelRegistry": Taken(
+        "", {"models": "whether a model's class is vLLM's own, and what it loads"}
+    ),
     "vllm": Taken("its own version", {"__version__": "in what a chunk's format, or a pack, is named"}),
 }
 

@@ -77,10 +77,10 @@ def rewritten(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
 @pytest.mark.parametrize(
     ("name", "salt", "how", "sha256"),
     [
-        ("signed", "", "none", "192e0fa4c06812285114d9230dcfdea6483594a30ede66d41643512ccb60afa1"),
-        ("signed", "tenant-a", "none", "802cb8511cd5f66b24982c0574e7770c91ec37dbe258e6a4f6b9d160f76eaf3b"),
-        ("encrypted", "tenant-a", "lz4", "686c491be7aac78cdc8866d06b28c3dbbc1e9c9ea0b0749818efc7be6c65e0df"),
-        ("encrypted", "", "lz4", "55c650d210f15bf03e20506f6c9086cf04dc069aa23ad4bd1716266b8d21ed6a"),
+        ("signed", "", "none", "ee45bde191c4e197b8d33a9137cea622c8952ac99751302ace1cb4b6686ea1b3"),
+        ("signed", "tenant-a", "none", "5db361173b5ecb2076483df230eb6b5eb85e04e5116ba0df3bdc89dc4b1a7c76"),
+        ("encrypted", "tenant-a", "lz4", "7244dbf4a5b6d164da4c7b50d64a7c181b1c1990289cb8a1b89e48c86d8587f7"),
+        ("encrypted", "", "lz4", "d39f26a1e9354602006467becdd485f16a49f72c65c259a992d8bb46e44bbab0"),
     ],
 )
 def test_golden(name: str, salt: str, how: Codec, sha256: str, monkeypatch: pytest.MonkeyPatch) -> None:

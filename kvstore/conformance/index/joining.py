@@ -189,7 +189,13 @@ class JoinConformance(Maintained):
         # What the old one took of the allowance is free for the new one.
         most = record(4).nbytes * self.shards
         new = join(
-            index, name, digests, 0, [Replaced(old, head)], session=ALICE, allowance=Allowance(most, most)
+            index,
+            name,
+            digests,
+            0,
+            [Replaced(old, head)],
+            session=ALICE,
+            allowance=Allowance(most, most, most),
         )
         assert [one.segment for one in catalogue.segments(name)] == [new]
         assert catalogue.retained(name)[b""] == record(4).nbytes

@@ -21,7 +21,16 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 from connectors.kv.messages import KVStoreMetadata, Save
 from connectors.kv.namespace import CurrentNamespace
 from connectors.kv.scheduler import KVScheduler
-from connectors.weights import UNNAMED, NamedWeights, Naming, agreed, check_name, unnamed
+from connectors.weights import (
+    UNNAMED,
+    AgreedName,
+    NamedWeights,
+    Naming,
+    agreed,
+    check_name,
+    this_machine,
+    unnamed,
+)
 from kvstore.format.segment import Slot
 from kvstore.keys import block_key
 from kvstore.store.space import Space
@@ -76,8 +85,8 @@ def matched(scheduler: KVScheduler, one: Any, computed: int = 0, *, arrives: boo
     return answer(scheduler, one, computed)[0] or 0
 
 
-def name(scheduler: KVScheduler, label: str, *, at_s: float | None = None, ranks: int = 1) -> None:
-    naming = Naming(label, time.time() if at_s is None else at_s)
+def name(scheduler: KVScheduler, label: str, *, at_ns: int | None = None, ranks: int = 1) -> None:
+    naming = Naming.now(label) if at_ns is None else Naming(label, at_ns, this_machine())
     for rank in range(ranks):
         tell(scheduler, weights={rank: naming})
 
@@ -185,7 +194,7 @@ def test_if_the_engines_cache_can_not_be_seen_a_reset_is_never_clean(tmp_path: P
         current = CurrentNamespace(store, open_space(store))
         current.reset()
         assert current.space is None
-        assert not current.name(Naming.now("step-1"))
+        assert not current.name(AgreedName("step-1", time.monotonic_ns()))
 
 
 def test_saves_under_way_belong_to_the_weights_they_were_computed_with(make: Any) -> None:
@@ -226,7 +235,7 @@ def test_names_are_believed_once_after_a_clean_reset(make: Any) -> None:
     name(scheduler, "step-1")
     assert scheduler.space.namespace.weights == "w"  # no reset before
     scheduler.reset_cache()
-    name(scheduler, "old", at_s=time.time() - 60)
+    name(scheduler, "old", at_ns=time.monotonic_ns() - 60 * 10**9)
     assert scheduler.space.namespace.weights.startswith(UNNAMED)  # said before the reset
     waiting = request("a", *range(4))
     assert matched(scheduler, waiting) == 0
@@ -249,8 +258,40 @@ def test_all_ranks_have_to_say_the_same(make: Any) -> None:
     tell(scheduler, weights={1: Naming.now("step-1")})
     assert scheduler.space.namespace.weights == "step-1"
     assert agreed({}, 1) is None
-    early, late = Naming("x", 1.0), Naming("x", 2.0)
-    assert agreed({0: late, 1: early}, 2) == early
+    early, late = Naming("x", 1, this_machine()), Naming("x", 2, this_machine())
+    assert agreed({0: late, 1: early}, 2) == AgreedName("x", 1)
+
+
+def elsewhere(label: str, at_ns: int) -> Naming:
+    return Naming(label, at_ns, "another machine")
+
+
+def test_clocks_of_other_machines_order_nothing(make: Any) -> None:
+    """A rank whose clock is ahead would make a name of former weights look as if it came after the reset."""
+    ahead = time.monotonic_ns() + 10**15
+    scheduler = make(ranks=2)
+    scheduler.reset_cache()
+    tell(scheduler, weights={0: elsewhere("step-1", ahead), 1: elsewhere("step-1", ahead)})
+    assert scheduler.space.namespace.weights.startswith(UNNAMED)
+    scheduler.reset_cache()
+    former = Naming("step-1", time.monotonic_ns() - 60 * 10**9, this_machine())
+    tell(scheduler, weights={0: former, 1: elsewhere("step-1", ahead)})
+    assert scheduler.space.namespace.weights.startswith(UNNAMED)
+    # One rank beside the scheduler is enough: all are told in one call.
+    tell(scheduler, weights={0: Naming.now("step-2"), 1: elsewhere("step-2", 1)})
+    assert scheduler.space.namespace.weights == "step-2"
+
+
+def test_weights_without_a_name_get_another_one_when_they_are_kept(tmp_path: Path) -> None:
+    """What was stored under the first is emptied once it is left."""
+    with make_store(tmp_path) as store:
+        first = open_space(store, weights=unnamed())
+        current = CurrentNamespace(store, first, holds_blocks=lambda: False)
+        current.reset()
+        assert current.name(AgreedName("", time.monotonic_ns() + 1))
+        assert current.space is not None
+        assert current.space.namespace.weights.startswith(UNNAMED)
+        assert current.space.id != first.id
 
 
 def test_the_same_name_is_the_same_namespace_on_every_engine(make: Any) -> None:
@@ -497,7 +538,7 @@ class World:
         if not first:
             self.weights += 1
         if label:
-            name(self.scheduler, f"v{self.weights}", at_s=time.time() + 1)
+            name(self.scheduler, f"v{self.weights}", at_ns=time.monotonic_ns() + 10**9)
         for one, _ in waiting:
             self.scheduler.request_finished(one, [[]])
         for one, _ in waiting:

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connectors.tier import identity as tier_identity
-from connectors.tier.identity import EngineConfig, chunk_facts, engine_of, refuse_engine, tier_namespace
+from connectors.tier.identity import EngineConfig, engine_of, refuse_engine, tier_namespace
 from kvstore.build import load_settings
 from kvstore.errors import ConfigError
 from kvstore.keys import namespace_id
@@ -67,11 +67,6 @@ def _vllm(part: str, **changes: Any) -> Callable[[EngineConfig], EngineConfig]:
     return change
 
 
-def _attention(engine: EngineConfig) -> EngineConfig:
-    other = SimpleNamespace(**{**vars(engine.vllm), "attention_config": "AttentionConfig(backend=X)"})
-    return replace(engine, vllm=other)
-
-
 def _heads(engine: EngineConfig) -> EngineConfig:
     config = kv_cache_config()
     spec = config.kv_cache_groups[0].kv_cache_spec
@@ -88,7 +83,6 @@ _CACHE = offloading_spec().config.cache
 @pytest.mark.parametrize(
     "change",
     [
-        _attention,
         _heads,
         _vllm("cache_config", cache_dtype="fp8"),
         _vllm("cache_config", mamba_ssm_cache_dtype="float32"),
@@ -181,9 +175,9 @@ def test_a_draft_models_weights_count(made: EngineConfig, tmp_path: Path, settin
     folder.mkdir()
     draft = vllm_config(model_folder(folder)).model_config
     made.vllm.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
-    before = chunk_facts(made, settings)["draft"]
+    before = tier_namespace(made, settings, ROW)
     (Path(draft.model) / "model.bin").write_bytes(bytes(63) + b"\1")
-    assert chunk_facts(made, settings)["draft"] != before
+    assert tier_namespace(made, settings, ROW) != before
 
 
 @pytest.mark.parametrize(
