@@ -24,7 +24,7 @@ from kvstore.index.contract import (
 from kvstore.index.demand import Bucket, Raised, buckets, in_windows, kept_s
 from kvstore.index.eviction import ghost_bytes
 from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations
-from kvstore.index.numbers import real, whole
+from kvstore.index.numbers import MOST, real, whole
 from kvstore.index.port import Outcome
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.values import OPERATIONS, RedisPart, key, number, understood
@@ -174,7 +174,8 @@ class RedisJournal(RedisPart, Journal, Operations):
         seen = {}
         for name, amount in counted.items():
             with suppress(ValueError):
-                seen[name.decode("utf-8", "replace")] = whole(amount)
+                # What a match promised and a load did not bring is taken off again, perhaps elsewhere.
+                seen[name.decode("utf-8", "replace")] = whole(amount, least=-MOST)
         evicted = number(self._client.command("HGET", key(namespace, "meta"), "evicted"))
         return seen | ({"evicted": evicted} if evicted else {})
 
@@ -201,7 +202,7 @@ class RedisJournal(RedisPart, Journal, Operations):
         steps: list[tuple[int, int]] = []
         for step, blocks in counted.items():
             with suppress(ValueError):
-                steps.append((whole(step, most=_STEPS), whole(blocks)))
+                steps.append((whole(step, most=_STEPS), whole(blocks, least=-MOST)))
         return [Ghosts(ghost_bytes(step), blocks) for step, blocks in sorted(steps)]
 
 
@@ -211,7 +212,7 @@ def _bucket(answer: Sequence[bytes | None] | DamagedIndex) -> Bucket | None:
         raise answer
     asked, served, registers = answer
     try:
-        return Bucket(whole(asked), number(served), registers or b"")
+        return Bucket(whole(asked, least=-MOST), whole(served or 0, least=-MOST), registers or b"")
     except ValueError:
         return None
 

@@ -126,7 +126,7 @@ class RedisMaintenance(RedisPart):
     ) -> tuple[int, str]:
         how = (self.deletion(delete_after_s), *self.recorded("ttl"), _MOVE_SLICE, SLICE, after or 0)
         gone, cursor = self._run(_AGE_OUT, namespace, "" if ttl_s is None else ttl_s, *how, self._by)
-        return whole(gone), str(whole(cursor or 0, most=_MOST_CURSOR) or "")
+        return whole(gone), str(whole(cursor, most=_MOST_CURSOR)) if cursor else ""
 
     @understood
     def now(self, namespace: NamespaceId) -> float:
