@@ -8,13 +8,16 @@ from pydantic import Field
 
 from schemas.base import MAX_NUMBER, StrictModel
 
+_Time = Annotated[float, Field(ge=0, lt=MAX_NUMBER, allow_inf_nan=False)]
 _Salt = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
 
 
 class RefusalsObject(StrictModel):
-    """What was erased or invalidated in one namespace. It outlives the index."""
+    """What was erased or invalidated in one namespace. It outlives the index. Times are those of the index's
+    clock, unix seconds."""
 
     format: Literal[1] = 1
-    #: Id of a salt in hex, or "" for all of the namespace -> until when it was created, unix seconds of the
-    #: index's clock.
-    until_s: dict[_Salt, Annotated[float, Field(ge=0, lt=MAX_NUMBER, allow_inf_nan=False)]]
+    #: Id of a salt in hex, or "" for all of the namespace -> until when what was erased was created.
+    erased_s: dict[_Salt, _Time]
+    #: When all of it was invalidated for the last time; 0: never.
+    invalidated_s: _Time

@@ -47,8 +47,10 @@ class Barred:
 
     #: Segments that an audit condemned.
     condemned: frozenset[SegmentId]
-    #: Salt, or NO_SALT for all of the namespace -> until when it was created, unix s of the index's clock.
-    until_s: Mapping[SaltId, float]
+    #: Salt, or NO_SALT for all of the namespace -> until when what was erased was created, unix seconds.
+    erased_s: Mapping[SaltId, float]
+    #: Until when what was invalidated was created, likewise; 0: nothing was.
+    invalidated_s: float
 
 
 class Evidence:
@@ -81,26 +83,33 @@ class Evidence:
         self.payloads.put(name, buffers)
         return f"{EVIDENCE}/{name}"
 
-    def refuse(self, namespace: NamespaceId, until_s: Mapping[SaltId, float]) -> None:
-        """From now on what was created until then under these salts, or with NO_SALT at all, may not come
+    def refuse(
+        self, namespace: NamespaceId, erased_s: Mapping[SaltId, float], invalidated_s: float = 0.0
+    ) -> None:
+        """From now on what was created until then, under these salts or with NO_SALT at all, may not come
         back. What was refused before stays so. Of two that do this at once one may be forgotten."""
-        known = dict(self.of(namespace).until_s)
-        for salt, until in until_s.items():
+        barred = self.of(namespace)
+        known = dict(barred.erased_s)
+        for salt, until in erased_s.items():
             known[salt] = max(until, known.get(salt, 0.0))
-        stored = RefusalsObject(until_s={salt.hex(): until for salt, until in known.items()})
+        stored = RefusalsObject(
+            erased_s={salt.hex(): until for salt, until in known.items()},
+            invalidated_s=max(invalidated_s, barred.invalidated_s),
+        )
         text = stored.model_dump_json().encode()
         self.payloads.put(payload_name(namespace, _REFUSALS, _REFUSALS_RANK), [memoryview(text)])
 
     def of(self, namespace: NamespaceId) -> Barred:
         """Returns what of a namespace may not come back. Raises CorruptPayload if the refusals can't be
         understood: then nothing of it may."""
-        condemned, refusals = set(), {}
+        condemned, refusals = set(), RefusalsObject(erased_s={}, invalidated_s=0.0)
         for one in self.payloads.list(f"{namespace}/"):
             if (segment := _copied(one)) is not None:
                 condemned.add(segment)
             elif one.name == payload_name(namespace, _REFUSALS, _REFUSALS_RANK):
                 refusals = self._read_refusals(one)
-        return Barred(frozenset(condemned), refusals)
+        erased_s = {SaltId(bytes.fromhex(salt)): until for salt, until in refusals.erased_s.items()}
+        return Barred(frozenset(condemned), erased_s, refusals.invalidated_s)
 
     def copies(self, namespace: NamespaceId) -> list[Listed]:
         """Returns the payloads that are kept of a namespace."""
@@ -128,20 +137,19 @@ class Evidence:
             if self._opened is not None:
                 self._opened.close()
 
-    def _read_refusals(self, one: Listed) -> dict[SaltId, float]:
+    def _read_refusals(self, one: Listed) -> RefusalsObject:
         try:
             if one.nbytes > _MOST_REFUSALS_BYTES:
                 raise ValueError(f"{one.nbytes} bytes")
             text = bytearray(one.nbytes)
             read = self.payloads.read(one.name, 0, [memoryview(text)])
-            stored = RefusalsObject.model_validate_json(bytes(text[:read]))
+            return RefusalsObject.model_validate_json(bytes(text[:read]))
         except ValueError as exc:
             problem = exc.errors()[0]["msg"] if isinstance(exc, ValidationError) else str(exc)
             raise CorruptPayload(
                 f"{EVIDENCE}/{one.name} says what may not come back, and can't be understood ({problem}): "
                 "nothing of its namespace comes back until that object is repaired or deleted"
             ) from None
-        return {SaltId(bytes.fromhex(salt)): until for salt, until in stored.until_s.items()}
 
 
 def _copied(one: Listed) -> SegmentId | None:

@@ -4,9 +4,10 @@ A listing doesn't tell why a payload is there: it may be bad and known to be, er
 invalidation, and not deleted yet, or somebody has put it back. So whoever commits what he has not just saved
 asks here first. A segment may not come back
 
-    condemned   if there is evidence of it (kvstore.payloads.evidence)
-    forgotten   if it is of a salt, or a namespace, that was erased or invalidated, unless it was saved after
-                that for sure: by its header, whose time is that of an index, and not one that is yet to come
+    condemned     if there is evidence of it (kvstore.payloads.evidence)
+    erased        if it is of a salt, or a namespace, that was erased, unless it was saved after that for
+                  sure: by its header, whose time is that of an index, and not one that is yet to come
+    invalidated   if it is of a namespace that was, likewise; but an archive that somebody imports may have it
 
 The index says what was erased, and the refusals beside the payloads say it after the index was lost.
 """
@@ -16,28 +17,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, Literal
 
 from kvstore.index.contract import is_forbidden
 from kvstore.index.maintenance import FullIndex
-from kvstore.keys import NamespaceId, SaltId, SegmentId
+from kvstore.keys import NO_SALT, NamespaceId, SaltId, SegmentId
 from kvstore.payloads.evidence import Barred, Evidence
 from schemas.records import SegmentRecord
 
-Bar = Literal["condemned", "forgotten"]
+Bar = Literal["condemned", "erased", "invalidated"]
 
 #: Why, for people.
 WHY: Final[Mapping[Bar, str]] = {
     "condemned": "an audit found that it is wrong; `cache-admin gc --apply` deletes what is left of it",
-    "forgotten": "its tenant or salt was erased, or its namespace invalidated, and nothing proves that it "
-    "was saved after that; `cache-admin gc --apply` deletes it",
+    "erased": "its tenant or salt was erased; `cache-admin gc --apply` deletes it",
+    "invalidated": "its namespace was invalidated, and nothing proves that it was saved after that; "
+    "`cache-admin gc --apply` deletes it",
 }
 
 
 class Returns:
-    """Says what may come back, as it was when a namespace was asked about first. Safe for threads."""
+    """Says what may come back, as it was when a namespace was asked about first. Safe for threads.
 
-    def __init__(self, index: FullIndex | None, evidence: Evidence) -> None:
+    With `imported` it comes from an archive that somebody has named.
+    """
+
+    def __init__(self, index: FullIndex | None, evidence: Evidence, *, imported: bool = False) -> None:
+        self._imported = imported
         self._index = index
         self._evidence = evidence
         self._lock = threading.Lock()
@@ -52,8 +59,12 @@ class Returns:
         barred, now_s = self._of(namespace)
         if segment in barred.condemned:
             return "condemned"
-        if is_forbidden(barred.until_s, SaltId(record.salt), record.created_s, now_s):
-            return "forgotten"
+        salt, created_s = SaltId(record.salt), record.created_s
+        if is_forbidden(barred.erased_s, salt, created_s, now_s):
+            return "erased"
+        invalidated = {NO_SALT: barred.invalidated_s} if barred.invalidated_s else {}
+        if not self._imported and is_forbidden(invalidated, salt, created_s, now_s):
+            return "invalidated"
         return None
 
     def _of(self, namespace: NamespaceId) -> tuple[Barred, float]:
@@ -61,9 +72,9 @@ class Returns:
             if namespace not in self._known:
                 barred, now_s = self._evidence.of(namespace), time.time()
                 if self._index is not None:
-                    until_s = dict(barred.until_s)
+                    erased_s = dict(barred.erased_s)
                     for salt, until in self._index.forbidden(namespace).items():
-                        until_s[salt] = max(until, until_s.get(salt, until))
-                    barred, now_s = Barred(barred.condemned, until_s), self._index.now(namespace)
+                        erased_s[salt] = max(until, erased_s.get(salt, until))
+                    barred, now_s = replace(barred, erased_s=erased_s), self._index.now(namespace)
                 self._known[namespace] = barred, now_s
             return self._known[namespace]

@@ -115,8 +115,8 @@ def ec_slot(identifier: str, tokens: int, *, noisy: bool = False) -> Slot:
     return Slot(item(identifier), memoryview(data), "F32", (tokens, 32))
 
 
-def fill(folder: Path, index: str | None = None) -> Filled:
-    """Three KV segments of one chain and two items."""
+def fill(folder: Path, index: str | None = None, ago_s: int = 0) -> Filled:
+    """Three KV segments of one chain and two items, saved so many seconds ago."""
     settings: dict[str, Any] = {"payloads": f"file://{folder}"}
     options = ["--payloads", f"file://{folder}"]
     if index is not None:
@@ -126,9 +126,9 @@ def fill(folder: Path, index: str | None = None) -> Filled:
     filled = Filled(folder, options, settings)
     for i in range(3):
         first = i * BLOCKS_PER_SEGMENT
-        filled.save(filled.kv, kv_slots(BLOCKS_PER_SEGMENT, first=first), depth=first)
-    filled.save(filled.ec, [ec_slot("a cat", 8)])
-    filled.save(filled.ec, [ec_slot("a dog", 64, noisy=True)])
+        filled.save(filled.kv, kv_slots(BLOCKS_PER_SEGMENT, first=first), depth=first, ago_s=ago_s)
+    filled.save(filled.ec, [ec_slot("a cat", 8)], ago_s=ago_s)
+    filled.save(filled.ec, [ec_slot("a dog", 64, noisy=True)], ago_s=ago_s)
     return filled
 
 
@@ -143,6 +143,13 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Filled:
     """On SQLite and on Redis."""
     url = request.getfixturevalue("redis_url") if request.param == "redis" else None
     return fill(tmp_path / "cache", url)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.servers)])
+def aged(request: pytest.FixtureRequest, tmp_path: Path) -> Filled:
+    """On SQLite and on Redis, saved ten minutes ago."""
+    url = request.getfixturevalue("redis_url") if request.param == "redis" else None
+    return fill(tmp_path / "cache", url, ago_s=600)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.servers)])

@@ -56,7 +56,7 @@ class Intake:
         self._spaces: dict[NamespaceId, Space] = {}
         self._in_shards: dict[NamespaceId, int] = {}
         self._filled = 0
-        self._returns = Returns(store.maintenance, store.backends.evidence)
+        self._returns = Returns(store.maintenance, store.backends.evidence, imported=True)
 
     @cached_property
     def known(self) -> frozenset[NamespaceId]:
@@ -132,7 +132,7 @@ class Intake:
         )
         if state is CommitState.REFUSED:
             # It may have been erased, or condemned, while it came in.
-            self._returns = Returns(store.maintenance, store.backends.evidence)
+            self._returns = Returns(store.maintenance, store.backends.evidence, imported=True)
             self._check_barred(namespace, segment, whole.record)
             # The payloads stay: the trash deletes them, or another import needs them.
             raise NotNow(
@@ -153,10 +153,7 @@ class Intake:
         if barred == "condemned":
             raise Erased("an audit here found that it is wrong")
         if barred is not None:
-            raise Erased(
-                "its tenant or salt was erased here, or its namespace invalidated, and what was computed "
-                "before stays so"
-            )
+            raise Erased("its tenant or salt was erased here, and what was computed before stays so")
 
     def give_up(self, namespace: NamespaceId, segment: SegmentId, ranks: int) -> None:
         """Deletes the payloads of the first `ranks` ranks, unless the segment is visible."""

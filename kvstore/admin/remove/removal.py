@@ -55,7 +55,7 @@ class NamespaceRemoval:
         a bucket that doesn't answer then leaves nothing in sight."""
         if self._index.usage(self._name).segments:
             self.invalidated += self._index.invalidate(self._name)
-            self._cache.evidence.refuse(self._name, {NO_SALT: self._index.now(self._name)})
+            self._cache.evidence.refuse(self._name, {}, self._index.now(self._name))
 
     def drain(self, *, at_once: bool) -> None:
         """Puts what was invalidated into the trash: for the grace time, unless `at_once`."""

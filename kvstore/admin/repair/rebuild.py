@@ -212,7 +212,7 @@ class Rebuild:
                     self.oldest_s = min(self.oldest_s, whole.record.created_s)
                 else:
                     space.refused += 1
-                    space.erased += barred == "forgotten"
+                    space.erased += barred == "erased"
             if barred is not None:
                 self._leave(name, stored, WHY[barred])
             elif state is not CommitState.VISIBLE:

@@ -186,16 +186,16 @@ def read_terminal(descriptor: int) -> bytes:
         return b""
 
 
-def test_top_is_hottest_and_coldest(admin: Admin, either: Filled) -> None:
-    now = time.time()
-    with closing(open_index(load_settings(either.settings, {}))) as index:
-        chain = sorted(index.segments(namespace_id(either.kv)), key=lambda each: each.record.depth)
-        items = list(index.segments(namespace_id(either.ec)))
+def test_top_is_hottest_and_coldest(admin: Admin, aged: Filled) -> None:
+    now = time.time() - 300
+    with closing(open_index(load_settings(aged.settings, {}))) as index:
+        chain = sorted(index.segments(namespace_id(aged.kv)), key=lambda each: each.record.depth)
+        items = list(index.segments(namespace_id(aged.ec)))
         for minute in range(1, 4):
-            index.touch(namespace_id(either.kv), [chain[0].segment], now + 60 * minute)
-        index.touch(namespace_id(either.ec), [items[0].segment], now + 60)
-        index.pin(namespace_id(either.kv), [chain[2].segment], most_bytes=1 << 30)
-    ran = admin("top", "--json", *either.options)
+            index.touch(namespace_id(aged.kv), [chain[0].segment], now + 60 * minute)
+        index.touch(namespace_id(aged.ec), [items[0].segment], now + 60)
+        index.pin(namespace_id(aged.kv), [chain[2].segment], most_bytes=1 << 30)
+    ran = admin("top", "--json", *aged.options)
     report = TopReport.model_validate_json(ran.out)
     assert [line.segment for line in report.hottest][:2] == [chain[0].segment.hex(), items[0].segment.hex()]
     first = report.hottest[0]
@@ -208,30 +208,30 @@ def test_top_is_hottest_and_coldest(admin: Admin, either: Filled) -> None:
     assert coldest[-2:] == [items[0].segment.hex(), chain[0].segment.hex()]
     assert len(coldest) == 4
     only = TopReport.model_validate_json(
-        admin("top", either.ec_id, "--limit", "1", "--json", *either.options).out
+        admin("top", aged.ec_id, "--limit", "1", "--json", *aged.options).out
     )
     assert [line.segment for line in only.hottest] == [items[0].segment.hex()]
     assert len(only.coldest) == 1
-    text = admin("top", *either.options).out
+    text = admin("top", *aged.options).out
     assert "3.0" in row(text, chain[0].segment.hex())
     assert "what would be evicted next" in text
 
 
-def test_top_merges_namespaces_as_eviction_does(admin: Admin, either: Filled) -> None:
+def test_top_merges_namespaces_as_eviction_does(admin: Admin, aged: Filled) -> None:
     """Used in the same minute, what took longer to compute for its size goes later."""
     dear = kv_space(tenant="dear")
-    record = SegmentRecord((PartRecord(0, (1024,)),), 1, "none", int(time.time()), cost_us=60_000_000)
-    with closing(open_index(load_settings(either.settings, {}))) as index:
+    record = SegmentRecord((PartRecord(0, (1024,)),), 1, "none", int(time.time()) - 600, cost_us=60_000_000)
+    with closing(open_index(load_settings(aged.settings, {}))) as index:
         name = index.register(dear, expected_blocks=10)
         index.commit(name, SegmentId(bytes(8)), bytes(16), record, rank=0, ranks=1)
-        later = time.time() + 60
-        for listing in index.segments(namespace_id(either.kv)):
-            index.touch(namespace_id(either.kv), [listing.segment], later)
-    coldest = TopReport.model_validate_json(admin("top", "--json", *either.options).out).coldest
+        later = time.time() - 540
+        for listing in index.segments(namespace_id(aged.kv)):
+            index.touch(namespace_id(aged.kv), [listing.segment], later)
+    coldest = TopReport.model_validate_json(admin("top", "--json", *aged.options).out).coldest
     assert (coldest[-1].namespace, coldest[-1].cost_us // 10**6) == (name, 59)
     env = {"KVSTORE_EVICTION__COST_AWARE": "false"}
-    coldest = TopReport.model_validate_json(admin("top", "--json", *either.options, env=env).out).coldest
-    assert coldest[-1].namespace == either.kv_id
+    coldest = TopReport.model_validate_json(admin("top", "--json", *aged.options, env=env).out).coldest
+    assert coldest[-1].namespace == aged.kv_id
 
 
 def evict(filled: Filled, space: Namespace, segment: SegmentId) -> None:

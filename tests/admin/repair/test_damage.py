@@ -26,7 +26,7 @@ from tests.admin.repair.damage import (
 from tests.servers.s3.bucket import S3Bucket
 
 RUNS = int(os.environ.get("DAMAGE_RUNS", "14"))
-NOW_S = 1_790_000_000.0
+NOW_S = 1_800_000_000.0
 ALL = Depth(percent=100.0, settled_s=0.0, jobs=4)
 
 

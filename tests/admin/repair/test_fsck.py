@@ -36,7 +36,7 @@ from tests.admin.repair.damage import (
     content,
 )
 
-NOW_S = 1_790_000_000.0
+NOW_S = 1_800_000_000.0
 
 
 @pytest.fixture

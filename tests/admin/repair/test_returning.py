@@ -182,7 +182,7 @@ def test_what_was_invalidated_comes_back_from_no_listing(here: Region, there: Re
         assert region.served() == 0
         # What is saved afterwards is served, and comes back.
         with region.cache() as cache:
-            last_s = max(cache.evidence.of(NAME).until_s.values())
+            last_s = cache.evidence.of(NAME).invalidated_s
         until(lambda: time.time() > last_s + 1)
         save(region)
         region.lose_the_index()
@@ -219,8 +219,10 @@ def test_refusals_that_nobody_understands_let_nothing_in(here: Region) -> None:
     save(here)
     with here.cache() as cache:
         cache.evidence.refuse(NAME, {ALICE: 5.0})
-        cache.evidence.refuse(NAME, {ALICE: 4.0, SaltId(b""): 1.0})
-        assert cache.evidence.of(NAME).until_s == {ALICE: 5.0, SaltId(b""): 1.0}
+        cache.evidence.refuse(NAME, {ALICE: 4.0, SaltId(b""): 1.0}, 7.0)
+        cache.evidence.refuse(NAME, {}, 6.0)
+        barred = cache.evidence.of(NAME)
+        assert (barred.erased_s, barred.invalidated_s) == ({ALICE: 5.0, SaltId(b""): 1.0}, 7.0)
     (object_,) = [name for name in here.names() if name.endswith(".256")]
     (here.payloads / object_).write_text('{"format": 2}')
     with here.cache() as cache, pytest.raises(CorruptPayload, match="nothing of its namespace comes back"):
