@@ -71,7 +71,7 @@ TOLD_MISSES: Final[Mapping[str, Reason]] = {
 UNSAVED: Final[Mapping[str, Reason]] = {
     "held": Reason("not saved: another engine had claimed it, and was to save it"),
     "dropped": Reason(
-        "not saved: no staging memory became free while the engine had its blocks, or a queue was full"
+        "not saved: no staging memory became free before its request ended, or a queue was full"
     ),
     # The counter `save_failures` says why, with the reason of a miss.
     "failed": Reason("not saved: the index or the payloads failed", fault=True),

@@ -103,8 +103,8 @@ class KVSettings(StrictModel):
     #: of loads that don't seem to pay one in so many is made, so that it is known what they take. 0: neither.
     audit_every: int = Field(default=1000, ge=0)
     #: Host memory of a rank through which loads pass and, the same again, saves; pinned where there is a GPU.
-    #: Left out, the KV connector follows its engine: room for what the steps under way compute, within an
-    #: eighth of the node's memory; other connectors and tools take 256 MiB.
+    #: Left out, the KV connector follows its engine: room for what the steps under way compute, but for
+    #: 16,384 tokens at least, within an eighth of the node's memory; other connectors and tools take 256 MiB.
     staging_bytes: Bytes | None = Field(default=None, ge=1)
     #: Whether this engine hands prompts over or takes them: disaggregated prefill. Let only a proxy reach
     #: it: whoever sends the parameters has any prompt stored, whatever `admission` says. Of several

@@ -267,18 +267,22 @@ class Engine:
                 reset_connector=self._random.random() < 0.3,
             )
         except RuntimeError as exc:
-            # It has preempted all requests by then. Those that are loaded have blocks until their next turn.
-            statuses = [one.status for one in self.scheduler.requests.values()]
-            loads = self._loading or RequestStatus.WAITING_FOR_REMOTE_KVS in statuses
-            if not (self._in_flight or loads or self._sending):
-                self.accelerator.report(f"a reset fails over blocks that only the store keeps: {exc}")
+            # It has preempted all requests by then. A step in flight may hold blocks, and what is loaded.
+            if kept := self._kept():
+                self.accelerator.report(
+                    f"a reset fails over blocks of {kept} that only the store keeps: {exc}"
+                )
+
+    def _kept(self) -> list[str]:
+        """Requests that have ended and have blocks, though they are neither loaded nor handed over."""
+        ended = [name for name, one in self.scheduler.requests.items() if one.is_finished()]
+        return [name for name in ended if name not in self._loading | self._sending]
 
     def _look_who_waits(self) -> None:
         """Report a request that waits for blocks which nobody but the store has."""
         scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
         waiting = [one for one in scheduler.waiting if one.status is RequestStatus.WAITING]
-        ended = [name for name, one in scheduler.requests.items() if one.is_finished()]
-        kept = [name for name in ended if name not in self._loading | self._sending]
+        kept = self._kept()
         if not waiting or not kept or len(scheduler.running) >= scheduler.max_num_running_reqs:
             return
         free = manager.block_pool.get_num_free_blocks()

@@ -155,7 +155,7 @@ def _kept_for_saves(accelerator: Accelerator, finished: Any, half: Any, request:
 def _freed_twice(accelerator: Accelerator, finished: Any, half: Any, request: Any, tables: Any) -> Any:
     name = request.request_id
     loads, (kept, handle) = half.requests.keepers.loads(name), finished(half, request, tables)
-    if loads and half.saving.under_way:
+    if loads:
         _kept(half, name)
         kept = True
     return kept, handle

@@ -72,7 +72,7 @@ def leftovers(engine: Engine) -> int:
     # With a step of something else the workers' last reports come in.
     engine.generate([prompt(1, 0)], max_tokens=2)
     half = f"{_SCHEDULER}.connector._scheduler"
-    names = ("requests", "requests.unsaved", "requests.keepers", "_handed_over", "_lost_blocks")
+    names = ("requests", "requests.unsaved", "requests.keepers", "_handed_over")
     parts = [f"len({_SCHEDULER}.requests)", *(f"len({half}.{name})" for name in names)]
     parts += [f"{half}.loading.held", f"{half}.saving.under_way"]
     worker = _TRANSFERS.replace("._store.transfers", "")

@@ -5,6 +5,9 @@ has run; the next step is launched before that. So saves get what the batches in
 
     max_num_batched_tokens x bytes per token on this rank x batches in flight
 
+and room for `_LEAST_TOKENS` tokens in any case: a prompt that the engine's own cache has is saved in one
+step, however little a step computes, and no save waits longer than its request runs.
+
 Loads get twice what the reading threads hold at once: what is read waits for the step in which its blocks
 were handed out, and as much can be read meanwhile. All ranks of a node, loads and saves together, take no
 more than an eighth of its memory, or of its container's: then saves wait (connectors.kv.worker.writes).
@@ -25,6 +28,8 @@ from schemas.settings import TransferSettings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+#: Fewest tokens for which saves get room.
+_LEAST_TOKENS: Final = 16_384
 #: The share of a node's memory that staging takes at most, by default.
 _SHARE: Final = 8
 #: Files with the memory that a container may take, in cgroups of version 2 and 1.
@@ -35,7 +40,7 @@ _LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 class Room:
     """What sizes the staging memory of one rank."""
 
-    #: Most bytes of KV that the batches in flight compute.
+    #: Bytes of KV that the batches in flight compute at most, or that one step finds computed.
     step_bytes: int = 0
     #: Number of threads that load.
     readers: int = 4
@@ -58,7 +63,7 @@ class Room:
 
 def room_of(config: VllmConfig, groups: Sequence[LocalGroup], transfers: TransferSettings) -> Room:
     """Returns what sizes the staging of a rank that holds these groups."""
-    tokens = config.max_in_flight_tokens
+    tokens = max(config.max_in_flight_tokens, _LEAST_TOKENS)
     token_bytes = sum(group.slot_bytes / group.page.block_tokens for group in groups)
     parallel = config.parallel_config
     ranks = parallel.world_size // parallel.nnodes_within_dp * max(1, parallel.data_parallel_size_local)

@@ -100,11 +100,12 @@ class Bed:
         batch_tokens: int = 8192,
         ranks: int = 1,
         in_flight: int = 2,
+        size: int = SIZE,
         traces: str | None = None,
         **settings: Any,
     ) -> None:
-        """`blocks` are the pool's, null block included; `batch_tokens` is the most that a step computes, and
-        `traces` where vLLM would send its traces."""
+        """`blocks` are the pool's, null block included; `batch_tokens` is the most that a step computes,
+        `size` a head's, and `traces` where vLLM would send its traces."""
         model = folder / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(_MODEL))
@@ -147,7 +148,7 @@ class Bed:
         config.cache_config.num_gpu_blocks = blocks
         # The CPU platform turns it off.
         config.scheduler_config.async_scheduling = True
-        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32)
+        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=size, dtype=torch.float32)
         cache = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
@@ -169,7 +170,7 @@ class Bed:
         for number in range(ranks):
             with mock.patch.object(facade, "_place", lambda _, n=number: Place(n, ranks)):
                 half = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
-            caches = {name: torch.zeros(blocks, HEADS, TOKENS, 2 * SIZE) for name in LAYERS}
+            caches = {name: torch.zeros(blocks, HEADS, TOKENS, 2 * size) for name in LAYERS}
             half.register_kv_caches(caches)
             self.ranks.append(Rank(number, half, caches))
         handshake = {
