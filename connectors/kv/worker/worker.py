@@ -98,7 +98,7 @@ class KVWorker:
 
     def take_report(self) -> KVStoreWorkerMetadata | None:
         """Returns what the scheduler half must know; None if nothing has happened."""
-        down, scarce = not self._store.health.payloads_answer(), self._store.health.reads_are_scarce
+        down, scarce = self._troubles()
         named, self._naming = self._naming, None
         parts = (self.reads, self.writes, self.audits)
         said = (down, scarce) == (self._said_down, self._said_scarce)
@@ -114,6 +114,12 @@ class KVWorker:
         if named is not None:
             report.weights[self._number] = named
         return report
+
+    @guarded((False, False))
+    def _troubles(self) -> tuple[bool, bool]:
+        """Returns whether payloads can't be read now, and whether fewer reads are asked for."""
+        health = self._store.health
+        return not health.payloads_answer(), health.reads_are_scarce
 
     @guarded(None)
     def take_stats(self) -> KVStoreStats | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 
 from vllm.v1.request import RequestStatus
 
+from connectors.engine import contents
 from connectors.kv import save
 from connectors.kv.namespace import CurrentNamespace
 from connectors.kv.scheduler import KVScheduler
@@ -62,6 +64,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
             "worker": [type(one).__name__ for one in bed.ranks[0].worker.followers],
         }
     return Stored(folder, followers)
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_on() -> Iterator[None]:
+    """A broken engine would be told of what the EC connectors of later tests load."""
+    yield
+    contents._listeners.clear()
 
 
 def prompt(seed: int, blocks: int = BLOCKS) -> list[int]:

@@ -144,7 +144,7 @@ def test_after_a_reset_nothing_older_would_be_found(tmp_path: Path) -> None:
     assert len({space.namespace for space in trace.spaces}) == 2
 
 
-def test_whatever_fails_costs_a_line_and_no_request(tmp_path: Path) -> None:
+def test_whatever_fails_costs_a_line_and_no_request(tmp_path: Path, faults: object) -> None:
     with observing(tmp_path) as bed:
         asked = bed.half._asked
         asked._trace = None  # every call fails from here on

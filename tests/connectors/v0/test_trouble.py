@@ -162,7 +162,7 @@ class Raising(KVStoreConnectorV0):
         raise RuntimeError("no")
 
 
-def test_no_error_reaches_the_engine(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_error_reaches_the_engine(world: World, caplog: pytest.LogCaptureFixture, faults: object) -> None:
     answers = stored(world)
     engine = world.engine(kind=Raising)
     assert engine.generate(PROMPTS) == answers

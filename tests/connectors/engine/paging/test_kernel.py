@@ -53,7 +53,7 @@ def test_accelerators_move_16_bytes_at_once(tmp_path: Path) -> None:
             assert widths["8"] - addresses == 2 * widths["16"], name
 
 
-def test_where_it_cannot_be_compiled_torch_serves(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_it_cannot_be_compiled_torch_serves(caplog: pytest.LogCaptureFixture, faults: object) -> None:
     caplog.set_level(logging.ERROR)
     layers = [torch.zeros(6, 1, 2, 8) for _ in range(3)]
     pages = PagedCache({0: layers}, 6)._pages
