@@ -30,8 +30,8 @@ _MEANINGS = {
     "tenant": "identity.tenant of the settings: tenants never share",
     "model": "the model's name; set identity.model if one model is called differently on its machines",
     "revision": "the model's revision",
-    "weights": "digest of the weights' files, or identity.weights: other weights, other results. unnamed-... is "
-    "of an engine that doesn't know what it has loaded; its log says why",
+    "weights": "digest of the weights' files, or identity.weights: other weights, other results. An engine "
+    "with unnamed-... doesn't know what it has loaded; its log says why",
     "config": "digest of the model's configuration, its overrides (rope, heads, --hf-overrides) and its code",
     "dtype": "the dtype that the model computes in (--dtype)",
     "quantization": "how the weights are quantised (--quantization)",
