@@ -10,7 +10,7 @@ from typing import Any
 from kvstore.errors import NamespaceUnknown
 from kvstore.index.contract import HOT_KEPT, HOT_MOST, check_segments, check_session, minute
 from kvstore.index.eviction import MINUTE_S
-from kvstore.index.numbers import MOST_S, real, whole
+from kvstore.index.numbers import MOST, MOST_S, real, whole
 from kvstore.index.redis.catalogue import RedisCatalogue
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.values import key, record_of, size_of, understood
@@ -209,7 +209,9 @@ class RedisSessions(RedisCatalogue):
                 over[salt] += whole(nbytes) if salt else 0
             if len(some) < 2 * _RETAINED_SLICE:
                 break
-        held = {salt: whole(n) - over[salt] for salt, n in zip(told[::2], told[1::2], strict=True)}
+        held = {
+            salt: whole(n, least=-MOST) - over[salt] for salt, n in zip(told[::2], told[1::2], strict=True)
+        }
         return {SaltId(salt): n for salt, n in held.items() if len(salt) in (0, SALT_ID_BYTES) and n > 0}
 
     @understood
