@@ -223,7 +223,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a request that is aborted while it loads is freed twice": _changed(
         KVScheduler, "request_finished", _freed_twice, says="the engine dies: AssertionError",
-        staged=4, slow=0.5, late=0.3, resets=True, aborts_loading=0.5, ranks=2, adaptive=False,
+        staged=12, slow=0.3, late=0.3, resets=True, aborts_loading=0.5, ranks=2, adaptive=False, requests=60,
     ),
     "an ended request keeps its blocks for its saves, and others wait": _changed(
         KVScheduler, "request_finished", _kept_for_saves, says=" are kept for the store",
