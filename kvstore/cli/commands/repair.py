@@ -162,7 +162,8 @@ def _rebuild(
     Commits every segment that has all its payloads and that the index does not know; what it knows is
     skipped, so a rebuild that was cut short is continued by running it again. Engines may go on working.
     Records, entries and usage come back as they were; last uses begin with the time of writing, pins and
-    quotas are to be set again. What had been evicted or invalidated and was not deleted yet comes back too.
+    quotas are to be set again. What had made room for others and was not deleted yet comes back too; what was
+    erased, invalidated, dropped or condemned by an audit does not.
 
     With --follow it goes on until it is stopped, for an index whose payloads come from elsewhere, such as the
     replication of a bucket from another region: it commits what has come, and evicts what is gone. It prints
