@@ -25,8 +25,9 @@ from tests.admin.pack.test_pack import Packed
 from tests.admin.serve.process import ServeProcess
 from tests.helm.chart import render, run
 from tests.servers.redis import RedisServer
-from tests.servers.s3.aws import Aws
+from tests.servers.s3.aws import PATIENT_ENVIRON, Aws
 from tests.test_docs_site import _extra_configs, _files, commands
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -35,7 +36,7 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
 )
 #: Of a tool whose own store is elsewhere.
-ANY = load_settings({"payloads": "file:///nowhere"}, {})
+ANY = load_settings({"payloads": "file:///nowhere"}, PATIENT_ENVIRON)
 URL = re.compile(r"s3://[A-Za-z0-9][^\s'\"`|,;})>\]]*")
 
 
@@ -135,7 +136,9 @@ def test_every_url_of_the_documents_is_reached(page: str, url: str, network: Aws
             payloads.put("", [memoryview(b"abc")])
             assert size() == 3
     else:
-        with open_payloads(load_settings({"payloads": url, "index": "redis://redis:6379/0"}, {})) as payloads:
+        with open_payloads(
+            load_settings({"payloads": url, "index": "redis://redis:6379/0"}, PATIENT_ENVIRON)
+        ) as payloads:
             payloads.ping()
     assert network.seen
 
@@ -148,7 +151,7 @@ def test_every_config_of_the_documents_reaches_its_bucket(page: str, text: str, 
         tree["payloads"] = made(network, payloads)
     else:
         tree["payloads"] = payloads | {"slow": made(network, payloads["slow"])}
-    with open_payloads(load_settings(tree, {})) as opened:
+    with open_payloads(load_settings(tree, PATIENT_ENVIRON)) as opened:
         opened.ping()
     assert network.seen
 
@@ -165,7 +168,7 @@ def test_every_command_line_of_the_documents_runs(
         assert ran.code == 0, ran.err
         flag = ran.json["kv_transfer_config"] or ran.json["ec_transfer_config"]
         tree = flag.get("kv_connector_extra_config") or flag["ec_connector_extra_config"]
-        with open_payloads(load_settings(tree, {})) as opened:
+        with open_payloads(load_settings(tree, PATIENT_ENVIRON)) as opened:
             opened.ping()
     elif words[:2] == ("pack", "build"):
         # All but the engine: what is asked before it, and the upload.
@@ -178,7 +181,7 @@ def test_every_command_line_of_the_documents_runs(
         of = Packed(tmp_path)
         where = next(word for word in words if at_aws(word))
         upload(of.made(), where, ANY)
-        ran = admin(*words, env={"KVSTORE_PAYLOADS": f"file://{tmp_path}/target"})
+        ran = admin(*words, env={"KVSTORE_PAYLOADS": f"file://{tmp_path}/target"} | PATIENT_ENVIRON)
         assert ran.code == 0, ran.err
         assert of.pack.stat().st_size and tarfile.is_tarfile(of.pack)
     else:
@@ -193,11 +196,13 @@ EUROPE = "s3://my-bucket/kvstore?region=eu-central-1"
 
 
 @pytest.fixture
-def store(aws: Aws, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def store(aws: Aws, admin: Admin, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The options of a store at AWS in Europe, over a real S3 server, and a user's key in the environment."""
     aws.make("my-bucket", "eu-central-1")
-    for name, value in aws.user().environ.items():
+    # After `admin`, which takes the variables of this machine away.
+    for name, value in (aws.user().environ | PATIENT_ENVIRON).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("kvstore.build.PROBE_S", PATIENCE_S)
     return ["--index", redis_server.url, "--payloads", EUROPE]
 
 
@@ -213,7 +218,7 @@ def test_status_is_told(store: list[str], admin: Admin) -> None:
 
 
 def test_serve_is_ready(store: list[str], tmp_path: Path) -> None:
-    with ServeProcess(tmp_path, store) as serve:
+    with ServeProcess(tmp_path, store, PATIENT_ENVIRON) as serve:
         serve.until(lambda: serve.get("/readyz")[0] == 200)
 
 
@@ -262,7 +267,7 @@ def test_every_chart_of_the_documents_reaches_its_bucket(
     file, tree = _settings_of(list(_manifests(whole)), tmp_path)
     payloads = tree["payloads"]
     made(network, payloads if isinstance(payloads, str) else payloads["slow"])
-    settings = load_settings({"settings": str(file)}, {})
+    settings = load_settings({"settings": str(file)}, PATIENT_ENVIRON)
     settings = settings.model_copy(update={"s3": settings.s3.model_copy(update={"sse_kms_key_id": None})})
     with open_payloads(settings) as opened:
         opened.ping()
@@ -277,6 +282,7 @@ def test_the_charts_janitor_is_ready_and_its_test_passes(
     manifests = render({"payloads": {"s3": {"bucket": "my-bucket", "region": "eu-central-1"}}})
     file, _ = _settings_of(manifests, tmp_path)
     environ = {"KVSTORE_SETTINGS": str(file), "KVSTORE_INDEX": store[1], "KVSTORE_REDIS__USERNAME": ""}
+    environ |= PATIENT_ENVIRON
     (pod,) = [each for each in manifests if each["kind"] == "Pod"]
     (doctor,) = [each for each in pod["spec"]["initContainers"] if each["name"] == "doctor"]
     ran = admin(*doctor["args"], env=environ)

@@ -16,7 +16,7 @@ from schemas.namespace import Namespace, Parallel
 from schemas.settings import Settings
 from tests.admin.conftest import kv_space
 from tests.servers.redis import RedisServer
-from tests.servers.s3.aws import Aws
+from tests.servers.s3.aws import PATIENT, Aws
 from tests.servers.s3.hostile import HostileServer
 from tests.waiting import PATIENCE_S
 
@@ -27,11 +27,13 @@ def start(
 ) -> Callable[..., str]:
     """`start(...)`: opens a store as a connector does, and returns its log once the look has ended."""
     monkeypatch.setattr("kvstore.admin.doctor.first_look._looked", set())
+    monkeypatch.setattr("kvstore.build.PROBE_S", PATIENCE_S)
     caplog.set_level(logging.INFO)
 
     def started(space: Namespace | None = None, *, saves: bool = True, **tree: Any) -> str:
         caplog.clear()
-        given = {"payloads": f"file://{tmp_path}/payloads"} | tree
+        given: dict[str, Any] = {"payloads": f"file://{tmp_path}/payloads"} | tree
+        given["s3"] = PATIENT | tree.get("s3", {})
         with open_for(Settings.model_validate(given), "test", space or kv_space(), saves=saves) as store:
             store.open(space or kv_space()).register_soon()
             assert store.transfers.drain(PATIENCE_S)

@@ -24,7 +24,7 @@ from kvstore.payloads.s3.errors import classify
 from kvstore.payloads.s3.store import S3Payloads
 from schemas.settings import S3Settings
 from schemas.urls import s3_location
-from tests.servers.s3.aws import ROLE, Aws, Key, Metadata
+from tests.servers.s3.aws import PATIENT, ROLE, Aws, Key, Metadata
 from tests.waiting import PATIENCE_S, done
 
 URL = "s3://my-bucket/kvstore"
@@ -33,7 +33,7 @@ _CHILD = "tests.payloads.s3.aws_child"
 
 
 def at(url: str, **s3: Any) -> S3Payloads:
-    return S3Payloads(s3_location(url), S3Settings.model_validate(s3))
+    return S3Payloads(s3_location(url), S3Settings.model_validate(PATIENT | s3))
 
 
 def use(environ: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

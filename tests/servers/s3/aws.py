@@ -34,9 +34,14 @@ from tests.servers.s3.bucket import S3Bucket
 from tests.servers.s3.hostile import HostileServer, answer
 from tests.servers.s3.http import Head, Stream
 from tests.servers.s3.servers import S3Server
+from tests.waiting import PATIENCE_S
 
 #: Regions from the start; `make` adds others.
 REGIONS = ("us-east-1", "eu-central-1", "us-west-2")
+#: Settings under s3 for a busy machine, where a handshake may take more than a second.
+PATIENT = {f"{name}_timeout_s": PATIENCE_S for name in ("connect", "read", "write", "stall")}
+#: The same as variables.
+PATIENT_ENVIRON = {f"KVSTORE_S3__{name.upper()}": str(value) for name, value in PATIENT.items()}
 ROLE = "arn:aws:iam::123456789012:role/kvstore"
 
 _HOST = re.compile(r"(?:(?P<bucket>[a-z0-9.-]+)\.)?s3(?:\.(?P<region>[a-z0-9-]+))?\.amazonaws\.com")
