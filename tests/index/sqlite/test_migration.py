@@ -23,18 +23,28 @@ from kvstore.keys import (
     NO_SESSION,
     NamespaceId,
     SegmentId,
-    namespace_id,
+    namespace_id_of_json,
     new_segment_id,
     salt_id,
     session_id,
 )
+from schemas.namespace import Namespace
 from schemas.settings import JournalSettings
 
 #: Written by the release that knew no newer schema.
 GOLDEN = Path(__file__).parent / "golden"
 OLD = (GOLDEN / "sqlite_2.sql").read_text()
-KV = namespace_id(namespace().model_copy(update={"tenant": "acme"}))
-EC = namespace_id(items())
+
+
+def stored_id(made: Namespace) -> NamespaceId:
+    """Returns the id that a namespace had when the files were made: version 1 had no options."""
+    fields = made.model_dump(mode="json") | {"format": 1}
+    del fields["options"]
+    return namespace_id_of_json(json.dumps(fields, sort_keys=True, separators=(",", ":")))
+
+
+KV = stored_id(namespace().model_copy(update={"tenant": "acme"}))
+EC = stored_id(items())
 HEAD, RANKED, OVERTAKEN, COPY, GONE, HALF, CLAIMER, ITEM = (SegmentId(bytes([i]) * 8) for i in range(1, 9))
 DIGESTS = chain(12)
 
@@ -249,7 +259,7 @@ def test_a_newer_file_is_refused(path: Path, index: SqliteIndex) -> None:
 def test_events_of_a_release_that_knew_no_names_are_read(fast_path: Path) -> None:
     path = fast_path / "index.sqlite"
     make(path, 3)
-    name = namespace_id(namespace())
+    name = stored_id(namespace())
     with SqliteIndex(str(path), by="anna@desk") as index:
         assert index.operations(10) == []
         assert len(index.match(name, chain(2, seed="a"))) == 1
@@ -266,7 +276,7 @@ def test_events_of_a_release_that_knew_no_names_are_read(fast_path: Path) -> Non
 def test_what_was_stored_before_salts_has_none_and_stays(fast_path: Path) -> None:
     path = fast_path / "index.sqlite"
     make(path, 4)
-    name, salt = namespace_id(namespace()), salt_id("tenant-a")
+    name, salt = stored_id(namespace()), salt_id("tenant-a")
     one, gone, ranked, half = (SegmentId(bytes([i]) * 8) for i in range(1, 5))
     with SqliteIndex(str(path), clock=lambda: float(CREATED_S)) as index:
         assert places(index.match(name, chain(2, seed="a"))) == [(one, 0), (one, 1)]
@@ -296,7 +306,7 @@ def test_what_was_stored_before_salts_has_none_and_stays(fast_path: Path) -> Non
 def test_events_of_a_release_that_told_nothing_of_sessions_are_read(fast_path: Path) -> None:
     path = fast_path / "index.sqlite"
     make(path, 6)
-    name = namespace_id(namespace())
+    name = stored_id(namespace())
     gone, ended, waits, nobodys = (SegmentId(bytes([i]) * 8) for i in range(1, 5))
     with SqliteIndex(str(path), clock=lambda: float(CREATED_S)) as index:
         assert index.owners(name, [ended, waits]) == [
@@ -320,7 +330,7 @@ def test_a_release_that_told_nothing_of_sessions_goes_on_beside_one_that_does(fa
     """One that has the file open when it is brought to schema 7: it writes rows as it knows them."""
     path = fast_path / "index.sqlite"
     make(path, 6)
-    name = namespace_id(namespace())
+    name = stored_id(namespace())
     gone, ended, _, nobodys = (SegmentId(bytes([i]) * 8) for i in range(1, 5))
     older = sqlite3.connect(path)
     columns = len(older.execute("SELECT * FROM events").fetchall()[0])
@@ -338,7 +348,7 @@ def test_a_release_that_told_nothing_of_sessions_goes_on_beside_one_that_does(fa
 def test_fates_go_with_their_events(fast_path: Path) -> None:
     path = fast_path / "index.sqlite"
     make(path, 6)
-    name, ended = namespace_id(namespace()), SegmentId(b"\x02" * 8)
+    name, ended = stored_id(namespace()), SegmentId(b"\x02" * 8)
     with SqliteIndex(str(path), journal=JournalSettings(events=3), clock=lambda: float(CREATED_S)) as index:
         assert index.evict(name, [ended], delete_after_s=CREATED_S, rule="capacity") == 1
         assert [one.fate for one in index.events(name)][-1] == "ended"
@@ -351,7 +361,7 @@ def test_fates_go_with_their_events(fast_path: Path) -> None:
 def test_what_was_stored_before_sessions_is_nobodys_and_stays(fast_path: Path) -> None:
     path = fast_path / "index.sqlite"
     make(path, 5)
-    name, session = namespace_id(namespace()), session_id(NO_SALT, "chat")
+    name, session = stored_id(namespace()), session_id(NO_SALT, "chat")
     salted, _, ranked, half, pinned = segments = [SegmentId(bytes([i]) * 8) for i in range(1, 6)]
     with SqliteIndex(str(path), clock=lambda: float(CREATED_S)) as index:
         assert index.states(name, segments) == ["visible", "trash", "visible", "incomplete", "visible"]
