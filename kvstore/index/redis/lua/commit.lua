@@ -127,7 +127,8 @@ end
 
 local olds, at = {}, 1
 while at < #ARGV[15] do
-  local old, count = struct.unpack('>c8I2', string.sub(ARGV[15], at, at + 9))
+  local old, high, low = string.sub(ARGV[15], at, at + 7), string.byte(ARGV[15], at + 8, at + 9)
+  local count = high * 256 + low
   local its = string.sub(ARGV[15], at + 10, at + 9 + 16 * count)
   at = at + 10 + 16 * count
   local old_value = redis.call('HGET', segs, old)
