@@ -112,6 +112,8 @@ class KVStoreMetadata(KVConnectorMetadata):
 
     #: Canonical JSON of the namespace; given whenever there is something to load or save.
     namespace: str | None = None
+    #: The name of this start of the engine, under which its ranks save; given with the namespace.
+    writer: str = ""
     loads: list[Load] = field(default_factory=list)
     #: Saves of blocks that this step's forward pass completes.
     saves: list[Save] = field(default_factory=list)

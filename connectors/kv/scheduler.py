@@ -310,6 +310,7 @@ class KVScheduler:
             abandon_loads=abandon,
             kept=kept,
             released=released,
+            writer=self.store.backends.writer.name,
         )
 
     @guarded((False, None))

@@ -9,12 +9,10 @@ Order, so that a crash after any step is harmless (invariants 1, 4 and 8 of docs
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
-from kvstore import __version__
 from kvstore.errors import BreakerOpen, CapacityExceeded, KVStoreError
 from kvstore.format.segment import Encoded, Slot, encode
 from kvstore.index.port import CommitState
@@ -92,7 +90,6 @@ class SegmentWriter:
         self._json = canonical_json(namespace)
         self._registered = registered
         self._allowance = allowance
-        self._name = f"kvstore/{__version__} {socket.gethostname()}"[:128]
 
     def save(self, slots: Sequence[Slot], part: Part, *, insist: bool) -> Saved:
         """Saves those blocks that aren't stored yet; see Space.save."""
@@ -148,7 +145,7 @@ class SegmentWriter:
             codec=self._namespace.codec,
             depth=part.depth,
             created_s=part.created_s,
-            writer=self._name,
+            writer=self._backends.writer.name,
             cost_us=int(part.cost_us),
             salt=part.salt,
             keyring=self._backends.keyring,
@@ -167,6 +164,7 @@ class SegmentWriter:
             raw_bytes=sum(slot.data.nbytes for slot in slots) if part.ranks == 1 else 0,
             cost_us=int(part.cost_us),
             salt=part.salt,
+            writer=self._backends.writer.id,
         )
         index, digests = self._backends.index, _digests(slots)
         allowance = self._allowance(part.session, part.salt)

@@ -283,7 +283,7 @@ def test_versions() -> None:
     assert said == {
         "namespace": Namespace.model_fields["format"].default,
         "segment file": max(get_args(SegmentMeta.model_fields["format"].annotation)),
-        "packed record": 1,
+        "packed record": 2,
         "Redis schema": redis_values.SCHEMA,
         "SQLite schema": sqlite_schema.SCHEMA_VERSION,
         "ledger of a node's fast tier": ledger_schema.SCHEMA_VERSION,
