@@ -8,7 +8,7 @@
     MaintenanceConformance   the contract of kvstore.index.maintenance.Maintenance. An index passes these two,
                              and one more for each ability that it has: NoteConformance, PinConformance,
                              QuotaConformance, LeaseConformance, HeatConformance, RepairConformance,
-                             JournalConformance, SessionConformance
+                             JournalConformance, SessionConformance, VerdictConformance
     FullIndexConformance     all of them, and what the abilities promise together
 
 Needs pytest, which kvstore itself does not.
@@ -28,6 +28,7 @@ from kvstore.conformance.index.journal import JournalConformance
 from kvstore.conformance.index.maintenance import MaintenanceConformance
 from kvstore.conformance.index.repair import RepairConformance
 from kvstore.conformance.index.sessions import SessionConformance
+from kvstore.conformance.index.verdicts import VerdictConformance
 from kvstore.conformance.index.whole import FullIndexConformance
 from kvstore.conformance.payloads import PayloadConformance
 
@@ -47,5 +48,6 @@ __all__ = [
     "RepairConformance",
     "JournalConformance",
     "SessionConformance",
+    "VerdictConformance",
     "FullIndexConformance",
 ]

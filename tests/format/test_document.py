@@ -44,6 +44,9 @@ from kvstore.index.redis import (
 from kvstore.index.redis import (
     values as redis_values,
 )
+from kvstore.index.redis import (
+    verdicts as redis_verdicts,
+)
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.values import bucket_bits
 from kvstore.index.sharding.names import shard_names
@@ -363,6 +366,7 @@ def scripts() -> Iterator[Script]:
         redis_upkeep,
         redis_salts,
         redis_sessions,
+        redis_verdicts,
         redis_client,
     )
     for module in modules:

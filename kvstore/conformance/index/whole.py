@@ -47,6 +47,7 @@ from kvstore.conformance.index.maintenance import MaintenanceConformance
 from kvstore.conformance.index.repair import RepairConformance
 from kvstore.conformance.index.salts import SaltConformance
 from kvstore.conformance.index.sessions import SessionConformance
+from kvstore.conformance.index.verdicts import VerdictConformance
 from kvstore.errors import CapacityExceeded
 from kvstore.index.maintenance import FullIndex, Usage
 from kvstore.index.port import Outcome
@@ -65,6 +66,7 @@ class FullIndexConformance(
     JournalConformance,
     OperationsConformance,
     NoteConformance,
+    VerdictConformance,
     MaintenanceConformance,
     IndexConformance,
 ):
