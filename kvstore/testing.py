@@ -22,13 +22,12 @@ from kvstore.conformance.index.abilities import (
     PinConformance,
     QuotaConformance,
 )
-from kvstore.conformance.index.admission import NoteConformance
+from kvstore.conformance.index.admission import NoteConformance, VerdictConformance
 from kvstore.conformance.index.index import IndexConformance
 from kvstore.conformance.index.journal import JournalConformance
 from kvstore.conformance.index.maintenance import MaintenanceConformance
 from kvstore.conformance.index.repair import RepairConformance
 from kvstore.conformance.index.sessions import SessionConformance
-from kvstore.conformance.index.verdicts import VerdictConformance
 from kvstore.conformance.index.whole import FullIndexConformance
 from kvstore.conformance.payloads import PayloadConformance
 

@@ -54,6 +54,7 @@ from connectors.kv.metrics import KVStoreStats
 from connectors.kv.namespace import CurrentNamespace
 from connectors.kv.observer import Observer
 from connectors.kv.planner import Holds, SavePlanner
+from connectors.kv.proving.proofs import Proofs
 from connectors.kv.requests import KVEngine, Requests
 from connectors.kv.save import Saving
 from connectors.observing.recording import CostTeller
@@ -107,6 +108,7 @@ class KVScheduler:
             engine, store.settings, self.saving.start, Contents(engine.media) if refuses else None
         )
         self._audits = Audits(engine.groups, engine.hash_tokens, store.settings.kv.audit_every)
+        self._proofs = Proofs(engine.groups, engine.hash_tokens, engine.ranks, self._audits)
         self.prefetch = open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch()
         self._choosing = Choosing(store.settings.kv, engine, self.cost)
         self._regrets = Regrets(self._observer.regretted, WAIT[store.settings.kv.objective])
@@ -117,6 +119,7 @@ class KVScheduler:
             self.requests,
             handoffs=self.handoffs,
             audits=self._audits,
+            proofs=self._proofs,
             observer=self._observer,
             prefetch=self.prefetch,
             choosing=self._choosing,
@@ -160,6 +163,7 @@ class KVScheduler:
         if space is not None:
             self.space = space
             self._namespace_json = canonical_json(space.namespace)
+            self._proofs.use(space)
             self.loading.use(space)
             self._admission.use(space)
             self._sessions.use(space)
@@ -194,6 +198,7 @@ class KVScheduler:
         """Returns (tokens to load beyond `computed`, True), (0, False), or (None, False) for "ask later"."""
         tracked = self.requests.come_to(request, computed)
         self._audits.forget(tracked.request.request_id)
+        self._differ(self._proofs.forget(tracked.request.request_id))
         self._regrets.forget(tracked.request.request_id)
         tokens = self.loading.promise(tracked, computed)
         if tokens is None:
@@ -252,6 +257,8 @@ class KVScheduler:
             self.save_planner.ended(segment, count, written=written)
         if meta.weights:
             self._weights_named(meta.weights)
+        if meta.compared:
+            self._differ(self._proofs.reported(meta.compared))
         if meta.wrong:
             self._found_wrong(meta.wrong)
 
@@ -261,7 +268,20 @@ class KVScheduler:
         self._observer.bad(set(wrong))
         for one in wrong.values():
             self._observer.wrong(one)
-        if self._audits.found_wrong(wrong) and not self.requests.retired:
+        if self._audits.found_wrong(wrong):
+            self._distrust()
+
+    def _differ(self, wrong: Sequence[Wrong]) -> None:
+        """Follow proofs that found out that writers write what this engine does not compute."""
+        if not wrong:
+            return
+        for one in wrong:
+            self._observer.wrong(one)
+        if self._proofs.distrusts_itself():
+            self._distrust()
+
+    def _distrust(self) -> None:
+        if not self.requests.retired:
             self._namespace.distrust()
             self._abandon_loads = True
             self._start_over()
@@ -297,6 +317,8 @@ class KVScheduler:
         if self._hinted:
             self._hinted.step()
         audits = self._audits.plan_step(step) if self._audits else []
+        if self._proofs:
+            self._differ(self._proofs.planned(audits))
         abandon, self._abandon_loads = self._abandon_loads, False
         kept, released = self.holds.take(step.preempted)
         namespace = self._namespace_json if loads or saves or flushes or audits or probes else None
@@ -310,7 +332,7 @@ class KVScheduler:
             abandon_loads=abandon,
             kept=kept,
             released=released,
-            writer=self.store.backends.writer.name,
+            writer=self.store.backends.writer.name if namespace is not None else "",
         )
 
     @guarded((False, None))
@@ -330,6 +352,7 @@ class KVScheduler:
         self._observer.finished(tracked.request)
         name, sending = tracked.request.request_id, tracked.sending
         self._audits.forget(name)
+        self._differ(self._proofs.forget(name))
         self.prefetch.gone(name)
         self._queued_items.gone(name)
         self._hinted.gone(name)
@@ -408,6 +431,7 @@ class KVScheduler:
             "queued_calls": self.store.transfers.queued["calls"],
             "pending_segments": self.saving.under_way,
             "index_down": int(self.store.health.index_down),
+            "failed_writers": len(self.space.writers.failed()),
         }
 
     @guarded(())

@@ -1,7 +1,7 @@
 """Verdicts: what engines have found out about writers by comparing what they wrote with their own computing.
 
-A writer is one start of one engine (kvstore.keys.writer_id). Of one that nobody has judged nothing is known,
-and engines load from it only what they have compared. A verdict is one small record per namespace and writer:
+A writer is one start of one engine (kvstore.keys.writer_id). An engine loads from one that
+nobody has judged only after it has compared. A verdict is one small record per namespace and writer:
 
     proven     somebody else computes the same: what the writer wrote is loaded
     disputed   one engine computes something else, and it may be the one that is wrong

@@ -16,7 +16,7 @@ from kvstore.metrics import Counters
 from kvstore.payloads.port import PayloadStore
 from kvstore.payloads.throttle import Throttle
 from kvstore.store.trace import TraceRecorder
-from kvstore.store.writer import Writer
+from kvstore.store.writers.own import Writer
 from kvstore.threads.transfers import Crew, Transfers
 from schemas.settings import Settings
 
@@ -55,5 +55,5 @@ class Backends:
     index_breaker: Breaker | ShardBreakers | None = None
     #: The recorder of what requests ask for; None if nothing is recorded.
     trace: TraceRecorder | None = None
-    #: Who writes what is saved here.
+    #: The writer of what is saved here.
     writer: Writer = field(default_factory=Writer)

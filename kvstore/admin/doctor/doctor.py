@@ -29,6 +29,7 @@ from kvstore.admin.doctor.payloads import (
 )
 from kvstore.admin.doctor.reports import Check, CheckState, DoctorReport
 from kvstore.admin.doctor.signing import check_signatures, check_signing
+from kvstore.admin.doctor.writers import check_writers
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -106,6 +107,7 @@ def _checks(cache: Cache, sources: Sources, clock: Callable[[], float], mounts: 
         yield from _or_problem("index", check_redis(cache, clock))
         yield from _or_problem("disk", check_disk(cache))
         yield from _or_problem("namespaces", check_hashing(cache, sources.environ))
+        yield from _or_problem("writers", check_writers(cache))
         yield from _or_problem("capacity", check_quotas(cache))
         yield from _or_problem("upkeep", check_maintenance(cache, clock))
         yield from _or_problem("admission", check_sketch(cache, clock))

@@ -27,7 +27,7 @@ from kvstore.conformance.index.abilities import (
     PinConformance,
     QuotaConformance,
 )
-from kvstore.conformance.index.admission import NoteConformance
+from kvstore.conformance.index.admission import NoteConformance, VerdictConformance
 from kvstore.conformance.index.chains import EXPECTED_BLOCKS, chain, namespace, put, put_all, record
 from kvstore.conformance.index.index import IndexConformance
 from kvstore.conformance.index.journal import JournalConformance
@@ -47,7 +47,6 @@ from kvstore.conformance.index.maintenance import MaintenanceConformance
 from kvstore.conformance.index.repair import RepairConformance
 from kvstore.conformance.index.salts import SaltConformance
 from kvstore.conformance.index.sessions import SessionConformance
-from kvstore.conformance.index.verdicts import VerdictConformance
 from kvstore.errors import CapacityExceeded
 from kvstore.index.maintenance import FullIndex, Usage
 from kvstore.index.port import Outcome
