@@ -28,13 +28,14 @@ from typing import NewType
 import numpy as np
 
 from schemas.namespace import Namespace
-from schemas.records import SALT_ID_BYTES
+from schemas.records import SALT_ID_BYTES, WRITER_ID_BYTES
 
 NamespaceId = NewType("NamespaceId", str)  # 16 hex digits
 ContentKey = NewType("ContentKey", bytes)  # content hash + 2-byte group
 Digest = NewType("Digest", bytes)  # DIGEST_BYTES bytes
 SegmentId = NewType("SegmentId", bytes)  # SEGMENT_ID_BYTES bytes
 SaltId = NewType("SaltId", bytes)  # SALT_ID_BYTES bytes, or none
+WriterId = NewType("WriterId", bytes)  # WRITER_ID_BYTES bytes
 SessionId = NewType("SessionId", bytes)  # SESSION_ID_BYTES bytes, or none
 
 NO_SALT = SaltId(b"")
@@ -92,6 +93,11 @@ def salt_id(salt: str) -> SaltId:
         return NO_SALT
     text = salt.encode("utf-8", "surrogatepass")
     return SaltId(hashlib.sha256(b"kvstore salt\x00" + text).digest()[:SALT_ID_BYTES])
+
+
+def writer_id(name: str) -> WriterId:
+    """Returns what names a writer in the index, by the text in the headers of what it wrote."""
+    return WriterId(hashlib.sha256(b"kvstore writer\x00" + name.encode()).digest()[:WRITER_ID_BYTES])
 
 
 def sessions_of_salt(salt: SaltId) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from kvstore.rules.reasons import MISS_REASONS, PREFETCH_OUTCOMES, SAVE_OUTCOMES
+from kvstore.rules.reasons import MISS_REASONS, PREFETCH_OUTCOMES, SAVE_OUTCOMES, VERDICTS
 
 _PLAIN: Final = (
     "match_calls",
@@ -66,6 +66,8 @@ class Counters:
         for outcome in PREFETCH_OUTCOMES:
             self._values[f"prefetch_segments{{{outcome}}}"] = 0
             self._values[f"prefetch_bytes{{{outcome}}}"] = 0
+        for verdict in VERDICTS:
+            self._values[f"verdicts{{{verdict}}}"] = 0
         for outcome in SAVE_OUTCOMES:
             self._values[f"save_blocks{{{outcome}}}"] = 0
 

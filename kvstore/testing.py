@@ -8,7 +8,7 @@
     MaintenanceConformance   the contract of kvstore.index.maintenance.Maintenance. An index passes these two,
                              and one more for each ability that it has: NoteConformance, PinConformance,
                              QuotaConformance, LeaseConformance, HeatConformance, RepairConformance,
-                             JournalConformance, SessionConformance
+                             JournalConformance, SessionConformance, VerdictConformance
     FullIndexConformance     all of them, and what the abilities promise together
 
 Needs pytest, which kvstore itself does not.
@@ -22,7 +22,7 @@ from kvstore.conformance.index.abilities import (
     PinConformance,
     QuotaConformance,
 )
-from kvstore.conformance.index.admission import NoteConformance
+from kvstore.conformance.index.admission import NoteConformance, VerdictConformance
 from kvstore.conformance.index.index import IndexConformance
 from kvstore.conformance.index.journal import JournalConformance
 from kvstore.conformance.index.repair import RepairConformance
@@ -46,5 +46,6 @@ __all__ = [
     "RepairConformance",
     "JournalConformance",
     "SessionConformance",
+    "VerdictConformance",
     "FullIndexConformance",
 ]

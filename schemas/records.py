@@ -4,10 +4,11 @@ They are slotted dataclasses, not pydantic models: a match unpacks a record per 
 of a request. The packed layout is part of the Redis schema and of the SQLite file (golden test:
 tests/schemas/test_records.py):
 
-    u8  version (1)          u8  flags (1: slots of equal size, 2: salted)    u16 slots
+    u8  version (2)          u8  flags (1: slots of equal size, 2: salted)    u16 slots
     u8  ranks                u8  codec (its place in `CODECS`)        u16 cost to compute it again
     u32 created, unix seconds                                         u32 depth: blocks before slot 0
     u64 raw bytes            (before the codec; 0 with several ranks)
+    8 bytes id of the writer (kvstore.keys.writer_id)
     16 bytes id of the salt  (flag 2 only)
     per rank: u32 data start; then u32 slot size once (flag 1) or u32 slot size x slots
 
@@ -53,8 +54,8 @@ CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
 #: Largest product of slots and ranks: 255 ranks of 1024 slots. A packed record is small however many it has.
 _MOST_SIZES: Final = 1 << 18
 
-_HEAD = struct.Struct("<BBHBBHIIQ")
-_VERSION = 1
+_HEAD = struct.Struct("<BBHBBHIIQ8s")
+_VERSION = 2
 #: Bytes of `pack_head` without a salt.
 HEAD_BYTES = _HEAD.size
 #: Place of the time of creation in it: a u32.
@@ -62,6 +63,10 @@ CREATED_AT: Final = 8
 _UNIFORM, _SALTED = 1, 2
 #: Bytes of the id of a salt.
 SALT_ID_BYTES = 16
+#: Bytes of the id of a writer: one start of one engine, or another process that saves.
+WRITER_ID_BYTES = 8
+#: The id of a writer that nobody knows.
+NO_WRITER: Final = bytes(WRITER_ID_BYTES)
 
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -183,6 +188,8 @@ class SegmentRecord:
     cost_us: int = 0
     #: Id of the salt that its requests came with (kvstore.keys.salt_id); empty without one.
     salt: bytes = b""
+    #: Id of the start of an engine that saved it (kvstore.keys.writer_id).
+    writer: bytes = NO_WRITER
 
     @property
     def nbytes(self) -> int:
@@ -194,6 +201,8 @@ def pack_head(record: SegmentRecord, ranks: int) -> bytes:
     """Returns the part of the packed form that all ranks' commits must agree on."""
     if len(record.salt) not in (0, SALT_ID_BYTES):
         raise ValueError(f"id of a salt has {SALT_ID_BYTES} bytes, not {len(record.salt)}")
+    if len(record.writer) != WRITER_ID_BYTES:
+        raise ValueError(f"id of a writer has {WRITER_ID_BYTES} bytes, not {len(record.writer)}")
     head = _HEAD.pack(
         _VERSION,
         (_UNIFORM if _uniform(record) else 0) | (_SALTED if record.salt else 0),
@@ -204,6 +213,7 @@ def pack_head(record: SegmentRecord, ranks: int) -> bytes:
         record.created_s,
         record.depth,
         record.raw_bytes,
+        record.writer,
     )
     return head + record.salt
 
@@ -231,14 +241,15 @@ def unpack_record(data: bytes) -> SegmentRecord | None:
     """Returns a packed record, or None if it is damaged or of another version: the segment is then a miss."""
     if len(data) < _HEAD.size:
         return None
-    version, flags, slots, ranks, codec, cost, created, depth, raw = _HEAD.unpack_from(data)
+    version, flags, slots, ranks, codec, cost, created, depth, raw, writer = _HEAD.unpack_from(data)
     if version != _VERSION or codec >= len(CODECS) or not slots or not ranks or slots * ranks > _MOST_SIZES:
         return None
     begin = _HEAD.size + (SALT_ID_BYTES if flags & _SALTED else 0)
     if len(data) != begin + 4 * ranks * (2 if flags & _UNIFORM else 1 + slots):
         return None
     parts, salt = _PackedParts(data, begin, ranks, slots), data[_HEAD.size : begin]
-    return SegmentRecord(parts, slots, CODECS[codec], created, depth, raw, _unpack_cost(cost), salt)
+    cost_us = _unpack_cost(cost)
+    return SegmentRecord(parts, slots, CODECS[codec], created, depth, raw, cost_us, salt, writer)
 
 
 def rounded_cost(cost_us: float) -> int:

@@ -62,7 +62,8 @@ class SegmentMeta(StrictModel):
     salt: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
     #: (Encrypted) The payload's data key, wrapped, in hex.
     data_key: str | None = Field(default=None, pattern=r"^[0-9a-f]{80}$")
-    #: Product version and host that wrote it, for people.
+    #: Its writer: product version, host, and the start of the engine. Its id is in the index
+    #: (kvstore.keys.writer_id).
     writer: str
     slots: Annotated[tuple[SlotMeta, ...], FailFast()] = Field(min_length=1, max_length=MAX_SLOTS)
 

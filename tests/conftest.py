@@ -19,7 +19,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.index.redis.client import RedisClient
+from kvstore.store.writers.known import KnownWriters
 from schemas.settings import RedisSettings
+from tests.believing import nobody
 from tests.helm import running
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.browser import Browser, BrowserError, find_browser
@@ -82,6 +84,13 @@ def segments_of_any_age(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test saves may have waited for as long as it says, so that a segment is as old as it is to be.
     tests/store/test_clocks.py has the bound again."""
     monkeypatch.setattr("kvstore.store.saving.MOST_WAITED_S", 1e12)
+
+
+@pytest.fixture(autouse=True)
+def writers_are_believed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first hit is a hit: see tests.believing."""
+    if request.node.get_closest_marker("proves") is None:
+        monkeypatch.setattr(KnownWriters, "unproven", nobody)
 
 
 @pytest.hookimpl(tryfirst=True)

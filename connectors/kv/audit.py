@@ -54,6 +54,8 @@ class _Audit:
     done_tokens: int
     #: Tokens up to which the store had the request.
     stop_tokens: int
+    #: Whether the outcome proves the writers of `runs` (connectors.kv.proving.proofs).
+    proof: bool = False
 
 
 class Audits:
@@ -97,6 +99,33 @@ class Audits:
         )
         return True
 
+    def proves(
+        self,
+        request: RequestView,
+        names: BlockNames,
+        origin: Origin,
+        runs: tuple[list[Run], ...],
+        first_tokens: int,
+        stop_tokens: int,
+    ) -> None:
+        """Have these runs compared, by group, as far as the request computes what lies between its tokens."""
+        self._under_way[request.request_id] = _Audit(
+            request,
+            names,
+            origin,
+            list(names.all()),
+            runs,
+            first_tokens,
+            first_tokens,
+            stop_tokens,
+            proof=True,
+        )
+
+    @otherwise(bool)
+    def compares(self, request_id: str) -> bool:
+        """Returns whether a request computes something that is to be compared."""
+        return request_id in self._under_way
+
     @otherwise(bool)
     def tries(self, weighed: Weighed) -> bool:
         """Returns whether a load is made that does not seem to pay, by what was weighed."""
@@ -117,9 +146,10 @@ class Audits:
         """Returns, by request, stored blocks that this step's forward pass completes in the engine itself."""
         due: list[Load] = []
         for request_id in self._under_way.keys() & step.num_scheduled_tokens.keys():
-            groups = self._plan(self._under_way[request_id], step.num_scheduled_tokens[request_id], step)
+            audit = self._under_way[request_id]
+            groups = self._plan(audit, step.num_scheduled_tokens[request_id], step)
             if groups:
-                due.append(Load(request_id, list(groups)))
+                due.append(Load(request_id, list(groups), proof=audit.proof))
         return due
 
     @guarded(())

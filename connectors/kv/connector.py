@@ -187,7 +187,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _namespaced(self, metadata: KVConnectorMetadata) -> KVStoreMetadata:
         assert isinstance(metadata, KVStoreMetadata)
         if metadata.namespace is not None:
-            self._on_worker.use(Namespace.model_validate_json(metadata.namespace))
+            self._on_worker.use(Namespace.model_validate_json(metadata.namespace), metadata.writer)
         return metadata
 
     # ---- scheduler ------------------------------------------------------------------------------

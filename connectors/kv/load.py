@@ -26,6 +26,7 @@ from connectors.kv.handoff.handoffs import NoHandoffs
 from connectors.kv.match import Found, Matcher, PendingMatch
 from connectors.kv.messages import CUT, GroupLoad, KVStoreWorkerMetadata, Load
 from connectors.kv.observer import Observer
+from connectors.kv.proving.proofs import Proofs
 from connectors.kv.requests import Keeper, KVEngine, Requests, Tracked
 from connectors.kv.save import NULL_BLOCK
 from connectors.planning import slice_runs
@@ -55,6 +56,7 @@ class Loading:
         *,
         handoffs: NoHandoffs,
         audits: Audits,
+        proofs: Proofs,
         observer: Observer,
         prefetch: NoPrefetch,
         choosing: Choosing,
@@ -69,6 +71,7 @@ class Loading:
         self._requests = requests
         self._handoffs = handoffs
         self._audits = audits
+        self._proofs = proofs
         self._observer = observer
         self._prefetch = prefetch
         self._choosing = choosing
@@ -111,7 +114,13 @@ class Loading:
             decision = replace(decision, tokens=decision.found, why="tried", prefill=None)
             tracked.decision = decision
         tokens = decision.tokens
-        if audited := tokens > 0 and self._declines(tracked, match, computed):
+        believed = self._proofs.believed(tracked, match, computed, tokens) if tokens > 0 else tokens
+        if unproven := believed < tokens:
+            if not tracked.doubted:
+                tracked.doubted = True
+                self._store.counters.miss("unproven", (tokens - believed) // self._hash_tokens)
+            tokens = believed
+        if audited := tokens > 0 and not unproven and self._declines(tracked, match, computed):
             self._store.counters.miss("audited", tokens // self._hash_tokens)
             tokens = 0
         if not tracked.told:
@@ -121,7 +130,7 @@ class Loading:
                 self._store.counters.miss("unnamed", unnamed // self._hash_tokens)
             if unnamed and match.reason == "complete":
                 match, limit = replace(match, reason="unnamed"), limit + unnamed
-            declined = "audited" if audited else DECLINED.get(decision.why, "")
+            declined = "unproven" if unproven else "audited" if audited else DECLINED.get(decision.why, "")
             if tracked.receiving is None and tracked.match is not None:
                 self._observer.answered(request, match, tracked.match, decision)
             self._observer.matched(request, names, match, limit, computed, tokens, declined, decision.weighed)
@@ -138,7 +147,7 @@ class Loading:
         if not tokens:
             if decision.weighed is not None:
                 stop = computed + decision.found
-                self._regrets.computes(request, decision.weighed, stop, to_load=audited)
+                self._regrets.computes(request, decision.weighed, stop, to_load=audited or unproven)
             return 0
         tracked.waits_for = self._brought_by(names, computed)
         # If another request loads the next block, it will be a local hit for both in a moment.

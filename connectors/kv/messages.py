@@ -17,7 +17,7 @@ from connectors.engine.layout import LocalGroup
 from connectors.telemetry.spans import LoadTimes
 from connectors.weights import Naming
 from kvstore.index.port import Run
-from kvstore.keys import NO_SALT, NO_SESSION, SaltId, SegmentId, SessionId
+from kvstore.keys import NO_SALT, NO_SESSION, SaltId, SegmentId, SessionId, WriterId
 from kvstore.rules.tiers import Tier
 from kvstore.store.saving import NOTHING_JOINED, Joins
 
@@ -64,6 +64,8 @@ class Load:
     timed: bool = False
     #: Whether the workers are to touch what they have loaded: else the scheduler half tells of its use.
     touch: bool = True
+    #: Whether the comparison of these blocks proves their writers (connectors.kv.proving.proofs).
+    proof: bool = False
 
 
 @dataclass(slots=True)
@@ -112,6 +114,25 @@ class Wrong:
     hashes: list[bytes]
 
 
+@dataclass(slots=True)
+class Compared:
+    """The outcome of comparing blocks of one request on some ranks, for a proof of their writers."""
+
+    #: How many steps' comparisons have ended, each on each rank.
+    steps: int = 0
+    #: Writers -> the ranks on which all that could be compared in some step was alike.
+    alike: dict[WriterId, set[int]] = field(default_factory=dict)
+    #: Writers -> a run of theirs that differs, and the blocks in which it does.
+    wrong: dict[WriterId, tuple[Run, Wrong]] = field(default_factory=dict)
+
+    def add(self, other: Compared) -> None:
+        """Takes over what another rank, or another step, has found out."""
+        self.steps += other.steps
+        for writer, ranks in other.alike.items():
+            self.alike.setdefault(writer, set()).update(ranks)
+        self.wrong |= other.wrong
+
+
 @dataclass
 class KVStoreMetadata(KVConnectorMetadata):
     """The scheduler half's message to the workers, in every step."""
@@ -133,6 +154,8 @@ class KVStoreMetadata(KVConnectorMetadata):
     lost_blocks: set[str] = field(default_factory=set)
     #: Requests that have ended and hand over their prompts -> for how many seconds at most their blocks stay.
     handed_over: dict[str, float] = field(default_factory=dict)
+    #: The name of this start of the engine, under which its ranks save; given with the namespace.
+    writer: str = ""
 
 
 @dataclass
@@ -165,6 +188,8 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     load_times: dict[str, LoadTimes] = field(default_factory=dict)
     #: Ranks that have begun or ceased to be asked for fewer reads -> whether they are now.
     reads_scarce: dict[int, bool] = field(default_factory=dict)
+    #: Requests that prove writers -> what was compared.
+    compared: dict[str, Compared] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KVStoreWorkerMetadata)
@@ -184,6 +209,10 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
         for one in (self, other):
             for request_id, some in one.load_times.items():
                 times.setdefault(request_id, LoadTimes()).add(some)
+        compared: dict[str, Compared] = {}
+        for one in (self, other):
+            for request_id, found in one.compared.items():
+                compared.setdefault(request_id, Compared()).add(found)
         return KVStoreWorkerMetadata(
             ended,
             failed,
@@ -198,6 +227,7 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
             seconds,
             times,
             self.reads_scarce | other.reads_scarce,
+            compared,
         )
 
 

@@ -28,7 +28,7 @@ from connectors.telemetry.metrics import (
     empty,
 )
 from connectors.telemetry.ways import SOURCES
-from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES
+from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES, VERDICTS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +38,7 @@ PREFIX: Final = "vllm:kvstore_kv_"
 #: Ways in which a request's load ends.
 LOADS: Final = ("complete", "failed", "cut")
 #: What comes of comparing stored blocks with computed ones; "declined": of loads for that purpose.
-AUDITS: Final = ("declined", "alike", "wrong", "unread", "dropped")
+AUDITS: Final = ("declined", "alike", "wrong", "differs", "unsure", "unread", "dropped")
 #: Results of a reset of the engine's caches, or of a name for its weights (connectors.kv.namespace).
 RESETS: Final = ("renamed", "left_alone", "named", "refused_name")
 
@@ -76,6 +76,9 @@ COUNTERS: Final = (
         "outcome",
         AUDITS,
     ),
+    Metric(
+        "verdicts", "Writers that this engine has compared, by what holds of them now", "verdict", VERDICTS
+    ),
     Metric("resets", "Resets of the cache and names for new weights", "outcome", RESETS),
 )
 SECONDS: Final = {
@@ -96,6 +99,7 @@ SECONDS: Final = {
 SCHEDULER_GAUGES: Final = (
     Metric("queued_calls", "Calls of the index waiting for a thread"),
     Metric("pending_segments", "Segments that some rank has not ended"),
+    Metric("failed_writers", "Writers whose segments this engine takes as absent"),
     Metric("index_down", "1 while calls of the index are refused because it failed"),
     NAMESPACE,
 )
@@ -116,6 +120,7 @@ RENAMED: Final = {
     **COMMON,
     **{f"miss_blocks{{{one}}}": f"misses{{{one}}}" for one in MISS_REASONS},
     "outcomes_lost": "events{outcomes_lost}",
+    **{f"verdicts{{{one}}}": f"verdicts{{{one}}}" for one in VERDICTS},
     "load_blocks": "loaded_blocks",
     "load_bytes": "loaded_bytes",
     "probe_blocks": "probed_blocks",

@@ -94,6 +94,8 @@ class Tracked:
     load_began: float = 0.0
     #: What its reads took on the slowest rank, in seconds; 0: not told yet.
     load_read_s: float = 0.0
+    #: Whether some of its load was declined because nobody has compared what its writer writes.
+    doubted: bool = False
     #: Whether it is decided that its load is made, or declined for an audit.
     audit_decided: bool = False
     #: Whether the journal has been told how much of it was found.

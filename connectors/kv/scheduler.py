@@ -58,6 +58,7 @@ from connectors.kv.metrics import KVStoreStats
 from connectors.kv.namespace import CurrentNamespace
 from connectors.kv.observer import Observer
 from connectors.kv.planner import SavePlanner
+from connectors.kv.proving.proofs import Proofs
 from connectors.kv.requests import Keeper, KVEngine, Requests
 from connectors.kv.save import Saving
 from connectors.observing.recording import CostTeller
@@ -117,6 +118,8 @@ class KVScheduler:
         self._audits = followers.guard(
             Audits(engine.groups, engine.hash_tokens, store.settings.kv.audit_every), Audits.drop
         )
+        # No follower: where a proof fails, nothing is loaded.
+        self._proofs = Proofs(engine.groups, engine.hash_tokens, engine.ranks, self._audits)
         self.prefetch = followers.guard(
             open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch(), NoPrefetch.restart
         )
@@ -131,6 +134,7 @@ class KVScheduler:
             self.requests,
             handoffs=self.handoffs,
             audits=self._audits,
+            proofs=self._proofs,
             observer=self._observer,
             prefetch=self.prefetch,
             choosing=self._choosing,
@@ -179,6 +183,7 @@ class KVScheduler:
         if space is not None:
             self.space = space
             self._namespace_json = canonical_json(space.namespace)
+            self._proofs.use(space)
             self.loading.use(space)
             self._admission.use(space)
             self._sessions.use(space)
@@ -213,6 +218,7 @@ class KVScheduler:
         """Returns (tokens to load beyond `computed`, True), (0, False), or (None, False) for "ask later"."""
         tracked = self.requests.come_to(request, computed)
         self._audits.forget(tracked.request.request_id)
+        self._differ(self._proofs.forget(tracked.request.request_id))
         self._regrets.forget(tracked.request.request_id)
         tokens = self.loading.promise(tracked, computed)
         if tokens is None:
@@ -289,6 +295,8 @@ class KVScheduler:
     def _weights_reported(self, meta: KVStoreWorkerMetadata) -> None:
         if meta.weights:
             self._weights_named(meta.weights)
+        if meta.compared:
+            self._differ(self._proofs.reported(meta.compared))
         if meta.wrong:
             self._found_wrong(meta.wrong)
 
@@ -298,7 +306,20 @@ class KVScheduler:
         self._observer.bad(set(wrong))
         for one in wrong.values():
             self._observer.wrong(one)
-        if self._audits.found_wrong(wrong) and not self.requests.retired:
+        if self._audits.found_wrong(wrong):
+            self._distrust()
+
+    def _differ(self, wrong: Sequence[Wrong]) -> None:
+        """Follow proofs that found out that writers write what this engine does not compute."""
+        if not wrong:
+            return
+        for one in wrong:
+            self._observer.wrong(one)
+        if self._proofs.distrusts_itself():
+            self._distrust()
+
+    def _distrust(self) -> None:
+        if not self.requests.retired:
             self._namespace.distrust()
             self._abandon_loads = True
             self._start_over()
@@ -311,7 +332,13 @@ class KVScheduler:
         handed_over, self._handed_over = self._handed_over, {}
         if (made := self._plan_step(StepView(output), loads, handed_over)) is None:
             # They may have saves before them of blocks that a request has lost.
-            return KVStoreMetadata(self._namespace_json, loads, abandon_loads=True, handed_over=handed_over)
+            return KVStoreMetadata(
+                self._namespace_json,
+                loads,
+                abandon_loads=True,
+                handed_over=handed_over,
+                writer=self.store.backends.writer.name,
+            )
         return made
 
     @guarded(None)
@@ -342,6 +369,8 @@ class KVScheduler:
         if self._hinted:
             self._hinted.step()
         audits = self._audits.plan_step(step) if self._audits else []
+        if self._proofs:
+            self._differ(self._proofs.planned(audits))
         abandon, self._abandon_loads = self._abandon_loads, False
         namespace = self._namespace_json if loads or saves or flushes or audits or probes else None
         return KVStoreMetadata(
@@ -354,6 +383,7 @@ class KVScheduler:
             abandon_loads=abandon,
             lost_blocks=lost_blocks,
             handed_over=handed_over,
+            writer=self.store.backends.writer.name if namespace is not None else "",
         )
 
     @guarded((False, None))
@@ -372,13 +402,14 @@ class KVScheduler:
             return False, None
         self._observer.finished(tracked.request)
         name, sending = tracked.request.request_id, tracked.sending
+        # Taken back below. It comes first, so that it also holds if something fails.
+        self._lost_blocks.add(name)
         self._audits.forget(name)
+        self._differ(self._proofs.forget(name))
         self.prefetch.gone(name)
         self._queued_items.gone(name)
         self._hinted.gone(name)
         self._regrets.forget(name)
-        # Taken back below. It comes first, so that it also holds if something fails.
-        self._lost_blocks.add(name)
         self.save_planner.plan_end(tracked, tables)
         if not self.requests.retired:
             self._sessions.ends(tracked.hints, tracked.progress.salt, tracked.uses)
@@ -452,6 +483,7 @@ class KVScheduler:
             "queued_calls": self.store.transfers.queued["calls"],
             "pending_segments": self.saving.under_way,
             "index_down": int(self.store.health.index_down),
+            "failed_writers": len(self.space.writers.failed()),
         }
 
     @guarded(())

@@ -35,6 +35,7 @@ from connectors.v0.peers import Alone, Peers, tensor_parallel_peers
 from connectors.v0.planning import Prompt, adapter_key
 from connectors.v0.stage import Step, read_step
 from connectors.v0.worker import V0Worker
+from kvstore import __version__
 from kvstore.build import load_settings
 from kvstore.errors import ConfigError
 
@@ -81,6 +82,8 @@ class KVStoreConnectorV0(_BASE):
         self._clock = store.clock
         # The smallest number that any rank has drawn is as random, and all of them know it.
         self._nonce = peers.least(secrets.randbits(62))
+        # Ranks commit one segment together, so they are one writer.
+        store.backends.writer.adopt(f"kvstore/{__version__} v0 {self._nonce:016x}")
 
     def recv_kv_caches_and_hidden_states(
         self, model_executable: Any, model_input: Any, kv_caches: list[Any]

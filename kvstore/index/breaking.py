@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvstore.breaker import Breaker
 from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
-from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
+from kvstore.index.verdicts import Opinion, Verdict, VerdictState
+from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId, WriterId
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, SegmentRecord
 
@@ -122,6 +123,25 @@ class BreakingIndex(EngineIndex):
     def owned(self, namespace: NamespaceId, session: SessionId) -> dict[SegmentId, SegmentRecord]:
         with self._breaker.guard():
             return self._inner.owned(namespace, session)
+
+    def verdicts(
+        self, namespace: NamespaceId, writers: Sequence[WriterId] | None = None
+    ) -> Mapping[WriterId, Verdict]:
+        with self._breaker.guard(may_probe=False):
+            return self._inner.verdicts(namespace, writers)
+
+    def judge(
+        self,
+        namespace: NamespaceId,
+        writer: WriterId,
+        opinion: Opinion,
+        *,
+        by: WriterId,
+        stands: bool,
+        name: str = "",
+    ) -> VerdictState:
+        with self._breaker.guard():
+            return self._inner.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
 
     def close(self) -> None:
         self._inner.close()

@@ -20,9 +20,18 @@ from kvstore.keys import (
     SaltId,
     SegmentId,
     SessionId,
+    WriterId,
 )
 from kvstore.rules.reasons import FAULTS
-from schemas.records import CREATED_AT, HEAD_BYTES, SALT_ID_BYTES, EvictionRule, SegmentRecord, pack_head
+from schemas.records import (
+    CREATED_AT,
+    HEAD_BYTES,
+    SALT_ID_BYTES,
+    WRITER_ID_BYTES,
+    EvictionRule,
+    SegmentRecord,
+    pack_head,
+)
 
 #: Seconds by which the clocks of an index's servers may differ, and of those that take over from each other.
 CLOCKS_DIFFER_S = 60
@@ -86,6 +95,13 @@ def check_salt(salt: SaltId) -> None:
     """Raises BadArgument if the id of a salt has the wrong length."""
     if len(salt) != SALT_ID_BYTES:
         raise BadArgument(f"salt id of {len(salt)} bytes; it has {SALT_ID_BYTES}")
+
+
+def check_writers(writers: Sequence[WriterId]) -> None:
+    """Raises BadArgument if the id of a writer has the wrong length."""
+    for writer in writers:
+        if len(writer) != WRITER_ID_BYTES:
+            raise BadArgument(f"writer id of {len(writer)} bytes; it has {WRITER_ID_BYTES}")
 
 
 def check_session(session: SessionId, *, none: bool = False) -> None:

@@ -26,6 +26,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance, SessionUses
+from kvstore.index.verdicts import Verdicts
 from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, OutcomeOp, SegmentRecord
@@ -277,5 +278,5 @@ class OutcomeSink(ABC):
         """
 
 
-class EngineIndex(Index, Notes, OutcomeSink, SessionUses):
+class EngineIndex(Index, Notes, OutcomeSink, SessionUses, Verdicts):
     """All that engines need of an index."""

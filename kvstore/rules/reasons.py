@@ -56,6 +56,13 @@ MISSES: Final[Mapping[str, Reason]] = {
         "nothing tells what the image before it is: a name over 1 KiB, an input of an unknown kind or in "
         "shared memory, or a description without its producer's digest"
     ),
+    "writer_failed": Reason(
+        "the start of an engine that saved it writes what other engines don't compute", fault=True
+    ),
+    "unproven": Reason(
+        "it was there; nobody had compared yet what the start of an engine that saved it writes, so it is "
+        "computed and compared"
+    ),
     "audited": Reason(
         "it was there; one load in kv.audit_every is computed instead, and compared with what is stored"
     ),
@@ -97,6 +104,9 @@ TOLD_UNSAVED: Final[Mapping[str, Reason]] = {
         fault=True,
     ),
 }
+
+#: Verdicts of engines about writers (kvstore.index.verdicts).
+VERDICTS: Final = ("proven", "disputed", "failed")
 
 #: What becomes of segments that are fetched ahead: "brought" to the node's folder, of that "hinted" because a
 #: client said so, and then "used" by a load or "wasted"; or "failed" to come.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.breaker import Breaker
@@ -17,6 +17,7 @@ from kvstore.payloads.evidence import Evidence
 from kvstore.payloads.port import PayloadStore
 from kvstore.payloads.throttle import Throttle
 from kvstore.store.trace import TraceRecorder
+from kvstore.store.writers.own import Writer
 from kvstore.threads.transfers import Crew, Transfers
 from schemas.settings import Settings
 
@@ -57,3 +58,5 @@ class Backends:
     index_breaker: Breaker | ShardBreakers | None = None
     #: The recorder of what requests ask for; None if nothing is recorded.
     trace: TraceRecorder | None = None
+    #: The writer of what is saved here.
+    writer: Writer = field(default_factory=Writer)

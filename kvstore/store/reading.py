@@ -103,6 +103,24 @@ def requests_of(run: Run, rank: int, gap_bytes: int) -> int:
     return 1 + (start - parts[rank].data_start > gap_bytes)
 
 
+def read_header_of(
+    payloads: PayloadStore,
+    keyring: Keyring,
+    namespace: NamespaceId,
+    run: Run,
+    *,
+    end: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> codec.Header:
+    """Returns the header of the first rank's payload of a run's segment. Raises what `read_run` raises."""
+    part = run.record.parts[0]
+    if part.data_start > codec.MAX_HEADER:
+        raise CorruptPayload(f"segment {run.segment.hex()}: the index's record of it makes no sense")
+    head = _scratch(part.data_start)
+    _read(payloads, payload_name(namespace, run.segment, 0), 0, [head], part.nbytes, end, clock)
+    return codec.parse_header(head, namespace=namespace, keyring=keyring)
+
+
 def item_room(
     payloads: PayloadStore,
     keyring: Keyring,

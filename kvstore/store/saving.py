@@ -13,12 +13,10 @@ a block is served by one or the other at any time. A crash before that leaves th
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
-from kvstore import __version__
 from kvstore.errors import BreakerOpen, CapacityExceeded, KVStoreError
 from kvstore.format.segment import Encoded, Slot, encode
 from kvstore.index.port import CommitState, Replaced
@@ -112,7 +110,6 @@ class SegmentWriter:
         self._json = canonical_json(namespace)
         self._registered = registered
         self._allowance = allowance
-        self._name = f"kvstore/{__version__} {socket.gethostname()}"[:128]
 
     def save(self, slots: Sequence[Slot], part: Part, *, insist: bool) -> Saved:
         """Saves those blocks that aren't stored yet; see Space.save."""
@@ -181,7 +178,7 @@ class SegmentWriter:
             codec=self._namespace.codec,
             depth=part.depth,
             created_s=part.created_s,
-            writer=self._name,
+            writer=self._backends.writer.name,
             cost_us=int(part.cost_us),
             salt=part.salt,
             keyring=self._backends.keyring,
@@ -198,6 +195,7 @@ class SegmentWriter:
             raw_bytes=sum(slot.data.nbytes for slot in slots) if part.ranks == 1 else 0,
             cost_us=int(part.cost_us),
             salt=part.salt,
+            writer=self._backends.writer.id,
         )
         index, digests = self._backends.index, _digests(slots)
         allowance = self._allowance(part.session, part.salt)

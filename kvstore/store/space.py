@@ -27,6 +27,7 @@ from kvstore.index.contract import BadArgument
 from kvstore.index.demand import OwnDemand
 from kvstore.index.port import MOST_RUNS, Outcome, Run
 from kvstore.index.sessions import USE, Hint, HintEffect
+from kvstore.index.verdicts import Opinion
 from kvstore.jitter import jittered
 from kvstore.keys import (
     NO_SALT,
@@ -35,6 +36,7 @@ from kvstore.keys import (
     SaltId,
     SegmentId,
     SessionId,
+    WriterId,
     digest,
     namespace_id,
     new_segment_id,
@@ -46,10 +48,11 @@ from kvstore.store.backends import Backends
 from kvstore.store.failures import Failures, miss_reason
 from kvstore.store.health import Health
 from kvstore.store.quarantine import Quarantine
-from kvstore.store.reading import PayloadLate, item_room, read_run
+from kvstore.store.reading import PayloadLate, item_room, read_header_of, read_run
 from kvstore.store.rounds import Rounds
 from kvstore.store.saving import NOTHING_JOINED, Joins, Part, Saved, SegmentWriter
 from kvstore.store.sessions import SpaceSessions
+from kvstore.store.writers.known import KnownWriters
 from schemas.namespace import Namespace
 from schemas.records import SegmentRecord
 from schemas.segment import SlotMeta
@@ -100,6 +103,7 @@ class Space:
         self._refused = ""
         #: Copies of condemned payloads that this process may still make. A race on it makes one too many.
         self._copies_left = _MOST_COPIES
+        self.writers = KnownWriters(backends, self.id, quarantine)
         self._asked = OwnDemand()
         self._sessions = SpaceSessions(backends, namespace, self.registered)
         self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
@@ -175,6 +179,9 @@ class Space:
             if run.segment in self._quarantine:
                 runs, reason = runs[:i], "quarantined"
                 break
+        there = self.writers.present(runs)
+        if None in there:
+            runs, reason = runs[: there.index(None)], "writer_failed"
         blocks = runs[-1].start + runs[-1].count if runs else 0
         counters.add("match_blocks_found", blocks)
         counters.miss(reason, asked - blocks)
@@ -198,7 +205,9 @@ class Space:
             try:
                 found = self.backends.index.find(self.id, digests, chain, fresh=fresh)
                 bad = self._quarantine
-                return [None if run is None or run.segment in bad else run for run in found]
+                return self.writers.present(
+                    [None if run is None or run.segment in bad else run for run in found]
+                )
             except KVStoreError as exc:
                 log.debug("find failed: %s", exc)
                 reason = miss_reason(exc)
@@ -330,6 +339,35 @@ class Space:
             if is_late(run.record, self.backends.settings, self.backends.clock()):
                 raise PayloadLate(f"{exc}; it may still be on its way") from exc
             raise
+
+    def settle(self, run: Run, opinion: Opinion) -> None:
+        """Records what this engine has found out about the writer of a segment: here at once, and in the
+        index on a thread that nobody waits for. Never raises."""
+        writer = WriterId(run.record.writer)
+        self.writers.believe(writer, "proven" if opinion == "alike" else "refused")
+
+        def tell() -> None:
+            self.writers.settle(writer, opinion, self.written_by(run) if opinion == "differs" else "")
+
+        if not self.backends.transfers.call(tell):
+            log.warning("no room to tell the verdict about writer %s: other engines find out", writer.hex())
+        log.log(
+            logging.INFO if opinion == "alike" else logging.ERROR,
+            "writer %s of namespace %s: what it has stored is %s this engine computes",
+            writer.hex(), self.id, "what" if opinion == "alike" else "not what",
+        )  # fmt: skip
+
+    def written_by(self, run: Run) -> str:
+        """Returns the name of the writer of a segment, as its header has it; "" if that can't be read. Never
+        raises."""
+        backends, end = self.backends, time.monotonic() + self.backends.settings.kv.load_deadline_s
+        try:
+            return read_header_of(backends.payloads, backends.keyring, self.id, run, end=end).meta.writer
+        except KVStoreError as exc:
+            log.debug("segment %s does not say who wrote it: %s", run.segment.hex(), exc)
+        except Exception:
+            log.exception("a header could not be read: an unexpected failure")
+        return ""
 
     def touch(self, segments: Sequence[SegmentId]) -> None:
         """Tells the index that segments were used by a request without a session. Never raises: recency is

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from kvstore.errors import CorruptPayload
 from kvstore.format.segment import Header
 from kvstore.index.contract import MAX_RANKS
-from kvstore.keys import ContentKey, canonical_json, digest
+from kvstore.keys import ContentKey, canonical_json, digest, writer_id
 from schemas.namespace import Namespace
 from schemas.records import SegmentRecord, pack_record, rounded_cost
 
@@ -42,6 +42,7 @@ def record_of(headers: Sequence[Header]) -> SegmentRecord:
         raw_bytes=sum(slot.raw_bytes for slot in first.slots) if first.ranks == 1 else 0,
         cost_us=rounded_cost(first.cost_us),
         salt=headers[0].salt,
+        writer=writer_id(first.writer),
     )
     try:
         pack_record(record)
@@ -65,6 +66,7 @@ def check_same_segment(one: Header, other: Header) -> None:
         "depth",
         "cost_us",
         "salt",
+        "writer",
     ):
         if getattr(one.meta, name) != getattr(other.meta, name):
             raise CorruptPayload(f"ranks {one.meta.rank} and {other.meta.rank} differ in {name}")

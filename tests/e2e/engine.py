@@ -419,6 +419,7 @@ _nursery: Nursery | None = None
 
 #: What is read when it is needed, and not when vLLM is imported.
 _READ_LATE = {
+    "TESTS_PROVE_WRITERS",
     "PYTEST_CURRENT_TEST",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_PP_LAYER_PARTITION",

@@ -26,6 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.believing import believe_writers
 from tests.e2e import engine_patches
 from tests.waiting import PATIENCE_S
 
@@ -81,6 +82,7 @@ class Served:
         engine_patches.fork_processes()
         if arguments.get("async_scheduling"):
             engine_patches.allow_async_scheduling()
+        believe_writers()
         self.slow = engine_patches.SlowTransfers()
         self.llm = LLM(**arguments)
         self._model = Path(arguments["model"])

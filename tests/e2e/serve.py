@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.believing import believe_writers
 from tests.e2e import engine_patches
 
 
@@ -15,6 +16,7 @@ def main(arguments: Sequence[str]) -> None:
 
     cli_env_setup()
     engine_patches.fork_processes()
+    believe_writers()
     parser, command = FlexibleArgumentParser(), ServeSubcommand()
     command.subparser_init(parser.add_subparsers())
     args = parser.parse_args(["serve", *arguments])

@@ -44,6 +44,9 @@ from kvstore.index.redis import (
 from kvstore.index.redis import (
     values as redis_values,
 )
+from kvstore.index.redis import (
+    verdicts as redis_verdicts,
+)
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.values import bucket_bits
 from kvstore.index.sharding.names import shard_names
@@ -283,7 +286,7 @@ def test_versions() -> None:
     assert said == {
         "namespace": Namespace.model_fields["format"].default,
         "segment file": max(get_args(SegmentMeta.model_fields["format"].annotation)),
-        "packed record": 1,
+        "packed record": 2,
         "Redis schema": redis_values.SCHEMA,
         "SQLite schema": sqlite_schema.SCHEMA_VERSION,
         "ledger of a node's fast tier": ledger_schema.SCHEMA_VERSION,
@@ -366,6 +369,7 @@ def scripts() -> Iterator[Script]:
         redis_upkeep,
         redis_salts,
         redis_sessions,
+        redis_verdicts,
         redis_client,
     )
     for module in modules:

@@ -205,7 +205,7 @@ def sound(record: SegmentRecord) -> None:
 
 def packed_record(slots_: int, salt: bytes = b"") -> bytes:
     flags = 3 if salt else 1
-    head = struct.pack("<BBHBBHIIQ", 1, flags, slots_, 1, 0, 0, 1_763_000_000, 0, 64 * slots_)
+    head = struct.pack("<BBHBBHIIQ8s", 2, flags, slots_, 1, 0, 0, 1_763_000_000, 0, 64 * slots_, bytes(8))
     return head + salt + struct.pack("<II", 4096, 64)
 
 

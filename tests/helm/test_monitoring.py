@@ -242,7 +242,7 @@ def test_every_alert_says_what_it_is_and_where_to_read_on() -> None:
 
 
 #: They count what has happened within hours: a moment is enough.
-AT_ONCE = {"KVStoreDamagedPayloads", "KVStoreCorruptLoads", "KVStoreWrongBlocks"}
+AT_ONCE = {"KVStoreDamagedPayloads", "KVStoreCorruptLoads", "KVStoreWrongBlocks", "KVStoreWriterFailed"}
 
 
 def test_alerts_can_be_left_out_and_their_thresholds_set() -> None:

@@ -25,27 +25,29 @@ from schemas.records import (
 GOLDEN = [
     pytest.param(
         SegmentRecord((PartRecord(4096, (512,) * 64),), 64, "none", 1_700_000_000, 128, 32768),
-        "01 01 4000 01 00 0000 00f15365 80000000 0080000000000000  00100000 00020000",
+        "02 01 4000 01 00 0000 00f15365 80000000 0080000000000000 000000000000000000100000 00020000",
         id="slots of one size",
     ),
     pytest.param(
         SegmentRecord((PartRecord(8192, (100, 7, 2**32 - 1)),), 3, "lz4", 2**32 - 1, 2**32 - 1, 2**64 - 1),
-        "01 00 0300 01 01 0000 ffffffff ffffffff ffffffffffffffff  00200000 64000000 07000000 ffffffff",
+        "02 00 0300 01 01 0000 ffffffff ffffffff ffffffffffffffff 0000000000000000"
+        "00200000 64000000 07000000 ffffffff",
         id="slots of their own sizes, the largest numbers",
     ),
     pytest.param(
         SegmentRecord((PartRecord(4096, (5,)), PartRecord(12288, (6,))), 1, "lz4", 1, 0, 9),
-        "01 01 0100 02 01 0000 01000000 00000000 0900000000000000  00100000 05000000  00300000 06000000",
+        "02 01 0100 02 01 0000 01000000 00000000 0900000000000000 0000000000000000"
+        "00100000 05000000  00300000 06000000",
         id="two ranks, one slot",
     ),
     pytest.param(
         SegmentRecord((PartRecord(4096, (300, 301)),), 2, "planes-lz4", 1_700_000_000, 64, 1024),
-        "01 00 0200 01 02 0000 00f15365 40000000 0004000000000000  00100000 2c010000 2d010000",
+        "02 00 0200 01 02 0000 00f15365 40000000 0004000000000000 000000000000000000100000 2c010000 2d010000",
         id="planes-lz4",
     ),
     pytest.param(
         SegmentRecord((PartRecord(4096, (512,)),), 1, "none", 1_700_000_000, 0, 512, 1883 << 16),
-        "01 01 0100 01 00 5b87 00f15365 00000000 0002000000000000  00100000 00020000",
+        "02 01 0100 01 00 5b87 00f15365 00000000 0002000000000000 000000000000000000100000 00020000",
         id="with a cost",
     ),
     pytest.param(
@@ -53,7 +55,8 @@ GOLDEN = [
             (PartRecord(4096, (512, 512)), PartRecord(8192, (7, 7)), PartRecord(4096, (0, 0))),
             *(2, "none", 1_700_000_000, 3, 0, 0, bytes(range(16))),
         ),
-        "01 03 0200 03 00 0000 00f15365 03000000 0000000000000000  000102030405060708090a0b0c0d0e0f"
+        "02 03 0200 03 00 0000 00f15365 03000000 0000000000000000 0000000000000000"
+        "000102030405060708090a0b0c0d0e0f"
         "00100000 00020000  00200000 07000000  00100000 00000000",
         id="salted, three ranks, slots of one size",
     ),
@@ -62,9 +65,19 @@ GOLDEN = [
             (PartRecord(4096, (300, 301)), PartRecord(4096, (302, 303))),
             *(2, "lz4", 1_700_000_000, 0, 0, 1883 << 16, b"\xff" * 16),
         ),
-        "01 02 0200 02 01 5b87 00f15365 00000000 0000000000000000  ffffffffffffffffffffffffffffffff"
+        "02 02 0200 02 01 5b87 00f15365 00000000 0000000000000000 0000000000000000"
+        "ffffffffffffffffffffffffffffffff"
         "00100000 2c010000 2d010000  00100000 2e010000 2f010000",
         id="salted, two ranks, slots of their own sizes, with a cost",
+    ),
+    pytest.param(
+        SegmentRecord(
+            (PartRecord(4096, (512,)),),
+            *(1, "none", 1_700_000_000, 0, 512, 0, b"\xff" * 16, bytes(range(8))),
+        ),
+        "02 03 0100 01 00 0000 00f15365 00000000 0002000000000000 0001020304050607"
+        "ffffffffffffffffffffffffffffffff  00100000 00020000",
+        id="salted, of a known writer",
     ),
 ]
 
@@ -100,13 +113,14 @@ def records(draw: st.DrawFn) -> SegmentRecord:
         draw(st.integers(0, 2**64 - 1)),
         cost,
         draw(st.just(b"") | st.binary(min_size=16, max_size=16)),
+        draw(st.binary(min_size=8, max_size=8)),
     )
 
 
 def test_a_record_is_not_larger_than_what_it_was_made_of() -> None:
     """65535 slots of one size for each of 255 ranks are 133 MB, and 2 kB packed."""
-    packed = bytes.fromhex("0101ffffff") + bytes(19) + bytes(8) * 255
-    assert len(packed) == 24 + 8 * 255
+    packed = bytes.fromhex("0201ffffff") + bytes(27) + bytes(8) * 255
+    assert len(packed) == 32 + 8 * 255
     assert unpack_record(packed) is None
     most = packed[:2] + (1024).to_bytes(2, "little") + packed[4:]
     assert unpack_record(most) is not None
@@ -117,7 +131,9 @@ def test_a_record_is_not_larger_than_what_it_was_made_of() -> None:
 @pytest.mark.parametrize("equal", [True, False], ids=["slots of one size", "slots of their own sizes"])
 def test_a_record_takes_little_more_memory_than_its_packed_form(ranks: int, slots: int, equal: bool) -> None:
     """Also where each of its parts is looked at, one at a time. Whole, 255 ranks took 1,031 times as much."""
-    head = struct.pack("<BBHBBHIIQ", 1, equal, slots, ranks, 1, 0, 1 << 30, 1 << 30, 1 << 40)
+    head = struct.pack(
+        "<BBHBBHIIQ8s", 2, equal, slots, ranks, 1, 0, 1 << 30, 1 << 30, 1 << 40, bytes(range(8))
+    )
     sizes = range(1 << 20, (1 << 20) + (1 if equal else slots))
     part = struct.pack(f"<I{len(sizes)}I", 4096, *sizes)
     unpack_record(head + part * ranks)
@@ -182,8 +198,8 @@ def test_a_damaged_length_is_a_miss(record: SegmentRecord, data: st.DataObject) 
 
 @pytest.mark.parametrize(
     ("at", "value"),
-    [(0, 0), (0, 2), (2, 0), (4, 0), (5, 3)],
-    ids=["version 0", "version 2", "no slots", "no ranks", "unknown codec"],
+    [(0, 1), (0, 3), (2, 0), (4, 0), (5, 3)],
+    ids=["version 1", "version 3", "no slots", "no ranks", "unknown codec"],
 )
 def test_what_this_version_does_not_know_is_a_miss(at: int, value: int) -> None:
     packed = bytearray(pack_record(SegmentRecord((PartRecord(4096, (1,)),), 1, "none", 1)))
@@ -199,7 +215,7 @@ def test_a_salt_that_is_lost_or_made_up_is_a_miss(record: SegmentRecord) -> None
     assert unpack_record(bytes(packed)) is None
     without = replace(record, salt=b"")
     assert len(pack_record(record)) == len(pack_record(without)) + len(record.salt)
-    assert pack_record(without)[24:] == pack_record(record)[24 + len(record.salt) :]
+    assert pack_record(without)[32:] == pack_record(record)[32 + len(record.salt) :]
 
 
 @pytest.mark.parametrize("salt", [b"x", bytes(15), bytes(17)], ids=len)

@@ -221,7 +221,7 @@ _TRAFFIC = Row(
             (Query(by("kv_audits_total", "outcome"), "{{outcome}}"),),
             "Per second. declined: loads that were computed instead, to be compared. alike: stored blocks "
             "that are what the engine computes. wrong: blocks that aren't, though their checksums are right.",
-            alerts=("KVStoreWrongBlocks",),
+            alerts=("KVStoreWrongBlocks", "KVStoreWriterFailed"),
         ),
         Panel(
             "Blocks offered, by outcome",

@@ -78,9 +78,11 @@ class KVWorker:
         """Use the layers' paged tensors again: their memory is back, with none of its contents."""
         self.reads.resume()
 
-    def use(self, namespace: Namespace) -> None:
-        """Enter the namespace that the scheduler half has named; all that follows belongs to it. Raises
-        ConfigError if its groups are not this rank's."""
+    def use(self, namespace: Namespace, writer: str = "") -> None:
+        """Enter the namespace that the scheduler half has named; all that follows belongs to it, and what is
+        saved is written by `writer`. Raises ConfigError if its groups are not this rank's."""
+        if writer and writer != self._store.backends.writer.name:
+            self._store.backends.writer.adopt(writer)
         if self._namespace == namespace:
             return
         mine = [(group.page.kind, group.page.block_tokens, group.page.dtype) for group in self.memory.groups]

@@ -29,6 +29,7 @@ from kvstore.admin.doctor.payloads import (
 )
 from kvstore.admin.doctor.reports import Check, CheckState, DoctorReport
 from kvstore.admin.doctor.signing import check_signatures, check_signing
+from kvstore.admin.doctor.writers import check_writers
 from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.errors import (
     CapacityExceeded,
@@ -121,6 +122,7 @@ def _checks(
         yield from _or_problem("index", check_redis(cache, clock))
         yield from _or_problem("disk", check_disk(cache))
         yield from _or_problem("namespaces", check_hashing(cache, sources.environ))
+        yield from _or_problem("writers", check_writers(cache))
         yield from _or_problem("capacity", check_quotas(cache))
         yield from _or_problem("upkeep", check_maintenance(cache, clock))
         yield from _or_problem("admission", check_sketch(cache, clock))

@@ -22,6 +22,8 @@ Cause = Literal[
     "elsewhere",  # another namespace has it
     # A request asked for it, and:
     "audited",
+    "writer_failed",
+    "unproven",
     "below_threshold",
     "computing_is_faster",
     "switched_off",

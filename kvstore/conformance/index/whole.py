@@ -27,7 +27,7 @@ from kvstore.conformance.index.abilities import (
     PinConformance,
     QuotaConformance,
 )
-from kvstore.conformance.index.admission import NoteConformance
+from kvstore.conformance.index.admission import NoteConformance, VerdictConformance
 from kvstore.conformance.index.catalogue import CatalogueConformance
 from kvstore.conformance.index.chains import EXPECTED_BLOCKS, chain, namespace, put, put_all, record
 from kvstore.conformance.index.culling import CullConformance
@@ -74,6 +74,7 @@ class FullIndexConformance(
     JoinConformance,
     OperationsConformance,
     NoteConformance,
+    VerdictConformance,
     MaintenanceConformance,
     IndexConformance,
 ):

@@ -38,6 +38,9 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     kvs:{ns}:retained        hash     salt id -> bytes of its retained segments; "" -> of all
     kvs:{ns}:erased          hash     salt id, or "" for all of the namespace -> unix s; what was computed
                                       until then is not committed any more. Outlives the namespace
+    kvs:{ns}:writers         hash     writer id -> state (0 proven, 1 disputed, 2 failed), u32 unix s, id of
+                                      who found it out, name; about 1,024; expires 90 days after the last.
+                                      Under the id itself, whatever the number of shards
     kvs:{ns}:events          stream   ring of changes: op, segment, first and last digest, depth, slots,
                                       bytes, rule; of what was done by name also by; of what was told
                                       of (fate.lua) also fate and session; about journal.events
@@ -129,13 +132,13 @@ from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.journal import RedisJournal
 from kvstore.index.redis.layouts import RedisLayouts
 from kvstore.index.redis.maintenance import SLICE
-from kvstore.index.redis.salts import RedisSalts
 from kvstore.index.redis.values import (
     JOURNAL,
     key,
     record_of,
     understood,
 )
+from kvstore.index.redis.verdicts import RedisVerdicts
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
 from kvstore.index.sketch import Marks, Window
 from kvstore.keys import (
@@ -166,7 +169,7 @@ _NOTE = Script.load("note")
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
 
 
-class RedisIndex(RedisLayouts, RedisSalts, RedisJournal):
+class RedisIndex(RedisLayouts, RedisVerdicts, RedisJournal):
     """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
 
     @classmethod

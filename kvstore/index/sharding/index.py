@@ -4,6 +4,7 @@
     catalogue    looks
     removal      evicts, deletes, mends
     journal      what happened
+    verdicts     what is known of writers
     here         what a store has once, whatever its namespaces are made of: quotas, leases
 
 With one shard, which is the default, every verb is the leaf's, under the namespace's own id.

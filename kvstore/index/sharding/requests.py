@@ -19,13 +19,14 @@ from kvstore.index.contract import check_commit, check_segments, count_digests
 from kvstore.index.demand import Raised
 from kvstore.index.port import MOST_RUNS, Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
-from kvstore.index.sharding.layouts import FailedShards, ShardedLayouts, split
+from kvstore.index.sharding.layouts import FailedShards, split
 from kvstore.index.sharding.names import of_chain, of_segment, shard_names
+from kvstore.index.sharding.verdicts import ShardedVerdicts
 from kvstore.keys import DIGEST_BYTES, NO_SESSION, NamespaceId, SegmentId, SessionId, split_digests
 from schemas.records import EvictionRule, SegmentRecord
 
 
-class ShardedRequests(ShardedLayouts):
+class ShardedRequests(ShardedVerdicts):
     """The part of ShardedIndex that engines use."""
 
     def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:

@@ -303,4 +303,5 @@ def erase_rest(db: sqlite3.Connection, place: NamespaceNumbers) -> None:
     of_id = "(SELECT id FROM namespaces WHERE key = ?)"
     for kind in (LIVES, SHARDS):
         db.execute(f"DELETE FROM quotas WHERE scope = '{kind}' || {of_id}", (place.key,))
+    db.execute(f"DELETE FROM writers WHERE namespace = {of_id}", (place.key,))
     db.execute("DELETE FROM namespaces WHERE key = ?", (place.key,))

@@ -48,8 +48,8 @@ from kvstore.index.sqlite.rows import (
     record_of,
     shards_of,
 )
-from kvstore.index.sqlite.salts import SqliteSalts
 from kvstore.index.sqlite.sessions import adopt
+from kvstore.index.sqlite.verdicts import SqliteVerdicts
 from kvstore.index.walk import walk
 from kvstore.keys import (
     DIGEST_BYTES,
@@ -75,7 +75,7 @@ _LOOKUP = (
 )
 
 
-class SqliteIndex(SqliteSalts, SqliteJournal, ShardLeaf):
+class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
     """The index in one SQLite database."""
 
     def __init__(

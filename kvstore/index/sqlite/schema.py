@@ -24,9 +24,10 @@
     fates        of some events, by their number: see Event
     operations   ring of what operators did in the whole store
     totals, credits             counters of outcomes; blocks by ghost step
+    writers      verdicts about writers (kvstore.index.verdicts); `state`: 0 proven, 1 disputed, 2 failed
     asked        what was asked for lately, by buckets of time: `bucket` is the time over `length`, in seconds
 
-In every table but segments and parts `namespace` is namespaces.key.
+In every table but segments, parts, forbidden and writers `namespace` is namespaces.key.
 """
 
 from __future__ import annotations
@@ -182,9 +183,25 @@ CREATE TABLE asked (
     served INTEGER NOT NULL, registers BLOB NOT NULL, PRIMARY KEY (namespace, length, bucket)) WITHOUT ROWID;
 """
 
+# Verdicts name the namespace by its id: that of one in shards is no row of `namespaces`. Records have the id
+# of their writer from here on; of those before nobody knows it.
+_SCHEMA_9 = """
+CREATE TABLE writers (
+    namespace TEXT NOT NULL, id BLOB NOT NULL, state INTEGER NOT NULL, at REAL NOT NULL, by BLOB NOT NULL,
+    name TEXT NOT NULL, PRIMARY KEY (namespace, id)) WITHOUT ROWID;
+CREATE INDEX writers_by_age ON writers (at);
+UPDATE segments SET record = CAST(x'02' || substr(record, 2, 23) || zeroblob(8) || substr(record, 25) AS BLOB)
+    WHERE substr(record, 1, 1) = x'01';
+UPDATE parts SET agreement = CAST(substr(agreement, 1, 8) || x'02' || substr(agreement, 10, 23) || zeroblob(8)
+    || substr(agreement, 33) AS BLOB) WHERE substr(agreement, 9, 1) = x'01';
+"""
+
 #: What each version added to the one before. The first process of this release that opens an older file
 #: brings it up to date; releases older than a file refuse it.
-SCHEMAS = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7, _SCHEMA_8)
+SCHEMAS = (
+    *(_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7, _SCHEMA_8),
+    _SCHEMA_9,
+)
 #: Raised with every change of the schema (golden test: tests/index/sqlite/test_index.py).
 SCHEMA_VERSION = len(SCHEMAS)
 

@@ -24,7 +24,7 @@ from kvstore.admin.doctor.reports import Check, DoctorReport
 from kvstore.build import load_settings, open_index
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import namespace_id
+from kvstore.keys import namespace_id, writer_id
 from tests.admin.conftest import Admin, Filled, fill, kv_slots, kv_space
 from tests.servers.redis import RedisServer
 from tests.servers.s3.hostile import HostileServer
@@ -289,6 +289,22 @@ def test_engines_with_different_hash_seeds(either: Filled) -> None:
 
 
 TINY = {"KVSTORE_SEGMENT__TARGET_BYTES": "4KiB"}
+
+
+def test_writers_that_others_differ_from(either: Filled) -> None:
+    engine, other = writer_id("an engine"), writer_id("another engine")
+    with opened(either) as index:
+        [name, *_] = index.namespaces()
+        index.judge(name, writer_id("good"), "alike", by=engine, stands=False, name="good")
+        [check] = named(examine(either), "writers")
+        assert check.state == "ok"
+        index.judge(name, writer_id("bad"), "differs", by=engine, stands=True, name="kvstore/1 host-7 aa")
+        index.judge(name, writer_id("who"), "differs", by=other, stands=False)
+    [check] = named(examine(either), "writers")
+    assert check.state == "warning"
+    assert "kvstore/1 host-7 aa (failed)" in check.found
+    assert f"{writer_id('who').hex()} (disputed)" in check.found
+    assert check.advice and "KVStoreWriterFailed" in check.advice
 
 
 def test_a_store_over_its_capacity(either: Filled) -> None:

@@ -160,7 +160,7 @@ def made(tmp_path: Path) -> Iterator[Callable[[str], Ranks]]:
             for number, (place, group) in enumerate(places):
                 clock, plan = Clock(NOW + 100 * (number + 1)), Plan()
                 rank = Rank(place, group, store(clock, plan), plan, clock)
-                rank.worker.use(spaced)
+                rank.worker.use(spaced, "one start of one engine")
                 ranks.append(rank)
             own = store(shared)
             space = own.open(spaced, block_bytes=groups[0].spec.slot_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class Record:
     parts: tuple[tuple[int, tuple[int, ...]], ...]
     #: Id of the salt; empty without one.
     salt: bytes = b""
+    #: Id of the writer.
+    writer: bytes = bytes(8)
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +52,8 @@ def is_uniform(record: Record) -> bool:
 
 def pack_head(record: Record, ranks: int) -> bytes:
     head = struct.pack(
-        "<BBHBBHIIQ",
-        1,
+        "<BBHBBHIIQ8s",
+        2,
         int(is_uniform(record)) + (2 if record.salt else 0),
         record.slots,
         ranks,
@@ -59,6 +62,7 @@ def pack_head(record: Record, ranks: int) -> bytes:
         record.created_s,
         record.depth,
         record.raw_bytes,
+        record.writer,
     )
     return head + record.salt
 
@@ -72,19 +76,22 @@ def pack_parts(record: Record) -> bytes:
 
 
 def unpack_record(data: bytes) -> Record:
-    need(len(data) >= 24, "a short record")
-    version, flags, slots, ranks, codec, cost, created, depth, raw = struct.unpack_from("<BBHBBHIIQ", data)
-    need(version == 1 and slots and ranks and codec < len(CODECS), "a record of another version")
+    need(len(data) >= 32, "a short record")
+    (version, flags, slots, ranks, codec, cost, created, depth, raw, writer) = struct.unpack_from(
+        "<BBHBBHIIQ8s", data
+    )
+    need(version == 2 and slots and ranks and codec < len(CODECS), "a record of another version")
     need(slots * ranks <= 262144, "more slots than a record can have")
     count = 1 if flags & 1 else slots
-    begin = 40 if flags & 2 else 24
+    begin = 48 if flags & 2 else 32
     need(len(data) == begin + ranks * 4 * (1 + count), "length of a record")
     parts = []
     for rank in range(ranks):
         start, *sizes = struct.unpack_from(f"<{1 + count}I", data, begin + rank * 4 * (1 + count))
         parts.append((start, tuple(sizes) * (slots if flags & 1 else 1)))
-    salt = data[24:begin]
-    return Record(slots, CODECS[codec], unpack_cost(cost), created, depth, raw, tuple(parts), salt)
+    salt = data[32:begin]
+    cost_us = unpack_cost(cost)
+    return Record(slots, CODECS[codec], cost_us, created, depth, raw, tuple(parts), salt, writer)
 
 
 def record_of(headers: Sequence[Header]) -> Record:
@@ -99,6 +106,7 @@ def record_of(headers: Sequence[Header]) -> Record:
         sum(slot.raw_bytes for slot in headers[0].slots) if meta["ranks"] == 1 else 0,
         tuple((one.data_start, tuple(slot.end - slot.start for slot in one.slots)) for one in headers),
         bytes.fromhex(meta["salt"]),
+        hashlib.sha256(b"kvstore writer\0" + meta["writer"].encode()).digest()[:8],
     )
 
 

@@ -35,7 +35,7 @@ from tests.format.second.segments import Header
 def split_value(value: bytes) -> tuple[int, int, bytes, bytes, Record]:
     """Bytes, slots, first digest, agreement and record of a value of `segs`."""
     nbytes, slots, rest = value.split(b":", 2)
-    end = 64 if rest[25] & 2 else 48
+    end = 72 if rest[25] & 2 else 56
     return int(nbytes), int(slots), rest[:16], rest[16:end], unpack_record(rest[24:])
 
 

@@ -111,7 +111,7 @@ def test_what_a_forged_record_unpacks_to_takes_no_memory(
     """The attack: who may write to Redis gives an engine records whose slots are said once, and many."""
     digests = chain(100)
     segments = put_all(index, name, digests, [1] * 100)
-    head = struct.pack("<BBHBBHIIQ", 1, 1, slots, ranks, 0, 0, 0, 0, 0)
+    head = struct.pack("<BBHBBHIIQ8s", 2, 1, slots, ranks, 0, 0, 0, 0, 0, bytes(8))
     tracemalloc.start()
     try:
         for number in range(4):

@@ -34,7 +34,7 @@ from kvstore.index.maintenance import Entry, Usage
 from kvstore.index.port import Outcome
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
-from kvstore.keys import NO_SALT, Digest, NamespaceId, namespace_id, new_segment_id, session_id
+from kvstore.keys import NO_SALT, Digest, NamespaceId, WriterId, namespace_id, new_segment_id, session_id
 from schemas.settings import RedisSettings
 from tests.index.redis.proxy import LossyProxy
 from tests.servers.redis import PATIENT, START_TIMEOUT_S, RedisServer, find_redis_server, patient
@@ -452,7 +452,7 @@ SESSION = session_id(NO_SALT, "chat")
 PARTS = (
     *("meta", "segs", "lru", "pins", "trash", "b:0", "hot"),
     *("events", "outcomes", "seen", "ghosts", "ghost"),
-    *("owner", "kept", "retained", "sessions:0", "sessions:1"),
+    *("writers", "owner", "kept", "retained", "sessions:0", "sessions:1"),
 )
 
 VERBS: list[Callable[[RedisIndex, NamespaceId], object]] = [
@@ -466,6 +466,8 @@ VERBS: list[Callable[[RedisIndex, NamespaceId], object]] = [
     ),
     lambda index, name: index.session(name, SESSION, [], LATER_S, Hint(end=True)),
     lambda index, name: index.owned(name, SESSION),
+    lambda index, name: index.verdicts(name),
+    lambda index, name: index.judge(name, WriterId(bytes(8)), "alike", by=WriterId(bytes(8)), stands=True),
     lambda index, name: list(index.sessions(name)),
     lambda index, name: index.find_sessions(name, [SESSION]),
     lambda index, name: index.owners(name, [new_segment_id()]),

@@ -29,6 +29,7 @@ from kvstore.keys import (
     NO_SALT,
     NamespaceId,
     SegmentId,
+    WriterId,
     canonical_json,
     namespace_id,
     new_segment_id,
@@ -140,6 +141,7 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
     index.session(name, chat, [], CREATED_S, Hint(end=True, priority="low"))
     allowance = Allowance(1 << 30, 1 << 30, 1 << 30)
     index.session(name, other, [salted], LATER_S, Hint(retain_until_s=9e9), allowance=allowance)
+    index.judge(name, WriterId(bytes(range(8))), "differs", by=WriterId(b"\x07" * 8), stands=False, name="w")
     index.ping()
     # Erasing remembers how far it came.
     other = index.register(namespace("other"), expected_blocks=10**6)
@@ -177,6 +179,8 @@ def _dump(raw: redis.Redis) -> Iterator[str]:
             contents = sorted(
                 (k, "TIME" if clock or k == b"window" else v) for k, v in raw.hgetall(key).items()
             )
+            if label.endswith(":writers"):
+                contents = [(k, v[:1] + b"TIME" + v[5:]) for k, v in contents]
             if ":asked:" in label:
                 contents = [(k, _registers(v) if k == b"registers" else v) for k, v in contents]
             if "sessions:WINDOW" in label:

@@ -25,7 +25,7 @@ from kvstore.errors import KVStoreError
 from kvstore.index.demand import OwnDemand
 from kvstore.index.port import Outcome
 from kvstore.janitor.janitor import Janitor
-from kvstore.keys import NO_SALT, NO_SESSION, digests, new_segment_id, salt_id, session_id
+from kvstore.keys import NO_SALT, NO_SESSION, WriterId, digests, new_segment_id, salt_id, session_id
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from tests.servers.redis import RedisServer
@@ -124,7 +124,7 @@ LAST = "18446744073709551615-18446744073709551615"
 TYPED = [
     *((one, one) for one in ("meta", "segs", "lru", "pins", "trash", "parts", "hot", "events", "outcomes")),
     *((one, one) for one in ("faults", "seen", "ghosts", "ghost", "salts", "held", "erased")),
-    *((one, one) for one in ("owner", "kept", "retained")),
+    *((one, one) for one in ("owner", "kept", "retained", "writers")),
     *((f"{one}:", f"{one}:*") for one in ("sessions", "b", "old", "part", "claim", "use", "asked")),
 ]
 
@@ -149,6 +149,10 @@ POISONS = [
     _field("erased", HUGE + b":" + HUGE),
     _field("json", b"[]"),
     _field("json", b"[" * 100_000)._replace(what="nested deeper than the interpreter recurses"),
+    _hash("writers", "writers", "short verdict", None, b"\x00"),
+    _hash("writers", "writers", "unknown verdict", None, b"\xff" * 13),
+    _hash("writers", "writers", "long name", None, b"\x00" * 13 + b"\xff" * 4096),
+    _hash("writers", "writers", "short writer", b"abc", b"\x00" * 13),
     _hash("b:", "b:*", "short entry", None, b"x"),
     _hash("b:", "b:*", "entry without a slot", None, b"12345678"),
     _hash("b:", "b:*", "long entry", None, bytes(40)),
@@ -287,6 +291,7 @@ class World:
         begun = digests(chain(9200 + number))
         index.commit(space.id, new_segment_id(), begun, record(1), rank=0, ranks=2)
         index.forbid(space.id, HIS)
+        index.judge(space.id, WriterId(b"a writer"), "alike", by=WriterId(b"somebody"), stands=False)
 
     def chain(self, number: int, path: int) -> list[bytes]:
         return chain(1000 * number + path, *range(BLOCKS - 1))

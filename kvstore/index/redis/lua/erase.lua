@@ -19,7 +19,7 @@ elseif not bits then
   if known[6] then return {2, 0, 0} end
   -- Its shards, which are asked first, held nothing. Who has registered it since then may have filled them.
   if known[4] and not known[5] then return {2, 0, 0} end
-  if known[4] then redis.call('UNLINK', meta) end
+  if known[4] then redis.call('UNLINK', meta, prefix .. 'writers') end
   return {0, 0, 0}
 end
 
@@ -64,7 +64,7 @@ if aside and known[4] then
   redis.call('HDEL', meta, 'aside_bits', 'bytes', 'segments', 'blocks', 'pinned', 'cost', 'changes', 'evicted', 'epoch',
     'drained', 'bygone', 'window', 'ttl', 'cursor', 'erased', 'sealed', 'role')
 else
-  redis.call('UNLINK', meta)
+  redis.call('UNLINK', meta, prefix .. 'writers')
   -- Under the namespace's own id it says the same.
   if aside then redis.call('UNLINK', prefix .. 'erased') end
 end

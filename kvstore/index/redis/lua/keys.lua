@@ -55,7 +55,7 @@ local function counted(field, amount, key)
   end
 end
 
--- An agreement that begins at `at`: the first digest (16 bytes), a checksum (8), the record's head (24), and the
+-- An agreement that begins at `at`: the first digest (16 bytes), a checksum (8), the record's head (32), and the
 -- id of the salt (16) if it has one.
 local function first_of(text, at) return string.sub(text, at, at + 15) end
 
@@ -87,7 +87,7 @@ local function depth_of(text, at) return word_of(text, at + 36) end
 
 local function salt_of(text, at)
   local flags = string.byte(text, at + 25)
-  return flags and flags % 4 >= 2 and string.sub(text, at + 48, at + 63) or ''
+  return flags and flags % 4 >= 2 and string.sub(text, at + 56, at + 71) or ''
 end
 
 -- unsalted(segment, salt, nbytes): take a segment that is gone off what its salt holds.

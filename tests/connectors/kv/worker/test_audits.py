@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the connectors' tests need the full set-up: make setup")
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
+from connectors.distance import Tolerance, distances
 from connectors.kv.messages import GroupLoad, Load, Save
-from connectors.kv.worker.audits import Tolerance, distances
 from connectors.kv.worker.worker import KVWorker
 from kvstore.keys import new_segment_id, parse_payload_name
 from kvstore.store.space import Space
@@ -202,3 +202,33 @@ def test_a_tolerance_narrows_to_what_it_has_seen_and_never_below_the_dtypes() ->
     exact.judge([0.0] * 100)
     assert exact.limit == 0.02
     assert not Tolerance("F32").judge([float("nan")])
+
+
+@pytest.mark.parametrize("how", ["alike", "unsure", "differs", "dropped"])
+@pytest.mark.usefixtures("saved")
+def test_a_proof_is_reported_as_one_and_condemns_nothing(
+    how: str, worker: KVWorker, caches: dict[str, Any], space: Space, store: Store
+) -> None:
+    if how == "unsure":
+        for tensor in caches.values():
+            tensor.copy_((tensor.float() * (1 + 0.5 * (torch.rand(tensor.shape) - 0.5))).bfloat16())
+    elif how == "differs":
+        caches[LAYERS[-1]][11].neg_()
+    held = worker.memory.saves.try_acquire(worker.memory.saves.size_bytes) if how == "dropped" else None
+    runs, writer = match(space, A).runs, store.backends.writer.id
+    worker.audits.start([Load("r", [GroupLoad(0, 0, runs, A, {0: list(range(5, 13))})], proof=True)])
+    assert store.transfers.drain(PATIENCE_S)
+    report = worker.take_report()
+    assert report is not None and report.wrong == {}
+    compared = report.compared["r"]
+    assert compared.steps == 1, "once, when all of it has ended"
+    assert (writer in compared.wrong) == (how == "differs")
+    if how == "differs":
+        run, one = compared.wrong[writer]
+        assert run.start <= 6 < run.start + run.count and one.request_id == "r"
+    else:
+        assert compared.alike == ({writer: {0}} if how == "alike" else {})
+    assert match(space, A).blocks == 8, "nothing is condemned by one opinion"
+    if held is not None:
+        worker.memory.saves.release(held)
+    assert worker.memory.saves.used_bytes == 0

@@ -1,4 +1,4 @@
--- application_id 0x6b767369, user_version 8, journal_mode wal
+-- application_id 0x6b767369, user_version 9, journal_mode wal
 CREATE TABLE asked (
     namespace INTEGER NOT NULL, length INTEGER NOT NULL, bucket INTEGER NOT NULL, asked INTEGER NOT NULL,
     served INTEGER NOT NULL, registers BLOB NOT NULL, PRIMARY KEY (namespace, length, bucket)) WITHOUT ROWID;
@@ -78,3 +78,7 @@ CREATE INDEX trash_by_time ON trash (namespace, due);
 CREATE TABLE uses (
     namespace INTEGER NOT NULL, parity INTEGER NOT NULL, line INTEGER NOT NULL, sketch TEXT NOT NULL,
     bits BLOB NOT NULL, PRIMARY KEY (namespace, parity, line)) WITHOUT ROWID;
+CREATE TABLE writers (
+    namespace TEXT NOT NULL, id BLOB NOT NULL, state INTEGER NOT NULL, at REAL NOT NULL, by BLOB NOT NULL,
+    name TEXT NOT NULL, PRIMARY KEY (namespace, id)) WITHOUT ROWID;
+CREATE INDEX writers_by_age ON writers (at);

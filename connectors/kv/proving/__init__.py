@@ -1,0 +1,1 @@
+"""Comparing what writers have stored before it is believed."""

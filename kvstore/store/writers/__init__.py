@@ -1,0 +1,1 @@
+"""Writers: who writes here, and what is known of those who have written."""

@@ -1,0 +1,182 @@
+"""KnownWriters: what one process knows of the writers of one namespace, and what it may load of theirs.
+
+    own        this start of this engine: what it wrote is what it computes
+    proven     somebody computes the same (kvstore.index.verdicts), or this engine has just found that out
+    failed     its segments are absent, and are evicted where a match meets them
+    refused    this engine computes something else. It is not loaded from here, whatever the index says
+    unproven   nobody has compared it, or it is disputed: a connector must compare before a token leaves
+
+Verdicts are asked for on the thread that has matched, and only of writers that are not settled. An index that
+doesn't answer settles nothing: what is unproven then stays so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from kvstore.errors import KVStoreError
+from kvstore.index.port import Run
+from kvstore.index.verdicts import Opinion
+from kvstore.keys import NamespaceId, WriterId
+from kvstore.store.backends import Backends
+from kvstore.store.quarantine import Quarantine
+
+log = logging.getLogger(__name__)
+
+#: Writers that are remembered.
+_REMEMBERED = 4096
+#: Seconds for which an answer holds that settles nothing.
+_AGAIN_S = 1.0
+
+Standing = Literal["proven", "failed", "refused"]
+
+
+class KnownWriters:
+    """The writers of one namespace. Safe for threads."""
+
+    def __init__(
+        self,
+        backends: Backends,
+        namespace: NamespaceId,
+        quarantine: Quarantine,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backends = backends
+        self._namespace = namespace
+        self._quarantine = quarantine
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        # The lock guards the fields below it.
+        self._settled: OrderedDict[WriterId, Standing] = OrderedDict()
+        #: Writers that nobody has settled -> when they were asked for last.
+        self._open: OrderedDict[WriterId, float] = OrderedDict()
+        #: Whether some writer computes what this engine computes.
+        self._stands = False
+
+    def unproven(self, runs: Iterable[Run]) -> set[WriterId]:
+        """Returns the writers of these runs from which nothing may be loaded before it is compared. No
+        I/O."""
+        writers = {WriterId(run.record.writer) for run in runs}
+        with self._lock:
+            return {one for one in writers if not self._is_believed(one)}
+
+    def failed(self) -> set[WriterId]:
+        """Returns the writers that have failed, as far as they were met here."""
+        with self._lock:
+            return {one for one, standing in self._settled.items() if standing != "proven"}
+
+    def present(self, runs: Sequence[Run | None]) -> list[Run | None]:
+        """Returns the runs, with None in place of those whose writer has failed; those are evicted. Asks the
+        index for verdicts if it must; never raises."""
+        self._look_up({WriterId(run.record.writer) for run in runs if run is not None})
+        bad = self.failed()
+        if not bad:
+            return list(runs)
+        for run in runs:
+            if run is None or not self._is_failed(WriterId(run.record.writer)):
+                continue
+            if run.segment not in self._quarantine:
+                self._quarantine.add(self._namespace, run.segment)
+        return [None if run is None or run.record.writer in bad else run for run in runs]
+
+    def settle(self, writer: WriterId, opinion: Opinion, name: str = "") -> None:
+        """Records what this engine has found out about a writer, here at once and then in the index. Never
+        raises; to be called where an index may be asked."""
+        with self._lock:
+            if opinion == "alike":
+                self._stands = True
+            again = [one for one, standing in self._settled.items() if standing == "refused"]
+            stands = self._stands
+        self.believe(writer, "proven" if opinion == "alike" else "refused")
+        self._judge(writer, opinion, name, stands=stands)
+        if opinion == "alike":
+            # Those that it has disputed it now fails: some other engine computes what it computes.
+            for one in again:
+                self._judge(one, "differs", "", stands=True)
+
+    def believe(self, writer: WriterId, standing: Standing) -> None:
+        """Records what holds of a writer here. A writer that was refused here stays so."""
+        with self._lock:
+            self._open.pop(writer, None)
+            before = self._settled.pop(writer, None)
+            if before == "refused" and standing == "proven":
+                standing = before
+            self._settled[writer] = standing
+            while len(self._settled) > _REMEMBERED:
+                self._settled.popitem(last=False)
+
+    @property
+    def stands(self) -> bool:
+        """Tells whether some writer computes what this engine computes."""
+        return self._stands
+
+    def refusals(self) -> int:
+        """Returns of how many writers this engine computes something else."""
+        with self._lock:
+            return sum(standing == "refused" for standing in self._settled.values())
+
+    def _is_believed(self, writer: WriterId) -> bool:
+        return writer == self._backends.writer.id or self._settled.get(writer) == "proven"
+
+    def _is_failed(self, writer: WriterId) -> bool:
+        """Tells whether its segments are to go for everybody: a refusal is this engine's own."""
+        with self._lock:
+            return self._settled.get(writer) == "failed"
+
+    def _look_up(self, writers: Iterable[WriterId]) -> None:
+        now, own = self._monotonic(), self._backends.writer.id
+        with self._lock:
+            asked = [
+                one
+                for one in writers
+                if one != own
+                and self._settled.get(one) in (None, "refused")
+                and now - self._open.get(one, -_AGAIN_S) >= _AGAIN_S
+            ]
+            for one in asked:
+                self._open[one] = now
+            while len(self._open) > _REMEMBERED:
+                self._open.popitem(last=False)
+        if not asked:
+            return
+        try:
+            known = self._backends.index.verdicts(self._namespace, asked)
+        except KVStoreError as exc:
+            log.debug("verdicts about %d writers are asked for later: %s", len(asked), exc)
+            return
+        except Exception:
+            log.exception("verdicts could not be read: an unexpected failure")
+            return
+        for writer, verdict in known.items():
+            if verdict.state == "failed":
+                log.error(
+                    "writer %s (%s) of namespace %s has failed: its segments are taken as absent",
+                    writer.hex(), verdict.name or "not named", self._namespace,
+                )  # fmt: skip
+            if verdict.state != "disputed":
+                self.believe(writer, verdict.state)
+
+    def _judge(self, writer: WriterId, opinion: Opinion, name: str, *, stands: bool) -> None:
+        try:
+            state = self._backends.index.judge(
+                self._namespace, writer, opinion, by=self._backends.writer.id, stands=stands, name=name
+            )
+        except KVStoreError as exc:
+            log.warning("the verdict about writer %s could not be told: %s", writer.hex(), exc)
+            return
+        except Exception:
+            log.exception("a verdict could not be told: an unexpected failure")
+            return
+        self._backends.counters.add(f"verdicts{{{state}}}")
+        if state == "failed":
+            self.believe(writer, "failed")
+            log.error(
+                "writer %s (%s) of namespace %s writes what other engines don't compute: its segments are "
+                "taken as absent and evicted. Look at that engine: weights, accelerator, versions",
+                writer.hex(), name or "not named", self._namespace,
+            )  # fmt: skip
