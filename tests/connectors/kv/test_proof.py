@@ -14,7 +14,7 @@ from connectors.kv.messages import Compared, Wrong
 from connectors.kv.proving.proofs import MOST_REFUSED
 from connectors.kv.scheduler import KVScheduler
 from kvstore.index.port import Run
-from kvstore.keys import WriterId, new_segment_id, writer_id
+from kvstore.keys import WriterId, digests, new_segment_id, writer_id
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from schemas.records import PartRecord, SegmentRecord
@@ -55,7 +55,8 @@ def written(tmp_path: Path, space: Space) -> Iterator[Callable[..., WriterId]]:
         other = make_store(tmp_path)
         stores.append(other)
         other.backends.writer.adopt(name)
-        open_space(other).save(slots(hashes[first:]), depth=first)
+        segment = new_segment_id(digests(hashes))
+        open_space(other).save(slots(hashes[first:]), depth=first, segment=segment)
         return writer_id(name)
 
     yield write
