@@ -163,7 +163,7 @@ class RedisStore:
     ) -> list[Any]:
         told = [int(end), "" if until is None else until, ""]
         packed = b"".join(segments)
-        answer = self.run("session", namespace, session, packed, minute, 1, *told, most, most, 2048, 1024)
+        answer = self.run("session", namespace, session, packed, minute, 1, *told, most, most, most, 2048, 1024)
         return list(answer)
 
     def trash(self, namespace: str) -> dict[bytes, tuple[int, int]]:
@@ -252,6 +252,7 @@ class RedisStore:
                 worth(meta["kind"], record),
                 4096,
                 session,
+                most,
                 most,
                 most,
                 b"".join(old + (len(its) // 16).to_bytes(2, "big") + its for old, its in replaces),
