@@ -63,6 +63,8 @@ class Item:
     #: Its last user, as far as the index was told, and its segment, which is known by the time it is staged.
     user: User = NOBODY
     segment: SegmentId | None = None
+    #: Where it was found, if nobody had compared then what its writer writes.
+    doubted: Run | None = None
     #: Whether other requests have asked for it before; known by the time the outcome is.
     asked_before: bool = False
     #: Whether the index has it, so that what its request waits for are its bytes.
@@ -93,6 +95,7 @@ class Items:
         self._notes_uses = store.settings.admission.second_use and engine.consumer
         self._dtype = engine.dtype
         self._consumer = engine.consumer
+        self._encodes = engine.consumer and engine.producer
         self._items: OrderedDict[ContentKey, Item] = OrderedDict()
         #: Monotonic time from which the next look for erasures is due.
         self._due = time.monotonic()
@@ -218,6 +221,8 @@ class Items:
             item.outcome = match.reason
             return
         item.reading, item.segment = self._consumer, match.runs[0].segment
+        if self._encodes and self._space.writers.unproven(match.runs[:1]):
+            item.doubted = match.runs[0]
         item.asked_before = True  # else it would not be stored; if it is damaged, it is saved anew
         if not self._consumer:
             item.outcome = "stored"

@@ -51,6 +51,10 @@ class ECStoreMetadata(ECConnectorMetadata):
     held: dict[str, ContentKey] = field(default_factory=dict)
     #: Whose requests bring them, of those of both that have a salt or a session.
     users: dict[ContentKey, User] = field(default_factory=dict)
+    #: Staged items that this step encodes all the same, to be compared: by identifier.
+    proofs: dict[str, StagedItem] = field(default_factory=dict)
+    #: The name of this start of the engine, under which its workers save.
+    writer: str = ""
 
 
 @dataclass
@@ -63,6 +67,8 @@ class ECStoreWorkerMetadata(ECConnectorWorkerMetadata):
     stats: Report | None = None
     #: Outcomes (kvstore.rules.reasons.SAVE_OUTCOMES) of the saves that have ended, by key.
     saved: dict[ContentKey, str] = field(default_factory=dict)
+    #: Items that were compared -> whether they are what this engine encodes; None: that can't be told.
+    compared: dict[ContentKey, bool | None] = field(default_factory=dict)
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         """Returns the reports of two ranks as one. Every rank of a step has loaded the same items."""
@@ -71,5 +77,8 @@ class ECStoreWorkerMetadata(ECConnectorWorkerMetadata):
         if len(stats) == 2:
             merge(*stats)
         return ECStoreWorkerMetadata(
-            self.loaded | other.loaded, stats[0] if stats else None, self.saved | other.saved
+            self.loaded | other.loaded,
+            stats[0] if stats else None,
+            self.saved | other.saved,
+            self.compared | other.compared,
         )

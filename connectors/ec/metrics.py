@@ -25,7 +25,7 @@ from connectors.telemetry.metrics import (
     Timed,
     empty,
 )
-from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES, TOLD_MISSES
+from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES, TOLD_MISSES, VERDICTS
 from kvstore.rules.tiers import TIERS
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ COUNTERS: Final = (
     Metric("tier", "Events of the local tier", "event", TIER_EVENTS),
     *PREFETCHED,
     Metric("events", "What else the store did", "event", EVENTS),
+    Metric(
+        "verdicts", "Writers that this engine has compared, by what holds of them now", "verdict", VERDICTS
+    ),
 )
 SECONDS: Final = {
     "fetch_seconds": Timed("From the look-up of an item to its verified bytes on this node", SLOW),
@@ -74,7 +77,11 @@ GAUGES: Final = (
 )
 
 #: The store's counters that are reported, and their names in a report.
-RENAMED: Final = {**COMMON, "outcomes_lost": "outcomes_lost"}
+RENAMED: Final = {
+    **COMMON,
+    "outcomes_lost": "outcomes_lost",
+    **{f"verdicts{{{one}}}": f"verdicts{{{one}}}" for one in VERDICTS},
+}
 
 
 def no_gauges() -> dict[str, float]:

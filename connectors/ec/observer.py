@@ -65,11 +65,11 @@ class ECObserver:
         self.tally.add("items{skipped}")
         self.missed(request_id, key, "")
 
-    def encoded(self, request_id: str, key: ContentKey, item: Item | None) -> None:
+    def encoded(self, request_id: str, key: ContentKey, item: Item | None, reason: str = "") -> None:
         """The engine encodes the item in this step; the item's outcome, if it was looked up, says why."""
         self.tally.add("items{encoder}")
         if item is not None and item.outcome != "saving":
-            reason = "mismatch" if item.outcome == "ready" else str(item.outcome)
+            reason = reason or ("mismatch" if item.outcome == "ready" else str(item.outcome))
             self.tally.add(f"misses{{{reason}}}")
             self.missed(request_id, key, reason)
 

@@ -52,6 +52,7 @@ from connectors.engine.step import RequestView, StepView, items_ahead
 from connectors.telemetry.metrics import Report
 from connectors.weights import UNNAMED
 from kvstore.errors import CorruptPayload
+from kvstore.index.port import Run
 from kvstore.keys import ContentKey, canonical_json, item_key
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Items that are being compared at a time.
+_MOST_PROVING = 256
 #: Outcomes that waiting doesn't change.
 _HOPELESS = frozenset(
     {
@@ -102,6 +105,9 @@ class ECScheduler:
         self._saves: dict[str, ContentKey] = {}
         self._saves_held: dict[str, ContentKey] = {}
         self._savers: dict[ContentKey, User] = {}
+        self._proofs: dict[str, StagedItem] = {}
+        #: Items that are being compared, and where they were found.
+        self._proving: dict[ContentKey, Run] = {}
         self._uses = ItemUses(store)
         self._ahead = Ahead(store, consumer=engine.consumer)
         self._open(space)
@@ -249,7 +255,15 @@ class ECScheduler:
             # A digest was forged, or what is stored is wrong. vLLM would end the engine over it.
             self._space.not_loaded.note(1, CorruptPayload("an encoder output is not of the expected size"))
             return False
+        if self._is_doubted(item):
+            return False
         return self._promise(key, item)
+
+    def _is_doubted(self, item: Item) -> bool:
+        """Returns whether nobody has compared yet what the item's writer writes: then it is encoded, and
+        compared. An item that only its description comes of can't be encoded here, and isn't asked about."""
+        space = self._space
+        return item.doubted is not None and space is not None and bool(space.writers.unproven([item.doubted]))
 
     def _promise(self, key: ContentKey, item: Item) -> bool:
         """Keep a staged item for the scheduler; False if it has gone."""
@@ -263,7 +277,7 @@ class ECScheduler:
         view = RequestView(request)
         identifier, key = view.mm_features[index].identifier, self._key(view, index)
         # Should something else have been in its place in this very pass: that isn't there any more.
-        for former in (self._held, self._loads, self._saves, self._saves_held):
+        for former in (self._held, self._loads, self._saves, self._saves_held, self._proofs):
             former.pop(identifier, None)
         if len(identifier) <= MOST_NAME:
             self._resident.add(identifier)
@@ -281,9 +295,30 @@ class ECScheduler:
                 loaded(identifier, content)
         elif item is not None and item.outcome == "stored":
             self._observer.skipped(view.request_id, key)
+        elif item is not None and item.outcome == "ready" and self._is_doubted(item):
+            self._observer.encoded(view.request_id, key, item, reason="unproven")
+            self._prove(identifier, key, item)
         else:
             self._observer.encoded(view.request_id, key, item)
             self._save_encoded(view, identifier, key, item)
+
+    def _prove(self, identifier: str, key: ContentKey, item: Item) -> None:
+        """Have the workers compare what this step encodes with what is staged."""
+        run, staged, space = item.doubted, item.staged, self._space
+        if run is None or staged is None or space is None or run.record.writer in space.writers.failed():
+            self._items.forget(key)
+            return
+        self._proofs[identifier], self._proving[key] = staged, run
+        while len(self._proving) > _MOST_PROVING:
+            del self._proving[next(iter(self._proving))]
+
+    def _compared(self, key: ContentKey, alike: bool | None) -> None:
+        run = self._proving.pop(key, None)
+        if run is None or alike is None or self._space is None:
+            return
+        self._space.settle(run, "alike" if alike else "differs")
+        if not alike:
+            self._items.forget(key)
 
     def _save_encoded(
         self, request: RequestView, identifier: str, key: ContentKey, item: Item | None
@@ -330,12 +365,14 @@ class ECScheduler:
         saves, self._saves = self._saves, {}
         held, self._saves_held = self._saves_held, {}
         savers, self._savers = self._savers, {}
+        proofs, self._proofs = self._proofs, {}
         self._promises.end_pass()
         self._ahead.step()
         self._observer.tick()
         self._items.tick()
-        namespace = self._namespace_json if loads or saves or held else None
-        return ECStoreMetadata(namespace, loads, saves, held, savers)
+        namespace = self._namespace_json if loads or saves or held or proofs else None
+        writer = self._store.backends.writer.name if namespace is not None else ""
+        return ECStoreMetadata(namespace, loads, saves, held, savers, proofs, writer)
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
         """Unpin what the workers have loaded, and pass on what they report."""
@@ -343,6 +380,8 @@ class ECScheduler:
         if isinstance(meta, ECStoreWorkerMetadata):
             for key in meta.loaded:
                 self._promises.taken(key)
+            for key, alike in meta.compared.items():
+                self._compared(key, alike)
             self._observer.heard(meta)
 
     def take_stats(self) -> Report | None:
@@ -389,6 +428,8 @@ class ECScheduler:
         self._saves.clear()
         self._saves_held.clear()
         self._savers.clear()
+        self._proofs.clear()
+        self._proving.clear()
         if weights is not None:
             namespace = self._first.model_copy(update={"weights": weights})
             self._open(self._store.open(namespace))

@@ -23,6 +23,7 @@ from connectors.ec.cost import Encoding
 from connectors.ec.memory import ItemCopy, ItemMemory
 from connectors.ec.messages import NOBODY, ECStoreMetadata, ECStoreWorkerMetadata, StagedItem, User
 from connectors.ec.metrics import RENAMED, no_gauges
+from connectors.ec.proving.comparing import ItemProofs
 from connectors.engine.tensors import TORCH_DTYPES, HostCopy
 from connectors.telemetry.metrics import Tally
 from kvstore.errors import KVStoreError
@@ -64,11 +65,14 @@ class ECWorker:
         #: Outcomes of saves that have ended; guarded by the lock.
         self._saved: dict[ContentKey, str] = {}
         self._tally = Tally(store.counters, RENAMED)
+        self._proofs = ItemProofs(store.transfers)
         #: Whether the log has been told that outputs can't be cached: all of a model's are alike.
         self._said = False
 
     def use(self, metadata: ECStoreMetadata) -> None:
         """Enter the namespace that the scheduler's half has named; all later calls belong to it."""
+        if metadata.writer and metadata.writer != self._store.backends.writer.name:
+            self._store.backends.writer.adopt(metadata.writer)
         if metadata.namespace is not None and metadata.namespace != self._namespace_json:
             self._namespace_json = metadata.namespace
             namespace = Namespace.model_validate_json(metadata.namespace)
@@ -100,6 +104,8 @@ class ECWorker:
             self._encoding.made(encoder_cache[identifier].shape[0])
         if (key := metadata.saves.get(identifier)) is not None:
             self._save(metadata, key, encoder_cache[identifier], self._encoding)
+        if (staged := metadata.proofs.get(identifier)) is not None and self._saves():
+            self._proofs.start(staged, self._copied(encoder_cache[identifier]))
 
     def _save(
         self, metadata: ECStoreMetadata, key: ContentKey, tensor: torch.Tensor, encoding: Encoding | None
@@ -113,7 +119,7 @@ class ECWorker:
                 log.warning("encoder outputs of %s%s are not cached", tensor.dtype, list(tensor.shape))
             return
         nbytes = tensor.numel() * tensor.element_size()
-        copy = HostCopy(tensor) if self._memory is None else self._memory.save(tensor)
+        copy = self._copied(tensor)
         if copy is None:
             self._dropped(key)
             return
@@ -139,6 +145,10 @@ class ECWorker:
         else:
             self._encoded.append(queue)
 
+    def _copied(self, tensor: torch.Tensor) -> HostCopy | ItemCopy | None:
+        """Returns a copy on its way to the host; None if there is no room."""
+        return HostCopy(tensor) if self._memory is None else self._memory.save(tensor)
+
     def _dropped(self, key: ContentKey) -> None:
         self._store.counters.saved("dropped", 1)
         self._ended(key, "dropped")
@@ -153,12 +163,12 @@ class ECWorker:
         for queue in encoded:
             queue()
         stats = self._tally.take(False, no_gauges)
-        if not (self._loaded or self._saved or stats is not None):
+        if not (self._loaded or self._saved or self._proofs or stats is not None):
             return None
         with self._lock:
             saved, self._saved = self._saved, {}
         loaded, self._loaded = self._loaded, set()
-        return ECStoreWorkerMetadata(loaded, stats, saved)
+        return ECStoreWorkerMetadata(loaded, stats, saved, self._proofs.take())
 
     def shutdown(self) -> None:
         """Let queued saves finish, for a bounded time, then close the store of this half."""

@@ -1,0 +1,1 @@
+"""Comparing the items that writers have stored before they are believed."""

@@ -1,0 +1,90 @@
+"""An item of a writer that nobody has compared: it is encoded once, and compared with what is staged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
+
+import torch
+
+from connectors.ec.messages import ECStoreMetadata, ECStoreWorkerMetadata
+from connectors.ec.worker import ECWorker
+from kvstore.format.segment import Slot
+from kvstore.keys import writer_id
+from kvstore.store.store import Store
+from tests.connectors.ec.world import DESCRIPTION, ROWS, WIDTH, FakeEngine, ItemRequest, key, open_space
+from tests.store.world import make_store
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = [pytest.mark.engine, pytest.mark.proves]
+
+OUTPUT = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH) + 1
+A_WRITER = writer_id("a writer")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    options: dict[str, Any] = {"ec": {"staging_dir": str(tmp_path / "staging"), "fetch_deadline_s": 60.0}}
+    with make_store(tmp_path, **options) as made:
+        with make_store(tmp_path, **options) as other:
+            other.backends.writer.adopt("a writer")
+            for name in ("a", "b"):
+                data = memoryview(bytearray(OUTPUT.numpy().tobytes()))
+                open_space(other).save([Slot(key(name), data, "F32", (ROWS, WIDTH))])
+        yield made
+
+
+def encoded(store: Store, engine: FakeEngine, name: str, output: torch.Tensor) -> ECStoreWorkerMetadata:
+    """A request of an item that is encoded, with what the worker reports of it."""
+    sent: list[ECStoreMetadata] = []
+    build = engine.half.build_connector_meta
+
+    def built(step: Any) -> ECStoreMetadata:
+        sent.append(build(step))
+        return sent[-1]
+
+    engine.half.build_connector_meta = built  # type: ignore[method-assign]
+    step = engine.run(ItemRequest(f"of {name}", [name]))
+    engine.half.build_connector_meta = build  # type: ignore[method-assign]
+    assert (step.encoded, step.loads, step.saves) == ({name}, {}, set())
+    [metadata] = [one for one in sent if one.proofs]
+    worker = ECWorker(store, dtype=torch.float32, device=lambda: torch.device("cpu"), saves=lambda: True)
+    worker.use(metadata)
+    worker.save(metadata, {name: output}, name)
+    report = until(worker.take_report)
+    engine.half.update_connector_output(_Output(report))  # type: ignore[arg-type]
+    return report
+
+
+class _Output:
+    def __init__(self, meta: ECStoreWorkerMetadata) -> None:
+        self.ec_connector_worker_meta = meta
+
+
+def test_the_first_item_is_encoded_and_compared_and_the_next_one_is_loaded(store: Store) -> None:
+    engine = FakeEngine(store)
+    assert encoded(store, engine, "a", OUTPUT).compared == {key("a"): True}
+    step = engine.run(ItemRequest("next", ["b"]))
+    assert (step.encoded, set(step.loads)) == (set(), {"b"})
+    assert store.transfers.drain(PATIENCE_S)
+    assert store.index.verdicts(engine.half._space.id)[A_WRITER].state == "proven"  # type: ignore[union-attr]
+
+
+def test_what_differs_is_not_loaded_and_its_writer_is_disputed(store: Store) -> None:
+    engine = FakeEngine(store)
+    assert encoded(store, engine, "a", OUTPUT * 2).compared == {key("a"): False}
+    step = engine.run(ItemRequest("next", ["b"]))
+    assert (step.encoded, step.loads) == ({"b"}, {})
+    assert store.transfers.drain(PATIENCE_S)
+    assert store.index.verdicts(engine.half._space.id)[A_WRITER].state == "disputed"  # type: ignore[union-attr]
+
+
+def test_an_item_that_only_its_description_comes_of_is_loaded(store: Store) -> None:
+    engine = FakeEngine(store, producer=False)
+    step = engine.run(ItemRequest("described", ["a"], brings=DESCRIPTION))
+    assert (step.encoded, set(step.loads)) == (set(), {"a"})
