@@ -275,11 +275,13 @@ class World:
         index.invalidate(space.id)
         for path in range(4):
             owner = CHAT if path == 2 else NO_SESSION
-            space.save(slots(self.chain(number, path)), salt=HERS if path % 2 else NO_SALT, session=owner)
+            # Older than all that tests save later.
+            aged = {"created_s": int(now) - 7200, "salt": HERS if path % 2 else NO_SALT, "session": owner}
+            space.save(slots(self.chain(number, path)), **aged)  # type: ignore[arg-type]
         index.session(space.id, CHAT, [], now, later(PATIENCE_S), allowance=ALL)
         first, second, third, _ = [one.segment for one in index.order(space.id, 9)]
         index.pin(space.id, [first], most_bytes=1 << 40)
-        index.touch(space.id, [second], now + 120)
+        index.touch(space.id, [second], now - 3600)
         index.evict(space.id, [third], delete_after_s=now, rule="capacity")
         gone = next(one for one in range(4) if not match(space, self.chain(number, one)).blocks)
         missing = digests(self.chain(number, gone))
@@ -362,7 +364,7 @@ def test_it_costs_its_own_namespace_misses_and_others_nothing(
     for path in range(10, 14):
         hashes = world.chain(0, path)
         # Later than all others, or it might be the first to go.
-        created_s = int(time.time()) + 60 * path
+        created_s = int(time.time()) - 60 * (20 - path)
         assert world.good.save(slots(hashes), created_s=created_s).outcome == "stored"
         found = match(world.good, hashes)
         assert fetch(world.good, hashes, found) == [content(one) for one in hashes]
@@ -402,5 +404,5 @@ def test_it_costs_its_own_namespace_misses_and_others_nothing(
     failing = {step.step: step.problem for step in steps if step.failing}
     assert not failing
     hashes = world.chain(1, 50)
-    world.bad.save(slots(hashes), created_s=int(time.time()) + 3600)
+    world.bad.save(slots(hashes))
     assert fetch(world.bad, hashes, match(world.bad, hashes)) == [content(one) for one in hashes]
