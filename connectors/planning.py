@@ -133,12 +133,12 @@ def joins_due(new: int, tail: Sequence[Run], segment_blocks: int) -> list[Run]:
 def joins_of(olds: Iterable[Run], blocks: range, stored: int, digests: Callable[[range], bytes]) -> Joins:
     """Returns what a save of `blocks` replaces of `olds`; the chain's first `stored` blocks are stored, and
     `digests` returns the packed ones of some of its blocks."""
-    replaced = tuple(
-        Replaced(old.segment, digests(range(old.start, old.start + old.count)))
-        for old in olds
-        if old.start < blocks.stop and blocks.start < old.start + old.count
-    )
-    return Joins(replaced, max(0, min(stored, blocks.stop) - blocks.start)) if replaced else NOTHING_JOINED
+    some = [old for old in olds if old.start < blocks.stop and blocks.start < old.start + old.count]
+    if not some:
+        return NOTHING_JOINED
+    replaced = (Replaced(old.segment, digests(range(old.start, old.start + old.count))) for old in some)
+    kept = max(0, min(stored, blocks.stop) - blocks.start)
+    return Joins(tuple(replaced), kept, min(old.record.created_s for old in some))
 
 
 def tail_of(runs: Sequence[Run], blocks: int, segment_blocks: int, salt: SaltId = NO_SALT) -> list[Run]:

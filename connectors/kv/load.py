@@ -138,7 +138,9 @@ class Loading:
             tracked.uses_of = match.runs
             tracked.uses = self._sessions.matched(tracked.hints, tracked.progress.salt, match.runs)
         # Blocks that this engine is saving, or another has saved since, are left out when saves are planned.
-        tracked.progress.found(match.stored, match.runs if tracked.sending is None else ())
+        # What nobody has compared yet stays beside what this engine writes.
+        joinable = tracked.sending is None and not (unproven or audited)
+        tracked.progress.found(match.stored, match.runs if joinable else ())
         if tracked.match is not None:
             self._observer.missing(request.block_hashes, match, tracked.match.asked_at)
         if not tracked.declined and not audited and (reason := DECLINED.get(decision.why)):

@@ -354,14 +354,16 @@ class Saving:
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
             cost = self._cost_us(number, len(keys)) + _cost_of(olds, piece)
             chained = self.groups[number].rule.reach == "prefix"
-            made = SegmentRecord((), len(own), "none", int(self.clock()), piece.start, 0, cost, progress.salt)
+            # As old as what it joins. Else nobody here knows its age by the index's clock.
+            aged_s = joins.created_s
+            made = SegmentRecord((), len(own), "none", aged_s, piece.start, 0, cost, progress.salt)
             self._segments[segment] = _Segment(
                 keys, self.groups[number].writers, self.abandon, number, counted, olds=replaced,
                 run=Run(piece.start, segment, 0, len(own), made) if chained else None,
             )  # fmt: skip
             saves.append(
                 Save(
-                    number, segment, made.created_s, piece.start, own, ids, progress.request_id,
+                    number, segment, int(self.clock()), piece.start, own, ids, progress.request_id,
                     # Blocks before a window, and states, go back to the pool while the request runs.
                     blocks_stay=chained, insist=not self._claimed.isdisjoint(keys), cost_us=cost,
                     salt=progress.salt, session=progress.session, joins=joins,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -38,13 +38,10 @@ _STEP, _BUDGET_S = 256, 0.5
 class ErasedCopies:
     """Goes through one node's fast tier. Safe for threads; one at a time goes on."""
 
-    def __init__(
-        self, tier: TieredPayloads, index: FullIndex, keyring: Keyring, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, tier: TieredPayloads, index: FullIndex, keyring: Keyring) -> None:
         self._tier = tier
         self._index = index
         self._keyring = keyring
-        self._clock = clock
         self._turn = threading.Lock()
         # The lock guards the fields below it.
         #: What was forbidden in a namespace when it was gone through for the last time.
@@ -78,26 +75,26 @@ class ErasedCopies:
             yield
             if not forbidden or self._done.get(namespace) == forbidden:
                 continue
-            began = self._clock()
+            began = self._index.now(namespace)
             files = self._tier.copies.list(f"{namespace}/")
             while some := list(islice(files, _STEP)):
-                self._drop_erased(namespace, some, forbidden)
+                self._drop_erased(namespace, some, forbidden, began)
                 yield
             if began > max(forbidden.values()):
                 self._done[namespace] = forbidden
 
     def _drop_erased(
-        self, namespace: NamespaceId, files: Sequence[Listed], forbidden: Mapping[SaltId, float]
+        self, namespace: NamespaceId, files: Sequence[Listed], forbidden: Mapping[SaltId, float], now_s: float
     ) -> None:
         named = [(one, place[1]) for one in files if (place := parse_payload_name(one.name))]
         states = self._index.states(namespace, [segment for _, segment in named])
         hidden = [one for (one, _), state in zip(named, states, strict=True) if state != "visible"]
-        erased = [one.name for one in hidden if self._is_erased(one, forbidden)]
+        erased = [one.name for one in hidden if self._is_erased(one, forbidden, now_s)]
         if erased:
             self._tier.delete(erased)
             log.info("%d payloads that were erased elsewhere are deleted here", len(erased))
 
-    def _is_erased(self, file: Listed, forbidden: Mapping[SaltId, float]) -> bool:
+    def _is_erased(self, file: Listed, forbidden: Mapping[SaltId, float], now_s: float) -> bool:
         """Tells whether a payload's own header says that it was computed before its salt was forbidden."""
         try:
             header = read_header(self._tier.copies, self._keyring, file.name, file.nbytes)
@@ -105,4 +102,4 @@ class ErasedCopies:
             # A header that can't be read says nothing of its salt. Where all of the namespace is forbidden,
             # that says enough.
             return NO_SALT in forbidden
-        return is_forbidden(forbidden, header.salt, header.meta.created_s)
+        return is_forbidden(forbidden, header.salt, header.meta.created_s, now_s)

@@ -48,12 +48,19 @@ MOST_WAITED_S = 300.0
 SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
 
+#: Later than all times of a record: the age of nothing, or of what is not known to be older than its save.
+NEVER_CREATED_S = (1 << 32) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Joins:
     """Stored segments that a save replaces, and how many of its leading blocks are theirs."""
 
     olds: tuple[Replaced, ...] = ()
     blocks: int = 0
+    #: When the oldest of them was created, by the index's clock: blocks that are written anew stay as old as
+    #: they were.
+    created_s: int = NEVER_CREATED_S
 
 
 NOTHING_JOINED = Joins()
@@ -114,6 +121,11 @@ class SegmentWriter:
     def save(self, slots: Sequence[Slot], part: Part, *, insist: bool) -> Saved:
         """Saves those blocks that aren't stored yet; see Space.save."""
         backends = self._backends
+        tiers = backends.settings.tiers
+        if tiers is not None and tiers.write == "back":
+            # A record that is born old is never late: other nodes would take the payload, which is on its
+            # way, for a lost one.
+            part = replace(part, joins=NOTHING_JOINED)
         digests, waited_s = _digests(slots), max(0.0, backends.clock() - part.created_s)
         claim = self._registered(
             lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
@@ -130,7 +142,7 @@ class SegmentWriter:
             left_out = present = claim.present
         rest = slots[left_out:]
         cost = rounded_cost(part.cost_us * len(rest) / len(slots))
-        created_s = max(0, int(claim.at_s - min(waited_s, MOST_WAITED_S)))
+        created_s = min(max(0, int(claim.at_s - min(waited_s, MOST_WAITED_S))), part.joins.created_s)
         part = replace(part, depth=part.depth + left_out, created_s=created_s, cost_us=cost)
         if left_out:
             part = replace(part, joins=NOTHING_JOINED)

@@ -37,7 +37,7 @@ class Store:
         self.health: Final = Health(backends)
         self.rounds: Final = Rounds(backends)
         if backends.tier is not None:
-            copies = ErasedCopies(backends.tier, backends.maintenance, backends.keyring, backends.clock)
+            copies = ErasedCopies(backends.tier, backends.maintenance, backends.keyring)
             backends.tier.chore = copies.go_on
 
     def open(self, namespace: Namespace, *, block_bytes: int | None = None) -> Space:

@@ -79,9 +79,12 @@ class LookForSalt:
     def _hidden(self) -> Iterator[StoredSegment]:
         stock = take_stock(self._cache.payloads, Silent(), f"{self._name}/").get(self._name, Stock())
         for page in paged(stock.segments()):
-            states = self._index.states(self._name, [stored.segment for stored in page])
-            for stored, state in zip(page, states, strict=True):
-                if state not in ("visible", "incomplete") and stored.segment not in self._others:
+            ids = [stored.segment for stored in page]
+            states, listed = self._index.states(self._name, ids), self._index.get(self._name, ids)
+            for stored, state, one in zip(page, states, listed, strict=True):
+                # A record that can't be read says nothing of its salt.
+                unseen = state not in ("visible", "incomplete") or (state == "visible" and one is None)
+                if unseen and stored.segment not in self._others:
                     yield stored
 
     def _is_there(self, stored: StoredSegment) -> bool:

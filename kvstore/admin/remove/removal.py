@@ -55,7 +55,7 @@ class NamespaceRemoval:
         a bucket that doesn't answer then leaves nothing in sight."""
         if self._index.usage(self._name).segments:
             self.invalidated += self._index.invalidate(self._name)
-            self._cache.evidence.refuse(self._name, {}, self._index.now(self._name))
+        self._cache.evidence.refuse(self._name, {}, self._index.now(self._name))
 
     def drain(self, *, at_once: bool) -> None:
         """Puts what was invalidated into the trash: for the grace time, unless `at_once`."""
@@ -97,7 +97,12 @@ class NamespaceRemoval:
                 header = None
             if not salt or header is None or header.salt == salt:
                 names.append(one.name)
-        evidence.payloads.delete(names)
+        if salt:
+            # An empty object goes on saying that its segment may not come back.
+            for name in names:
+                evidence.payloads.put(name, [memoryview(b"")])
+        else:
+            evidence.payloads.delete(names)
         self.evidence.update(f"{EVIDENCE}/{name}" for name in names)
         return len(names)
 

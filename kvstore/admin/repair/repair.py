@@ -145,6 +145,9 @@ class Repairs:
 
     def _relist(self, listing: Listing, name: NamespaceId, whole: Whole) -> Mended:
         segment = listing.segment
+        if self.returns.barred(name, segment, whole.record) is not None:
+            # It could not be committed again: an archive brought it back after an invalidation.
+            return "failed"
         self.index.unlist(name, [segment])
         done = self._commit(segment, whole)
         if done is None:

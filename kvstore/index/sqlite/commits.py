@@ -76,7 +76,7 @@ class RankCommit:
             parts, created = self._collect(agreed, part, now)
             if len(parts) < self.ranks:
                 return CommitState.WAITING
-        self._show(replace(self.record, created_s=created), parts)
+        self._show(replace(self.record, created_s=created), parts, now)
         return CommitState.VISIBLE
 
     def _again(self, row: tuple[Any, ...], agreed: bytes, part: bytes) -> CommitState:
@@ -126,11 +126,10 @@ class RankCommit:
             db.execute(f"DELETE FROM parts {where}", this)
         return [row[0] for row in rows], max(created_of(row[1]) for row in rows)
 
-    def _show(self, record: SegmentRecord, parts: list[bytes]) -> None:
-        goes, stays, oldest = self._replaceable(record.created_s)
-        key, used = self.place.key, saved_minute(record.created_s)
-        # Blocks that are written anew stay as old as they were.
-        record = replace(record, created_s=oldest)
+    def _show(self, record: SegmentRecord, parts: list[bytes], now: float) -> None:
+        goes, stays = self._replaceable()
+        # What replaces others may be as old as they are, and has just been used.
+        key, used = self.place.key, saved_minute(now if self.replaces else record.created_s)
         agreed, head = agreement(self.digests, record, self.ranks), pack_head(record, self.ranks)
         packed = head + b"".join(parts)
         whole = unpack_record(packed)
@@ -162,29 +161,26 @@ class RankCommit:
         if goes:
             self._replace(goes, used)
 
-    def _replaceable(self, oldest: int) -> tuple[list[_Old], set[SegmentId], int]:
-        """Returns of the visible segments that it is to replace those that may go, those that stay, and when
-        the oldest of all was created, `oldest` at the latest."""
+    def _replaceable(self) -> tuple[list[_Old], set[SegmentId]]:
+        """Returns of the visible segments that it is to replace those that may go, and those that stay."""
         goes: list[_Old] = []
         stays: set[SegmentId] = set()
         for old in self.replaces:
             row = self.db.execute(
-                "SELECT s.pinned, s.owner, s.salt, s.used, r.used, h.minutes, s.record FROM segments AS s "
+                "SELECT s.pinned, s.owner, s.salt, s.used, r.used, h.minutes FROM segments AS s "
                 "LEFT JOIN retained AS r ON r.segment = s.key LEFT JOIN hot AS h ON h.segment = s.key "
                 "WHERE s.namespace = ? AND s.id = ?",
                 (self.place.generation, old.segment),
             ).fetchone()
             if row is None:
                 continue
-            pinned, owner, salt, counted, retained, minutes, record = row
-            if (known := unpack_record(record)) is not None:
-                oldest = min(oldest, known.created_s)
+            pinned, owner, salt, counted, retained, minutes = row
             others = owner != self.session or (retained is not None and not owner)
             if pinned or others or salt != self.record.salt:
                 stays.add(old.segment)
             else:
                 goes.append(_Old(old, counted if retained is None else retained, minutes or 0.0))
-        return goes, stays, oldest
+        return goes, stays
 
     def _replace(self, olds: Sequence[_Old], used: float) -> None:
         """Evicts those of `olds` all of whose blocks other visible segments have by now; what was known of

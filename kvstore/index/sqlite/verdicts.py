@@ -28,7 +28,7 @@ class SqliteVerdicts(SqliteSalts):
     ) -> Mapping[WriterId, Verdict]:
         check_writers(writers or ())
         with self._database.reading("verdicts") as db:
-            return _of(db, namespace, writers)
+            return _of(db, namespace, writers, self._clock())
 
     def judge(
         self,
@@ -43,7 +43,7 @@ class SqliteVerdicts(SqliteSalts):
         check_writers([writer, by])
         now = self._clock()
         with self._database.writing("judge") as db:
-            before = _of(db, namespace, [writer]).get(writer)
+            before = _of(db, namespace, [writer], now).get(writer)
             state = judged(before, opinion, by, stands=stands)
             if before is not None and state == before.state:
                 return state
@@ -61,15 +61,16 @@ class SqliteVerdicts(SqliteSalts):
 
 
 def _of(
-    db: sqlite3.Connection, namespace: NamespaceId, writers: Sequence[WriterId] | None
+    db: sqlite3.Connection, namespace: NamespaceId, writers: Sequence[WriterId] | None, now: float
 ) -> dict[WriterId, Verdict]:
-    query = "SELECT id, state, at, by, name FROM writers WHERE namespace = ?"
+    query = "SELECT id, state, at, by, name FROM writers WHERE namespace = ? AND at > ?"
+    since = now - VERDICT_S
     if writers is None:
-        rows = db.execute(query, (namespace,)).fetchall()
+        rows = db.execute(query, (namespace, since)).fetchall()
     else:
         rows = [
             row
             for writer in dict.fromkeys(writers)
-            if (row := db.execute(f"{query} AND id = ?", (namespace, writer)).fetchone())
+            if (row := db.execute(f"{query} AND id = ?", (namespace, since, writer)).fetchone())
         ]
     return {WriterId(row[0]): Verdict(STATES[row[1]], row[2], WriterId(row[3]), row[4]) for row in rows}

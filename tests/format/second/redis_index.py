@@ -163,7 +163,9 @@ class RedisStore:
     ) -> list[Any]:
         told = [int(end), "" if until is None else until, ""]
         packed = b"".join(segments)
-        answer = self.run("session", namespace, session, packed, minute, 1, *told, most, most, most, 2048, 1024)
+        answer = self.run(
+            "session", namespace, session, packed, minute, 1, *told, most, most, most, 2048, 1024
+        )
         return list(answer)
 
     def trash(self, namespace: str) -> dict[bytes, tuple[int, int]]:

@@ -16,7 +16,7 @@ local values, present = servable(digests, tonumber(bits))
 local readable = 0
 for i, value in ipairs(values) do
   local _, slots, rest = account(value)
-  if slots == 0 or #value < rest + 47 then
+  if slots == 0 or #value < rest + 55 then
     present = readable
     break
   end

@@ -13,8 +13,7 @@
 -- not before each of its blocks is served by another segment, so that no reader meets a hole.
 --
 -- When it was created is the latest of what its ranks say, and not later than now by this clock. All else of the
--- agreement is the same for all of them. What replaces others is as old as the oldest of them: blocks that are
--- written anew stay as old as they were.
+-- agreement is the same for all of them. What replaces others may be as old as they are, and has just been used.
 --
 -- The first write of every path is one that Redis refuses when it is full (HSET): then nothing has
 -- been written. After a first write a script always runs to its end.
@@ -131,7 +130,7 @@ local function served_elsewhere(old, its)
   return true
 end
 
-local olds, at, oldest = {}, 1, created
+local olds, at = {}, 1
 while at < #ARGV[15] do
   local old, high, low = string.sub(ARGV[15], at, at + 7), string.byte(ARGV[15], at + 8, at + 9)
   local count = high * 256 + low
@@ -139,10 +138,6 @@ while at < #ARGV[15] do
   at = at + 10 + 16 * count
   local old_value = redis.call('HGET', segs, old)
   local place = old_value and tonumber(redis.call('ZSCORE', lru, old) or nil)
-  if old_value then
-    local _, _, rest = account(old_value)
-    oldest = math.min(oldest, created_of(old_value, rest))
-  end
   if place and old ~= segment and goes(old, old_value) then
     olds[#olds + 1] = {segment = old, digests = its, place = place}
   elseif old_value then
@@ -152,7 +147,7 @@ end
 
 enter()
 -- Until it is used it counts as used half a minute before it was created (kvstore.index.contract.saved_minute).
-local minute = math.max(0, math.floor((created - 30) / 15) / 4)
+local minute = math.max(0, math.floor(((ARGV[15] ~= '' and now or created) - 30) / 15) / 4)
 local replaced, heat = {}, 0
 for _, old in ipairs(olds) do
   if served_elsewhere(old.segment, old.digests) then
@@ -162,7 +157,7 @@ for _, old in ipairs(olds) do
     replaced[#replaced + 1] = old.segment
   end
 end
-redis.call('HSET', segs, segment, nbytes .. ':' .. slots .. ':' .. dated(agreement, oldest) .. part)
+redis.call('HSET', segs, segment, nbytes .. ':' .. slots .. ':' .. agreement .. part)
 redis.call('ZADD', lru, score_of(minute, depth, worth), segment)
 if heat > 0 then redis.call('ZADD', hot, heat, segment) end
 if salt ~= '' then

@@ -8,6 +8,7 @@ local now, writers = tonumber(redis.call('TIME')[1]), prefix .. 'writers'
 local before = redis.call('HGET', writers, writer)
 local state = before and #before >= 13 and string.byte(before) or 1
 if state > 2 then state, before = 1, false end
+if before and #before >= 13 and struct.unpack('>I4', before, 2) <= now - tonumber(ARGV[7]) then state, before = 1, false end
 if before and state == 1 and #before < 13 then before = false end
 if before and state ~= 1 then return state end
 if alike then

@@ -37,7 +37,7 @@ for _, part in ipairs({'lru', 'pins', 'trash', 'hot', 'parts', 'ghosts', 'salts'
   is(part, 'zset')
 end
 for _, part in ipairs({'events', 'outcomes'}) do is(part, 'stream') end
-for _, part in ipairs({'segs', 'owner', 'sessions:0', 'sessions:1'}) do is(part, 'hash') end
+for _, part in ipairs({'segs', 'owner', 'writers', 'sessions:0', 'sessions:1'}) do is(part, 'hash') end
 -- Nobody can have said that.
 redis.call('ZREMRANGEBYSCORE', kept, redis.call('TIME')[1] + 2 * 86400, '+inf')
 -- A time that is none becomes now: what was erased stays so, and what is saved from now on is not forbidden.
