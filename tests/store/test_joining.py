@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,30 @@ def test_a_crash_at_any_step_leaves_every_block_served(settings: dict[str, Any],
         space = store.open(namespace(), block_bytes=SLOT_BYTES)
         grow(space, A[:14], slots, SIZE)
         assert served(space, 14) == ([11, 3] if step == "commit whole" else [14])
+
+
+def test_joined_blocks_stay_as_old_as_they_were(settings: dict[str, Any]) -> None:
+    with open_store(settings) as store:
+        space = store.open(namespace(), block_bytes=SLOT_BYTES)
+        made_s = int(time.time()) - 86_400
+        space.save(slots(A[:4]), created_s=made_s)
+        grow(space, A[:8], slots, SIZE)
+        [run] = match(space, A[:8]).runs
+        assert abs(run.record.created_s - made_s) <= 1
+        [listing] = store.maintenance.segments(space.id)
+        assert listing.last_use_s > made_s + 80_000, "the request that joins them uses them"
+    with Cache(load_settings(settings, environ={})) as cache:
+        assert not fsck(cache, depth=Depth(percent=100.0, settled_s=0.0)).faults
+
+
+def test_under_write_back_nothing_is_joined(settings: dict[str, Any], tmp_path: Path) -> None:
+    tiers = {"fast": f"file://{tmp_path}/fast", "slow": settings["payloads"]}
+    settings["payloads"] = {**tiers, "write": "back"}
+    with open_store(settings) as store:
+        space = store.open(namespace(), block_bytes=SLOT_BYTES)
+        grow(space, A[:4], slots, SIZE)
+        grow(space, A[:8], slots, SIZE)
+        assert served(space, 8) == [4, 4]
 
 
 def test_what_another_has_gone_on_from_is_not_replaced(space: Space) -> None:
