@@ -124,6 +124,8 @@ class Compared:
     alike: dict[WriterId, set[int]] = field(default_factory=dict)
     #: Writers -> a run of theirs that differs, and the blocks in which it does.
     wrong: dict[WriterId, tuple[Run, Wrong]] = field(default_factory=dict)
+    #: Writers of blocks that are near what was computed, and not near enough to prove anything.
+    unsure: set[WriterId] = field(default_factory=set)
 
     def add(self, other: Compared) -> None:
         """Takes over what another rank, or another step, has found out."""
@@ -131,6 +133,7 @@ class Compared:
         for writer, ranks in other.alike.items():
             self.alike.setdefault(writer, set()).update(ranks)
         self.wrong |= other.wrong
+        self.unsure |= other.unsure
 
 
 @dataclass

@@ -70,6 +70,12 @@ class Quarantine:
         with self._lock:
             return segment in self._bad
 
+    @property
+    def is_full(self) -> bool:
+        """Tells whether the bound lets no further segment be evicted now."""
+        with self._lock:
+            return self._bound.reached
+
     def mark(self, segments: Iterable[SegmentId]) -> None:
         """Keeps these segments from being matched again in this process. No I/O."""
         with self._lock:

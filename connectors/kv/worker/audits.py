@@ -38,6 +38,7 @@ class _Proof:
     left: int = 1
     alike: set[WriterId] = field(default_factory=set)
     wrong: dict[WriterId, tuple[Run, Wrong]] = field(default_factory=dict)
+    unsure: set[WriterId] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +166,13 @@ class KVAudits:
                     proof.wrong[writer] = run, differs
                 elif outcome == "alike":
                     proof.alike.add(writer)
+                elif outcome == "unsure":
+                    proof.unsure.add(writer)
             proof.left -= 1
             if not proof.left:
                 ranks = {writer: {self._place.number} for writer in proof.alike}
-                self._compared.setdefault(proof.request_id, Compared()).add(Compared(1, ranks, proof.wrong))
+                compared = Compared(1, ranks, proof.wrong, proof.unsure)
+                self._compared.setdefault(proof.request_id, Compared()).add(compared)
 
     def _outcome(self, space: Space, piece: _Piece, chunk: Chunk) -> str:
         """Returns "alike", "wrong", or of a proof "unsure": tolerated, and not near enough to prove it."""
@@ -181,6 +185,9 @@ class KVAudits:
         apart = distances(both[0], both[1], group.page.dtype, group.shape)
         with self._lock:
             tolerance = self._tolerances.setdefault(piece.group, Tolerance(group.page.dtype))
+            if piece.proof is not None:
+                # Verdicts are for all engines, whatever one of them has learned.
+                tolerance = Tolerance(group.page.dtype)
             limit, alike = tolerance.limit, tolerance.judge(apart)
             proves = alike and tolerance.proves(apart)
         if not alike:

@@ -80,7 +80,8 @@ class KnownWriters:
         for run in runs:
             if run is None or not self._is_failed(WriterId(run.record.writer)):
                 continue
-            if run.segment not in self._quarantine:
+            # One that was marked and not evicted would hide the blocks for as long as the index has them.
+            if run.segment not in self._quarantine and not self._quarantine.is_full:
                 self._quarantine.add(self._namespace, run.segment)
         return [None if run is None or run.record.writer in bad else run for run in runs]
 

@@ -137,6 +137,17 @@ def test_a_proven_writers_blocks_before_an_unproven_ones_are_loaded(
     assert [(run.start, run.count) for run in audit.groups[0].runs] == [(4, 2)]
 
 
+def test_a_writer_that_is_only_near_in_one_step_is_not_proven(half_of: Any, written: Any) -> None:
+    writer = written("a writer")
+    scheduler = half_of()
+    request, _ = ask(scheduler, "first")
+    step(scheduler, (request, 3 * TOKENS))
+    tell(scheduler, compared={"first": Compared(1, {}, {}, {writer})})
+    step(scheduler, (request, 4 * TOKENS))
+    say(scheduler, "first", writer, True)
+    assert ask(scheduler, "next")[1] == 0
+
+
 def test_all_ranks_and_all_steps_must_agree(half_of: Any, written: Any) -> None:
     writer = written("a writer")
     scheduler = half_of(ranks=2)
