@@ -95,6 +95,10 @@ class ECScheduler:
         self._contents = Contents(engine.media)
         #: What the request that is being scheduled calls its items, and their keys; None: not to be cached.
         self._asking: dict[str, ContentKey | None] = {}
+        #: Items that it brings the description of only and was promised, and those that are encoded though
+        #: they are staged, since nobody has compared what their writer writes.
+        self._described: set[ContentKey] = set()
+        self._doubted: set[ContentKey] = set()
         #: Identifiers in the workers' encoder caches.
         self._resident: set[str] = set()
         #: (producer) The resident ones that were encoded here, so that the workers really have the
@@ -158,7 +162,8 @@ class ECScheduler:
 
     @guarded(None)
     def _available(self, request: Request, computed: int) -> bool | None:
-        self._asking.clear()
+        for former in (self._asking, self._described, self._doubted):
+            former.clear()
         ahead = items_ahead(request, computed)
         if self._ahead:
             self._ahead.come_to(RequestView(request).request_id, needs=bool(ahead))
@@ -215,12 +220,18 @@ class ECScheduler:
         return here or self._unavailable_item(request, key, item)
 
     def _settled_without_media(self, request: RequestView, key: ContentKey, item: Item) -> bool:
-        """Promises the item now: if vLLM later heard "no", it would encode media that aren't there."""
+        """Promises the item now: if vLLM later heard "no", it would encode media that aren't there. So it is
+        loaded though nobody has compared what its writer writes, unless that writer has failed."""
         if item.outcome == "ready":
             if not self._promises.fits(key, item.staged):
                 self._observer.missed(request.request_id, key, "mismatch")
                 return self._give_up(request, "its item is not of the size it describes")
+            if self._has_failed(item):
+                # It was staged before that was known; it is absent now.
+                self._items.forget(key)
+                return False
             if self._promise(key, item):
+                self._described.add(key)
                 return True
             # It has made room for others, again and again perhaps.
             if self._waited_s(request, key) >= self._deadline_s:
@@ -279,15 +290,23 @@ class ECScheduler:
             # A digest was forged, or what is stored is wrong. vLLM would end the engine over it.
             self._space.not_loaded.note(1, CorruptPayload("an encoder output is not of the expected size"))
             return False
-        if self._is_doubted(item):
+        if key not in self._described and self._is_doubted(item):
+            # Another request of this pass may have been promised it: this one encodes it nevertheless.
+            self._doubted.add(key)
             return False
         return self._promise(key, item)
 
     def _is_doubted(self, item: Item) -> bool:
         """Returns whether nobody has compared yet what the item's writer writes: then it is encoded, and
-        compared. An item that only its description comes of can't be encoded here, and isn't asked about."""
+        compared. That is not to be asked of an item that a request brings the description of only."""
         space = self._space
         return item.doubted is not None and space is not None and bool(space.writers.unproven([item.doubted]))
+
+    def _has_failed(self, item: Item) -> bool:
+        """Returns whether the item's writer, which nobody had compared, is known by now to write what isn't
+        computed here."""
+        run, space = item.doubted, self._space
+        return run is not None and space is not None and run.record.writer in space.writers.failed()
 
     def _promise(self, key: ContentKey, item: Item) -> bool:
         """Keep a staged item for the scheduler; False if it has gone."""
@@ -311,7 +330,7 @@ class ECScheduler:
             return
         item = self._items.get(key)
         staged = None
-        if item is not None and item.staged is not None:
+        if item is not None and item.staged is not None and key not in self._doubted:
             staged = self._promises.hand_over(item.staged, item.name)
         if item is not None and staged is not None:
             self._loads[identifier] = staged
@@ -336,7 +355,7 @@ class ECScheduler:
     def _prove(self, identifier: str, key: ContentKey, item: Item) -> None:
         """Have the workers compare what this step encodes with what is staged."""
         run, staged, space = item.doubted, item.staged, self._space
-        if run is None or staged is None or space is None or run.record.writer in space.writers.failed():
+        if run is None or staged is None or space is None or self._has_failed(item):
             self._items.forget(key)
             return
         self._proofs[identifier], self._proving[key] = staged, run

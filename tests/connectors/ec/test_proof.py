@@ -18,6 +18,7 @@ from kvstore.format.segment import Slot
 from kvstore.keys import writer_id
 from kvstore.store.store import Store
 from tests.connectors.ec.world import DESCRIPTION, ROWS, WIDTH, FakeEngine, ItemRequest, key, open_space
+from tests.fake_vllm import FakeStep
 from tests.store.world import make_store
 from tests.waiting import PATIENCE_S, until
 
@@ -88,3 +89,36 @@ def test_an_item_that_only_its_description_comes_of_is_loaded(store: Store) -> N
     engine = FakeEngine(store, producer=False)
     step = engine.run(ItemRequest("described", ["a"], brings=DESCRIPTION))
     assert (step.encoded, set(step.loads)) == (set(), {"a"})
+
+
+def test_an_engine_that_can_encode_loads_a_described_item(store: Store) -> None:
+    """It has no pixels to encode: vLLM ends the engine if it hears "no" after the item was promised."""
+    engine = FakeEngine(store)
+    step = engine.run(ItemRequest("described", ["a"], brings=DESCRIPTION))
+    assert (step.encoded, set(step.loads)) == (set(), {"a"})
+    step = engine.run(ItemRequest("with pixels", ["b"]))
+    assert (step.encoded, step.loads) == ({"b"}, {}), "its writer is still to be compared"
+
+
+def test_an_item_that_was_promised_to_another_request_is_encoded_and_compared(store: Store) -> None:
+    """In the pass in which a request with its description was promised it, and found no place."""
+    engine = FakeEngine(store)
+    half = engine.half
+    described, whole = ItemRequest("described", ["a"], brings=DESCRIPTION), ItemRequest("whole", ["a"])
+    until(lambda: half.ensure_cache_available(described, 0))  # type: ignore[arg-type]
+    assert half.ensure_cache_available(whole, 0)  # type: ignore[arg-type]
+    assert not half.has_cache_item("a")
+    half.update_state_after_alloc(whole, 0)  # type: ignore[arg-type]
+    meta = half.build_connector_meta(FakeStep())  # type: ignore[arg-type]
+    assert (set(meta.loads), set(meta.proofs)) == (set(), {"a"})
+
+
+def test_a_described_item_of_a_writer_that_was_refused_is_not_loaded(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine(store)
+    assert not engine.half.ensure_cache_available(ItemRequest("early", ["b"]), 0)  # type: ignore[arg-type]
+    until(lambda: engine.half._items.get(key("b")).outcome == "ready")  # type: ignore[union-attr]
+    encoded(store, engine, "a", OUTPUT * 2)
+    monkeypatch.setattr(engine.half, "_deadline_s", 0.2)
+    engine.fails(ItemRequest("described", ["b"], brings=DESCRIPTION))
