@@ -116,6 +116,8 @@ class ECScheduler:
         self._proofs: dict[str, StagedItem] = {}
         #: Items that are being compared, and where they were found.
         self._proving: dict[ContentKey, Run] = {}
+        #: Names of weights whose namespaces are left alone: this engine differs from all writers there.
+        self._distrusted: set[str] = set()
         self._uses = followers.guard(ItemUses(store), ItemUses.restart)
         self._ahead = followers.guard(Ahead(store, consumer=engine.consumer), Ahead.restart)
         self._open(space)
@@ -369,6 +371,19 @@ class ECScheduler:
         self._space.settle(run, "alike" if alike else "differs")
         if not alike:
             self._items.forget(key)
+            if self._space.writers.distrusts_itself():
+                self._distrust(self._space)
+
+    @guarded(None)
+    def _distrust(self, space: Space) -> None:
+        """Leave the namespace alone as long as this engine lives: which of both is wrong can't be known."""
+        self._distrusted.add(space.namespace.weights)
+        log.error(
+            "namespace %s holds encoder outputs that are not what this engine computes: the engine neither "
+            "loads from it nor saves to it any more. Restart the engine once the cause is found",
+            space.id,
+        )
+        self.enter(None)
 
     @guarded(None)
     def _save_encoded(
@@ -477,8 +492,9 @@ class ECScheduler:
         """Go on with new weights, which have replaced the engine's in place; None for weights without a name.
 
         What is known, staged or asked for belongs to the old weights and is forgotten. For weights without a
-        name the store is left alone. The namespace of weights that nobody has named (connectors.weights) is
-        emptied when it is left, since no other engine can use it.
+        name the store is left alone, and for those with which this engine differs from all writers. The
+        namespace of weights that nobody has named (connectors.weights) is emptied when it is left, since no
+        other engine can use it.
         """
         self._leave()
         self._ahead.restart()
@@ -490,7 +506,7 @@ class ECScheduler:
         self._savers.clear()
         self._proofs.clear()
         self._proving.clear()
-        if weights is not None:
+        if weights is not None and weights not in self._distrusted:
             namespace = self._first.model_copy(update={"weights": weights})
             self._open(self._store.open(namespace))
             log.info("encoder outputs: the engine's weights are now called %s", weights)
