@@ -115,9 +115,11 @@ class Items:
 
     def _give_up_erased(self) -> None:
         """Empties the staging folder if something was erased. Runs on a call thread."""
-        began = self._store.clock()
+        index = self._store.maintenance
         try:
-            forbidden = self._store.maintenance.forbidden(self._space.id)
+            # The index's own clock made the times of what is forbidden.
+            began = index.now(self._space.id)
+            forbidden = index.forbidden(self._space.id)
         except KVStoreError as exc:
             log.debug("erasures are looked for later: %s", exc)
             return

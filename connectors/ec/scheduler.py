@@ -95,6 +95,10 @@ class ECScheduler:
         self._contents = Contents(engine.media)
         #: What the request that is being scheduled calls its items, and their keys; None: not to be cached.
         self._asking: dict[str, ContentKey | None] = {}
+        #: Items that it brings the description of only and was promised, and those that are encoded though
+        #: they are staged, since nobody has compared what their writer writes.
+        self._described: set[ContentKey] = set()
+        self._doubted: set[ContentKey] = set()
         #: Identifiers in the workers' encoder caches.
         self._resident: set[str] = set()
         #: (producer) The resident ones that were encoded here, so that the workers really have the
@@ -112,6 +116,8 @@ class ECScheduler:
         self._proofs: dict[str, StagedItem] = {}
         #: Items that are being compared, and where they were found.
         self._proving: dict[ContentKey, Run] = {}
+        #: Names of weights whose namespaces are left alone: this engine differs from all writers there.
+        self._distrusted: set[str] = set()
         self._uses = followers.guard(ItemUses(store), ItemUses.restart)
         self._ahead = followers.guard(Ahead(store, consumer=engine.consumer), Ahead.restart)
         self._open(space)
@@ -158,7 +164,8 @@ class ECScheduler:
 
     @guarded(None)
     def _available(self, request: Request, computed: int) -> bool | None:
-        self._asking.clear()
+        for former in (self._asking, self._described, self._doubted):
+            former.clear()
         ahead = items_ahead(request, computed)
         if self._ahead:
             self._ahead.come_to(RequestView(request).request_id, needs=bool(ahead))
@@ -215,12 +222,18 @@ class ECScheduler:
         return here or self._unavailable_item(request, key, item)
 
     def _settled_without_media(self, request: RequestView, key: ContentKey, item: Item) -> bool:
-        """Promises the item now: if vLLM later heard "no", it would encode media that aren't there."""
+        """Promises the item now: if vLLM later heard "no", it would encode media that aren't there. So it is
+        loaded though nobody has compared what its writer writes, unless that writer has failed."""
         if item.outcome == "ready":
             if not self._promises.fits(key, item.staged):
                 self._observer.missed(request.request_id, key, "mismatch")
                 return self._give_up(request, "its item is not of the size it describes")
+            if self._has_failed(item):
+                # It was staged before that was known; it is absent now.
+                self._items.forget(key)
+                return False
             if self._promise(key, item):
+                self._described.add(key)
                 return True
             # It has made room for others, again and again perhaps.
             if self._waited_s(request, key) >= self._deadline_s:
@@ -279,15 +292,23 @@ class ECScheduler:
             # A digest was forged, or what is stored is wrong. vLLM would end the engine over it.
             self._space.not_loaded.note(1, CorruptPayload("an encoder output is not of the expected size"))
             return False
-        if self._is_doubted(item):
+        if key not in self._described and self._is_doubted(item):
+            # Another request of this pass may have been promised it: this one encodes it nevertheless.
+            self._doubted.add(key)
             return False
         return self._promise(key, item)
 
     def _is_doubted(self, item: Item) -> bool:
         """Returns whether nobody has compared yet what the item's writer writes: then it is encoded, and
-        compared. An item that only its description comes of can't be encoded here, and isn't asked about."""
+        compared. That is not to be asked of an item that a request brings the description of only."""
         space = self._space
         return item.doubted is not None and space is not None and bool(space.writers.unproven([item.doubted]))
+
+    def _has_failed(self, item: Item) -> bool:
+        """Returns whether the item's writer, which nobody had compared, is known by now to write what isn't
+        computed here."""
+        run, space = item.doubted, self._space
+        return run is not None and space is not None and run.record.writer in space.writers.failed()
 
     def _promise(self, key: ContentKey, item: Item) -> bool:
         """Keep a staged item for the scheduler; False if it has gone."""
@@ -311,7 +332,7 @@ class ECScheduler:
             return
         item = self._items.get(key)
         staged = None
-        if item is not None and item.staged is not None:
+        if item is not None and item.staged is not None and key not in self._doubted:
             staged = self._promises.hand_over(item.staged, item.name)
         if item is not None and staged is not None:
             self._loads[identifier] = staged
@@ -336,7 +357,7 @@ class ECScheduler:
     def _prove(self, identifier: str, key: ContentKey, item: Item) -> None:
         """Have the workers compare what this step encodes with what is staged."""
         run, staged, space = item.doubted, item.staged, self._space
-        if run is None or staged is None or space is None or run.record.writer in space.writers.failed():
+        if run is None or staged is None or space is None or self._has_failed(item):
             self._items.forget(key)
             return
         self._proofs[identifier], self._proving[key] = staged, run
@@ -350,6 +371,19 @@ class ECScheduler:
         self._space.settle(run, "alike" if alike else "differs")
         if not alike:
             self._items.forget(key)
+            if self._space.writers.distrusts_itself():
+                self._distrust(self._space)
+
+    @guarded(None)
+    def _distrust(self, space: Space) -> None:
+        """Leave the namespace alone as long as this engine lives: which of both is wrong can't be known."""
+        self._distrusted.add(space.namespace.weights)
+        log.error(
+            "namespace %s holds encoder outputs that are not what this engine computes: the engine neither "
+            "loads from it nor saves to it any more. Restart the engine once the cause is found",
+            space.id,
+        )
+        self.enter(None)
 
     @guarded(None)
     def _save_encoded(
@@ -458,8 +492,9 @@ class ECScheduler:
         """Go on with new weights, which have replaced the engine's in place; None for weights without a name.
 
         What is known, staged or asked for belongs to the old weights and is forgotten. For weights without a
-        name the store is left alone. The namespace of weights that nobody has named (connectors.weights) is
-        emptied when it is left, since no other engine can use it.
+        name the store is left alone, and for those with which this engine differs from all writers. The
+        namespace of weights that nobody has named (connectors.weights) is emptied when it is left, since no
+        other engine can use it.
         """
         self._leave()
         self._ahead.restart()
@@ -471,7 +506,7 @@ class ECScheduler:
         self._savers.clear()
         self._proofs.clear()
         self._proving.clear()
-        if weights is not None:
+        if weights is not None and weights not in self._distrusted:
             namespace = self._first.model_copy(update={"weights": weights})
             self._open(self._store.open(namespace))
             log.info("encoder outputs: the engine's weights are now called %s", weights)

@@ -10,7 +10,7 @@ for the outcome, and no token depends on what is compared.
 All ranks alike: the writer is proven, for all engines (kvstore.index.verdicts). Different on a rank: this
 engine refuses the writer. That condemns the writer's segments only if some writer computes what this engine
 does, or if a second engine says the same: a broken reader differs from every honest writer. One that differs
-from `MOST_REFUSED` writers, and agrees with none, leaves the namespace alone.
+from several writers, and agrees with none, leaves the namespace alone (`KnownWriters.distrusts_itself`).
 
 Why not load all but the last block, compute that one, compare it at the end of the step, and have vLLM drop
 the step's tokens if it differs? vLLM can drop the tokens of the step that is reported on. With asynchronous
@@ -39,8 +39,6 @@ from kvstore.index.port import Run
 from kvstore.keys import WriterId
 from kvstore.store.space import Space
 
-#: Writers from which an engine that agrees with none may differ before it leaves the namespace alone.
-MOST_REFUSED = 3
 #: Proofs that are remembered at a time, and for how long one keeps others from proving the same writers, in
 #: seconds.
 _MOST = 64
@@ -174,5 +172,4 @@ class Proofs:
     def distrusts_itself(self) -> bool:
         """Returns whether this engine differs from so many writers, and agrees with none, that it may be the
         one that is wrong."""
-        writers = self._space.writers
-        return not writers.stands and writers.refusals() >= MOST_REFUSED
+        return self._space.writers.distrusts_itself()

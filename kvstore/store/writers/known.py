@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 #: Writers that are remembered.
 _REMEMBERED = 4096
+#: Writers from which an engine that agrees with none may differ before it leaves the namespace alone.
+MOST_REFUSED = 3
 #: Seconds for which an answer holds that settles nothing.
 _AGAIN_S = 1.0
 
@@ -120,6 +122,11 @@ class KnownWriters:
         """Returns of how many writers this engine computes something else."""
         with self._lock:
             return sum(standing == "refused" for standing in self._settled.values())
+
+    def distrusts_itself(self) -> bool:
+        """Returns whether this engine differs from so many writers, and agrees with none, that it may be the
+        one that is wrong."""
+        return not self.stands and self.refusals() >= MOST_REFUSED
 
     def _is_believed(self, writer: WriterId) -> bool:
         return writer == self._backends.writer.id or self._settled.get(writer) == "proven"

@@ -17,7 +17,9 @@ from connectors.ec.worker import ECWorker
 from kvstore.format.segment import Slot
 from kvstore.keys import writer_id
 from kvstore.store.store import Store
+from kvstore.store.writers.known import MOST_REFUSED
 from tests.connectors.ec.world import DESCRIPTION, ROWS, WIDTH, FakeEngine, ItemRequest, key, open_space
+from tests.fake_vllm import FakeStep
 from tests.store.world import make_store
 from tests.waiting import PATIENCE_S, until
 
@@ -29,14 +31,22 @@ A_WRITER = writer_id("a writer")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    options: dict[str, Any] = {"ec": {"staging_dir": str(tmp_path / "staging"), "fetch_deadline_s": 60.0}}
-    with make_store(tmp_path, **options) as made:
-        with make_store(tmp_path, **options) as other:
-            other.backends.writer.adopt("a writer")
-            for name in ("a", "b"):
-                data = memoryview(bytearray(OUTPUT.numpy().tobytes()))
-                open_space(other).save([Slot(key(name), data, "F32", (ROWS, WIDTH))])
+    with make_store(tmp_path, **options(tmp_path)) as made:
+        write(tmp_path, "a writer", "a", "b")
         yield made
+
+
+def options(root: Path) -> dict[str, Any]:
+    return {"ec": {"staging_dir": str(root / "staging"), "fetch_deadline_s": 60.0}}
+
+
+def write(root: Path, writer: str, *names: str) -> None:
+    """Another engine stores the outputs of these pictures."""
+    with make_store(root, **options(root)) as other:
+        other.backends.writer.adopt(writer)
+        for name in names:
+            data = memoryview(bytearray(OUTPUT.numpy().tobytes()))
+            open_space(other).save([Slot(key(name), data, "F32", (ROWS, WIDTH))])
 
 
 def encoded(store: Store, engine: FakeEngine, name: str, output: torch.Tensor) -> ECStoreWorkerMetadata:
@@ -56,7 +66,7 @@ def encoded(store: Store, engine: FakeEngine, name: str, output: torch.Tensor) -
     worker = ECWorker(store, dtype=torch.float32, device=lambda: torch.device("cpu"), saves=lambda: True)
     worker.use(metadata)
     worker.save(metadata, {name: output}, name)
-    report = until(worker.take_report)
+    report: Any = until(lambda: one if (one := worker.take_report()) is not None and one.compared else None)
     engine.half.update_connector_output(_Output(report))  # type: ignore[arg-type]
     return report
 
@@ -88,3 +98,68 @@ def test_an_item_that_only_its_description_comes_of_is_loaded(store: Store) -> N
     engine = FakeEngine(store, producer=False)
     step = engine.run(ItemRequest("described", ["a"], brings=DESCRIPTION))
     assert (step.encoded, set(step.loads)) == (set(), {"a"})
+
+
+def test_an_engine_that_can_encode_loads_a_described_item(store: Store) -> None:
+    """It has no pixels to encode: vLLM ends the engine if it hears "no" after the item was promised."""
+    engine = FakeEngine(store)
+    step = engine.run(ItemRequest("described", ["a"], brings=DESCRIPTION))
+    assert (step.encoded, set(step.loads)) == (set(), {"a"})
+    step = engine.run(ItemRequest("with pixels", ["b"]))
+    assert (step.encoded, step.loads) == ({"b"}, {}), "its writer is still to be compared"
+
+
+def test_an_item_that_was_promised_to_another_request_is_encoded_and_compared(store: Store) -> None:
+    """In the pass in which a request with its description was promised it, and found no place."""
+    engine = FakeEngine(store)
+    half: Any = engine.half
+    described, whole = ItemRequest("described", ["a"], brings=DESCRIPTION), ItemRequest("whole", ["a"])
+    until(lambda: half.ensure_cache_available(described, 0))
+    assert half.ensure_cache_available(whole, 0)
+    assert not half.has_cache_item("a")
+    half.update_state_after_alloc(whole, 0)
+    meta = half.build_connector_meta(FakeStep())
+    assert (set(meta.loads), set(meta.proofs)) == (set(), {"a"})
+
+
+def test_a_described_item_of_a_writer_that_was_refused_is_not_loaded(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine(store)
+    assert not engine.half.ensure_cache_available(ItemRequest("early", ["b"]), 0)
+    until(lambda: engine.half._items.get(key("b")).outcome == "ready")  # type: ignore[union-attr]
+    encoded(store, engine, "a", OUTPUT * 2)
+    monkeypatch.setattr(engine.half, "_deadline_s", 0.2)
+    engine.fails(ItemRequest("described", ["b"], brings=DESCRIPTION))
+
+
+def test_an_engine_that_differs_from_all_leaves_the_namespace_alone(store: Store, tmp_path: Path) -> None:
+    engine = FakeEngine(store)
+    space = engine.half._space
+    assert space is not None
+    for number in range(MOST_REFUSED):
+        assert engine.half._space is space
+        write(tmp_path, f"writer {number}", f"picture {number}")
+        assert encoded(store, engine, f"picture {number}", OUTPUT * 2).compared == {
+            key(f"picture {number}"): False
+        }
+    step = engine.run(ItemRequest("next", ["b", "new"]))
+    assert (step.encoded, step.loads, step.saves) == ({"b", "new"}, {}, set())
+    engine.fails(ItemRequest("described", ["a"], brings=DESCRIPTION))
+    assert store.transfers.drain(PATIENCE_S)
+    assert {one.state for one in store.index.verdicts(space.id).values()} == {"disputed"}
+    weights = space.namespace.weights
+    engine.half.enter("others")
+    assert engine.half._space is not None
+    engine.half.enter(weights)
+    assert engine.half._space is None, "it is not to differ from three more"
+
+
+def test_an_engine_that_agrees_with_one_writer_stays(store: Store, tmp_path: Path) -> None:
+    engine = FakeEngine(store)
+    encoded(store, engine, "a", OUTPUT)
+    assert store.transfers.drain(PATIENCE_S)
+    for number in range(MOST_REFUSED):
+        write(tmp_path, f"writer {number}", f"picture {number}")
+        encoded(store, engine, f"picture {number}", OUTPUT * 2)
+    assert set(engine.run(ItemRequest("next", ["b"])).loads) == {"b"}

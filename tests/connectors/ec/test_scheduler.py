@@ -300,17 +300,20 @@ def test_what_is_stored_and_damaged_is_saved_anew_and_fills_no_log(
     assert " are computed: " in said and "missing" in said
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
 def test_what_was_erased_is_staged_no_more(
-    opened: Any, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Any, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    """The fetched copies are not in the index's reach: this engine gives them up by itself."""
+    """The fetched copies are not in the index's reach: this engine gives them up by itself, whatever time it
+    has itself."""
     monkeypatch.setattr("connectors.ec.items._ERASED_S", 0.02)
     now = [1_700_000_000.0]
     store = opened(clock=lambda: now[0])
     space = open_space(store)
     put(space, "a", salt="hers")
     put(space, "a", salt="his")
-    one, hers, his = engine(store), salt_id("hers"), key("a", "his")
+    one = engine(with_parts(store, clock=lambda: now[0] + ahead_s))
+    hers, his = salt_id("hers"), key("a", "his")
 
     def run(name: str, salt: str) -> Step:
         step = one.run(ItemRequest(name, ["a"], cache_salt=salt))

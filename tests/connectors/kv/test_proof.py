@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
 from connectors.kv.messages import Compared, Wrong
-from connectors.kv.proving.proofs import MOST_REFUSED
 from connectors.kv.scheduler import KVScheduler
 from kvstore.index.port import Run
 from kvstore.keys import WriterId, digests, new_segment_id, writer_id
 from kvstore.store.space import Space
 from kvstore.store.store import Store
+from kvstore.store.writers.known import MOST_REFUSED
 from schemas.records import PartRecord, SegmentRecord
 from tests.connectors.groups import TOKENS
 from tests.connectors.kv.world import answer, half, tell
