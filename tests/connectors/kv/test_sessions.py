@@ -57,16 +57,14 @@ class Calls:
         self.threads: set[int] = set()
         session, touch = store.index.session, store.index.touch
 
-        def tell(
-            namespace: Any, name: SessionId, segments: Any, now_s: float, hint: Hint, **more: Any
-        ) -> Any:
+        def tell(namespace: Any, name: SessionId, segments: Any, *, hint: Hint, **more: Any) -> Any:
             self.threads.add(threading.get_ident())
-            done = session(namespace, name, segments, now_s, hint, **more)
+            done = session(namespace, name, segments, hint=hint, **more)
             self.told.append((name, tuple(segments), hint))
             return done
 
-        def noted(namespace: Any, segments: Any, now_s: float) -> None:
-            touch(namespace, segments, now_s)
+        def noted(namespace: Any, segments: Any) -> None:
+            touch(namespace, segments)
             self.touched += segments
 
         store.index.session, store.index.touch = tell, noted  # type: ignore[method-assign, assignment]
