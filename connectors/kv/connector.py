@@ -141,7 +141,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if metadata.abandon_loads:
             self._on_worker.reads.abandon()
             self._on_worker.writes.give_up()
-        self._on_worker.writes.begin_step(metadata.lost_blocks, metadata.handed_over, metadata.flushes)
+        self._on_worker.writes.begin_step(
+            metadata.lost_blocks, metadata.handed_over, metadata.flushes, hold=bool(metadata.audits)
+        )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._namespaced(self._get_connector_metadata())
@@ -157,9 +159,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         metadata = self._namespaced(self._get_connector_metadata())
-        self._on_worker.writes.start(metadata.saves)
+        # Before the saves, which take all the staging that there is: no proof, no loads.
         if metadata.audits:
             self._on_worker.audits.start(metadata.audits)
+        self._on_worker.writes.start(metadata.saves)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         finished, failed = self._on_worker.reads.take_finished()

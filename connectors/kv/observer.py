@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Final
 
 from connectors.choice.decision import Decision
@@ -26,7 +27,7 @@ from connectors.kv.metrics import RENAMED, KVStoreStats
 from connectors.kv.save import Progress
 from connectors.telemetry.metrics import Tally
 from connectors.telemetry.outcomes import Missing, Outcomes, SaveOutcomes
-from connectors.telemetry.spans import LoadTimes, NoSpans, OpenSpans
+from connectors.telemetry.spans import LoadTimes, OpenSpans
 from connectors.telemetry.ways import FARTHEST, Way
 from kvstore.index.port import MISSING_DIGESTS
 from kvstore.keys import SegmentId, digests
@@ -54,10 +55,10 @@ class Observer:
         """All that is told here is told to `followers`, each guarded by itself."""
         self._groups = groups
         self._hash_tokens = hash_tokens
-        self._events = followers.guard(events, NoEvents.forget)
+        self._events = followers.guard(events, methodcaller("forget"))
         self._tally = tally = Tally(store.counters, RENAMED)
         self._spans = followers.guard(
-            open_spans(lambda count: tally.add("events{spans_lost}", count)), NoSpans.restart
+            open_spans(lambda count: tally.add("events{spans_lost}", count)), methodcaller("restart")
         )
         self._outcomes = followers.guard(Outcomes(store))
         #: Outcomes.tick and NoEvents.take themselves: they run in every step, so a call in between is spared.

@@ -220,10 +220,18 @@ class SavePlanner:
             if given.isdisjoint(block for blocks in save.tables.values() for block in blocks):
                 rest.append(save)
             else:
-                self.lost(save.segment)
-                self._saving.drop(save)
-                self._observer.save_dropped(save)
+                self._drop(save)
         return rest
+
+    def drop(self, saves: Iterable[Save]) -> None:
+        """Give up planned saves of which no rank is told."""
+        for save in saves:
+            self._drop(save)
+
+    def _drop(self, save: Save) -> None:
+        self.lost(save.segment)
+        self._saving.drop(save)
+        self._observer.save_dropped(save)
 
     def lost(self, segment: SegmentId) -> None:
         """Follow a segment that some rank has dropped, or will: requests that count on it and still have

@@ -32,7 +32,8 @@ they do alone. Two things stand bare, in `update_state_after_alloc` with `build_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from connectors.ahead.prefetch import NoPrefetch, open_prefetch
@@ -53,7 +54,7 @@ from connectors.kv.choosing import Choosing
 from connectors.kv.events import NoEvents
 from connectors.kv.handoff.handoffs import NoHandoffs
 from connectors.kv.load import Loading
-from connectors.kv.messages import KVStoreMetadata, KVStoreWorkerMetadata, Load, Wrong
+from connectors.kv.messages import KVStoreMetadata, KVStoreWorkerMetadata, Load, Save, Wrong
 from connectors.kv.metrics import KVStoreStats
 from connectors.kv.namespace import CurrentNamespace
 from connectors.kv.observer import Observer
@@ -121,7 +122,8 @@ class KVScheduler:
         # No follower: where a proof fails, nothing is loaded.
         self._proofs = Proofs(engine.groups, engine.hash_tokens, engine.ranks, self._audits)
         self.prefetch = followers.guard(
-            open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch(), NoPrefetch.restart
+            open_prefetch(store) if engine.can_load and engine.one_node else NoPrefetch(),
+            methodcaller("restart"),
         )
         self._choosing = followers.guard(Choosing(store.settings.kv, engine, self.cost), Choosing.forget)
         self._regrets = followers.guard(
@@ -330,7 +332,9 @@ class KVScheduler:
         """Returns this step's work for the workers."""
         loads = self.loading.take()
         handed_over, self._handed_over = self._handed_over, {}
-        if (made := self._plan_step(StepView(output), loads, handed_over)) is None:
+        planned: list[Save] = []
+        if (made := self._plan_step(StepView(output), loads, handed_over, planned)) is None:
+            self._unsent(planned, loads)
             # They may have saves before them of blocks that a request has lost.
             return KVStoreMetadata(
                 self._namespace_json,
@@ -343,8 +347,9 @@ class KVScheduler:
 
     @guarded(None)
     def _plan_step(
-        self, step: StepView, loads: list[Load], handed_over: dict[str, float]
+        self, step: StepView, loads: list[Load], handed_over: dict[str, float], planned: list[Save]
     ) -> KVStoreMetadata | None:
+        """Returns this step's work, or None if planning it fails. `planned` gets its saves at once."""
         scheduled = step.num_scheduled_tokens
         self.cost.sent(
             sum(scheduled.values()), len(scheduled), lambda: mean_depth(scheduled, self.requests.computed)
@@ -362,15 +367,23 @@ class KVScheduler:
         lost_blocks, self._lost_blocks = self._lost_blocks.union(step.preempted), set()
         # What is lost comes first: `plan_step` saves it again.
         flushes = self.save_planner.take_flushes(step, handed_over) if self.save_planner.flushes else []
+        planned += flushes
         saves = list(self.save_planner.plan_step(step)) if self.requests.unsaved else []
+        planned += saves
         probes = self._choosing.take_probes()
         self.prefetch.step()
         self._queued_items.step()
         if self._hinted:
             self._hinted.step()
+        # After the saves, which have followed where the step's blocks come from.
         audits = self._audits.plan_step(step) if self._audits else []
         if self._proofs:
             self._differ(self._proofs.planned(audits))
+        if self.requests.retired and (loads or planned):
+            # Since this step: what is void is not begun.
+            self.save_planner.drop(planned)
+            flushes, saves = [], []
+            _void(loads)
         abandon, self._abandon_loads = self._abandon_loads, False
         namespace = self._namespace_json if loads or saves or flushes or audits or probes else None
         return KVStoreMetadata(
@@ -396,14 +409,14 @@ class KVScheduler:
         blocks, because the request hands over its prompt and some rank may not have read all of it, and what
         the decode engine must be told, if anything. Blocks that a load writes to are vLLM's own matter.
         """
+        # Taken back below. It comes first: vLLM frees the blocks, whatever fails here.
+        self._lost_blocks.add(RequestView(request).request_id)
         tracked = self.requests.forget(request)
         if tracked is None:
             self._observer.tick(idle=not self.requests)
             return False, None
         self._observer.finished(tracked.request)
         name, sending = tracked.request.request_id, tracked.sending
-        # Taken back below. It comes first, so that it also holds if something fails.
-        self._lost_blocks.add(name)
         self._audits.forget(name)
         self._differ(self._proofs.forget(name))
         self.prefetch.gone(name)
@@ -458,6 +471,14 @@ class KVScheduler:
         planner.restart(_abandon_in(self.space))
         self.requests.forget_saves()
 
+    @guarded(None)
+    def _unsent(self, saves: Iterable[Save], loads: Iterable[Load]) -> None:
+        """Follow a step of which no worker is told what it saves, but what it loads."""
+        if self.requests.retired:
+            _void(loads)
+        self.save_planner.drop(saves)
+        self._forget_saves(self.save_planner)
+
     def _start_over(self) -> None:
         space = self._namespace.space
         self._enter(space)
@@ -499,6 +520,13 @@ class KVScheduler:
         self._observer.tick(idle=True)
         self._observer.close()
         self.store.close()
+
+
+def _void(loads: Iterable[Load]) -> None:
+    """Make these loads bring nothing: without runs they fail at the workers, and are computed."""
+    for load in loads:
+        for group in load.groups:
+            group.runs, group.tiers = [], {}
 
 
 def _abandon_in(space: Space) -> Callable[[SegmentId], None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from connectors.engine.guard import otherwise
+from connectors.engine.guard import bare, otherwise
 from connectors.engine.layout import Group
 from connectors.engine.names import BlockNames
 from connectors.engine.step import RequestView
@@ -67,7 +67,7 @@ class NoHandoffs:
         """Returns all that was handed over, or None as long as something is missing."""
         return None
 
-    @otherwise(list)
+    @bare
     def last_saves(
         self,
         sending: Sending,

@@ -60,7 +60,7 @@ class Receiving:
         return True
 
     def answered(self, answer: Found | str) -> None:
-        """Take the answer: the whole prompt as found, or "missing", or "failed". Any thread may call."""
+        """Take the answer: see `Receiver.look`. Any thread may call."""
         self._answer = answer
 
     def take(self, now: float, *, ttl_s: float, again_s: float) -> Found | None:
@@ -75,6 +75,8 @@ class Receiving:
                 self.found, self._found_at = answer, now
             else:
                 self._failures = self._failures + 1 if answer == "failed" else 0
+                if answer == "refused":
+                    self._failures = _MOST_FAILURES
                 self._next = now + self._pause
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
         return self.found
@@ -160,7 +162,25 @@ class Receiver:
             receiving.answered(answer)
 
     def look(self, names: Sequence[bytes], tokens: int) -> Found | str:
-        """Returns all that `tokens` leading tokens need, or "missing", or "failed". Runs on a call thread."""
+        """Returns all that `tokens` leading tokens need, or "missing", or "failed", or "refused": nothing of
+        its writer's is loaded here (kvstore.store.writers). Runs on a call thread."""
+        failed = self._space.writers.failed()
+        if failed and self._refused(names, tokens):
+            return "refused"
+        found = self._look(names, tokens)
+        # What has just been hidden, and evicted, would not be met again.
+        return "refused" if found == "missing" and self._space.writers.failed() - failed else found
+
+    def _refused(self, names: Sequence[bytes], tokens: int) -> bool:
+        """Returns whether something of the prompt is there, and hidden because of who wrote it."""
+        for number, rule in enumerate(self._rules):
+            if rule.reach == "prefix":
+                packed = self._names.packed(names, number, rule.needed(tokens))
+                if self._space.match(packed, fresh=True).reason in ("writer_failed", "quarantined"):
+                    return True
+        return False
+
+    def _look(self, names: Sequence[bytes], tokens: int) -> Found | str:
         last = [
             self._names.packed(names, number, rule.needed(tokens)[-1:])
             for number, rule in enumerate(self._rules)

@@ -73,10 +73,16 @@ class KVWrites:
         self.give_up()
 
     def begin_step(
-        self, lost_blocks: Container[str], handed_over: Mapping[str, float], flushes: Iterable[Save]
+        self,
+        lost_blocks: Container[str],
+        handed_over: Mapping[str, float],
+        flushes: Iterable[Save],
+        *,
+        hold: bool = False,
     ) -> None:
         """Follow requests that have lost their blocks or hand over their prompts, and start the last saves of
-        those that have ended. See KVStoreMetadata."""
+        those that have ended. See KVStoreMetadata. `hold`: what can wait is tried again by
+        this step's `start` only, after its comparisons, which need room, too."""
         now = time.monotonic()
         self._handed_over.update({name: now + seconds for name, seconds in handed_over.items()})
         # Before anything is tried again: a model runner may have written to blocks that were handed out.
@@ -88,15 +94,23 @@ class KVWrites:
                 self._drop(save)
             else:
                 rest.append(save)
-        self.start(rest)
+        self._take(rest)
+        if not hold:
+            self._retry()
 
     def start(self, saves: Iterable[Save]) -> None:
         """Copy the blocks to staging and queue their writes, as far as there is room. For every step."""
-        for save in self._mine(saves):
+        self._take(self._mine(saves))
+        self._retry()
+
+    def _take(self, saves: Iterable[Save]) -> None:
+        for save in saves:
             (self._waiting if save.blocks_stay else self._going).append(save)
         while self._going:
             if not self._start(save := self._going.popleft()):
                 self._drop(save)
+
+    def _retry(self) -> None:
         while self._waiting:
             if (began := self._start(self._waiting[0])) is False:
                 break

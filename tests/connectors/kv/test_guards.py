@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,22 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 
 from vllm.v1.request import RequestStatus
 
+from connectors.ahead.prefetch import NoPrefetch
 from connectors.engine import contents
+from connectors.engine.step import RequestView
 from connectors.kv import save
+from connectors.kv.events import NoEvents
 from connectors.kv.namespace import CurrentNamespace
+from connectors.kv.planner import SavePlanner
+from connectors.kv.proving.proofs import Proofs
 from connectors.kv.scheduler import KVScheduler
 from connectors.kv.worker.reads import KVReads
+from connectors.telemetry.spans import NoSpans
 from tests.connectors.broken import How, Planted, break_follower
 from tests.connectors.kv.bed import TOKENS, Bed, page
+from tests.connectors.kv.world import half
+from tests.fake_vllm import FakeRequest
+from tests.store.world import make_store, open_space
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -236,3 +245,88 @@ def test_a_request_whose_saves_can_not_be_planned_is_not_saved_and_nobody_else_w
         assert faults["SavePlanner._plan_request"] == 1
         assert bed.stored(other) >= BLOCKS and bed.wrong(other) == bed.wrong(same) == []
         assert {what for what, count in held(bed.half._scheduler).items() if count} == set()
+
+
+def test_a_step_that_fails_behind_its_saves_keeps_no_block_busy(
+    tmp_path: Path, stored: Stored, monkeypatch: pytest.MonkeyPatch, faults: Counter[str]
+) -> None:
+    left = [1]
+
+    plan_step = SavePlanner.plan_step
+
+    def plans(self: SavePlanner, step: Any) -> Any:
+        saves = plan_step(self, step)
+        if saves and left:
+            left.pop()
+            monkeypatch.setattr(Proofs, "__len__", raises)
+        return saves
+
+    def raises(self: Proofs) -> int:
+        monkeypatch.undo()
+        raise Planted("its saves are planned, and nobody hears of them")
+
+    monkeypatch.setattr(SavePlanner, "plan_step", plans)
+    with Bed(stored.copy(tmp_path / "store"), **SETTINGS) as bed:
+        bed.request(prompt(7), 20)
+        bed.run()
+        assert faults["KVScheduler._plan_step"] == 1
+        again = bed.request([*prompt(7), 5], 20)
+        assert bed.scheduler.reset_prefix_cache(reset_connector=False)
+        bed.run()
+        bed.drain()
+        bed.step()
+        assert bed.stored(again) >= BLOCKS and bed.wrong(again) == []
+        assert {what for what, count in held(bed.half._scheduler).items() if count} == set()
+
+
+def test_blocks_are_lost_whatever_fails_at_a_requests_end(
+    tmp_path: Path, stored: Stored, monkeypatch: pytest.MonkeyPatch, faults: Counter[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise Planted("forget")
+
+    with Bed(stored.copy(tmp_path / "store"), **SETTINGS) as bed:
+        scheduler: KVScheduler = bed.half._scheduler
+        request = bed.request(prompt(7), 20)
+        bed.step()
+        monkeypatch.setattr(scheduler.requests, "forget", fails)
+        assert scheduler.request_finished(request, [[]]) == (False, None)
+        assert request.request_id in scheduler._lost_blocks
+
+
+def test_what_a_follower_overrides_is_what_makes_it_forget(tmp_path: Path, faults: Counter[str]) -> None:
+    called = []
+
+    class Events(NoEvents):
+        def forget(self) -> None:
+            called.append("events")
+
+        def take(self) -> Any:
+            raise Planted("take")
+
+    class Prefetch(NoPrefetch):
+        def restart(self) -> None:
+            called.append("prefetch")
+
+        def step(self) -> None:
+            raise Planted("step")
+
+    class Spans(NoSpans):
+        def restart(self) -> None:
+            called.append("spans")
+
+        def finished(self, request_id: str) -> None:
+            raise Planted("finished")
+
+    store = make_store(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("connectors.kv.scheduler.open_prefetch", lambda _: Prefetch())
+        engine = half(store, open_space(store)).requests._engine
+        engine = replace(engine, one_node=True)
+        made = KVScheduler(store, open_space(store), engine, events=Events(), spans=lambda _: Spans())
+    called.clear()
+    made.prefetch.step()
+    made._observer.take_events()
+    made._observer.finished(RequestView(FakeRequest("r", [1])))
+    assert called == ["prefetch", "events", "spans"]
+    store.close()

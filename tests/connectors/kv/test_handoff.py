@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -31,10 +32,11 @@ from connectors.engine.step import RequestView
 from connectors.kv.handoff.handoffs import Handoffs, open_handoffs
 from connectors.kv.messages import KVStoreMetadata, Save
 from connectors.kv.requests import Keeper
+from connectors.kv.save import Saving
 from connectors.kv.scheduler import KVScheduler
 from kvstore.errors import TransientError
 from kvstore.index.redis.index import RedisIndex
-from kvstore.keys import SegmentId, block_key, digest, digests, new_segment_id, salt_id
+from kvstore.keys import SegmentId, block_key, digest, digests, new_segment_id, salt_id, writer_id
 from kvstore.rules.prefix import PrefixRule
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -420,6 +422,40 @@ def test_nobody_waits_for_an_index_that_fails(scheduler: Any, store: Store, spac
     engine.on_new_request(request)
     assert ask(engine, request) == (0, False)
     assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.parametrize("standing", ["failed", "refused"])
+def test_nobody_waits_for_a_writer_that_is_not_loaded_from(
+    scheduler: Any, store: Store, space: Space, standing: Any
+) -> None:
+    object.__setattr__(store.settings.kv, "handoff_wait_s", 60.0)
+    engine, request = scheduler(), given(list(range(20)))
+    own, writer = store.backends.writer.name, "the prefill engine"
+    store.backends.writer.adopt(writer)
+    space.save(slots(handoffs(space).names.of(block_names(request), 20)))
+    store.backends.writer.adopt(own)
+    space.writers.believe(writer_id(writer), standing)
+    began = time.monotonic()
+    engine.on_new_request(request)
+    assert ask(engine, request) == (0, False)
+    assert time.monotonic() - began < 30.0
+
+
+def test_last_saves_that_fail_leave_no_block_busy(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, faults: Counter[str]
+) -> None:
+    plan = Saving.plan
+
+    def fails(self: Saving, *given: Any, **more: Any) -> Any:
+        plan(self, *given, **more)
+        raise RuntimeError("its segments are planned, and nobody hears of them")
+
+    engine, request = scheduler(), made(list(range(20)), {"do_remote_decode": True})
+    monkeypatch.setattr(Saving, "plan", fails)
+    assert prefilled(engine, request, 20) == []
+    assert engine.saving.under_way == 0 and not engine.saving._busy
+    assert faults["SavePlanner._plan_request"] == 1
+    assert finish(engine, request) == (False, None)
 
 
 def test_an_aborted_wait_leaves_nothing(scheduler: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
+from connectors.kv.choosing import Choosing
 from connectors.kv.messages import Compared, Wrong
 from connectors.kv.scheduler import KVScheduler
 from kvstore.index.port import Run
@@ -20,7 +22,7 @@ from kvstore.store.writers.known import MOST_REFUSED
 from schemas.records import PartRecord, SegmentRecord
 from tests.connectors.groups import TOKENS
 from tests.connectors.kv.world import answer, half, tell
-from tests.fake_vllm import FakeRequest, step
+from tests.fake_vllm import FakeBlocks, FakeRequest, step
 from tests.store.world import chain, make_store, match, open_space, slots
 from tests.waiting import PATIENCE_S, until
 
@@ -251,3 +253,46 @@ def test_a_verdict_of_others_is_known_without_a_comparison(
     good = written("good")
     store.index.judge(space.id, good, "alike", by=writer_id("somebody"), stands=False)
     assert ask(half_of(), "first")[1] == 6 * TOKENS
+
+
+def test_a_load_declined_for_another_reason_joins_nothing_unproven(half_of: Any, written: Any) -> None:
+    writer = written("a writer")
+    scheduler = half_of()
+    choosing: Any = next(one for one in scheduler.followers if isinstance(one, Choosing))
+    decide = choosing.decide
+    choosing.decide = lambda *a, **k: replace(decide(*a, **k), tokens=0, why="too_few")
+    tokens = ask(scheduler, "first")[1]
+    assert tokens == 0 and not scheduler._proofs
+    assert not any(scheduler.requests.get("first").progress.runs)
+    scheduler.space.writers.believe(writer, "proven")
+    ask(scheduler, "second")
+    assert any(scheduler.requests.get("second").progress.runs)
+
+
+def test_a_step_that_finds_out_that_nobody_agrees_begins_nothing(half_of: Any, written: Any) -> None:
+    own, other = half_of(), FakeRequest("own", [*range(20, 24)])
+    own.on_new_request(other)
+    assert answer(own, other)[0] == 0
+    own.space.writers.believe(written("a writer"), "proven")
+    loaded, tokens = ask(own, "loaded")
+    assert tokens == 6 * TOKENS
+    written("another", chain(50, 51))
+    doubted = FakeRequest("doubted", [50, 51, 77])
+    own.on_new_request(doubted)
+    assert answer(own, doubted)[0] == 0 and own._proofs
+    own.update_state_after_alloc(loaded, FakeBlocks([1, 2, 3, 4, 5, 6]), tokens)
+    planned: list[Any] = []
+    plan = own.saving.plan
+
+    def plans(*given: Any, **more: Any) -> Any:
+        planned.extend(made := plan(*given, **more))
+        return made
+
+    own.saving.plan = plans
+    own._proofs.distrusts_itself = lambda: True
+    own._proofs.planned = lambda _: [Wrong("doubted", 0, 0, HASHES[:1])]
+    work = step(own, (other, 4 * TOKENS))
+    assert planned and own.requests.retired and work.abandon_loads and work.saves == []
+    assert own.saving.under_way == 0 and not own.saving._busy
+    assert [group.runs for load in work.loads for group in load.groups] == [[]]
+    assert [group.tables for load in work.loads for group in load.groups] == [{0: [1, 2, 3, 4, 5, 6]}]

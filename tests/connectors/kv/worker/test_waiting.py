@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the connectors' tests need the full
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
 from connectors.kv.connector import KVStoreConnector
-from connectors.kv.messages import KVStoreMetadata, Save
+from connectors.kv.messages import KVStoreMetadata, Load, Save
 from connectors.kv.worker.worker import KVWorker
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.keys import block_key, digest, new_segment_id
@@ -119,6 +119,30 @@ def test_saves_are_tried_in_order_and_dropped_with_their_blocks(
     never, other = save("never", 1), save("b", 2)
     worker.writes.start([never, other])
     assert (dropped[-1], begun[-1], worker.writes.waiting_blocks) == (never, other, 0)
+
+
+def test_comparisons_find_room_before_what_can_wait(
+    worker: KVWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    room = [False]
+    monkeypatch.setattr(
+        worker.writes, "_start", lambda one: begun.append(one.request_id) or True if room[0] else False
+    )
+    monkeypatch.setattr(worker.audits, "start", lambda audits: begun.append(audits[0].request_id))
+    worker.writes.start([save("waits", 1)])
+    room[0] = True
+    made: Any = object.__new__(KVStoreConnector)
+    made._worker = worker
+    work = KVStoreMetadata(
+        saves=[save("saves", 3)],
+        flushes=[save("flushed", 2, stays=False)],
+        audits=[Load("compared", [])],
+    )
+    made._get_connector_metadata = lambda: work
+    made.handle_preemptions(work)
+    made.wait_for_save()
+    assert begun == ["flushed", "compared", "waits", "saves"]
 
 
 def test_nothing_is_stored_behind_what_a_request_loses_when_it_ends(
