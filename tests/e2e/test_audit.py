@@ -80,6 +80,8 @@ def test_blocks_that_were_stored_wrong_are_found_evicted_and_explained(
     assert "differed from what the engine computed" in causes["wrong"] and "audit" in causes["evicted"], (
         causes
     )
-    # What was stored, and what was computed in its place, are both still there for whoever looks into it.
-    there = {path.name.split(".")[0] for path in segment_files(tmp_path / "payloads")}
-    assert spoiled <= there and len(there) >= 5
+    # What was stored, and what was computed in its place, both lie beside the payloads for whoever looks into
+    # it, and no lister serves them.
+    assert spoiled.isdisjoint(path.name.split(".")[0] for path in segment_files(tmp_path / "payloads"))
+    there = {path.name.split(".")[0] for path in segment_files(tmp_path / "payloads" / "evidence")}
+    assert spoiled <= there and len(there) >= 4

@@ -158,8 +158,12 @@ def test_roles(text_model: Path, expected: dict[str, Any], tmp_path: Path, store
         engine.reset_prefix_cache()
         [again] = engine.generate([LONG])
         assert again.external_tokens == 0
-        engine.idle(0.1)
-        assert worker_counters(engine)["save_blocks{present}"] == 31
+
+        def found_present() -> bool:
+            engine.idle(0.1)
+            return worker_counters(engine).get("save_blocks{present}") == 31
+
+        until(found_present)
     assert check_store(config)["blocks"] == 31
     with Engine(text_model, kv=config, kv_role="kv_consumer", log_path=tmp_path / "3.log") as engine:
         [warm] = engine.generate([LONG])

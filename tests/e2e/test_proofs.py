@@ -18,10 +18,10 @@ pytestmark = pytest.mark.engine
 
 LENGTH = 200
 #: The honest writer is not the first: before it the reader agrees with nobody.
-WRITERS = ("replaced", "honest", *WEIGHTS, "other_attention", "dummy")
+WRITERS = ("replaced", "honest", *WEIGHTS, "other_attention")
 #: Those that differ so much that they fail. A coarser dtype and a slightly wrong kernel are nearer: they
 #: prove nothing, and nothing of theirs is loaded. An audit would tolerate both.
-FAIL = ("replaced", "quantised", "dead_lane", "dummy")
+FAIL = ("replaced", "quantised", "dead_lane")
 PROVES = {PROVE: "1"}
 
 
@@ -61,8 +61,7 @@ def test_no_token_comes_from_an_engine_that_computes_something_else(
             folder = folder_of(model("text", 1), name, tmp_path / name, text.name)
         elif name in WEIGHTS:
             folder = folder_of(text, name, tmp_path / name)
-        more = {"load_format": "dummy"} if name == "dummy" else {}
-        with Engine(folder, kv=config, env=PROVES, log_path=tmp_path / f"{name}.log", **more) as engine:
+        with Engine(folder, kv=config, env=PROVES, log_path=tmp_path / f"{name}.log") as engine:
             if name == "other_attention":
                 engine.evaluate(OTHER_ATTENTION)
             engine.generate([one])
