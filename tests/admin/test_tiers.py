@@ -405,8 +405,8 @@ def test_what_to_do_about_each_failure_of_a_bucket(
         def close(self) -> None:
             pass
 
+    monkeypatch.setattr("kvstore.admin.doctor.payloads.open_probe", lambda settings: closing(Broken()))
     with Cache(load_settings(tree, {})) as cache:
-        cache.__dict__["payloads"] = Broken()
         report = doctor(cache, sources, mounts="")
     [check] = named(report, "payloads")
     assert (check.state, check.found) == ("problem", str(error))

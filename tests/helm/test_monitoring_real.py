@@ -345,6 +345,7 @@ UNSEEN = {
     "kvstore_janitor_scrubbed_evicted_segments_total",
     "kvstore_janitor_scrubbed_payloads_total",
     "kvstore_janitor_step_done_total",
+    "vllm:kvstore_kv_failed_writers",
     "vllm:kvstore_ec_fetched_items_total",
     "vllm:kvstore_ec_prefetched_segments_total",
     "vllm:kvstore_kv_loaded_blocks_total",

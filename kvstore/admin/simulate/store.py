@@ -33,6 +33,7 @@ from kvstore.format.segment import ALIGN
 from kvstore.index.contract import minute, saved_minute
 from kvstore.index.eviction import MINUTE_S, watermarks
 from kvstore.index.sessions import HIGH_S, LONGEST_RETAINED_S, LOW_S, Priority
+from kvstore.store.sessions import SESSION_SHARE, UNSALTED_SHARE
 
 #: Bytes of the header of a segment of KV blocks: its own part, and that of each slot.
 _HEADER_BYTES = 1000
@@ -139,7 +140,10 @@ class StoreReplay:
         self._segments: list[_Segment] = []
         #: What is known of sessions, by space and session.
         self._sessions: dict[tuple[int, int], _Session] = {}
-        self._most_retained = int(capacity * rules.retained_share)
+        # A trace names no salts.
+        retained = int(capacity * rules.retained_share)
+        self._most_retained = int(retained * UNSALTED_SHARE)
+        self._most_of_session = int(retained * SESSION_SHARE)
         self._retained_bytes = 0
         #: A heap of (until when something is retained, number of the segment, its space).
         self._expiries: list[tuple[int, int, int]] = []
@@ -248,14 +252,17 @@ class StoreReplay:
 
     def _retain(self, segments: Sequence[_Segment], session: int, until_s: int, space: int) -> None:
         """Retains segments until then, heads first, until one finds no room."""
-        full = False
+        full, own = False, self._sessions[space, session].saved
+        mine = sum(one.nbytes for one in own if one.living and one.until_s and one.session == session)
         for segment in segments:
             upto_s = until_s
             if not segment.until_s:
                 full = full or self._retained_bytes + segment.nbytes > self._most_retained
+                full = full or mine + segment.nbytes > self._most_of_session
                 if full:
                     continue
                 self._retained_bytes += segment.nbytes
+                mine += segment.nbytes
                 # Of what is retained the last use is known to the minute.
                 segment.minute = int(segment.minute)
             elif segment.session != session:

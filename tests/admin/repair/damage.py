@@ -36,6 +36,7 @@ from kvstore.keys import (
     namespace_id,
     new_segment_id,
     payload_name,
+    writer_id,
 )
 from schemas.namespace import GroupSpec, Namespace, Parallel
 from schemas.records import SegmentRecord
@@ -361,6 +362,7 @@ class World:
             raw_bytes=sum(len(content(namespace, key, 0)) for key in keys) if ranks == 1 else 0,
             cost_us=1024 * len(keys),
             salt=salt,
+            writer=writer_id("a test"),
         )
         payloads = tuple(b"".join(each.buffers) for each in encoded)
         done = Written(namespace, segment, tuple(keys), payloads, one)

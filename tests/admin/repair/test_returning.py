@@ -212,7 +212,7 @@ def test_an_erasure_takes_what_is_kept_as_evidence(here: Region) -> None:
         assert erase(cache, Target(salt=salt_id("bob")), apply=True).state == "erased"
         assert len(cache.evidence.copies(NAME)) == 2
         assert erase(cache, Target(salt=ALICE), apply=True).state == "erased"
-        assert cache.evidence.copies(NAME) == []
+        assert cache.evidence.copies(NAME) and not any(one.nbytes for one in cache.evidence.copies(NAME))
 
 
 def test_refusals_that_nobody_understands_let_nothing_in(here: Region) -> None:
