@@ -72,7 +72,7 @@ _MOST_PROVING = 256
 _HOPELESS = frozenset(
     {
         "corrupt", "missing", "namespace_mismatch", "unsigned", "unknown_key", "newer_format", "permission",
-        "elsewhere", "quarantined", "closed",
+        "other_region", "quarantined", "closed",
     }
 )  # fmt: skip
 

@@ -41,7 +41,7 @@ MISSES: Final[Mapping[str, Reason]] = {
     "missing": Reason("its payload was not there", fault=True),
     "quarantined": Reason("the engine had found its segment unusable before"),
     "permission": Reason("the backend refused", fault=True),
-    "elsewhere": Reason("the bucket is in another region than the settings say", fault=True),
+    "other_region": Reason("the bucket is in another region than the settings say", fault=True),
     "capacity": Reason("the engine had no queue space or staging memory for it"),
     "window": Reason("a window or a state that other layers need at that place was not there"),
     "below_threshold": Reason(

@@ -19,6 +19,8 @@ from tests.faults.ground import HASTY, Ground, ids, later, segment_of
 #: A capacity into which less than half of what a ground holds at first fits. No number of its segments lies
 #: between the two marks of eviction: one that was interrupted there would be over.
 FEW_BYTES = 45_000
+#: The writer of a segment whose ranks are two processes: an engine's ranks have one name.
+TWO_RANKS = "an engine of two ranks"
 #: Grace times are kept in whole seconds, rounded up.
 DUE_S = 1.4
 
@@ -52,11 +54,13 @@ def _save_two(ground: Ground) -> None:
 
 def _save_first(ground: Ground) -> None:
     with ground.store(**HASTY) as store:
+        store.backends.writer.adopt(TWO_RANKS)
         ground.save(store, "two", 100, ranks=[0] if not ground.attempt else [0, 1])
 
 
 def _save_second(ground: Ground) -> None:
     with ground.store(**HASTY) as store:
+        store.backends.writer.adopt(TWO_RANKS)
         ground.save(store, "two", 100, ranks=[1])
 
 

@@ -253,7 +253,7 @@ _MISSES = Row(
                 ),
             ),
             "Segments per second that could not be saved. capacity: Redis at maxmemory, or a full disk. "
-            "permission: an access key or a policy. elsewhere: the bucket is in another region. The "
+            "permission: an access key or a policy. other_region: the bucket is in another region. The "
             "others pass by themselves, or with the backend.",
             stack=True,
             alerts=("KVStoreSavesFailing", "KVStoreNoRoom"),

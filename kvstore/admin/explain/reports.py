@@ -33,7 +33,7 @@ Cause = Literal[
     "unavailable",
     "throttled",
     "permission",
-    "elsewhere",
+    "other_region",
     "capacity",
     "closed",
     "error",

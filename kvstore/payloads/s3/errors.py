@@ -48,7 +48,7 @@ class Redirected(PermissionDenied):
     The honest case is a bucket in another region.
     """
 
-    reason = "elsewhere"
+    reason = "other_region"
 
 
 #: Code for an object that is not there, in a bucket that is.

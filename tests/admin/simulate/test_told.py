@@ -103,8 +103,8 @@ def test_what_is_retained_stays_until_it_is_over(tmp_path: Path) -> None:
     assert find() == 0
     retain = line(60, "a", [], retain=600)
     assert find(retain) == 2, "what it shares with another, too"
-    assert find(retain, share=0.25) == 1, "its head: there is no room for more"
-    assert find(retain, share=0.2) == 0
+    assert find(retain, share=0.5) == 1, "its head: a session has no room for more"
+    assert find(retain, share=0.4) == 0
     assert find(retain, at_s=661) == 0, "it is over"
     assert find(retain, line(70, "a", [], end=True)) == 1, "what is not its own is not let go"
     assert find(line(60, "a", [], retain=601), at_s=590) == 2

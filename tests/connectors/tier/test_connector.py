@@ -233,12 +233,17 @@ def test_a_load_is_a_use(tmp_path: Path) -> None:
     stored(tmp_path, A)
     with engine(tmp_path) as one:
         store, space = one.tier._store, one.tier._lookups._space
-        [before] = store.maintenance.segments(space.id)
-        object.__setattr__(store.backends, "clock", lambda: time.time() + 7200)
+        [listing] = store.maintenance.segments(space.id)
+        used, touch = [], store.index.touch
+
+        def watched(namespace: Any, segments: Any) -> None:
+            touch(namespace, segments)
+            used.extend(segments)
+
+        store.index.touch = watched
         one.serve("r1", A)
         assert store.transfers.drain(PATIENCE_S)
-        [after] = store.maintenance.segments(space.id)
-        assert after.last_use_s - before.last_use_s > 7000
+        assert used == [listing.segment]
 
 
 def test_a_tier_filter_leaves_the_store_alone(tmp_path: Path) -> None:

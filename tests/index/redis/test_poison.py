@@ -30,7 +30,7 @@ from kvstore.store.space import Space
 from kvstore.store.store import Store
 from tests.servers.redis import RedisServer
 from tests.store.world import chain, content, fetch, match, open_space, slots
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.servers
 
@@ -404,5 +404,6 @@ def test_it_costs_its_own_namespace_misses_and_others_nothing(
     failing = {step.step: step.problem for step in steps if step.failing}
     assert not failing
     hashes = world.chain(1, 50)
-    world.bad.save(slots(hashes))
+    # What is forbidden until this second is saved in the next.
+    until(lambda: world.bad.save(slots(hashes)).outcome == "stored")
     assert fetch(world.bad, hashes, match(world.bad, hashes)) == [content(one) for one in hashes]

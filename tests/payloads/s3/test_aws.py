@@ -120,7 +120,7 @@ class TestRegions:
         with at(f"{URL}?region=us-west-2") as payloads, pytest.raises(PermissionDenied) as caught:
             CALLS[call](payloads)
         assert "the bucket is in region eu-central-1: name it with ?region=eu-central-1" in str(caught.value)
-        assert caught.value.reason == "elsewhere"
+        assert caught.value.reason == "other_region"
 
     @pytest.mark.parametrize("call", CALLS)
     def test_a_bucket_that_is_not_there(self, moto_aws: Aws, user: Key, call: str) -> None:
