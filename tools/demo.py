@@ -155,8 +155,8 @@ def _image(config: dict[str, Any], folder: Path, report: Report, notes: Console)
 
 
 def _warm_up(engine: Engine) -> None:
-    """Sends a first request, of eight blocks, which pays for much in a process that has nothing to do with the
-    cache. In the second engine it also proves the first one: what nobody has compared yet is computed."""
+    """Sends a first request, of eight blocks, which pays for much in a process that has nothing to do with
+    the cache. In the second engine it also proves the first one: what nobody has compared yet is computed."""
     engine.generate([{"prompt_token_ids": random_tokens(8 * BLOCK + 1, seed=9)}], max_tokens=2)
     engine.idle(0.5)
 
