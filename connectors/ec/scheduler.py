@@ -88,7 +88,7 @@ class ECScheduler:
         self._first = space.namespace
         self._staging = StagingFolder(settings.ec.staging_dir, settings.ec.staging_bytes)
         self._promises = Promises(self._staging, engine.hidden)
-        #: What each hook guards by itself.
+        #: The followers that each hook guards one by one.
         self.followers = followers = Followers(store.counters)
         self._announcements = followers.guard(Announcements(engine.media))
         self._observer = followers.guard(ECObserver(store, followers), ECObserver.restart)
@@ -423,7 +423,7 @@ class ECScheduler:
         """Returns this step's work for the workers."""
         loads, self._loads = self._loads, {}
         if (made := self._plan_step(StepView(output), loads)) is None:
-            # What it was to save is not made by any later step.
+            # No later step makes the outputs that this one was to save.
             for unsent in (self._saves, self._saves_held, self._savers):
                 unsent.clear()
             return ECStoreMetadata(self._namespace_json, loads)

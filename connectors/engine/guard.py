@@ -95,7 +95,7 @@ class Followers:
 
 
 class _Guard:
-    """What stands between a follower and its callers, on any thread."""
+    """Stands between a follower and its callers, on any thread."""
 
     def __init__(
         self, follower: object, counters: Counters, forget: Callable[[object], object] | None

@@ -138,7 +138,7 @@ class Loading:
             tracked.uses_of = match.runs
             tracked.uses = self._sessions.matched(tracked.hints, tracked.progress.salt, match.runs)
         # Blocks that this engine is saving, or another has saved since, are left out when saves are planned.
-        # What nobody has compared yet stays beside what this engine writes, whether it pays or not.
+        # A segment that nobody has compared yet is not replaced, whether its load pays or not.
         joinable = tracked.sending is None and not (unproven or audited)
         joinable = joinable and not self._space.writers.unproven(chain.from_iterable(match.runs))
         tracked.progress.found(match.stored, match.runs if joinable else ())

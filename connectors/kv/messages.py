@@ -94,7 +94,7 @@ class Save:
     salt: SaltId = NO_SALT
     #: The request's session.
     session: SessionId = NO_SESSION
-    #: What it replaces: it begins with blocks that are stored already.
+    #: The segments that it replaces: it begins with blocks that are stored already.
     joins: Joins = NOTHING_JOINED
 
     @property

@@ -92,7 +92,7 @@ class KVScheduler:
     ) -> None:
         """`handoffs` and `events` are None if prompts aren't handed over, or nobody listens to KV events."""
         self.store = store
-        #: What each hook guards by itself.
+        #: The followers that each hook guards one by one.
         self.followers = followers = Followers(store.counters)
         self.handoffs = followers.guard(handoffs or NoHandoffs())
         self.cost = followers.guard(TokenCost(), TokenCost.restart)

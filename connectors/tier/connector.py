@@ -108,7 +108,7 @@ class KVStoreTier(SecondaryTierManager):
         self._store = store = open_for(settings, "offloading tier", namespace)
         space = store.open(namespace, block_bytes=primary.row_bytes)
         self._namespace_id = space.id
-        #: What each hook guards by itself; that a job which has ended is reported stands bare.
+        #: The followers that each hook guards one by one; that a job which has ended is reported stands bare.
         self._followers = followers = Followers(store.counters)
         self._lookups = followers.guard(Lookups(space, rows=primary.rows), Lookups.restart)
         self._loads = Loads(space, primary, self._jobs, segment_chunks)

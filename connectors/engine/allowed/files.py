@@ -84,7 +84,7 @@ def _way_to(path: Path, links: int = 0) -> Iterator[tuple[Path, float]]:
             yield step, seen.st_ctime
             yield from _way_to(step.parent / step.readlink(), links + 1)
         elif seen.st_ctime > seen.st_mtime:
-            # What is put into a folder changes both of its times; a new name for it, only this one.
+            # A file put into a folder changes both of its times; a rename of the folder changes only this.
             yield step, seen.st_ctime
 
 

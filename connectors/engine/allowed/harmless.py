@@ -278,8 +278,8 @@ OF_RANKS = frozenset(
     }
 )  # fmt: skip
 
-#: What has no part in an encoder's output: it is made before the first layer of the language model, on one
-#: rank. An engine that only encodes and one that only generates differ in most of it.
+#: Sections without a part in an encoder's output, which one rank makes before the language model's first
+#: layer. An engine that only encodes and one that only generates differ in most of it.
 NOT_OF_ITEMS = frozenset(
     {
         "AttentionConfig", "AuxOutputConfig", "CacheConfig", "EngramConfig", "DiffusionConfig", "LoRAConfig",

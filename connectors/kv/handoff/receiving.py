@@ -168,7 +168,7 @@ class Receiver:
         if failed and self._refused(names, tokens):
             return "refused"
         found = self._look(names, tokens)
-        # What has just been hidden, and evicted, would not be met again.
+        # A segment that was just hidden and evicted would not be met again.
         return "refused" if found == "missing" and self._space.writers.failed() - failed else found
 
     def _refused(self, names: Sequence[bytes], tokens: int) -> bool:

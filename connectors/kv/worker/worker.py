@@ -57,7 +57,8 @@ class KVWorker:
         self._tier_states = TierStates(store, self._tally, f"{{{place.number}}}")
         asked = store.settings.kv.staging_bytes
         self.memory = KVMemory(groups, segment_blocks, asked or room or STAGING_BYTES)
-        #: What each hook guards by itself. A load that was sent is started, and its end reported, bare.
+        #: The followers that each hook guards one by one. A load that was sent is started, and its end
+        #: reported, bare.
         self.followers = Followers(store.counters)
         self.reads = KVReads(
             store, self.memory, place, self._tally, by_request=by_request, followers=self.followers
