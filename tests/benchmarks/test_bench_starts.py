@@ -29,6 +29,8 @@ def test_a_prefix_that_all_compute_at_once_is_put_once(
     assert cold["scripts"] <= CLIENTS * (1 + SEGMENTS) + 10 * SEGMENTS
     assert warm["outcomes"] == {"loaded": CLIENTS * SEGMENTS}
     assert (warm["puts"], warm["gets"]) == (0, CLIENTS * SEGMENTS)
-    assert warm["scripts"] == 2 * CLIENTS
+    # A match, a touch, and a look at the verdicts about the writers that it meets. A script that the server
+    # does not have yet is sent once more.
+    assert 2 * CLIENTS <= warm["scripts"] <= 4 * CLIENTS
     table = capsys.readouterr().out
     assert all(what in table for what in rows)

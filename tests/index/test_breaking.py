@@ -16,7 +16,7 @@ from kvstore.index.breaking import BreakingIndex
 from kvstore.index.port import EngineIndex, Outcome
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import NO_SALT, namespace_id, new_segment_id, session_id
+from kvstore.keys import NO_SALT, namespace_id, new_segment_id, session_id, writer_id
 from kvstore.testing import IndexConformance, NoteConformance, SessionConformance
 from schemas.settings import BreakerSettings
 
@@ -48,6 +48,8 @@ class TestSessionsBehindTheBreaker(SessionConformance):
         return SqliteIndex(self.path, **settings)
 
 
+WRITER = writer_id("a start")
+
 VERBS: dict[str, Callable[[BreakingIndex], object]] = {
     "register": lambda index: index.register(namespace(), expected_blocks=1),
     "match": lambda index: index.match(namespace_id(namespace()), chain(1)),
@@ -71,6 +73,8 @@ VERBS: dict[str, Callable[[BreakingIndex], object]] = {
     "sketch_bits": lambda index: index.sketch_bits(
         namespace_id(namespace()), now_s=CREATED_S, window_s=60.0, sketch_bytes=1024
     ),
+    "verdicts": lambda index: index.verdicts(namespace_id(namespace()), [WRITER]),
+    "judge": lambda index: index.judge(namespace_id(namespace()), WRITER, "alike", by=WRITER, stands=False),
 }
 
 
