@@ -5,7 +5,7 @@ ARGS ?=
 SECONDS ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick test test-quick check audit fuzz generated docs demo advise faults soak bench bench-peers clean
+.PHONY: help setup setup-quick test test-quick check audit fuzz generated docs demo advise faults soak bench bench-peers gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ bench: setup ## costs of match, load and save as ratios to bare calls
 bench-peers: setup ## beside vLLM's tiers, LMCache and Mooncake: half an hour (ARGS="--rounds 1 --variants Mooncake")
 	@$(PYTHON) -m tests.benchmarks.peers.install
 	@.cache/peers/venv/bin/python -m tests.benchmarks.peers --json .benchmarks/peers.json --svg .benchmarks/peers.svg $(ARGS)
+
+gpu: ## the copies on a CUDA device, by this machine's own torch and triton; without one ARGS=--fake
+	@python3 -m trials.gpu $(ARGS)
 
 clean: ## remove .venv, .cache and everything built
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

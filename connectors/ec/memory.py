@@ -13,14 +13,16 @@ All of it is locked once, at the start. On the CPU there is none of this (connec
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from connectors.ec.messages import StagedItem
 from connectors.engine.tensors import SAFETENSORS_DTYPES, TORCH_DTYPES, Chunk, Staging, awaited_event
 from kvstore.errors import ConfigError
-from schemas.settings import Settings
+
+if TYPE_CHECKING:
+    from connectors.ec.messages import StagedItem
+    from schemas.settings import Settings
 
 #: Steps of encoder outputs as wide as the language model that there is room for, in each direction: two in
 #: flight, of up to twice that width.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,15 +116,19 @@ class Staging:
 
 
 def _lock_pages(memory: torch.Tensor) -> None:
-    """Lock the pages of host memory, for copies by the GPU. Raises ValueError if the driver refuses.
+    """Lock the pages of host memory, for copies by the GPU, as long as it lives. Raises ValueError if the
+    driver refuses.
 
     torch's own pinned memory is rounded up to a power of two."""
-    answer = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    runtime = torch.cuda.cudart()
+    answer = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(answer) != 0:
         raise ValueError(
             f"staging_bytes: {memory.nbytes} bytes of host memory can't be locked for the GPU (CUDA error "
             f"{int(answer)}); is `ulimit -l` or the container's memory too small?"
         )
+    # Memory that is freed and still locked can't be locked again by whoever gets its addresses.
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 @dataclass(slots=True)

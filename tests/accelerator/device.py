@@ -11,7 +11,8 @@ Freed memory is poisoned in the order of the stream on which it was allocated, w
 which another tensor may legally get it: a missing `record_stream` shows. Nothing runs in a finalizer, which
 the garbage collector may call in the middle of an operation; it only leaves a note.
 
-A module is put on this device by replacing its name `torch` with `Accelerator.torch`.
+A module is put on this device by replacing its name `torch` with `Accelerator.torch`, as `on` does. This
+module does without vLLM, since trials/gpu runs where there is none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -352,8 +354,15 @@ class Accelerator:
         return Tensor(raw, self, "device")
 
     def register(self, pointer: int, size: int, flags: int = 0) -> int:
-        """cudaHostRegister."""
+        """cudaHostRegister, which refuses what is registered already."""
+        if any(pointer < one.stop and one.start < pointer + size for one in self._registered):
+            return 712
         self._registered.append(range(pointer, pointer + size))
+        return 0
+
+    def unregister(self, pointer: int) -> int:
+        """cudaHostUnregister."""
+        self._registered = [one for one in self._registered if one.start != pointer]
         return 0
 
     def is_registered(self, raw: torch.Tensor) -> bool:
@@ -453,7 +462,9 @@ class _Torch:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        cudart = SimpleNamespace(cudaHostRegister=accelerator.register, cudaHostUnregister=lambda pointer: 0)
+        cudart = SimpleNamespace(
+            cudaHostRegister=accelerator.register, cudaHostUnregister=accelerator.unregister
+        )
         self.cuda = SimpleNamespace(
             Stream=lambda *_, **__: Stream(accelerator),
             Event=lambda *, blocking=False, **_: Event(accelerator, blocking),
@@ -480,3 +491,15 @@ class _Torch:
         if make is not torch.empty:
             made.copy_(Tensor(raw, self._accelerator, "pageable"))
         return made
+
+
+@contextlib.contextmanager
+def on(accelerator: Accelerator) -> Iterator[None]:
+    """Put all modules of the connectors on this device."""
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("connectors.") and getattr(module, "torch", None) is torch:
+                stack.enter_context(mock.patch.object(module, "torch", accelerator.torch))
+        # Without its kernel, which is for real memory, torch copies what no view joins.
+        stack.enter_context(mock.patch.dict(sys.modules, {"connectors.engine.paging.kernel": None}))
+        yield

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import threading
 import time
 import traceback
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory as ECFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -47,6 +45,7 @@ from connectors.choice.cost import Prefill, TokenCost
 from connectors.engine.shards import Place
 from connectors.kv.messages import CUT
 from kvstore.payloads.memory import MemoryPayloads
+from tests.accelerator import device
 from tests.accelerator.configs import DRAFTS, configured, of_rank
 from tests.accelerator.contents import Chain
 from tests.accelerator.device import Accelerator, Stream
@@ -67,19 +66,13 @@ PATIENCE_S = 120.0
 
 @contextlib.contextmanager
 def on(accelerator: Accelerator) -> Iterator[None]:
-    """Put all modules of the connectors on this device."""
+    """Put all modules of the connectors on this device, in an engine."""
 
     class Backend:
         get_name = staticmethod(lambda: "FAKE")
 
-    with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("connectors.") and getattr(module, "torch", None) is torch:
-                stack.enter_context(mock.patch.object(module, "torch", accelerator.torch))
-        # Without its kernel, which is for real memory, torch copies what no view joins.
-        stack.enter_context(mock.patch.dict(sys.modules, {"connectors.engine.paging.kernel": None}))
-        utils = "vllm.distributed.kv_transfer.kv_connector.utils"
-        stack.enter_context(mock.patch(f"{utils}.get_current_attn_backends", lambda *_: [Backend]))
+    utils = "vllm.distributed.kv_transfer.kv_connector.utils"
+    with device.on(accelerator), mock.patch(f"{utils}.get_current_attn_backends", lambda *_: [Backend]):
         yield
 
 

@@ -1,0 +1,1 @@
+"""Trials on hardware that the tests do without. Nothing of this is shipped."""
