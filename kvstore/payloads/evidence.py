@@ -2,19 +2,21 @@
 
     evidence/<payload name>              a payload that was condemned, or the same blocks as another engine
                                          computed them
-    evidence/<namespace>/00/<zeros>.256  what of the namespace may not come back (schemas.evidence)
+    evidence/<namespace>/<..>/<id>.256   what of the namespace may not come back (schemas.evidence)
 
 Both are a payload store of their own inside the shared one, so `parse_payload_name` takes none of their
-names where payloads are listed. The copy of a condemned payload comes first and says by its name that the
-segment may not come back; then the segment is evicted and its payloads are deleted. A crash in between
-leaves payloads that nobody brings back.
+names where payloads are listed. An empty object under a condemned payload's name comes first and says that
+the segment may not come back; the copy takes its place, if there is one. Then the segment is evicted and its
+payloads are deleted. A crash in between leaves payloads that nobody brings back.
 
-Copies last a week, and as long as there is room for them. What the refusals say lasts for ever, as an
-erasure does, and is small.
+Copies last a week, and as long as there is room for them. Refusals last for ever, as an erasure does, and
+are small. Each is an object of its own, named by what it says and never changed or deleted: of two erasures
+at the same time neither can take the other's away, and no listing can pass both by.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ from typing import Final
 from pydantic import ValidationError
 
 from kvstore.errors import CorruptPayload
-from kvstore.keys import NamespaceId, SaltId, SegmentId, parse_payload_name, payload_name
+from kvstore.keys import SEGMENT_ID_BYTES, NamespaceId, SaltId, SegmentId, parse_payload_name, payload_name
 from kvstore.payloads.port import Listed, PayloadStore
+from kvstore.threads.each import for_each
 from schemas.evidence import RefusalsObject
 
 #: The folder, or the part of a key, below which evidence lies.
@@ -34,11 +37,12 @@ KEPT_S: Final = 7 * 86400.0
 MOST_COPIES: Final = 1000
 MOST_BYTES: Final = 4 << 30
 
-#: The refusals' place among the names of payloads. No rank of a segment has this number.
-_REFUSALS: Final = SegmentId(bytes(8))
+#: The refusals' rank among the names of payloads. No rank of a segment has this number.
 _REFUSALS_RANK: Final = 256
-#: The most bytes of refusals that are read: some 200,000 salts.
+#: The most bytes of one that are read: some 200,000 salts.
 _MOST_REFUSALS_BYTES: Final = 16 << 20
+#: Refusals that are read side by side.
+_JOBS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,29 +91,41 @@ class Evidence:
         self, namespace: NamespaceId, erased_s: Mapping[SaltId, float], invalidated_s: float = 0.0
     ) -> None:
         """From now on what was created until then, under these salts or with NO_SALT at all, may not come
-        back. What was refused before stays so. Of two that do this at once one may be forgotten."""
+        back. What was refused before stays so, and is not said again."""
         barred = self.of(namespace)
-        known = dict(barred.erased_s)
-        for salt, until in erased_s.items():
-            known[salt] = max(until, known.get(salt, 0.0))
+        news = {salt: until for salt, until in erased_s.items() if until > barred.erased_s.get(salt, -1.0)}
+        if not news and invalidated_s <= barred.invalidated_s:
+            return
         stored = RefusalsObject(
-            erased_s={salt.hex(): until for salt, until in known.items()},
-            invalidated_s=max(invalidated_s, barred.invalidated_s),
+            erased_s={salt.hex(): until for salt, until in news.items()}, invalidated_s=invalidated_s
         )
         text = stored.model_dump_json().encode()
-        self.payloads.put(payload_name(namespace, _REFUSALS, _REFUSALS_RANK), [memoryview(text)])
+        name = SegmentId(hashlib.sha256(text).digest()[:SEGMENT_ID_BYTES])
+        self.payloads.put(payload_name(namespace, name, _REFUSALS_RANK), [memoryview(text)])
 
     def of(self, namespace: NamespaceId) -> Barred:
         """Returns what of a namespace may not come back. Raises CorruptPayload if the refusals can't be
         understood: then nothing of it may."""
-        condemned, refusals = set(), RefusalsObject(erased_s={}, invalidated_s=0.0)
+        condemned, refusals = set(), []
         for one in self.payloads.list(f"{namespace}/"):
             if (segment := _copied(one)) is not None:
                 condemned.add(segment)
-            elif one.name == payload_name(namespace, _REFUSALS, _REFUSALS_RANK):
-                refusals = self._read_refusals(one)
-        erased_s = {SaltId(bytes.fromhex(salt)): until for salt, until in refusals.erased_s.items()}
-        return Barred(frozenset(condemned), erased_s, refusals.invalidated_s)
+            elif one.name.endswith(f".{_REFUSALS_RANK}"):
+                refusals.append(one)
+        erased_s, invalidated_s = dict[SaltId, float](), 0.0
+        lock = threading.Lock()
+
+        def read(one: Listed) -> None:
+            nonlocal invalidated_s
+            said = self._read_refusals(one)
+            with lock:
+                invalidated_s = max(invalidated_s, said.invalidated_s)
+                for salt, until in said.erased_s.items():
+                    name = SaltId(bytes.fromhex(salt))
+                    erased_s[name] = max(until, erased_s.get(name, until))
+
+        for_each(read, refusals, _JOBS)
+        return Barred(frozenset(condemned), erased_s, invalidated_s)
 
     def copies(self, namespace: NamespaceId) -> list[Listed]:
         """Returns the payloads that are kept of a namespace."""

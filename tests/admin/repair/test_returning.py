@@ -6,8 +6,10 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.remove import drop
@@ -23,22 +25,27 @@ from kvstore.keys import SaltId, SegmentId, namespace_id, parse_payload_name, pa
 from kvstore.payloads.evidence import KEPT_S
 from kvstore.store.space import Space
 from kvstore.store.store import Store
+from tests.servers.redis import RedisServer
 from tests.store.world import chain, match, namespace, open_space, put_faults, slots
 from tests.waiting import until
 
 A = chain(*range(4))
-ALICE = salt_id("alice")
+ALICE, BOB = salt_id("alice"), salt_id("bob")
 NAME = namespace_id(namespace())
 
 
 class Region:
-    """A folder of payloads, and an index in a file of its own."""
+    """A folder of payloads, and an index of its own: a file in it, or Redis' database `url` in some shards."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, url: str = "", shards: int = 1) -> None:
         self.folder = folder
+        self.url = url
         self.engines: list[Store] = []
         self.payloads = folder / "payloads"
-        self.settings = {"payloads": f"file://{self.payloads}", "index": f"sqlite://{folder}/index.sqlite"}
+        self.settings: dict[str, Any] = {"payloads": f"file://{self.payloads}"}
+        self.settings["index"] = url or f"sqlite://{folder}/index.sqlite"
+        if url:
+            self.settings["redis"] = {"timeout_s": 60.0, "connect_timeout_s": 60.0, "shards": shards}
 
     def open(self) -> Space:
         """The space of a new engine, which remembers nothing."""
@@ -54,6 +61,8 @@ class Region:
         return Cache(load_settings(self.settings, environ={}))
 
     def lose_the_index(self) -> None:
+        if self.url:
+            redis.Redis.from_url(self.url).flushdb()
         for end in ("", "-wal", "-shm"):
             Path(f"{self.folder}/index.sqlite{end}").unlink(missing_ok=True)
 
@@ -73,22 +82,33 @@ class Region:
         shutil.copytree(self.payloads, other.payloads, dirs_exist_ok=True)
 
 
-def opened(folder: Path) -> Iterator[Region]:
-    folder.mkdir()
-    region = Region(folder)
-    yield region
-    for engine in region.engines:
-        engine.close()
+@pytest.fixture(
+    params=["sqlite", *(pytest.param(kind, marks=pytest.mark.servers) for kind in ("redis", "shards"))]
+)
+def regions(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Region]]:
+    made = []
+    for number, name in enumerate(("here", "there")):
+        url = ""
+        if request.param != "sqlite":
+            server: RedisServer = request.getfixturevalue("redis_server")
+            url = f"{server.url.rpartition('/')[0]}/{number}"
+        (tmp_path / name).mkdir()
+        made.append(Region(tmp_path / name, url, 3 if request.param == "shards" else 1))
+        made[-1].lose_the_index()
+    yield made
+    for region in made:
+        for engine in region.engines:
+            engine.close()
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Region]:
-    yield from opened(tmp_path / "here")
+def here(regions: list[Region]) -> Region:
+    return regions[0]
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[Region]:
-    yield from opened(tmp_path / "there")
+def there(regions: list[Region]) -> Region:
+    return regions[1]
 
 
 def save(region: Region, salt: SaltId = SaltId(b"")) -> SegmentId:
@@ -205,11 +225,37 @@ def test_what_was_erased_is_not_brought_back_after_the_index_was_lost(here: Regi
         assert here.served() == 0
 
 
+def test_of_two_erasures_at_the_same_time_neither_is_forgotten(
+    here: Region, there: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(here, ALICE)
+    others = chain(*range(10, 14))
+    here.open().save(slots(others), salt=BOB)
+    here.copy_to(there)
+    with here.cache() as cache:
+        put = cache.evidence.payloads.put
+
+        def late(name: str, buffers: Sequence[memoryview]) -> None:
+            """The other one begins and ends between what this one has read and what it puts."""
+            monkeypatch.undo()
+            with here.cache() as other:
+                assert erase(other, Target(salt=BOB), apply=True).state == "erased"
+            put(name, buffers)
+
+        monkeypatch.setattr(cache.evidence.payloads, "put", late)
+        assert erase(cache, Target(salt=ALICE), apply=True).state == "erased"
+    # From a backup.
+    there.copy_to(here)
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == here.served(others) == 0
+
+
 def test_an_erasure_takes_what_is_kept_as_evidence(here: Region) -> None:
     save(here, ALICE)
     condemn(here)
     with here.cache() as cache:
-        assert erase(cache, Target(salt=salt_id("bob")), apply=True).state == "erased"
+        assert erase(cache, Target(salt=BOB), apply=True).state == "erased"
         assert len(cache.evidence.copies(NAME)) == 2
         assert erase(cache, Target(salt=ALICE), apply=True).state == "erased"
         assert cache.evidence.copies(NAME) and not any(one.nbytes for one in cache.evidence.copies(NAME))
@@ -221,10 +267,12 @@ def test_refusals_that_nobody_understands_let_nothing_in(here: Region) -> None:
         cache.evidence.refuse(NAME, {ALICE: 5.0})
         cache.evidence.refuse(NAME, {ALICE: 4.0, SaltId(b""): 1.0}, 7.0)
         cache.evidence.refuse(NAME, {}, 6.0)
+        cache.evidence.refuse(NAME, {ALICE: 5.0}, 7.0)
         barred = cache.evidence.of(NAME)
         assert (barred.erased_s, barred.invalidated_s) == ({ALICE: 5.0, SaltId(b""): 1.0}, 7.0)
-    (object_,) = [name for name in here.names() if name.endswith(".256")]
-    (here.payloads / object_).write_text('{"format": 2}')
+    said = sorted(name for name in here.names() if name.endswith(".256"))
+    assert len(said) == 2
+    (here.payloads / said[0]).write_text('{"format": 2}')
     with here.cache() as cache, pytest.raises(CorruptPayload, match="nothing of its namespace comes back"):
         cache.evidence.of(NAME)
     here.lose_the_index()
