@@ -87,6 +87,10 @@ class Evidence:
         self.payloads.put(name, buffers)
         return f"{EVIDENCE}/{name}"
 
+    def deny(self, name: str) -> None:
+        """From now on what has this name here may not come back."""
+        self.payloads.put(name, [memoryview(b"")])
+
     def refuse(
         self, namespace: NamespaceId, erased_s: Mapping[SaltId, float], invalidated_s: float = 0.0
     ) -> None:

@@ -19,7 +19,7 @@ from kvstore.admin.repair.fsck import fsck
 from kvstore.admin.repair.gc import gc
 from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
-from kvstore.conformance.faulty import Plan, Rule
+from kvstore.conformance.faulty import Plan, Rule, Verb
 from kvstore.errors import CorruptPayload
 from kvstore.keys import SaltId, SegmentId, namespace_id, parse_payload_name, payload_name, salt_id
 from kvstore.payloads.evidence import KEPT_S
@@ -35,7 +35,7 @@ NAME = namespace_id(namespace())
 
 
 class Region:
-    """A folder of payloads, and an index of its own: a file in it, or Redis' database `url` in some shards."""
+    """A folder of payloads, and an index of its own: a file in it, or the database `url` of Redis."""
 
     def __init__(self, folder: Path, url: str = "", shards: int = 1) -> None:
         self.folder = folder
@@ -118,14 +118,15 @@ def save(region: Region, salt: SaltId = SaltId(b"")) -> SegmentId:
     return run.segment
 
 
-def condemn(region: Region, *plan: Rule) -> SegmentId:
-    """As an audit does that finds something else than it has computed."""
+def condemn(region: Region, plan: Plan | None = None) -> Space:
+    """As an audit does that finds something else than it has computed. Returns its engine's space."""
     space = region.open()
     (run,) = match(space, A).runs
-    if plan:
-        put_faults(space.backends.payloads, Plan(*plan))
+    if plan is not None:
+        put_faults(space.backends.payloads, plan)
+        put_faults(space.backends.evidence.payloads, plan)
     space.condemn(run.segment, run.record, rank=0, computed=slots(chain(7, 8)), depth=0)
-    return run.segment
+    return space
 
 
 def test_what_an_audit_condemned_is_served_by_no_index_that_is_made_of_the_payloads(
@@ -151,6 +152,30 @@ def test_what_an_audit_condemned_is_served_by_no_index_that_is_made_of_the_paylo
     assert there.served() == 0
 
 
+@pytest.mark.parametrize("verbs", [("read",), ("put",), ("delete",), ("read", "put", "delete")], ids="+".join)
+def test_what_is_condemned_while_the_payload_store_refuses_is_served_nowhere(
+    here: Region, there: Region, verbs: tuple[Verb, ...]
+) -> None:
+    segment = save(here)
+    here.copy_to(there)
+    there.follow()
+    plan = Plan(Rule("transient", verbs))
+    space = condemn(here, plan)
+    assert here.served() == 0
+    plan.replace()
+    # The engine goes on, and the store answers again.
+    assert space.save(slots(chain(20, 21))).outcome == "stored"
+    here.copy_to(there)
+    there.follow()
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == there.served() == 0
+    there.lose_the_index()
+    there.follow()
+    assert there.served() == 0
+    assert f"evidence/{payload_name(NAME, segment, 0)}" in here.names()
+
+
 def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Region) -> None:
     segment = save(here)
     stored = (here.payloads / payload_name(NAME, segment, 0)).read_bytes()
@@ -169,7 +194,7 @@ def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Re
 
 def test_a_payload_that_can_not_be_deleted_is_not_served_either(here: Region) -> None:
     segment = save(here)
-    condemn(here, Rule("permission", ("delete",)))
+    condemn(here, Plan(Rule("permission", ("delete",))))
     assert payload_name(NAME, segment, 0) in here.names()
     here.lose_the_index()
     here.rebuild()
