@@ -336,7 +336,8 @@ class Space:
         try:
             return read()
         except PayloadMissing as exc:
-            if is_late(run.record, self.backends.settings, self.backends.clock()):
+            index = self.backends.maintenance
+            if is_late(run.record, self.backends.settings, lambda: index.now(self.id)):
                 raise PayloadLate(f"{exc}; it may still be on its way") from exc
             raise
 
