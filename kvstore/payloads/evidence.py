@@ -3,15 +3,17 @@
     evidence/<payload name>              a payload that was condemned, or the same blocks as another engine
                                          computed them
     evidence/<namespace>/<..>/<id>.256   what of the namespace may not come back (schemas.evidence)
+    evidence/<namespace>/<..>/<writer id>.99999
+                                         empty: the writer has failed
 
-Both are a payload store of their own inside the shared one, so `parse_payload_name` takes none of their
+All are a payload store of their own inside the shared one, so `parse_payload_name` takes none of their
 names where payloads are listed. An empty object under a condemned payload's name comes first and says that
 the segment may not come back; the copy takes its place, if there is one. Then the segment is evicted and its
 payloads are deleted. A crash in between leaves payloads that nobody brings back.
 
-Copies last a week, and as long as there is room for them. Refusals last for ever, as an erasure does, and
-are small. Each is an object of its own, named by what it says and never changed or deleted: of two erasures
-at the same time neither can take the other's away, and no listing can pass both by.
+Copies last a week, and as long as there is room for them. Failed writers and refusals last for ever, as an
+erasure does, and are small. Each refusal is an object of its own, named by what it says and never changed or
+deleted: of two erasures at the same time neither can take the other's away, and no listing can pass both by.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ from typing import Final
 from pydantic import ValidationError
 
 from kvstore.errors import CorruptPayload
-from kvstore.keys import SEGMENT_ID_BYTES, NamespaceId, SaltId, SegmentId, parse_payload_name, payload_name
+from kvstore.keys import (
+    SEGMENT_ID_BYTES,
+    NamespaceId,
+    SaltId,
+    SegmentId,
+    WriterId,
+    parse_payload_name,
+    payload_name,
+)
 from kvstore.payloads.port import Listed, PayloadStore
 from kvstore.threads.each import for_each
 from schemas.evidence import RefusalsObject
@@ -37,8 +47,9 @@ KEPT_S: Final = 7 * 86400.0
 MOST_COPIES: Final = 1000
 MOST_BYTES: Final = 4 << 30
 
-#: The refusals' rank among the names of payloads. No rank of a segment has this number.
+#: The ranks of refusals and of failed writers among the names of payloads. No segment has as many.
 _REFUSALS_RANK: Final = 256
+_WRITER_RANK: Final = 99_999
 #: The most bytes of one that are read: some 200,000 salts.
 _MOST_REFUSALS_BYTES: Final = 16 << 20
 #: Refusals that are read side by side.
@@ -51,6 +62,8 @@ class Barred:
 
     #: Segments that an audit condemned.
     condemned: frozenset[SegmentId]
+    #: Writers that have failed.
+    failed: frozenset[WriterId]
     #: Salt, or NO_SALT for all of the namespace -> until when what was erased was created, unix seconds.
     erased_s: Mapping[SaltId, float]
     #: Until when what was invalidated was created, likewise; 0: nothing was.
@@ -110,12 +123,14 @@ class Evidence:
     def of(self, namespace: NamespaceId) -> Barred:
         """Returns what of a namespace may not come back. Raises CorruptPayload if the refusals can't be
         understood: then nothing of it may."""
-        condemned, refusals = set(), []
+        condemned, failed, refusals = set(), set(), []
         for one in self.payloads.list(f"{namespace}/"):
             if (segment := _copied(one)) is not None:
                 condemned.add(segment)
             elif one.name.endswith(f".{_REFUSALS_RANK}"):
                 refusals.append(one)
+            elif (parsed := parse_payload_name(one.name)) is not None and parsed[2] == _WRITER_RANK:
+                failed.add(WriterId(parsed[1]))
         erased_s, invalidated_s = dict[SaltId, float](), 0.0
         lock = threading.Lock()
 
@@ -129,7 +144,7 @@ class Evidence:
                     erased_s[name] = max(until, erased_s.get(name, until))
 
         for_each(read, refusals, _JOBS)
-        return Barred(frozenset(condemned), erased_s, invalidated_s)
+        return Barred(frozenset(condemned), frozenset(failed), erased_s, invalidated_s)
 
     def copies(self, namespace: NamespaceId) -> list[Listed]:
         """Returns the payloads that are kept of a namespace."""
@@ -170,6 +185,11 @@ class Evidence:
                 f"{EVIDENCE}/{one.name} says what may not come back, and can't be understood ({problem}): "
                 "nothing of its namespace comes back until that object is repaired or deleted"
             ) from None
+
+
+def writer_denial(namespace: NamespaceId, writer: WriterId) -> str:
+    """Returns the name of what says that a writer's segments may not come back (Evidence.deny)."""
+    return payload_name(namespace, SegmentId(writer), _WRITER_RANK)
 
 
 def _copied(one: Listed) -> SegmentId | None:

@@ -152,6 +152,8 @@ class Intake:
         barred = self._returns.barred(name, segment, record)
         if barred == "condemned":
             raise Erased("an audit here found that it is wrong")
+        if barred == "failed":
+            raise Erased("its writer has failed here: others compute something else")
         if barred is not None:
             raise Erased("its tenant or salt was erased here, and what was computed before stays so")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 import redis
 
+from kvstore.admin.archive.export import export
+from kvstore.admin.archive.import_ import import_archive
+from kvstore.admin.archive.wanted import EVERYTHING
 from kvstore.admin.backends import Cache
+from kvstore.admin.curate.plan import plan as planned
 from kvstore.admin.remove import drop
 from kvstore.admin.remove.erase import Target, erase
 from kvstore.admin.repair.follow import PayloadFollower
@@ -21,7 +26,7 @@ from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
 from kvstore.conformance.faulty import Plan, Rule, Verb
 from kvstore.errors import CorruptPayload
-from kvstore.keys import SaltId, SegmentId, namespace_id, parse_payload_name, payload_name, salt_id
+from kvstore.keys import SaltId, SegmentId, WriterId, namespace_id, parse_payload_name, payload_name, salt_id
 from kvstore.payloads.evidence import KEPT_S
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -174,6 +179,41 @@ def test_what_is_condemned_while_the_payload_store_refuses_is_served_nowhere(
     there.follow()
     assert there.served() == 0
     assert f"evidence/{payload_name(NAME, segment, 0)}" in here.names()
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_what_a_failed_writer_wrote_is_served_by_no_index_that_is_made_of_the_payloads(
+    here: Region, there: Region, refused: int
+) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, planned(cache, []), archive)
+    here.copy_to(there)
+    there.follow()
+    assert there.served() == 4
+    space = here.open()
+    (run,) = match(space, A).runs
+    by, index = WriterId(b"one more"), space.backends.index
+    assert index.judge(NAME, WriterId(run.record.writer), "differs", by=by, stands=False) == "disputed"
+    plan = Plan(Rule("transient", ("put",), times=refused))
+    put_faults(space.backends.evidence.payloads, plan)
+    space.settle(run, "differs")
+    space.backends.transfers.drain(60.0)
+    assert plan.injected.total() == refused
+    other = chain(20, 21)
+    assert space.save(slots(other)).outcome == "stored"
+    here.lose_the_index()
+    here.rebuild()
+    with here.cache() as cache:
+        fsck(cache, repair=True, clock=lambda: time.time() + 1e6)
+    assert (here.served(), here.served(other)) == (0, 2)
+    here.copy_to(there)
+    there.follow()
+    assert (there.served(), there.served(other)) == (0, 2)
+    archive.seek(0)
+    report = import_archive(archive, there.engines[-1], source="-", wanted=EVERYTHING)
+    assert report.ended == "complete" and there.served() == 0
 
 
 def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Region) -> None:
