@@ -421,6 +421,8 @@ class ECScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> ECStoreMetadata:
         """Returns this step's work for the workers."""
+        if self._space is not None and self._space.writers.own_failed:
+            self._distrust(self._space)
         loads, self._loads = self._loads, {}
         if (made := self._plan_step(StepView(output), loads)) is None:
             # No later step makes the outputs that this one was to save.
@@ -457,6 +459,8 @@ class ECScheduler:
                 self._promises.taken(key)
             for key, alike in meta.compared.items():
                 self._compared(key, alike)
+            if self._space is not None and "refused" in meta.saved.values():
+                self._space.was_refused()
             self._observer.heard(meta)
 
     def take_stats(self) -> Report | None:

@@ -22,6 +22,7 @@ from kvstore.index.sqlite.evictions import evict, evict_incomplete
 from kvstore.index.sqlite.journal import Writing
 from kvstore.index.sqlite.recency import count_as_used
 from kvstore.index.sqlite.rows import NamespaceNumbers, account, invalidated_generations
+from kvstore.index.verdicts import STATES
 from kvstore.keys import DIGEST_BYTES, NO_SESSION, SegmentId, SessionId, split_digests
 from schemas.records import SegmentRecord, pack_head, pack_part, unpack_record
 
@@ -60,7 +61,8 @@ class RankCommit:
         part = pack_part(self.record, self.record.parts[0])
         row = self._one("SELECT key, checksum, record FROM segments", self.place.generation)
         until = self._forbidden_until()
-        if created <= until or (until >= 0 and said > now + CLOCKS_DIFFER_S):
+        forbidden = created <= until or (until >= 0 and said > now + CLOCKS_DIFFER_S)
+        if forbidden or self._has_failed():
             evict_incomplete(self.db, self.place, self.segment, 0.0)
             return CommitState.REFUSED
         if row:
@@ -103,6 +105,16 @@ class RankCommit:
             (self.place.key, self.record.salt),
         ).fetchone()
         return int(until)
+
+    def _has_failed(self) -> bool:
+        """Returns whether its writer has failed (kvstore.index.verdicts). A verdict that is too old to hold
+        refuses it all the same: it is a start of long ago."""
+        query = (
+            "SELECT 1 FROM writers AS w JOIN namespaces AS n ON n.id = w.namespace "
+            "WHERE n.key = ? AND w.id = ? AND w.state = ?"
+        )
+        failed = STATES.index("failed")
+        return self.db.execute(query, (self.place.key, self.record.writer, failed)).fetchone() is not None
 
     def _is_gone(self) -> bool:
         """Returns whether the segment was evicted or invalidated meanwhile."""

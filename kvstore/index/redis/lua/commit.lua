@@ -65,7 +65,9 @@ local function enter()
 end
 
 local salt = salt_of(agreement, 1)
-if is_forbidden(salt, said, now) then
+-- A verdict that is too old to hold refuses the writer all the same: it is a start of long ago.
+local verdict = redis.call('HGET', prefix .. 'writers', writer_of(agreement, 1))
+if is_forbidden(salt, said, now) or verdict and string.byte(verdict) == 2 then
   give_up(segment)
   release()
   return REFUSED
