@@ -278,7 +278,7 @@ def test_the_workers_find_what_they_were_handed_though_its_file_is_gone(
 def test_what_was_promised_under_several_names_is_loaded_under_each(
     opened: Any, engine: Any, brings: Any
 ) -> None:
-    """vLLM asks for all items of a request before it makes room for any, and ends over one that is missing."""
+    """vLLM asks for all items of a request before it makes room for any; over one that lacks then, it ends."""
     store = opened()
     put(open_space(store), "cat")
     one = engine(store)
@@ -293,10 +293,10 @@ def test_what_was_promised_under_several_names_is_loaded_under_each(
     one.half.build_connector_meta(FakeStep())
     # Another request of the same pass asks for it after it was handed over, and it is aborted, too.
     for request in (of("r", "x", "y"), of("s", "z")):
-        indices = range(len(request.mm_features))
         assert one.half.ensure_cache_available(request, 0)
-        assert all([one.half.has_cache_item(request.mm_features[i].identifier) for i in indices])
-        for i in indices:
+        for feature in request.mm_features:
+            assert one.half.has_cache_item(feature.identifier)
+        for i in range(len(request.mm_features)):
             one.half.update_state_after_alloc(request, i)
         one.finish(request)
     loads = one.half.build_connector_meta(FakeStep()).loads
