@@ -16,7 +16,7 @@ erasure does, and is small.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -115,21 +115,21 @@ class Evidence:
         """Returns the payloads that are kept of a namespace."""
         return [one for one in self.payloads.list(f"{namespace}/") if _copied(one) is not None]
 
-    def trim(self, live: PayloadStore, now_s: float) -> list[Listed]:
-        """Deletes copies that are too old, and the oldest ones where there are too many; returns them.
+    def trim(self, live: PayloadStore, now_s: float) -> Iterator[Listed]:
+        """Deletes copies that are too old, and the oldest ones where there are too many; yields each of them
+        as it has gone.
 
         `live` are the payloads that are served: what is left there of a segment goes before its copy, which
         has kept it from coming back.
         """
         copies = [one for one in self.payloads.list() if _copied(one) is not None]
-        gone, nbytes = [], 0
+        nbytes = 0
         for number, one in enumerate(sorted(copies, key=lambda one: -one.modified_s)):
             nbytes += one.nbytes
             if number >= MOST_COPIES or nbytes > MOST_BYTES or one.modified_s <= now_s - KEPT_S:
                 live.delete([left.name for left in live.list(f"{one.name.rpartition('.')[0]}.")])
-                gone.append(one)
-        self.payloads.delete([one.name for one in gone])
-        return gone
+                self.payloads.delete([one.name])
+                yield one
 
     def close(self) -> None:
         """Releases what was opened. Idempotent."""

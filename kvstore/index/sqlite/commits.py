@@ -81,8 +81,8 @@ class RankCommit:
 
     def _again(self, row: tuple[Any, ...], agreed: bytes, part: bytes) -> CommitState:
         """Answers for a segment that was committed before: an answer got lost, or the index is being rebuilt.
-        Writes the entries once more that lead to no other visible segment, which repairs those that were lost,
-        and counts nothing twice."""
+        Writes once more the entries that lead to no other visible segment, which repairs those that were
+        lost, and counts nothing twice."""
         key, checksum, packed = row
         head = len(agreed) - len(checksum)
         size = (len(packed) - head) // self.ranks

@@ -278,7 +278,7 @@ def test_the_workers_find_what_they_were_handed_though_its_file_is_gone(
 def test_what_was_promised_under_several_names_is_loaded_under_each(
     opened: Any, engine: Any, brings: Any
 ) -> None:
-    """vLLM asks for all items of a request before it makes room for any; over one that lacks then, it ends."""
+    """vLLM asks for all items of a request before it makes room for any. One that lacks then ends it."""
     store = opened()
     put(open_space(store), "cat")
     one = engine(store)
