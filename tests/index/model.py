@@ -307,19 +307,25 @@ class Space:
         return [segment for segment, owner in self.owner.items() if owner == session]
 
     def session(
-        self, session: SessionId, segments: list[SegmentId], minute: float, hint: Hint, allowance: Allowance
+        self,
+        session: SessionId,
+        segments: list[SegmentId],
+        minute: float,
+        hint: Hint,
+        allowance: Allowance,
+        until_s: float,
     ) -> HintEffect:
-        """What is told of a session; `hint.retain_until_s` is a whole number, less than a day from now."""
+        """What is told of a session; until `until_s` it retains, by the index's clock, if `hint` says so."""
         one = self.sessions.get(session) or Session()
-        if hint.retain_until_s is not None and not hint.end:
-            one.until = int(hint.retain_until_s)
+        hinted = hint.retain_s is not None and not hint.end
+        if hinted:
+            one.until = int(until_s)
         one.priority = hint.priority or one.priority
         one.ended = hint.end
         if hint.end:
             one.until = 0
         asked = list(dict.fromkeys(segments))
         passed = [segment for segment in asked if segment in self.records]
-        hinted = hint.retain_until_s is not None and not hint.end
         some = passed + [each for each in self.own(session) if hinted and each not in passed]
         for segment in some:
             early = 60 if one.priority == "low" and self.owner.get(segment) == session else 0
