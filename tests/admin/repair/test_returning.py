@@ -24,7 +24,16 @@ from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.errors import CorruptPayload
-from kvstore.keys import SaltId, SegmentId, namespace_id, parse_payload_name, payload_name, salt_id
+from kvstore.index.maintenance import Listing
+from kvstore.keys import (
+    NamespaceId,
+    SaltId,
+    SegmentId,
+    namespace_id,
+    parse_payload_name,
+    payload_name,
+    salt_id,
+)
 from kvstore.payloads.evidence import KEPT_S
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -233,6 +242,31 @@ def test_what_is_imported_after_an_invalidation_stays_and_comes_back_like_any_ot
         here.rebuild()
         assert here.served() == 0
         there.lose_the_index()
+
+
+def test_what_is_imported_while_a_follower_looks_stays(here: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, plan(cache, []), archive)
+        assert drop.invalidate(cache, NAME, apply=True).applied
+        assert drop.drop(cache, NAME, apply=True, now=True).state == "erased"
+        last_s = cache.evidence.of(NAME).invalidated_s
+    until(lambda: time.time() > last_s + 1)
+    here.open().save(slots(chain(7, 8)))
+    with here.cache() as cache:
+        index = cache.made_index()
+        segments = index.segments
+
+        def imported_meanwhile(name: NamespaceId) -> Iterator[Listing]:
+            yield from segments(name)
+            archive.seek(0)
+            import_archive(archive, here.engines[-1], source="-", wanted=EVERYTHING)
+            yield from segments(name)
+
+        monkeypatch.setattr(index, "segments", imported_meanwhile)
+        PayloadFollower(cache).turn()
+    assert here.served() == 4
 
 
 def test_what_was_erased_is_not_brought_back_after_the_index_was_lost(here: Region, there: Region) -> None:
