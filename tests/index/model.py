@@ -167,7 +167,9 @@ class Space:
         if segment in self.records:
             right = self.agreed[segment] == this and self.records[segment].parts[rank] == one.parts[0]
             if right:
-                self._enter(segment, digests)
+                # What another visible segment serves stays its.
+                taken = {d for d, (of, _) in self.entries.items() if of != segment and of in self.records}
+                self._enter(segment, digests, taken)
             return self._released(segment, digests, CommitState.VISIBLE if right else CommitState.REFUSED)
         parts = self.incomplete.get(segment, {})
         gone = segment in self.trash or segment in self.bygone or segment in self.stale
@@ -223,8 +225,9 @@ class Space:
         last = digests[-16:] if op == "commit" else None
         self.events.append((op, segment, digests[:16], last, one.depth, one.slots, one.nbytes, rule))
 
-    def _enter(self, segment: SegmentId, digests: bytes) -> None:
-        self.entries |= {digest: (segment, slot) for slot, digest in enumerate(split_digests(digests))}
+    def _enter(self, segment: SegmentId, digests: bytes, taken: Collection[bytes] = ()) -> None:
+        slots = enumerate(split_digests(digests))
+        self.entries |= {digest: (segment, slot) for slot, digest in slots if digest not in taken}
 
     def _released(self, segment: SegmentId, digests: bytes, state: CommitState) -> CommitState:
         if self.claims.get(digests[:16]) == segment:
