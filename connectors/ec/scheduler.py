@@ -433,6 +433,7 @@ class ECScheduler:
 
     @guarded(None)
     def _plan_step(self, step: StepView, loads: dict[str, StagedItem]) -> ECStoreMetadata | None:
+        self._promises.end_pass()
         freed = step.free_encoder_mm_hashes
         self._resident.difference_update(freed)
         for identifier in freed:
@@ -443,7 +444,6 @@ class ECScheduler:
         held, self._saves_held = self._saves_held, {}
         savers, self._savers = self._savers, {}
         proofs, self._proofs = self._proofs, {}
-        self._promises.end_pass()
         self._ahead.step()
         self._observer.tick()
         self._items.tick()

@@ -3,8 +3,10 @@
     evidence/<payload name>              a payload that was condemned, or the same blocks as another engine
                                          computed them
     evidence/<namespace>/00/<zeros>.256  what of the namespace may not come back (schemas.evidence)
+    evidence/<segment's name>.<number>   empty; number - 256: after how many invalidations the segment was
+                                         imported
 
-Both are a payload store of their own inside the shared one, so `parse_payload_name` takes none of their
+All are a payload store of their own inside the shared one, so `parse_payload_name` takes none of their
 names where payloads are listed. The copy of a condemned payload comes first and says by its name that the
 segment may not come back; then the segment is evicted and its payloads are deleted. A crash in between
 leaves payloads that nobody brings back.
@@ -16,7 +18,7 @@ erasure does, and is small.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,7 +36,7 @@ KEPT_S: Final = 7 * 86400.0
 MOST_COPIES: Final = 1000
 MOST_BYTES: Final = 4 << 30
 
-#: The refusals' place among the names of payloads. No rank of a segment has this number.
+#: The refusals' place among the names of payloads. No rank of a segment has this number, or a larger one.
 _REFUSALS: Final = SegmentId(bytes(8))
 _REFUSALS_RANK: Final = 256
 #: The most bytes of refusals that are read: some 200,000 salts.
@@ -51,6 +53,10 @@ class Barred:
     erased_s: Mapping[SaltId, float]
     #: Until when what was invalidated was created, likewise; 0: nothing was.
     invalidated_s: float
+    #: How many invalidations there were.
+    invalidations: int
+    #: Segment -> after how many of them it was imported for the last time.
+    readmitted: dict[SegmentId, int]
 
 
 class Evidence:
@@ -95,41 +101,55 @@ class Evidence:
         stored = RefusalsObject(
             erased_s={salt.hex(): until for salt, until in known.items()},
             invalidated_s=max(invalidated_s, barred.invalidated_s),
+            invalidations=barred.invalidations + (invalidated_s > 0),
         )
         text = stored.model_dump_json().encode()
         self.payloads.put(payload_name(namespace, _REFUSALS, _REFUSALS_RANK), [memoryview(text)])
+        if invalidated_s:
+            numbers = barred.readmitted.items()
+            self.payloads.delete([payload_name(namespace, one, _REFUSALS_RANK + n) for one, n in numbers])
+
+    def readmit(self, namespace: NamespaceId, segment: SegmentId, invalidations: int) -> None:
+        """From now on none of so many invalidations keeps the segment from coming back."""
+        self.payloads.put(payload_name(namespace, segment, _REFUSALS_RANK + invalidations), [memoryview(b"")])
 
     def of(self, namespace: NamespaceId) -> Barred:
         """Returns what of a namespace may not come back. Raises CorruptPayload if the refusals can't be
         understood: then nothing of it may."""
         condemned, refusals = set(), RefusalsObject(erased_s={}, invalidated_s=0.0)
+        readmitted: dict[SegmentId, int] = {}
         for one in self.payloads.list(f"{namespace}/"):
             if (segment := _copied(one)) is not None:
                 condemned.add(segment)
             elif one.name == payload_name(namespace, _REFUSALS, _REFUSALS_RANK):
                 refusals = self._read_refusals(one)
+            elif (parsed := parse_payload_name(one.name)) is not None:
+                _, segment, number = parsed
+                readmitted[segment] = max(number - _REFUSALS_RANK, readmitted.get(segment, 0))
         erased_s = {SaltId(bytes.fromhex(salt)): until for salt, until in refusals.erased_s.items()}
-        return Barred(frozenset(condemned), erased_s, refusals.invalidated_s)
+        return Barred(
+            frozenset(condemned), erased_s, refusals.invalidated_s, refusals.invalidations, readmitted
+        )
 
     def copies(self, namespace: NamespaceId) -> list[Listed]:
         """Returns the payloads that are kept of a namespace."""
         return [one for one in self.payloads.list(f"{namespace}/") if _copied(one) is not None]
 
-    def trim(self, live: PayloadStore, now_s: float) -> list[Listed]:
-        """Deletes copies that are too old, and the oldest ones where there are too many; returns them.
+    def trim(self, live: PayloadStore, now_s: float) -> Iterator[Listed]:
+        """Deletes copies that are too old, and the oldest ones where there are too many; yields each of them
+        as it has gone.
 
         `live` are the payloads that are served: what is left there of a segment goes before its copy, which
         has kept it from coming back.
         """
         copies = [one for one in self.payloads.list() if _copied(one) is not None]
-        gone, nbytes = [], 0
+        nbytes = 0
         for number, one in enumerate(sorted(copies, key=lambda one: -one.modified_s)):
             nbytes += one.nbytes
             if number >= MOST_COPIES or nbytes > MOST_BYTES or one.modified_s <= now_s - KEPT_S:
                 live.delete([left.name for left in live.list(f"{one.name.rpartition('.')[0]}.")])
-                gone.append(one)
-        self.payloads.delete([one.name for one in gone])
-        return gone
+                self.payloads.delete([one.name])
+                yield one
 
     def close(self) -> None:
         """Releases what was opened. Idempotent."""
@@ -153,6 +173,6 @@ class Evidence:
 
 
 def _copied(one: Listed) -> SegmentId | None:
-    """Returns the segment that a listed payload is a copy of; None if it holds the refusals."""
+    """Returns the segment that a listed payload is a copy of; None if it is no copy."""
     parsed = parse_payload_name(one.name)
     return parsed[1] if parsed is not None and parsed[2] < _REFUSALS_RANK else None

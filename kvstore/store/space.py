@@ -399,10 +399,13 @@ class Space:
         Never raises.
         """
         if self.backends.trace is not None:
-            now_s, until_s = self.backends.clock(), hint.retain_until_s
-            retain_s = None if until_s is None else until_s - now_s
             self.backends.trace.record_hints(
-                self.id, session, now_s, end=hint.end, retain_s=retain_s, priority=hint.priority
+                self.id,
+                session,
+                self.backends.clock(),
+                end=hint.end,
+                retain_s=hint.retain_s,
+                priority=hint.priority,
             )
         told = self._sessions.tell(session, segments, hint, salt)
         if told is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.admin.archive.export import export
+from kvstore.admin.archive.import_ import import_archive
+from kvstore.admin.archive.wanted import EVERYTHING
 from kvstore.admin.backends import Cache
+from kvstore.admin.curate.plan import plan
 from kvstore.admin.remove import drop
 from kvstore.admin.remove.erase import Target, erase
 from kvstore.admin.repair.follow import PayloadFollower
@@ -19,7 +24,16 @@ from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
 from kvstore.conformance.faulty import Plan, Rule
 from kvstore.errors import CorruptPayload
-from kvstore.keys import SaltId, SegmentId, namespace_id, parse_payload_name, payload_name, salt_id
+from kvstore.index.maintenance import Listing
+from kvstore.keys import (
+    NamespaceId,
+    SaltId,
+    SegmentId,
+    namespace_id,
+    parse_payload_name,
+    payload_name,
+    salt_id,
+)
 from kvstore.payloads.evidence import KEPT_S
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -188,6 +202,71 @@ def test_what_was_invalidated_comes_back_from_no_listing(here: Region, there: Re
         region.lose_the_index()
         again()
         assert region.served() == 4
+
+
+def test_what_is_imported_after_an_invalidation_stays_and_comes_back_like_any_other(
+    here: Region, there: Region
+) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, plan(cache, []), archive)
+
+    def invalidate() -> None:
+        with here.cache() as cache:
+            assert drop.invalidate(cache, NAME, apply=True).applied
+            assert drop.drop(cache, NAME, apply=True, now=True).state == "erased"
+        assert here.served() == 0
+
+    invalidate()
+    for _ in range(2):
+        here.open()
+        archive.seek(0)
+        report = import_archive(archive, here.engines[-1], source="-", wanted=EVERYTHING)
+        assert report.ended == "complete" and here.served() == 4
+        here.follow()
+        assert here.served() == 4
+        here.copy_to(there)
+        there.follow()
+        assert there.served() == 4
+        here.lose_the_index()
+        here.rebuild()
+        assert here.served() == 4
+        # The next invalidation covers it, even within the same second.
+        invalidate()
+        assert [name[-3:] for name in here.names()] == ["256"]
+        here.copy_to(there)
+        there.follow()
+        assert there.served() == 0
+        there.copy_to(here)
+        here.rebuild()
+        assert here.served() == 0
+        there.lose_the_index()
+
+
+def test_what_is_imported_while_a_follower_looks_stays(here: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, plan(cache, []), archive)
+        assert drop.invalidate(cache, NAME, apply=True).applied
+        assert drop.drop(cache, NAME, apply=True, now=True).state == "erased"
+        last_s = cache.evidence.of(NAME).invalidated_s
+    until(lambda: time.time() > last_s + 1)
+    here.open().save(slots(chain(7, 8)))
+    with here.cache() as cache:
+        index = cache.made_index()
+        segments = index.segments
+
+        def imported_meanwhile(name: NamespaceId) -> Iterator[Listing]:
+            yield from segments(name)
+            archive.seek(0)
+            import_archive(archive, here.engines[-1], source="-", wanted=EVERYTHING)
+            yield from segments(name)
+
+        monkeypatch.setattr(index, "segments", imported_meanwhile)
+        PayloadFollower(cache).turn()
+    assert here.served() == 4
 
 
 def test_what_was_erased_is_not_brought_back_after_the_index_was_lost(here: Region, there: Region) -> None:
