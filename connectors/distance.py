@@ -79,7 +79,9 @@ def distances(
     """Returns the distance of each block.
 
     Both are uint8 [blocks, slot bytes], each slot [layers, heads, tokens, content] of `dtype`, a safetensors
-    name. A distance is infinite where a number of one side only isn't one.
+    name. A distance is infinite where a number of one side only isn't one. In a block's last token that
+    counts for this token alone: in a draft model's layers it follows from the next token, too, which the
+    block's name doesn't cover.
     """
     kind = TORCH_DTYPES.get(dtype, torch.uint8) if dtype in _BOUNDS else torch.uint8
     layers, heads, tokens, _ = shape
@@ -87,11 +89,12 @@ def distances(
     # A block at a time: all of a segment as float32 would take more memory than staging has.
     for mine, theirs in zip(computed, stored, strict=True):
         one, other = (side.view(kind).view(layers, heads, tokens, -1).float() for side in (mine, theirs))
-        if not torch.equal(one.isnan(), other.isnan()):
+        if not torch.equal(one[:, :, :-1].isnan(), other[:, :, :-1].isnan()):
             worst.append(math.inf)
             continue
         gap, size = (one - other).norm(dim=3), other.norm(dim=3)
-        apart = gap / (size + 0.1 * size.mean(dim=2, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)
+        mean = torch.where(size.isfinite(), size, math.nan).nanmean(dim=2, keepdim=True)
+        apart = gap / (size + 0.1 * mean).clamp_min(torch.finfo(torch.float32).tiny)
         # The same bits are the same, whatever they stand for.
         same = (mine == theirs).view(layers, heads, tokens, -1).all(dim=3)
         apart = torch.where(same, 0.0, apart).nan_to_num(nan=math.inf)

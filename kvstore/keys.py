@@ -36,6 +36,7 @@ Digest = NewType("Digest", bytes)  # DIGEST_BYTES bytes
 SegmentId = NewType("SegmentId", bytes)  # SEGMENT_ID_BYTES bytes
 SaltId = NewType("SaltId", bytes)  # SALT_ID_BYTES bytes, or none
 WriterId = NewType("WriterId", bytes)  # WRITER_ID_BYTES bytes
+PlaceId = NewType("PlaceId", bytes)  # WRITER_ID_BYTES bytes
 SessionId = NewType("SessionId", bytes)  # SESSION_ID_BYTES bytes, or none
 
 NO_SALT = SaltId(b"")
@@ -98,6 +99,17 @@ def salt_id(salt: str) -> SaltId:
 def writer_id(name: str) -> WriterId:
     """Returns what names a writer in the index, by the text in the headers of what it wrote."""
     return WriterId(hashlib.sha256(b"kvstore writer\x00" + name.encode()).digest()[:WRITER_ID_BYTES])
+
+
+def place_of(writer: str) -> PlaceId:
+    """Returns what names the place where a writer computes, by the writer's name.
+
+    That is the word before the last of a name that kvstore.store.writers.own has made: all starts on the same
+    accelerators share it. Another name says nothing of a place and is one by itself.
+    """
+    words = writer.split(" ")
+    place = words[-2] if len(words) >= 3 and words[0].startswith("kvstore/") else writer
+    return PlaceId(hashlib.sha256(b"kvstore place\x00" + place.encode()).digest()[:WRITER_ID_BYTES])
 
 
 def sessions_of_salt(salt: SaltId) -> bytes:

@@ -29,6 +29,7 @@ from connectors.ec.scheduler import ECScheduler
 from connectors.ec.worker import ECWorker, current_device, is_first_rank
 from connectors.engine.identity import ec_namespace, refuse_counter_identifiers
 from connectors.engine.opening import open_for
+from connectors.engine.tensors import accelerator_id
 from kvstore.build import load_settings
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class ECStoreConnector(ECConnectorBase):
         if role is ECConnectorRole.SCHEDULER:
             namespace = ec_namespace(vllm_config, settings)
             store = open_for(settings, "EC connector", namespace, saves=self.is_producer)
+            # An engine of one rank runs in this very process, unless it is told otherwise.
+            store.backends.writer.computes_on([accelerator_id()])
             engine = engine_of(vllm_config, consumer=self.is_consumer, producer=self.is_producer)
             self._scheduler = ECScheduler(store, store.open(namespace), engine)
         else:

@@ -3,6 +3,9 @@
     promised   until the scheduler's pass ends; an item that it does not schedule after all is asked for again
     loading    handed to the workers, until they report it; if the step never reaches one, for `_PIN_S`
 
+One promise serves all that ask for the item in a pass: clients may call it by several names in one request,
+and the workers, who load it under each of them, report it once.
+
 vLLM ends the engine over an item that does not come. So what is handed to the workers is kept open here, too:
 they find it though somebody has emptied the folder.
 
@@ -33,8 +36,9 @@ class Promises:
         self._hidden = hidden
         #: Sizes (rows, width if known) that the requests of this pass expect.
         self._expected: dict[ContentKey, tuple[int, int | None]] = {}
-        #: Names of staged items that were promised in this pass, and are pinned.
-        self._promised: set[str] = set()
+        #: Staged items that were promised in this pass, by name, and are pinned: as they were handed to the
+        #: workers, if they were.
+        self._promised: dict[str, StagedItem | None] = {}
         #: Loads handed to the workers, oldest first: (name, its descriptor or None, when its pin ends).
         self._loading: dict[ContentKey, deque[tuple[str, int | None, float]]] = {}
 
@@ -57,18 +61,20 @@ class Promises:
         if name not in self._promised:
             if not self._staging.pin(name):
                 return False
-            self._promised.add(name)
+            self._promised[name] = None
         return True
 
     def hand_over(self, staged: StagedItem, name: str) -> StagedItem | None:
         """Keep a promised item until the workers report its load. Returns it as they are to load it; None if
         it was not promised."""
-        if name not in self._promised:
-            return None
-        self._promised.remove(name)
+        handed = self._promised.get(name)
+        if handed is not None or name not in self._promised:
+            return handed
         held = self._staging.open(name)
         self._loading.setdefault(staged.key, deque()).append((name, held, time.monotonic() + _PIN_S))
-        return staged if held is None else replace(staged, spare=f"/proc/{os.getpid()}/fd/{held}")
+        handed = staged if held is None else replace(staged, spare=f"/proc/{os.getpid()}/fd/{held}")
+        self._promised[name] = handed
+        return handed
 
     def taken(self, key: ContentKey) -> None:
         """Let go of an item that the workers have loaded."""
@@ -86,9 +92,10 @@ class Promises:
     def end_pass(self) -> None:
         """End the pins of requests that were not scheduled, and those whose release was lost."""
         self._expected.clear()
-        for name in self._promised:
-            self._staging.unpin(name)
-        self._promised.clear()
+        promised, self._promised = self._promised, {}
+        for name, handed in promised.items():
+            if handed is None:
+                self._staging.unpin(name)
         now = time.monotonic()
         for key in [one for one, pins in self._loading.items() if pins[0][2] < now]:
             # The others of this key are on their way to the workers, the last perhaps with this very pass.

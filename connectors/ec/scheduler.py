@@ -421,6 +421,8 @@ class ECScheduler:
 
     def build_connector_meta(self, output: SchedulerOutput) -> ECStoreMetadata:
         """Returns this step's work for the workers."""
+        if self._space is not None and self._space.writers.own_failed:
+            self._distrust(self._space)
         loads, self._loads = self._loads, {}
         if (made := self._plan_step(StepView(output), loads)) is None:
             # No later step makes the outputs that this one was to save.
@@ -431,6 +433,7 @@ class ECScheduler:
 
     @guarded(None)
     def _plan_step(self, step: StepView, loads: dict[str, StagedItem]) -> ECStoreMetadata | None:
+        self._promises.end_pass()
         freed = step.free_encoder_mm_hashes
         self._resident.difference_update(freed)
         for identifier in freed:
@@ -441,7 +444,6 @@ class ECScheduler:
         held, self._saves_held = self._saves_held, {}
         savers, self._savers = self._savers, {}
         proofs, self._proofs = self._proofs, {}
-        self._promises.end_pass()
         self._ahead.step()
         self._observer.tick()
         self._items.tick()
@@ -457,6 +459,8 @@ class ECScheduler:
                 self._promises.taken(key)
             for key, alike in meta.compared.items():
                 self._compared(key, alike)
+            if self._space is not None and "refused" in meta.saved.values():
+                self._space.was_refused()
             self._observer.heard(meta)
 
     def take_stats(self) -> Report | None:

@@ -282,6 +282,15 @@ def awaited_event() -> Any:
     return torch.cuda.Event(blocking=True)
 
 
+def accelerator_id() -> str:
+    """Returns the UUID of the accelerator that this process computes on: the same after a restart, in any
+    container. "" if it uses none, or hasn't begun to, or its driver names none. Engine thread."""
+    # Asking any further would begin to use one, which the scheduler's process must not.
+    if not torch.cuda.is_initialized():
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", ""))
+
+
 def _by_block(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Returns a view [blocks, heads, tokens, content], even if the attention kernel uses smaller blocks."""
     if cache.shape[0] == num_blocks:

@@ -38,6 +38,7 @@ from connectors.engine.layout import Group, fails_by_request, local_groups
 from connectors.engine.media import Media, media_of
 from connectors.engine.opening import hit_sources, is_remote, open_for
 from connectors.engine.shards import Place, fits
+from connectors.engine.tensors import accelerator_id
 from connectors.kv.events import Events, tables_of
 from connectors.kv.handoff.handoffs import open_handoffs
 from connectors.kv.messages import KVStoreHandshake, KVStoreMetadata, KVStoreWorkerMetadata
@@ -134,7 +135,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         caches = self._on_worker.memory.caches
-        return KVStoreHandshake(page_format(self._vllm_config, self._groups, caches), self._groups)
+        form = page_format(self._vllm_config, self._groups, caches)
+        return KVStoreHandshake(form, self._groups, accelerator_id())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         metadata = self._namespaced(kv_connector_metadata)
@@ -223,6 +225,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         groups, stages, tokens = agreed.groups, agreed.stages, agreed.hash_tokens
         saves = config.kv_transfer_config.is_kv_producer
         store = open_for(settings, "KV connector", agreed.namespace, saves=saves)
+        store.backends.writer.computes_on(one.accelerator for one in ranks.values())
         shards = [group.page.shards for group in stages[0]]
         space = store.open(agreed.namespace)
 

@@ -27,10 +27,12 @@ CUT: Final = "computing_is_faster"
 
 @dataclass
 class KVStoreHandshake(KVConnectorHandshakeMetadata):
-    """A worker's message to the scheduler half, once at the start: its groups, and what fills their pages."""
+    """A worker's message to the scheduler half, once at the start: its groups, what fills their pages, and
+    the id of its accelerator, if it has one."""
 
     page_format: str
     groups: list[LocalGroup]
+    accelerator: str = ""
 
 
 @dataclass(slots=True)

@@ -290,6 +290,8 @@ class KVScheduler:
             self._observer.not_saved(segment, reason)
             if reason == "dropped":
                 self.save_planner.lost(segment)
+        if "refused" in meta.save_reasons.values():
+            self.space.was_refused()
         for segment, (count, written) in meta.ended_saves.items():
             self.save_planner.ended(segment, count, written=written)
 
@@ -350,6 +352,8 @@ class KVScheduler:
         self, step: StepView, loads: list[Load], handed_over: dict[str, float], planned: list[Save]
     ) -> KVStoreMetadata | None:
         """Returns this step's work, or None if planning it fails. `planned` gets its saves at once."""
+        if self.space.writers.own_failed:
+            self._distrust()
         scheduled = step.num_scheduled_tokens
         self.cost.sent(
             sum(scheduled.values()), len(scheduled), lambda: mean_depth(scheduled, self.requests.computed)

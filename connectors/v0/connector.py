@@ -83,7 +83,7 @@ class KVStoreConnectorV0(_BASE):
         # The smallest number that any rank has drawn is as random, and all of them know it.
         self._nonce = peers.least(secrets.randbits(62))
         # Ranks commit one segment together, so they are one writer.
-        store.backends.writer.adopt(f"kvstore/{__version__} v0 {self._nonce:016x}")
+        store.backends.writer.adopt(f"kvstore/{__version__} v0-{self._nonce:016x}")
 
     def recv_kv_caches_and_hidden_states(
         self, model_executable: Any, model_input: Any, kv_caches: list[Any]

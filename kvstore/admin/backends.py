@@ -108,7 +108,7 @@ class Cache:
 
     def __exit__(self, *exc: object) -> None:
         # Closes only what was opened: a cached property that was never read is not in __dict__.
-        for name in ("index", "payloads", "brief_payloads", "evidence", "fast"):
+        for name in ("index", "payloads", "brief_payloads", "evidence", "brief_evidence", "fast"):
             if (backend := self.__dict__.get(name)) is not None:
                 backend.close()
 
@@ -164,6 +164,11 @@ class Cache:
     def evidence(self) -> Evidence:
         """What may not be served and is kept for people, beside the payloads."""
         return open_evidence(self.settings)
+
+    @cached_property
+    def brief_evidence(self) -> Evidence:
+        """The same, in the manner of brief_payloads."""
+        return open_evidence(self.settings, patient=False)
 
     @cached_property
     def keyring(self) -> Keyring:

@@ -9,7 +9,7 @@ from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.index.verdicts import Opinion, Verdict, VerdictState
-from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId, WriterId
+from kvstore.keys import NO_SESSION, NamespaceId, PlaceId, SegmentId, SessionId, WriterId
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, SegmentRecord
 
@@ -136,7 +136,7 @@ class BreakingIndex(EngineIndex):
         writer: WriterId,
         opinion: Opinion,
         *,
-        by: WriterId,
+        by: PlaceId,
         stands: bool,
         name: str = "",
     ) -> VerdictState:

@@ -73,7 +73,7 @@ class CommitState(Enum):
 
     VISIBLE = "visible"  # the last rank: the segment can be matched from now on
     WAITING = "waiting"  # durable, but other ranks are missing
-    REFUSED = "refused"  # the ranks disagree on the segment, or it was evicted meanwhile
+    REFUSED = "refused"  # the ranks disagree, it was evicted meanwhile, or its writer has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,8 @@ class Index(ABC):
 
         When the last rank's commit arrives the record and the entries of all digests (slot i =
         digest i) become visible at once. Ranks that disagree on anything but their part are
-        REFUSED. An incomplete commit is forgotten after an hour. Committing again is harmless.
+        REFUSED, and so is a writer that has failed (kvstore.index.verdicts). An incomplete commit is
+        forgotten after an hour. Committing again is harmless.
 
         `session` is that of the request whose blocks they are, if it has one: the segment is its own then
         (kvstore.index.sessions), and if the session retains, `allowance` bounds that. All ranks give the

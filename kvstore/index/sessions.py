@@ -12,7 +12,7 @@ last use, and nothing else. Nothing is deleted, and no answer of a match depends
 
     end         the session's own segments count as used in ENDED_MINUTE: they go first, tails before heads.
                 A request of the session that uses one makes it like any other again
-    retain      until that time the segments that the request uses, and the session's own, count as used
+    retain      until a time to come the segments that the request uses, and the session's own, count as used
                 then, so all else goes before them; afterwards their true last use counts again, by itself
     priority    low: the session's uses of its own segments count as LOW_S earlier. high: each use retains
                 what it uses for HIGH_S more
@@ -31,6 +31,7 @@ rebuilt has no sessions, until their requests save something again.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,14 +69,21 @@ class Hint:
 
     #: Nothing more will be asked for, as far as is known. A later use, or another hint, revives the session.
     end: bool = False
-    #: Unix seconds, by the clock of who says so; a time that is over, such as 0.0, ends it. At most
-    #: LONGEST_RETAINED_S from now count.
-    retain_until_s: float | None = None
+    #: Seconds from now on, by the index's clock: a fraction counts as a whole one, and at most
+    #: LONGEST_RETAINED_S count; 0.0 ends it.
+    retain_s: float | None = None
     priority: Priority | None = None
 
 
 #: A use, and no more.
 USE = Hint()
+
+
+def retained_s(hint: Hint) -> int | None:
+    """Returns for how many seconds from now on a session is to retain; None: nothing is told of that."""
+    if hint.retain_s is None:
+        return None
+    return math.ceil(max(0.0, min(hint.retain_s, LONGEST_RETAINED_S)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +149,7 @@ class SessionUses(ABC):
         nobody's session. A use is to the minute, by the index's own clock, or an earlier one at `used_s`. One
         round trip, for up to SESSION_SLICE segments.
 
-        How long something is retained goes by the index's own clock. Segments that are gone are ignored.
+        Segments that are gone are ignored.
         Raises NamespaceUnknown.
         """
 

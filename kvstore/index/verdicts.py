@@ -4,8 +4,12 @@ A writer is one start of one engine (kvstore.keys.writer_id). An engine loads fr
 nobody has judged only after it has compared. A verdict is one small record per namespace and writer:
 
     proven     somebody else computes the same: what the writer wrote is loaded
-    disputed   one engine computes something else, and it may be the one that is wrong
-    failed     two engines compute something else, or one that others agree with: its segments are absent
+    disputed   one place computes something else, and it may be the one that is wrong
+    failed     two places compute something else, or one that others agree with: its segments are absent,
+               and it can commit no more
+
+A place is the accelerators that an engine computes on, or a host without any (kvstore.keys.place_of). All
+that starts there is one judge: a broken accelerator agrees with itself.
 
 A verdict that is forgotten costs one more comparison, so verdicts are bounded in number and in age.
 """
@@ -17,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-from kvstore.keys import NamespaceId, WriterId
+from kvstore.keys import NamespaceId, PlaceId, WriterId
 
 #: Whether what a writer wrote is what an engine computes.
 Opinion = Literal["alike", "differs"]
@@ -39,8 +43,8 @@ class Verdict:
     state: VerdictState
     #: When that was found out, unix seconds by the index's clock.
     at_s: float
-    #: The engine that found it out.
-    by: WriterId
+    #: Where it was found out.
+    by: PlaceId
     #: The writer's name, as its headers have it; "" if whoever judged did not know it.
     name: str
 
@@ -64,20 +68,21 @@ class Verdicts(ABC):
         writer: WriterId,
         opinion: Opinion,
         *,
-        by: WriterId,
+        by: PlaceId,
         stands: bool,
         name: str = "",
     ) -> VerdictState:
-        """Records an engine's opinion of a writer; returns what holds of the writer from now on.
+        """Records the opinion of an engine at the place `by`; returns what holds of the writer from now on.
 
-        "alike" proves a writer, unless it has failed. "differs" fails it if the engine `stands`, which means
-        that some writer agrees with it, or if another engine has disputed it; else it disputes it. A writer
-        that is proven stays proven, and one that has failed stays failed. One step: of two opinions at the
-        same moment one comes first.
+        "alike" proves a writer, unless it has failed: to be told only of one that writes at another place.
+        "differs" fails it if the engine `stands`, which means that some writer at another place agrees with
+        it, or if another place has disputed it; else it disputes it. A writer that is proven stays proven,
+        and one that has failed stays failed: its commits are refused from now on. One step: of two opinions
+        at the same moment one comes first.
         """
 
 
-def judged(before: Verdict | None, opinion: Opinion, by: WriterId, *, stands: bool) -> VerdictState:
+def judged(before: Verdict | None, opinion: Opinion, by: PlaceId, *, stands: bool) -> VerdictState:
     """Returns what holds of a writer after an opinion: the rule of `Verdicts.judge`."""
     if before is not None and before.state != "disputed":
         return before.state

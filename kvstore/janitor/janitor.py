@@ -4,6 +4,7 @@ A round, each step safe to be cut off anywhere and to be done by two at once:
     evict       down to the quotas, and what is too old          every round
     drain       what was invalidated, into the trash             every round
     reap        delete payloads whose grace has passed           every round
+                and evidence that is kept no longer              once an hour
     sweep       drop entries that point at nothing               every round; less often where there are none
     cool        halve what is counted for the hottest prefixes   once an hour
     reconcile   count what there is, correct the accounts        every janitor.reconcile_s; at once where the
@@ -32,6 +33,7 @@ from kvstore.janitor.reports import STEPS, JanitorState, Step
 from kvstore.janitor.scrub import Scrub
 from kvstore.keys import NamespaceId
 from kvstore.metrics import Counters
+from kvstore.payloads.evidence import Evidence
 from kvstore.payloads.port import PayloadStore
 from kvstore.store.housekeeping import Housekeeping
 from kvstore.store.rounds import JANITOR
@@ -45,6 +47,7 @@ _STEP_S = 30.0
 #: And with what has become too old.
 _AGE_S = 10.0
 _COOL_S = 3600.0
+_TRIM_S = 3600.0
 #: Seconds after which a step that comes at long intervals is tried again if it failed, and asked for again if
 #: another janitor has done it.
 _RETRY_S = 60.0
@@ -86,6 +89,7 @@ class Janitor:
         self,
         index: FullIndex,
         payloads: PayloadStore,
+        evidence: Evidence,
         settings: Settings,
         *,
         holder: str,
@@ -94,6 +98,8 @@ class Janitor:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index = index
+        self._payloads = payloads
+        self._evidence = evidence
         self._settings = settings
         self._clock = clock
         self._monotonic = monotonic
@@ -109,6 +115,8 @@ class Janitor:
             clock=clock,
             monotonic=monotonic,
         )
+        #: The earliest time at which evidence is trimmed, by the monotonic clock.
+        self._trim_at = float("-inf")
         self._undeleted: list[KVStoreError] = []
         self._housekeeping = Housekeeping(
             index,
@@ -320,6 +328,17 @@ class Janitor:
         # yet.
         names = [account.namespace for account in self._known() if account.trashed]
         self._each("reap", names, self._reap_one)
+        if self._monotonic() >= self._trim_at:
+            self._trim_evidence()
+
+    def _trim_evidence(self) -> None:
+        self._trim_at = self._monotonic() + _RETRY_S
+        for _ in self._evidence.trim(self._payloads, self._clock()):
+            self._book.did("reap", 1)
+            self._proceed()
+            if self._monotonic() >= self._until:
+                return
+        self._trim_at = self._monotonic() + _TRIM_S
 
     def _reap_one(self, namespace: NamespaceId) -> None:
         while self._monotonic() < self._until:

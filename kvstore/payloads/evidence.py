@@ -3,6 +3,8 @@
     evidence/<payload name>              a payload that was condemned, or the same blocks as another engine
                                          computed them
     evidence/<namespace>/<..>/<id>.256   what of the namespace may not come back (schemas.evidence)
+    evidence/<segment's name>.<number>   empty; number - 256: after how many invalidations the segment was
+                                         imported
     evidence/<namespace>/<..>/<writer id>.99999
                                          empty: the writer has failed
 
@@ -12,15 +14,15 @@ the segment may not come back; the copy takes its place, if there is one. Then t
 payloads are deleted. A crash in between leaves payloads that nobody brings back.
 
 Copies last a week, and as long as there is room for them. Failed writers and refusals last for ever, as an
-erasure does, and are small. Each refusal is an object of its own, named by what it says and never changed or
-deleted: of two erasures at the same time neither can take the other's away, and no listing can pass both by.
+erasure does, and are small. Each refusal is an object of its own, never changed or deleted: of two erasures
+at the same time neither can take the other's away, and no listing can pass both by.
 """
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,7 +49,8 @@ KEPT_S: Final = 7 * 86400.0
 MOST_COPIES: Final = 1000
 MOST_BYTES: Final = 4 << 30
 
-#: The ranks of refusals and of failed writers among the names of payloads. No segment has as many.
+#: The ranks of refusals and of failed writers among the names of payloads. No rank of a segment has these
+#: numbers, or one in between.
 _REFUSALS_RANK: Final = 256
 _WRITER_RANK: Final = 99_999
 #: The most bytes of one that are read: some 200,000 salts.
@@ -68,6 +71,10 @@ class Barred:
     erased_s: Mapping[SaltId, float]
     #: Until when what was invalidated was created, likewise; 0: nothing was.
     invalidated_s: float
+    #: How many invalidations there were.
+    invalidations: int
+    #: Segment -> after how many of them it was imported for the last time.
+    readmitted: dict[SegmentId, int]
 
 
 class Evidence:
@@ -111,60 +118,80 @@ class Evidence:
         back. What was refused before stays so, and is not said again."""
         barred = self.of(namespace)
         news = {salt: until for salt, until in erased_s.items() if until > barred.erased_s.get(salt, -1.0)}
-        if not news and invalidated_s <= barred.invalidated_s:
+        if not news and not invalidated_s:
             return
         stored = RefusalsObject(
             erased_s={salt.hex(): until for salt, until in news.items()}, invalidated_s=invalidated_s
         )
         text = stored.model_dump_json().encode()
-        name = SegmentId(hashlib.sha256(text).digest()[:SEGMENT_ID_BYTES])
+        name = SegmentId(secrets.token_bytes(SEGMENT_ID_BYTES))
         self.payloads.put(payload_name(namespace, name, _REFUSALS_RANK), [memoryview(text)])
+        if invalidated_s:
+            numbers = barred.readmitted.items()
+            self.payloads.delete([payload_name(namespace, one, _REFUSALS_RANK + n) for one, n in numbers])
+
+    def readmit(self, namespace: NamespaceId, segment: SegmentId, invalidations: int) -> None:
+        """From now on none of so many invalidations keeps the segment from coming back."""
+        self.payloads.put(payload_name(namespace, segment, _REFUSALS_RANK + invalidations), [memoryview(b"")])
 
     def of(self, namespace: NamespaceId) -> Barred:
         """Returns what of a namespace may not come back. Raises CorruptPayload if the refusals can't be
         understood: then nothing of it may."""
         condemned, failed, refusals = set(), set(), []
+        readmitted: dict[SegmentId, int] = {}
         for one in self.payloads.list(f"{namespace}/"):
-            if (segment := _copied(one)) is not None:
+            if (parsed := parse_payload_name(one.name)) is None:
+                continue
+            _, segment, rank = parsed
+            if rank < _REFUSALS_RANK:
                 condemned.add(segment)
-            elif one.name.endswith(f".{_REFUSALS_RANK}"):
+            elif rank == _REFUSALS_RANK:
                 refusals.append(one)
-            elif (parsed := parse_payload_name(one.name)) is not None and parsed[2] == _WRITER_RANK:
-                failed.add(WriterId(parsed[1]))
-        erased_s, invalidated_s = dict[SaltId, float](), 0.0
+            elif rank == _WRITER_RANK:
+                failed.add(WriterId(segment))
+            else:
+                readmitted[segment] = max(rank - _REFUSALS_RANK, readmitted.get(segment, 0))
+        erased_s, invalidated_s = dict[SaltId, float](), list[float]()
         lock = threading.Lock()
 
         def read(one: Listed) -> None:
-            nonlocal invalidated_s
             said = self._read_refusals(one)
             with lock:
-                invalidated_s = max(invalidated_s, said.invalidated_s)
+                if said.invalidated_s:
+                    invalidated_s.append(said.invalidated_s)
                 for salt, until in said.erased_s.items():
                     name = SaltId(bytes.fromhex(salt))
                     erased_s[name] = max(until, erased_s.get(name, until))
 
         for_each(read, refusals, _JOBS)
-        return Barred(frozenset(condemned), frozenset(failed), erased_s, invalidated_s)
+        return Barred(
+            frozenset(condemned),
+            frozenset(failed),
+            erased_s,
+            max(invalidated_s, default=0.0),
+            len(invalidated_s),
+            readmitted,
+        )
 
     def copies(self, namespace: NamespaceId) -> list[Listed]:
         """Returns the payloads that are kept of a namespace."""
         return [one for one in self.payloads.list(f"{namespace}/") if _copied(one) is not None]
 
-    def trim(self, live: PayloadStore, now_s: float) -> list[Listed]:
-        """Deletes copies that are too old, and the oldest ones where there are too many; returns them.
+    def trim(self, live: PayloadStore, now_s: float) -> Iterator[Listed]:
+        """Deletes copies that are too old, and the oldest ones where there are too many; yields each of them
+        as it has gone.
 
         `live` are the payloads that are served: what is left there of a segment goes before its copy, which
         has kept it from coming back.
         """
         copies = [one for one in self.payloads.list() if _copied(one) is not None]
-        gone, nbytes = [], 0
+        nbytes = 0
         for number, one in enumerate(sorted(copies, key=lambda one: -one.modified_s)):
             nbytes += one.nbytes
             if number >= MOST_COPIES or nbytes > MOST_BYTES or one.modified_s <= now_s - KEPT_S:
                 live.delete([left.name for left in live.list(f"{one.name.rpartition('.')[0]}.")])
-                gone.append(one)
-        self.payloads.delete([one.name for one in gone])
-        return gone
+                self.payloads.delete([one.name])
+                yield one
 
     def close(self) -> None:
         """Releases what was opened. Idempotent."""
@@ -193,6 +220,6 @@ def writer_denial(namespace: NamespaceId, writer: WriterId) -> str:
 
 
 def _copied(one: Listed) -> SegmentId | None:
-    """Returns the segment that a listed payload is a copy of; None if it holds the refusals."""
+    """Returns the segment that a listed payload is a copy of; None if it is no copy."""
     parsed = parse_payload_name(one.name)
     return parsed[1] if parsed is not None and parsed[2] < _REFUSALS_RANK else None

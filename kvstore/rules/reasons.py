@@ -85,7 +85,9 @@ UNSAVED: Final[Mapping[str, Reason]] = {
     # The counter `save_failures` says why, with the reason of a miss.
     "failed": Reason("not saved: the index or the payloads failed", fault=True),
     "refused": Reason(
-        "not saved: its commit was refused, since ranks disagreed or it was evicted meanwhile", fault=True
+        "not saved: its commit was refused, since ranks disagreed, it was evicted meanwhile, or this engine "
+        "writes what others don't compute",
+        fault=True,
     ),
     # It was seen for the first time, or its prompt has fewer blocks than admission.min_blocks.
     "not_admitted": Reason("the admission settings kept it out"),

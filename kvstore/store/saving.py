@@ -59,7 +59,7 @@ class Joins:
     olds: tuple[Replaced, ...] = ()
     blocks: int = 0
     #: When the oldest of them was created, by the index's clock: blocks that are written anew stay as old as
-    #: they were.
+    #: they were. Of its own request's alone nobody knows that.
     created_s: int = NEVER_CREATED_S
 
 
@@ -120,7 +120,7 @@ class SegmentWriter:
 
     def save(self, slots: Sequence[Slot], part: Part, *, insist: bool) -> Saved:
         """Saves those blocks that aren't stored yet; see Space.save."""
-        backends = self._backends
+        backends, joins = self._backends, part.joins
         tiers = backends.settings.tiers
         if tiers is not None and tiers.write == "back":
             # A record that is born old is never late: other nodes would take the payload, which is on its
@@ -135,6 +135,10 @@ class SegmentWriter:
         if present < len(slots) and not claim.granted and not (insist and claim.present < len(slots)):
             outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
             return Saved(outcome, claim.present, 0, 0)
+        if claim.present < joins.blocks and joins.created_s == NEVER_CREATED_S:
+            # They were erased, perhaps, and then nothing would tell that these blocks were computed before.
+            self._give_back(part, digests)
+            return Saved("refused", claim.present, 0, 0)
         # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
         # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
         # What is stored beyond what this replaces leaves nothing to join.
@@ -149,10 +153,7 @@ class SegmentWriter:
         try:
             encoded = self.put(rest, part)
         except KVStoreError:
-            # The next writer need not wait for the claim to expire. That of several ranks belongs to all.
-            if part.ranks == 1:
-                with contextlib.suppress(KVStoreError):
-                    backends.index.claim(self._id, digests, part.segment, _AT_ONCE_S)
+            self._give_back(part, digests)
             raise
         try:
             state = self.commit(rest, part, encoded)
@@ -167,6 +168,12 @@ class SegmentWriter:
             return Saved("refused", present, 0, 0)
         outcome = "stored" if state is CommitState.VISIBLE else "waiting"
         return Saved(outcome, present, len(slots) - present, encoded.part.nbytes)
+
+    def _give_back(self, part: Part, digests: bytes) -> None:
+        """Ends a claim, so that the next writer need not wait. That of several ranks belongs to all."""
+        if part.ranks == 1:
+            with contextlib.suppress(KVStoreError):
+                self._backends.index.claim(self._id, digests, part.segment, _AT_ONCE_S)
 
     def name(self, part: Part) -> str:
         """Returns the name of a part's payload."""

@@ -348,7 +348,7 @@ class Space:
         self.writers.believe(writer, "proven" if opinion == "alike" else "refused")
 
         def tell() -> None:
-            self.writers.settle(writer, opinion, self.written_by(run) if opinion == "differs" else "")
+            self.writers.settle(writer, opinion, self.written_by(run))
 
         if not self.backends.transfers.call(tell):
             log.warning("no room to tell the verdict about writer %s: other engines find out", writer.hex())
@@ -357,6 +357,11 @@ class Space:
             "writer %s of namespace %s: what it has stored is %s this engine computes",
             writer.hex(), self.id, "what" if opinion == "alike" else "not what",
         )  # fmt: skip
+
+    def was_refused(self) -> None:
+        """Finds out, on a thread that nobody waits for, whether a commit was refused because this engine's
+        writer has failed. Never raises."""
+        self.backends.transfers.call(self.writers.look_up_own)
 
     def written_by(self, run: Run) -> str:
         """Returns the name of the writer of a segment, as its header has it; "" if that can't be read. Never
@@ -395,10 +400,13 @@ class Space:
         Never raises.
         """
         if self.backends.trace is not None:
-            now_s, until_s = self.backends.clock(), hint.retain_until_s
-            retain_s = None if until_s is None else until_s - now_s
             self.backends.trace.record_hints(
-                self.id, session, now_s, end=hint.end, retain_s=retain_s, priority=hint.priority
+                self.id,
+                session,
+                self.backends.clock(),
+                end=hint.end,
+                retain_s=hint.retain_s,
+                priority=hint.priority,
             )
         told = self._sessions.tell(session, segments, hint, salt)
         if told is None:

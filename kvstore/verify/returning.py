@@ -8,7 +8,8 @@ asks here first. A segment may not come back
     failed        if its writer has failed (kvstore.index.verdicts), and the evidence says so
     erased        if it is of a salt, or a namespace, that was erased, unless it was saved after that for
                   sure: by its header, whose time is that of an index, and not one that is yet to come
-    invalidated   if it is of a namespace that was, likewise; but an archive that somebody imports may have it
+    invalidated   if it is of a namespace that was, likewise, and nobody has had it imported since then:
+                  whoever names an archive wants what is in it
 
 The index says what was erased, and the refusals beside the payloads say it after the index was lost.
 """
@@ -40,13 +41,9 @@ WHY: Final[Mapping[Bar, str]] = {
 
 
 class Returns:
-    """Says what may come back, as it was when a namespace was asked about first. Safe for threads.
+    """Says what may come back, as it was when a namespace was asked about first. Safe for threads."""
 
-    With `imported` it comes from an archive that somebody has named.
-    """
-
-    def __init__(self, index: FullIndex | None, evidence: Evidence, *, imported: bool = False) -> None:
-        self._imported = imported
+    def __init__(self, index: FullIndex | None, evidence: Evidence) -> None:
         self._index = index
         self._evidence = evidence
         self._lock = threading.Lock()
@@ -67,9 +64,19 @@ class Returns:
         if is_forbidden(barred.erased_s, salt, created_s, now_s):
             return "erased"
         invalidated = {NO_SALT: barred.invalidated_s} if barred.invalidated_s else {}
-        if not self._imported and is_forbidden(invalidated, salt, created_s, now_s):
+        if barred.readmitted.get(segment, -1) < barred.invalidations and is_forbidden(
+            invalidated, salt, created_s, now_s
+        ):
             return "invalidated"
         return None
+
+    def readmit(self, namespace: NamespaceId, segment: SegmentId) -> None:
+        """Lets a segment that was invalidated come back, now and later, here and where the evidence is copied
+        to. Raises what the backends raise."""
+        barred, _ = self._of(namespace)
+        self._evidence.readmit(namespace, segment, barred.invalidations)
+        with self._lock:
+            barred.readmitted[segment] = barred.invalidations
 
     def _of(self, namespace: NamespaceId) -> tuple[Barred, float]:
         with self._lock:

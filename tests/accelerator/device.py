@@ -474,6 +474,8 @@ class _Torch:
             synchronize=lambda device=None: accelerator.finish_all(),
             current_device=lambda: 0,
             is_available=lambda: True,
+            is_initialized=lambda: True,
+            get_device_properties=lambda device: SimpleNamespace(uuid="GPU-fake"),
             cudart=lambda: cudart,
         )
         for name in ("empty", "zeros", "arange", "tensor", "frombuffer", "from_numpy"):

@@ -120,11 +120,11 @@ def _times() -> list[Row]:
             segments.append(new_segment_id())
             made, mine = record(1, depth=number), chain(1, seed=str(number))
             index.commit(name, segments[-1], mine, made, rank=0, ranks=1, session=session)
-        until = [time.time() + 600]
+        seconds = [600]
 
         def later() -> Hint:
-            until[0] += 1
-            return Hint(retain_until_s=until[0])
+            seconds[0] += 1
+            return Hint(retain_s=seconds[0])
 
         at = [time.time()]
 

@@ -59,6 +59,7 @@ def test_producer_and_consumer_are_two_engines(image_model: Path, tmp_path: Path
     prompts = [ask("image", ONE), ask("image", TWO, THREE)]
     with Engine(image_model, log_path=tmp_path / "0.log", **IMAGES) as engine:
         expected = [engine.generate([one])[0].token_ids for one in prompts]
+        twice = engine.generate([ask("image", ONE, ONE)])[0].token_ids
     with Engine(
         image_model, ec=config, ec_role="ec_producer", log_path=tmp_path / "1.log", **IMAGES
     ) as engine:
@@ -74,6 +75,9 @@ def test_producer_and_consumer_are_two_engines(image_model: Path, tmp_path: Path
         image_model, ec=config, ec_role="ec_consumer", log_path=tmp_path / "2.log", **IMAGES
     ) as engine:
         assert [engine.generate([one])[0].token_ids for one in prompts] == expected
+        # One picture under two names that its client has chosen: an engine ends over one that doesn't come.
+        named = ask("image", ONE, ONE, uuids=["mine", "mine as well"])
+        assert engine.generate([named])[0].token_ids == twice
         assert engine.encoder_calls() == 0
         engine.generate([ask("image", random_image(98))])
         assert engine.encoder_calls() == 1

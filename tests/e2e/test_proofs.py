@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.build import load_settings, open_index
-from tests.believing import PROVE
+from tests.believing import PLACE, PROVE
 from tests.e2e.broken import WEIGHTS, folder_of
 from tests.e2e.engine import Engine
 from tests.e2e.sharing import full_blocks, prompt, scheduler_counters
@@ -61,7 +61,8 @@ def test_no_token_comes_from_an_engine_that_computes_something_else(
             folder = folder_of(model("text", 1), name, tmp_path / name, text.name)
         elif name in WEIGHTS:
             folder = folder_of(text, name, tmp_path / name)
-        with Engine(folder, kv=config, env=PROVES, log_path=tmp_path / f"{name}.log") as engine:
+        env = PROVES | {PLACE: name}
+        with Engine(folder, kv=config, env=env, log_path=tmp_path / f"{name}.log") as engine:
             if name == "other_attention":
                 engine.evaluate(OTHER_ATTENTION)
             engine.generate([one])

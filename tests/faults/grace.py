@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstore.build import open_index, open_payloads
+from kvstore.build import open_evidence, open_index, open_payloads
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import FullIndex
 from kvstore.janitor.janitor import Janitor
@@ -35,7 +35,7 @@ Set = Callable[[int], None]
 def _janitor_round(index: FullIndex, ground: Ground, clock: Callable[[], float]) -> None:
     settings = ground.made(**_READ, janitor={"lease_s": 1.0})
     with open_payloads(settings) as payloads:
-        janitor = Janitor(index, payloads, settings, holder="wrong", clock=clock)
+        janitor = Janitor(index, payloads, open_evidence(settings), settings, holder="wrong", clock=clock)
         end = time.monotonic() + GRACE_S / 4
         while not janitor.round() and time.monotonic() < end:
             time.sleep(0.05)

@@ -163,7 +163,9 @@ class Ground:
         with self.cache(**HASTY) as cache:
             if cache.index is not None:
                 # Always by the same name, and so never in its own way.
-                janitor = Janitor(cache.index, cache.payloads, cache.settings, holder="survivor")
+                janitor = Janitor(
+                    cache.index, cache.payloads, cache.evidence, cache.settings, holder="survivor"
+                )
                 for _ in range(2):
                     # Somebody dead may have the lease for a while.
                     until(janitor.round)

@@ -157,7 +157,8 @@ def _janitor(ground: Ground) -> None:
     changes["janitor"] = {**HASTY["janitor"], "scrub_percent": 100.0, "reconcile_s": 0.01}
     with ground.cache(**changes) as cache:
         index, holder = cache.made_index(), str(time.time_ns())
-        assert Janitor(index, cache.payloads, cache.settings, holder=holder).round(), "it is the only one"
+        janitor = Janitor(index, cache.payloads, cache.evidence, cache.settings, holder=holder)
+        assert janitor.round(), "it is the only one"
         index.release(JANITOR, holder)
 
 

@@ -137,9 +137,11 @@ def test_what_was_told_of_sessions_is_read(tmp_path: Path) -> None:
         theirs = second.SqliteStore(tmp_path / "index.sqlite")
         segments = [SegmentId(ours.save(path(str(number), 2), session=chat)) for number in range(3)]
         ours.index.session(name, other, segments[:1], minute * 60.0, Hint(priority="low"))
-        until, allowance = (minute + 30) * 60 + 7, Allowance(1 << 40, 1 << 40, 1 << 40)
-        hint = Hint(retain_until_s=float(until))
+        allowance, hint = Allowance(1 << 40, 1 << 40, 1 << 40), Hint(retain_s=1800)
         ours.index.session(name, chat, segments[:2], minute * 60.0, hint, allowance=allowance)
+        [told] = ours.index.find_sessions(name, [chat])
+        assert told is not None
+        until = int(told.until_s)
         assert theirs.kept(name) == dict.fromkeys(segments, (until, minute))
         assert theirs.sessions(name) == {
             chat: (minute, False, 1, until, segments[1:]),

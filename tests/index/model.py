@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -167,7 +168,9 @@ class Space:
         if segment in self.records:
             right = self.agreed[segment] == this and self.records[segment].parts[rank] == one.parts[0]
             if right:
-                self._enter(segment, digests)
+                # What another visible segment serves stays its.
+                taken = {d for d, (of, _) in self.entries.items() if of != segment and of in self.records}
+                self._enter(segment, digests, taken)
             return self._released(segment, digests, CommitState.VISIBLE if right else CommitState.REFUSED)
         parts = self.incomplete.get(segment, {})
         gone = segment in self.trash or segment in self.bygone or segment in self.stale
@@ -223,8 +226,9 @@ class Space:
         last = digests[-16:] if op == "commit" else None
         self.events.append((op, segment, digests[:16], last, one.depth, one.slots, one.nbytes, rule))
 
-    def _enter(self, segment: SegmentId, digests: bytes) -> None:
-        self.entries |= {digest: (segment, slot) for slot, digest in enumerate(split_digests(digests))}
+    def _enter(self, segment: SegmentId, digests: bytes, taken: Collection[bytes] = ()) -> None:
+        slots = enumerate(split_digests(digests))
+        self.entries |= {digest: (segment, slot) for slot, digest in slots if digest not in taken}
 
     def _released(self, segment: SegmentId, digests: bytes, state: CommitState) -> CommitState:
         if self.claims.get(digests[:16]) == segment:
@@ -307,19 +311,25 @@ class Space:
         return [segment for segment, owner in self.owner.items() if owner == session]
 
     def session(
-        self, session: SessionId, segments: list[SegmentId], minute: float, hint: Hint, allowance: Allowance
+        self,
+        session: SessionId,
+        segments: list[SegmentId],
+        minute: float,
+        hint: Hint,
+        allowance: Allowance,
+        until_s: float,
     ) -> HintEffect:
-        """What is told of a session; `hint.retain_until_s` is a whole number, less than a day from now."""
+        """What is told of a session; until `until_s` it retains, by the index's clock, if `hint` says so."""
         one = self.sessions.get(session) or Session()
-        if hint.retain_until_s is not None and not hint.end:
-            one.until = int(hint.retain_until_s)
+        hinted = hint.retain_s is not None and not hint.end
+        if hinted:
+            one.until = int(until_s)
         one.priority = hint.priority or one.priority
         one.ended = hint.end
         if hint.end:
             one.until = 0
         asked = list(dict.fromkeys(segments))
         passed = [segment for segment in asked if segment in self.records]
-        hinted = hint.retain_until_s is not None and not hint.end
         some = passed + [each for each in self.own(session) if hinted and each not in passed]
         for segment in some:
             early = 60 if one.priority == "low" and self.owner.get(segment) == session else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def test_what_is_told_of_a_session_is_passed_on(fast_path: Path) -> None:
     with SqliteIndex(str(fast_path / "index.sqlite")) as inner:
         index = BreakingIndex(inner, Breaker("index", BreakerSettings()))
         name = index.register(namespace(), expected_blocks=1)
-        hint = Hint(retain_until_s=time.time() + 600, priority="low")
+        hint = Hint(retain_s=600, priority="low")
         assert index.session(name, session, [], CREATED_S, hint, allowance=allowance).state == "retained"
         segment = new_segment_id()
         made = record(1)

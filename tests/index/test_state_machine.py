@@ -4,7 +4,6 @@ over them namespaces in eight shards."""
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -63,13 +62,13 @@ RULES = st.sampled_from(["capacity", "tenant_quota", "salt_quota", "erased", "ad
 SALTS = (NO_SALT, salt_id("hers"), salt_id("his"))
 #: The first two are under the same salt.
 SESSIONS = [session_id(SALTS[0], "a"), session_id(SALTS[0], "b"), session_id(SALTS[1], "a")]
-#: Times of which none is over before the end of a test.
-_TIMES = st.sampled_from([None, None, 0.0, *(time.time() // 1 + hour * 3600.0 for hour in (1, 2, 9))])
+#: Nothing of that is over before the end of a test.
+_SECONDS = st.sampled_from([None, None, 0.0, *(hour * 3600.0 for hour in (1, 2, 9))])
 #: High is a matter of the moment, and tested elsewhere.
 HINTS = st.builds(
     Hint,
     end=st.sampled_from([False, False, True]),
-    retain_until_s=_TIMES,
+    retain_s=_SECONDS,
     priority=st.sampled_from([None, None, "low", "normal"]),
 )
 
@@ -373,8 +372,14 @@ class IndexMachine(RuleBasedStateMachine):
             return
         used = space.usage().nbytes
         allowance = Allowance(*(int(used * one) for one in (share, salt_share, session_share)))
-        right = space.session(session, some, now + 0.5, hint, allowance)
-        assert self.index.session(name, session, some, now * 60 + 30.5, hint, allowance=allowance) == right
+        told = self.index.session(name, session, some, now * 60 + 30.5, hint, allowance=allowance)
+        until_s = 0.0
+        if hint.retain_s and not hint.end:
+            [listing] = self.index.find_sessions(name, [session])
+            assert listing is not None
+            until_s = listing.until_s
+            assert abs(until_s - hint.retain_s - self.index.now(name)) < 60
+        assert told == space.session(session, some, now + 0.5, hint, allowance, until_s)
 
     @rule(
         name=names,

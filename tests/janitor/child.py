@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.build import load_settings, open_index, open_payloads
+from kvstore.build import load_settings, open_evidence, open_index, open_payloads
 from kvstore.janitor import janitor as janitors
 from kvstore.janitor import scrub as scrubbing
 from kvstore.janitor.janitor import Janitor
@@ -134,7 +134,7 @@ def main() -> None:
     for name in ("reachable", "cull", "drain", "reaped", "sweep", "cool", "reconcile", "evict", "erase"):
         setattr(index, name, watched(name, getattr(index, name)))
     payloads = Recorded(open_payloads(settings), index, diary)
-    janitor = Janitor(index, payloads, settings, holder=plan.holder)
+    janitor = Janitor(index, payloads, open_evidence(settings), settings, holder=plan.holder)
     inner, shown = janitor.round, Path(plan.folder, f"{plan.holder}.state")
 
     def one_round() -> bool:

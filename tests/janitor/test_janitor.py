@@ -22,7 +22,7 @@ from kvstore.janitor.janitor import Janitor
 from kvstore.janitor.lease import Leadership
 from kvstore.janitor.log import Logbook
 from kvstore.janitor.reports import DONE, STEPS, ScrubState, Step
-from kvstore.payloads import bucket
+from kvstore.payloads import bucket, evidence
 from kvstore.store import housekeeping
 from kvstore.store.rounds import JANITOR
 from schemas.settings import S3Settings
@@ -786,3 +786,43 @@ def test_one_that_is_to_stop_stops_between_two_batches(world: World, monkeypatch
     assert len(calls.made) == 5
     assert world.index.leaseholder(JANITOR) is None
     assert (janitor.state().losses, janitor.state().faults) == (0, ())
+
+
+def test_evidence_is_kept_within_its_bounds(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    space, kept = world.space(), world.store.backends.evidence
+    segments = world.save(space, 0, segments=4)
+    monkeypatch.setattr(evidence, "MOST_COPIES", 2)
+    for segment in segments[:3]:
+        kept.put(space.id, segment, 0, [memoryview(b"bad")])
+    kept.refuse(space.id, {}, 5.0)
+    world.clock.now = max(one.modified_s for one in kept.copies(space.id)) + evidence.KEPT_S - 60
+    janitor = world.janitor()
+    assert janitor.round()
+    left = kept.of(space.id).condemned
+    assert len(left) == 2 and left < set(segments)
+    # What is left of its segment goes before the evidence does; nobody else's payload goes.
+    (gone,) = set(segments[:3]) - left
+    assert world.payloads.deleted == [world.payload(space, gone)]
+    assert step(janitor.state(), "reap").done == 1
+    # The bucket is asked for it once an hour.
+    for minutes, left_then in ((2, 2), (60, 0)):
+        world.clock.now += 60 * minutes
+        assert janitor.round()
+        assert len(kept.copies(space.id)) == left_then
+    assert kept.of(space.id).invalidated_s == 5.0
+
+
+def test_evidence_that_can_not_be_trimmed_is_tried_again_and_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, kept = world.space(), world.store.backends.evidence
+    kept.put(space.id, world.save(space, 0)[0], 0, [memoryview(b"bad")])
+    world.clock.now = kept.copies(space.id)[0].modified_s + evidence.KEPT_S
+    janitor = world.janitor()
+    world.plan.replace(Rule("permission", ("delete",)))
+    assert janitor.round()
+    assert step(janitor.state(), "reap").failing and kept.copies(space.id)
+    world.plan.replace()
+    world.clock.now += 61
+    assert janitor.round()
+    assert not step(janitor.state(), "reap").failing and not kept.copies(space.id)

@@ -122,6 +122,7 @@ class World:
         return Janitor(
             self.index,
             FaultyPayloads(self.payloads, self.plan, self.clock.sleep),
+            self.store.backends.evidence,
             self.settings,
             holder=holder,
             clock=self.clock,

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import redis
 
+from connectors.engine.sessions.hints import Hints
+from connectors.engine.sessions.telling import SessionTeller
 from kvstore.admin.archive.export import export
 from kvstore.admin.archive.import_ import import_archive
 from kvstore.admin.archive.wanted import EVERYTHING
@@ -27,6 +29,7 @@ from kvstore.store.space import Space
 from kvstore.store.store import Store
 from tests.servers.redis import RedisServer
 from tests.store.world import chain, fetch, match, open_space, slots, with_parts
+from tests.waiting import PATIENCE_S
 
 MONTH_S = 30 * 86400.0
 #: What it is where no test has changed it.
@@ -143,6 +146,22 @@ def test_it_is_evicted_in_the_order_of_use_like_any_other(fleet: Fleet, off_s: f
             right.id, keep_bytes=held // 2, delete_after_s=1.0, limit=100, rule="capacity"
         )
     assert set(gone) == set(unused)
+
+
+@WRONG
+def test_a_session_retains_for_as_long_as_its_request_says(fleet: Fleet, off_s: float) -> None:
+    wrong, session = fleet.engine(off_s), session_id(NO_SALT, "a")
+    (store,) = fleet.stores
+    segment, before = save(wrong, 1, 2), int(time.time())
+    teller = SessionTeller(store)
+    teller.use(wrong)
+    teller.ends(Hints(session, retain_s=600.0), NO_SALT, [segment])
+    assert store.transfers.drain(PATIENCE_S)
+    with fleet.cache() as cache:
+        assert cache.index is not None
+        (found,) = cache.index.find_sessions(wrong.id, [session])
+        assert found is not None and before + 600 <= found.until_s <= time.time() + 600
+        assert sum(cache.index.retained(wrong.id).values()) > 0
 
 
 @WRONG

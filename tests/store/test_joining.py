@@ -17,7 +17,7 @@ from kvstore.admin.repair.fsck import fsck
 from kvstore.build import load_settings, open_store
 from kvstore.index.contract import BadArgument
 from kvstore.index.port import MOST_RUNS, Replaced
-from kvstore.keys import SegmentId, block_key, digest, digests, new_segment_id
+from kvstore.keys import SegmentId, block_key, digest, digests, new_segment_id, salt_id
 from kvstore.store.saving import Joins
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -32,6 +32,7 @@ from tests.store.world import (
     namespace,
     open_space,
     slots,
+    with_parts,
 )
 
 A = chain(*range(60))
@@ -165,6 +166,30 @@ def test_what_was_evicted_meanwhile_is_stored_anew(space: Space, store: Store) -
     store.index.evict(space.id, [found.runs[0].segment], delete_after_s=0, rule="admin")
     grow(space, A[:8], slots, SIZE, found=found)
     assert served(space, 8) == [8]
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_what_its_request_has_saved_before_an_erasure_comes_back_in_no_longer_one(
+    tmp_path: Path, write: str
+) -> None:
+    """A request that goes on decoding knows of its own segments no age by the index's clock."""
+    now, hers = [1_790_000_000.0], salt_id("hers")
+    tiers = {"fast": f"file://{tmp_path}/fast", "slow": f"file://{tmp_path}/slow", "write": write}
+    tiered = load_settings({"payloads": tiers, "index": f"sqlite://{tmp_path}/none"}, environ={})
+    with make_store(tmp_path, clock=lambda: now[0]) as store:
+        space = open_space(with_parts(store, settings=tiered))
+        space.save(slots(A[:4]), salt=hers)
+        (run,) = match(space, A[:4]).runs
+        store.maintenance.forbid(space.id, hers)
+        store.index.evict(space.id, [run.segment], delete_after_s=0.0, rule="erased")
+        now[0] += 120
+        joins = Joins((Replaced(run.segment, digests(A[:4])),), 4)
+        longer = new_segment_id(digests(A[:1]))
+        saved = space.save(slots(A[:8]), created_s=int(now[0]), salt=hers, segment=longer, joins=joins)
+        assert (saved.outcome, match(space, A[:8]).blocks) == ("refused", 0)
+        # It keeps nobody from saving what is computed since then.
+        now[0] += 1
+        assert space.save(slots(A[:8]), salt=hers).outcome == "stored"
 
 
 def test_an_old_match_can_be_read_for_the_grace_time(settings: dict[str, Any]) -> None:

@@ -430,6 +430,7 @@ def test_what_a_key_is_missing_for_is_left_alone(tmp_path: Path, mode: str) -> N
         janitor = Janitor(
             cache.index,
             cache.payloads,
+            cache.evidence,
             load_settings({**settings, "janitor": {"scrub_percent": 100}}, {}),
             holder="a",
             keyring=cache.keyring,

@@ -53,8 +53,7 @@ class SessionTeller:
         """Tell what a request that has ended, well or not, says of its session, and which segments it has
         used."""
         if hints.session and hints.says:
-            until_s = None if hints.retain_s is None else self._store.clock() + hints.retain_s
-            self._tell(hints, salt, segments, Hint(hints.end, until_s, hints.priority))
+            self._tell(hints, salt, segments, Hint(hints.end, hints.retain_s, hints.priority))
 
     def _tell(self, hints: Hints, salt: SaltId, segments: list[SegmentId], hint: Hint) -> None:
         tell(self._store, self._space, hints.session, salt, segments, hint)

@@ -56,7 +56,7 @@ class Intake:
         self._spaces: dict[NamespaceId, Space] = {}
         self._in_shards: dict[NamespaceId, int] = {}
         self._filled = 0
-        self._returns = Returns(store.maintenance, store.backends.evidence, imported=True)
+        self._returns = Returns(store.maintenance, store.backends.evidence)
 
     @cached_property
     def known(self) -> frozenset[NamespaceId]:
@@ -121,6 +121,9 @@ class Intake:
     def commit(self, namespace: NamespaceId, segment: SegmentId, whole: Whole) -> None:
         """Makes a segment visible whose payloads are all put. Raises NotNow and Erased."""
         store = self._store
+        if self._returns.barred(namespace, segment, whole.record) == "invalidated":
+            # First: a follower evicts what it finds visible and barred.
+            self._returns.readmit(namespace, segment)
         state = commit_whole(
             store.index,
             store.payloads,
@@ -132,7 +135,7 @@ class Intake:
         )
         if state is CommitState.REFUSED:
             # It may have been erased, or condemned, while it came in.
-            self._returns = Returns(store.maintenance, store.backends.evidence, imported=True)
+            self._returns = Returns(store.maintenance, store.backends.evidence)
             self._check_barred(namespace, segment, whole.record)
             # The payloads stay: the trash deletes them, or another import needs them.
             raise NotNow(
@@ -154,7 +157,7 @@ class Intake:
             raise Erased("an audit here found that it is wrong")
         if barred == "failed":
             raise Erased("its writer has failed here: others compute something else")
-        if barred is not None:
+        if barred == "erased":
             raise Erased("its tenant or salt was erased here, and what was computed before stays so")
 
     def give_up(self, namespace: NamespaceId, segment: SegmentId, ranks: int) -> None:

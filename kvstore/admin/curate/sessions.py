@@ -151,12 +151,12 @@ def tell(
 
     Raises ConfigError if a namespace is of another version, and what the index raises.
     """
-    until_s = now_s + for_s if action == "retain" else None
-    hint = Hint(end=action == "end", retain_until_s=until_s)
+    retains = action == "retain"
+    hint = Hint(end=not retains, retain_s=for_s if retains else None)
     told = []
     if applied:
         session = chosen[0][1].session
-        words = f"{action} {session.hex()}" + (f" for {for_s:g} s" if action == "retain" else "")
+        words = f"{action} {session.hex()}" + (f" for {for_s:g} s" if retains else "")
         cache.record("sessions", words)
     store = cache.saving() if applied else None
     for name, before in chosen:
@@ -178,6 +178,7 @@ def tell(
                 refused_bytes=done.refused_bytes,
             )
         )
+    until_s = now_s + for_s if retains else None
     return SessionReport(at_s=now_s, action=action, applied=applied, until_s=until_s, sessions=tuple(told))
 
 

@@ -237,7 +237,7 @@ class _Run:
                 "pinned ones go with --pinned, and what it has saved since with another run"
             )
             return
-        taken_back = Hint(retain_until_s=0.0, priority="normal")
+        taken_back = Hint(retain_s=0.0, priority="normal")
         self.cache.index.session(name, session, [], time.time(), taken_back)
 
     def _batch(self, batch: Sequence[_Candidate]) -> None:

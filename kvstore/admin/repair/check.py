@@ -10,7 +10,7 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvstore.admin.counting import PAGE, AmountSum, paged
 from kvstore.admin.patience import Patience
@@ -27,7 +27,7 @@ from kvstore.rules.lateness import SETTLED_S, is_late
 from kvstore.threads.each import for_each
 from kvstore.verify.returning import Returns
 from kvstore.verify.segments import Whole, read_whole, verify_whole
-from schemas.records import NO_WRITER, SegmentRecord
+from schemas.records import SegmentRecord
 from schemas.settings import Settings
 
 Key = tuple[NamespaceId, FaultKind, SegmentId | None]
@@ -122,9 +122,6 @@ def examine(
         if read:
             verify_whole(payloads, namespace, segment, whole)
         true = whole.record
-        if record.writer == NO_WRITER:
-            # An index that was brought up to date knows no writers of what it had.
-            true = replace(true, writer=NO_WRITER)
         if true != record:
             raise FaultySegment("record", _difference(record, true))
         return whole

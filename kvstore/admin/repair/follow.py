@@ -146,14 +146,18 @@ class PayloadFollower:
             stock, barred = stocks.get(name, nothing), []
             for listing in index.segments(name):
                 if returns.barred(name, listing.segment, listing.record) is not None:
-                    barred.append(listing.segment)
+                    barred.append(listing)
                     continue
                 count += 1
                 sizes = stock.of(listing.segment).sizes
                 if any(sizes.get(rank) != one.nbytes for rank, one in enumerate(listing.record.parts)):
                     unlisted.setdefault(name, []).append(listing.segment)
-            for page in paged(barred):
-                self._evict(name, page)
+            if barred:
+                # Some may have been imported since this turn asked first.
+                again = Returns(index, self._cache.evidence)
+                still = [one.segment for one in barred if again.barred(name, one.segment, one.record)]
+                for page in paged(still):
+                    self._evict(name, page)
         gone = sum(map(len, unlisted.values()))
         if gone > _FEW and 2 * gone > count:
             return (

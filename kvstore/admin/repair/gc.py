@@ -199,7 +199,7 @@ class _Gc:
                 self._maintain(housekeeping, name, space, space.account)
             for page in paged(space.strays):
                 self._delete(name, page)
-        old = self.cache.evidence.trim(self.cache.payloads, self.clock())
+        old = list(self.cache.evidence.trim(self.cache.payloads, self.clock()))
         self.deleted.add(len(old), sum(one.nbytes for one in old))
         self._remove()
 

@@ -152,7 +152,12 @@ class Serving:
             holder = f"{socket.gethostname()}/{os.getpid()}/{token_hex(2)}"
             cache = self._cache
             self._janitor = Janitor(
-                index, cache.brief_payloads, cache.settings, holder=holder, keyring=self._keyring
+                index,
+                cache.brief_payloads,
+                cache.brief_evidence,
+                cache.settings,
+                holder=holder,
+                keyring=self._keyring,
             )
         return self._janitor
 

@@ -32,7 +32,7 @@ from kvstore.admin.simulate.traces import Request, Trace
 from kvstore.format.segment import ALIGN
 from kvstore.index.contract import minute, saved_minute
 from kvstore.index.eviction import MINUTE_S, watermarks
-from kvstore.index.sessions import HIGH_S, LONGEST_RETAINED_S, LOW_S, Priority
+from kvstore.index.sessions import HIGH_S, LOW_S, Hint, Priority, retained_s
 from kvstore.store.sessions import SESSION_SHARE, UNSALTED_SHARE
 
 #: Bytes of the header of a segment of KV blocks: its own part, and that of each slot.
@@ -218,7 +218,7 @@ class StoreReplay:
         if heard.end:
             known.until_s = 0
         elif heard.retain_s is not None:
-            known.until_s = round(now_s + min(heard.retain_s, LONGEST_RETAINED_S))
+            known.until_s = int(now_s) + (retained_s(Hint(retain_s=heard.retain_s)) or 0)
         used = [one for one in known.used if one.living]
         if heard.retain_s is not None and not heard.end:
             # What is told of all that it uses is told of its own as well.

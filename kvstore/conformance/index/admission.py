@@ -4,6 +4,7 @@ kvstore.index.verdicts.Verdicts as tests."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,22 @@ from kvstore.conformance.index.chains import (
     namespace,
     part_of,
     put,
+    record,
     served,
 )
 from kvstore.errors import NamespaceUnknown
-from kvstore.index.port import EngineIndex
+from kvstore.index.port import CommitState, EngineIndex
 from kvstore.index.verdicts import NAME_CHARS, VERDICTS_KEPT, Opinion, VerdictState
-from kvstore.keys import NamespaceId, WriterId, writer_id
+from kvstore.keys import (
+    SEGMENT_ID_BYTES,
+    NamespaceId,
+    PlaceId,
+    SegmentId,
+    WriterId,
+    new_segment_id,
+    place_of,
+    writer_id,
+)
 
 UNKNOWN = NamespaceId("0000000000000000")
 DAY_S = 86_400.0
@@ -237,14 +248,14 @@ class NoteConformance:
 
 
 WRITER, ANOTHER = writer_id("a writer"), writer_id("another")
-ONE, OTHER = writer_id("an engine"), writer_id("another engine")
+ONE, OTHER = place_of("a place"), place_of("another place")
 
 
 def opine(
     index: EngineIndex,
     name: NamespaceId,
     opinion: Opinion,
-    by: WriterId = ONE,
+    by: PlaceId = ONE,
     *,
     writer: WriterId = WRITER,
     stands: bool = False,
@@ -283,7 +294,7 @@ class VerdictConformance:
         self, index: EngineIndex, other: EngineIndex, name: NamespaceId
     ) -> None:
         assert opine(index, name, "differs") == "disputed"
-        assert opine(index, name, "differs") == "disputed", "it is the same engine"
+        assert opine(index, name, "differs") == "disputed", "it is the same place"
         assert opine(other, name, "differs", OTHER) == "failed"
 
     def test_one_that_has_come_to_stand_fails_what_it_disputed(
@@ -291,6 +302,30 @@ class VerdictConformance:
     ) -> None:
         opine(index, name, "differs")
         assert opine(index, name, "differs", stands=True) == "failed"
+
+    def test_a_writer_that_has_failed_can_commit_no_more(
+        self, index: EngineIndex, other: EngineIndex, name: NamespaceId
+    ) -> None:
+        def commits(index: EngineIndex, writer: WriterId, rank: int = 0, ranks: int = 1) -> CommitState:
+            # In a namespace of several shards each of these is in another.
+            states = set()
+            for number in range(8):
+                digests = chain(2, seed=f"{writer.hex()} {number}")
+                made = replace(record(2), writer=writer)
+                segment = SegmentId(digests[: SEGMENT_ID_BYTES - 1] + new_segment_id(digests)[-1:])
+                states.add(index.commit(name, segment, digests, made, rank=rank, ranks=ranks))
+            assert len(states) == 1
+            return states.pop()
+
+        opine(index, name, "differs")
+        assert commits(index, WRITER) is CommitState.VISIBLE, "a dispute may be the other's fault"
+        third = writer_id("a third")
+        assert commits(index, third, 0, 2) is CommitState.WAITING
+        for writer in (WRITER, third):
+            opine(index, name, "differs", OTHER, writer=writer, stands=True)
+        assert commits(other, WRITER) is CommitState.REFUSED
+        assert commits(other, third, 1, 2) is CommitState.REFUSED
+        assert commits(other, ANOTHER) is CommitState.VISIBLE
 
     def test_who_agrees_ends_a_dispute(self, index: EngineIndex, name: NamespaceId) -> None:
         opine(index, name, "differs")

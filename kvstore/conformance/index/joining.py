@@ -149,6 +149,28 @@ class JoinConformance(Maintained):
         assert served(index.match(name, digests)) == 2
         assert catalogue.usage(name) == usage_of(catalogue.segments(name))
 
+    def test_a_repeated_commit_leaves_alone_what_stayed(
+        self, index: Any, catalogue: Any, name: NamespaceId
+    ) -> None:
+        digests = chain(6)
+        olds = put_olds(index, name, digests, [2, 2])
+        old = olds[0].segment
+        pin(catalogue, name, [old])
+
+        def entered() -> list[tuple[SegmentId, int] | None]:
+            return [one and (one.segment, one.slot) for one in index.find(name, digests, digests)]
+
+        new = join(index, name, digests, 0, olds)
+        all_of_it = [(new, slot) for slot in range(6)]
+        # Its answer got lost; a rebuild doesn't even know what it was to replace.
+        for again in (olds, []):
+            join(index, name, digests, 0, again, segment=new)
+            assert entered() == [(old, 0), (old, 1), *all_of_it[2:]]
+        # What is gone serves nothing any more.
+        evict(index, name, [old])
+        join(index, name, digests, 0, olds, segment=new)
+        assert entered() == all_of_it
+
     def test_what_others_use_stays(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         for number, (before, after) in enumerate(
             [(NO_SESSION, ALICE), (BOB, ALICE), (ALICE, NO_SESSION), (ALICE, BOB)]

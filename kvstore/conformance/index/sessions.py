@@ -84,7 +84,7 @@ def save(
 
 def later(seconds: float) -> Hint:
     """A hint to retain for so long from now on."""
-    return Hint(retain_until_s=time.time() + seconds)
+    return Hint(retain_s=seconds)
 
 
 class SessionConformance(Maintained):
@@ -109,6 +109,12 @@ class SessionConformance(Maintained):
 
     def used(self, catalogue: Any, name: NamespaceId, segments: Sequence[SegmentId]) -> list[float]:
         return [one.last_use_s for one in catalogue.get(name, segments)]
+
+    def ends(self, catalogue: Any, name: NamespaceId, session: SessionId) -> float:
+        """The minute of the end of what a session retains, in seconds."""
+        found = self.find(catalogue, name, session)
+        assert found is not None and found.state == "retained"
+        return found.until_s // MINUTE * MINUTE
 
     # whose own
 
@@ -360,8 +366,8 @@ class SessionConformance(Maintained):
     def test_its_time_ends_by_itself(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         own = save(index, name, chain(4), ALICE)
         others = [put(index, name, chain(2, seed=str(i)), created_s=CREATED_S + 120) for i in range(3)]
-        until = time.time() + 1.6
-        index.session(name, ALICE, own, CREATED_S, Hint(retain_until_s=until), allowance=ALL)
+        index.session(name, ALICE, own, CREATED_S, later(1.6), allowance=ALL)
+        until = time.time() + 2
         index.touch(name, own[:1], MADE_S + MINUTE)
         assert self.order(catalogue, name)[0] in others
         while time.time() < round(until) + 0.2:
@@ -381,9 +387,10 @@ class SessionConformance(Maintained):
         salt = salt_id("hers")
         own = [save(index, name, chain(2, seed=str(i)), ALICE, salt=salt)[0] for i in range(450)]
         old = put(index, name, chain(2, seed="old"), created_s=CREATED_S + 60)
-        until, lasting = time.time() + 1.6, save(index, name, chain(2, seed="b"), BOB, salt=salt)
+        lasting = save(index, name, chain(2, seed="b"), BOB, salt=salt)
         index.session(name, BOB, lasting, CREATED_S, later(900), allowance=ALL)
-        index.session(name, ALICE, own, CREATED_S, Hint(retain_until_s=until), allowance=ALL)
+        index.session(name, ALICE, own, CREATED_S, later(1.6), allowance=ALL)
+        until = time.time() + 2
         assert catalogue.expire(name) == 0 or time.time() > until - 1.0
         while time.time() < round(until) + 0.2:
             time.sleep(0.1)
@@ -399,14 +406,15 @@ class SessionConformance(Maintained):
     def test_it_can_be_shortened_and_ended(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         shared = put(index, name, chain(2))
         own = save(index, name, chain(6), ALICE, first=2)
-        for seconds, minutes in ((5000, 5000 // 60), (600, 10), (9000, 150)):
-            hint = later(seconds)
-            index.session(name, ALICE, [], CREATED_S, hint, allowance=ALL)
-            for used in self.used(catalogue, name, own):
-                assert used == round(hint.retain_until_s or 0) // 60 * 60, minutes
+        for seconds in (5000, 600, 9000):
+            before = time.time()
+            index.session(name, ALICE, [], CREATED_S, later(seconds), allowance=ALL)
+            ends = self.ends(catalogue, name, ALICE)
+            assert int(before) + seconds - MINUTE < ends <= time.time() + seconds
+            assert self.used(catalogue, name, own) == [ends] * 2
         index.session(name, ALICE, [shared], CREATED_S, allowance=ALL)
         assert catalogue.retained(name) == {NO_SALT: 3 * ONE}
-        told = index.session(name, ALICE, [], MADE_S + MINUTE, Hint(retain_until_s=0.0), allowance=ALL)
+        told = index.session(name, ALICE, [], MADE_S + MINUTE, later(0), allowance=ALL)
         assert told.state == "live"
         assert self.used(catalogue, name, own) == [MADE_S + MINUTE] * 2
         # What others may have retained as well stays so for its time.
@@ -425,23 +433,22 @@ class SessionConformance(Maintained):
         shared = [put(index, name, chain(2))]
         index.session(name, ALICE, shared, CREATED_S, later(9000), allowance=ALL)
         before = self.used(catalogue, name, shared)
-        for hint in (later(60), Hint(retain_until_s=0.0), END):
+        for hint in (later(60), later(0), END):
             index.session(name, BOB, shared, CREATED_S, hint, allowance=ALL)
         assert self.used(catalogue, name, shared) == before
         assert catalogue.retained(name) == {NO_SALT: ONE}
 
     def test_no_longer_than_a_day(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         own = save(index, name, chain(2), ALICE)
-        index.session(name, ALICE, own, CREATED_S, Hint(retain_until_s=9e9), allowance=ALL)
+        index.session(name, ALICE, own, CREATED_S, later(9e9), allowance=ALL)
         assert self.used(catalogue, name, own)[0] <= time.time() + LONGEST_RETAINED_S + 2
-        index.session(name, ALICE, own, CREATED_S, Hint(retain_until_s=-9e9), allowance=ALL)
+        index.session(name, ALICE, own, CREATED_S, later(-9e9), allowance=ALL)
         assert self.used(catalogue, name, own) == [MADE_S]
 
     def test_what_is_saved_meanwhile_is_retained(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
-        hint = later(600)
-        index.session(name, ALICE, [], CREATED_S, hint, allowance=ALL)
+        index.session(name, ALICE, [], CREATED_S, later(600), allowance=ALL)
         own = save(index, name, chain(4), ALICE, allowance=self.allowance(ONE, 0))
-        assert self.used(catalogue, name, own) == [round(hint.retain_until_s or 0) // 60 * 60, SAVED_S]
+        assert self.used(catalogue, name, own) == [self.ends(catalogue, name, ALICE), SAVED_S]
 
     def test_pinned_ones_are_none(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
         own = save(index, name, chain(4), ALICE)
@@ -524,17 +531,17 @@ class SessionConformance(Maintained):
             index.session(name, session, own[:1], CREATED_S, Hint(priority="high"), allowance=less)
             assert self.used(catalogue, name, own) == before
             index.session(
-                name, session, [], CREATED_S, Hint(hint.end, hint.retain_until_s, "normal"), allowance=less
+                name, session, [], CREATED_S, Hint(retain_s=hint.retain_s, priority="normal"), allowance=less
             )
         assert catalogue.retained(name) == {NO_SALT: 4 * ONE, salt: 4 * ONE}
         # It may be made shorter, and with room again longer.
-        told = index.session(name, session, own, CREATED_S, short := later(120), allowance=less)
+        told = index.session(name, session, own, CREATED_S, later(120), allowance=less)
         assert (told.retained_bytes, told.refused_bytes) == (4 * ONE, 0)
-        assert self.used(catalogue, name, own) == [round(short.retain_until_s or 0) // 60 * 60] * 4
+        assert self.used(catalogue, name, own) == [self.ends(catalogue, name, session)] * 4
         exact = self.allowance(4 * ONE, 4 * ONE)
-        told = index.session(name, session, own, CREATED_S, long := later(9000), allowance=exact)
+        told = index.session(name, session, own, CREATED_S, later(9000), allowance=exact)
         assert (told.retained_bytes, told.refused_bytes) == (4 * ONE, 0)
-        assert self.used(catalogue, name, own) == [round(long.retain_until_s or 0) // 60 * 60] * 4
+        assert self.used(catalogue, name, own) == [self.ends(catalogue, name, session)] * 4
 
     def test_nothing_is_retained_without_an_allowance(
         self, index: Any, catalogue: Any, name: NamespaceId

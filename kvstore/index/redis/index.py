@@ -38,9 +38,10 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     kvs:{ns}:retained        hash     salt id -> bytes of its retained segments; "" -> of all
     kvs:{ns}:erased          hash     salt id, or "" for all of the namespace -> unix s; what was computed
                                       until then is not committed any more. Outlives the namespace
-    kvs:{ns}:writers         hash     writer id -> state (0 proven, 1 disputed, 2 failed), u32 unix s, id of
-                                      who found it out, name; about 1,024; expires 90 days after the last.
-                                      Under the id itself, whatever the number of shards
+    kvs:{ns}:writers         hash     writer id -> state (0 proven, 1 disputed, 2 failed), u32 unix s, place
+                                      id of who found it out, name; about 1,024; expires 90 days after the
+                                      last. Under the id itself, whatever the number of shards; those that
+                                      have failed in each shard, too
     kvs:{ns}:events          stream   ring of changes: op, segment, first and last digest, depth, slots,
                                       bytes, rule; of what was done by name also by; of what was told
                                       of (fate.lua) also fate and session; about journal.events

@@ -24,6 +24,7 @@ from kvstore.index.sessions import (
     Priority,
     SessionListing,
     SessionState,
+    retained_s,
 )
 from kvstore.keys import (
     NO_SESSION,
@@ -82,7 +83,7 @@ class RedisSessions(RedisCatalogue):
         check_segments(segments)
         check_session(session)
         demoted = retained = refused = 0
-        ends = None if hint.end else hint.retain_until_s
+        retain_s = None if hint.end else retained_s(hint)
         slices = list(batches(list(dict.fromkeys(segments)), SESSION_SLICE)) or [[]]
         for number, some in enumerate(slices):
             first, last = number == 0, number == len(slices) - 1
@@ -94,7 +95,7 @@ class RedisSessions(RedisCatalogue):
                 "" if used_s is None else minute(used_s),
                 1 if first else 0,
                 1 if last and hint.end else 0,
-                "" if ends is None or not first else max(0, round(ends)),
+                "" if retain_s is None or not first else retain_s,
                 "" if hint.priority is None else _PRIORITIES.index(hint.priority),
                 allowance.namespace_bytes,
                 allowance.salt_bytes,

@@ -19,7 +19,7 @@ from kvstore.index.verdicts import (
     Verdict,
     VerdictState,
 )
-from kvstore.keys import NamespaceId, WriterId
+from kvstore.keys import NamespaceId, PlaceId, WriterId
 from schemas.records import WRITER_ID_BYTES
 
 _JUDGE = Script.load("judge")
@@ -44,7 +44,7 @@ class RedisVerdicts(RedisSalts):
                 continue  # whatever stands there, it is no verdict
             state, at, by = _HEAD.unpack_from(value)
             name = value[_HEAD.size :][: 4 * NAME_CHARS].decode("utf-8", "replace")[:NAME_CHARS]
-            found[WriterId(writer)] = Verdict(STATES[state], real(at), WriterId(by), name)
+            found[WriterId(writer)] = Verdict(STATES[state], real(at), PlaceId(by), name)
         return found
 
     @understood
@@ -54,11 +54,11 @@ class RedisVerdicts(RedisSalts):
         writer: WriterId,
         opinion: Opinion,
         *,
-        by: WriterId,
+        by: PlaceId,
         stands: bool,
         name: str = "",
     ) -> VerdictState:
-        check_writers([writer, by])
+        check_writers([writer, WriterId(by)])
         state = self._run(
             _JUDGE,
             namespace,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.index.sharding.layouts import ShardedLayouts
 from kvstore.index.verdicts import Opinion, Verdict, VerdictState
-from kvstore.keys import NamespaceId, WriterId
+from kvstore.keys import NamespaceId, PlaceId, WriterId
 
 
 class ShardedVerdicts(ShardedLayouts):
@@ -24,9 +24,14 @@ class ShardedVerdicts(ShardedLayouts):
         writer: WriterId,
         opinion: Opinion,
         *,
-        by: WriterId,
+        by: PlaceId,
         stands: bool,
         name: str = "",
     ) -> VerdictState:
         with self._guard(namespace):
-            return self._leaf.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
+            state = self._leaf.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
+        if state == "failed":
+            # Where its commits are refused. A shard that a reshard makes later takes them: readers don't.
+            shards = [one for one in self._shards(namespace) if one != namespace]
+            self._each(shards, lambda one: self._leaf.judge(one, writer, "differs", by=by, stands=True))
+        return state

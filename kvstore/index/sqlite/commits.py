@@ -22,6 +22,7 @@ from kvstore.index.sqlite.evictions import evict, evict_incomplete
 from kvstore.index.sqlite.journal import Writing
 from kvstore.index.sqlite.recency import count_as_used
 from kvstore.index.sqlite.rows import NamespaceNumbers, account, invalidated_generations
+from kvstore.index.verdicts import STATES
 from kvstore.keys import DIGEST_BYTES, NO_SESSION, SegmentId, SessionId, split_digests
 from schemas.records import SegmentRecord, pack_head, pack_part, unpack_record
 
@@ -60,7 +61,8 @@ class RankCommit:
         part = pack_part(self.record, self.record.parts[0])
         row = self._one("SELECT key, checksum, record FROM segments", self.place.generation)
         until = self._forbidden_until()
-        if created <= until or (until >= 0 and said > now + CLOCKS_DIFFER_S):
+        forbidden = created <= until or (until >= 0 and said > now + CLOCKS_DIFFER_S)
+        if forbidden or self._has_failed():
             evict_incomplete(self.db, self.place, self.segment, 0.0)
             return CommitState.REFUSED
         if row:
@@ -81,7 +83,8 @@ class RankCommit:
 
     def _again(self, row: tuple[Any, ...], agreed: bytes, part: bytes) -> CommitState:
         """Answers for a segment that was committed before: an answer got lost, or the index is being rebuilt.
-        Writes the entries once more, which repairs those that were lost, and counts nothing twice."""
+        Writes once more the entries that lead to no other visible segment, which repairs those that were
+        lost, and counts nothing twice."""
         key, checksum, packed = row
         head = len(agreed) - len(checksum)
         size = (len(packed) - head) // self.ranks
@@ -91,7 +94,9 @@ class RankCommit:
         self.db.execute(
             "UPDATE segments SET first = ? WHERE key = ? AND first = x''", (self.digests[:DIGEST_BYTES], key)
         )
-        self._enter()
+        # Which of them it was to replace, and which stayed, can't be told any more.
+        others = (self._served_by(one, self.segment) for one in split_digests(self.digests))
+        self._enter({one for one in others if one is not None})
         return CommitState.VISIBLE
 
     def _forbidden_until(self) -> int:
@@ -103,6 +108,16 @@ class RankCommit:
             (self.place.key, self.record.salt),
         ).fetchone()
         return int(until)
+
+    def _has_failed(self) -> bool:
+        """Returns whether its writer has failed (kvstore.index.verdicts). A verdict that is too old to hold
+        refuses it all the same: it is a start of long ago."""
+        query = (
+            "SELECT 1 FROM writers AS w JOIN namespaces AS n ON n.id = w.namespace "
+            "WHERE n.key = ? AND w.id = ? AND w.state = ?"
+        )
+        failed = STATES.index("failed")
+        return self.db.execute(query, (self.place.key, self.record.writer, failed)).fetchone() is not None
 
     def _is_gone(self) -> bool:
         """Returns whether the segment was evicted or invalidated meanwhile."""
@@ -198,14 +213,16 @@ class RankCommit:
         evict(self.db, self.writing, self.place, segments, after_s, "joined")
 
     def _is_served_elsewhere(self, old: Replaced) -> bool:
+        return all(self._served_by(one, old.segment) for one in split_digests(old.digests))
+
+    def _served_by(self, digest: bytes, but: SegmentId) -> SegmentId | None:
+        """Returns the visible segment that a block's entry leads to, unless it is `but`."""
         query = (
-            "SELECT 1 FROM blocks AS e JOIN segments AS s ON s.namespace = ? AND s.id = e.segment "
+            "SELECT e.segment FROM blocks AS e JOIN segments AS s ON s.namespace = ? AND s.id = e.segment "
             "WHERE e.namespace = ? AND e.digest = ? AND e.segment <> ?"
         )
-        return all(
-            self.db.execute(query, (self.place.generation, self.place.key, one, old.segment)).fetchone()
-            for one in split_digests(old.digests)
-        )
+        row = self.db.execute(query, (self.place.generation, self.place.key, digest, but)).fetchone()
+        return SegmentId(row[0]) if row else None
 
     def _enter(self, stays: Collection[SegmentId] = ()) -> None:
         """Enters its blocks, but for those that are in one of the segments that stay."""

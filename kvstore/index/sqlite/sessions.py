@@ -20,7 +20,6 @@ from kvstore.index.sessions import (
     ENDED_MINUTE,
     HIGH_S,
     LONGEST_AGO_MINUTES,
-    LONGEST_RETAINED_S,
     LOW_S,
     MOST_SEGMENTS,
     MOST_SESSIONS,
@@ -34,6 +33,7 @@ from kvstore.index.sessions import (
     Priority,
     SessionListing,
     SessionState,
+    retained_s,
 )
 from kvstore.index.sqlite.maintenance import SqliteMaintenance
 from kvstore.index.sqlite.recency import (
@@ -299,8 +299,8 @@ class SqliteSessions(SqliteMaintenance):
         slices = list(batches(list(dict.fromkeys(segments)), SESSION_SLICE)) or [[]]
         for number, some in enumerate(slices):
             first, last = number == 0, number == len(slices) - 1
-            until = None if hint.end or not first else hint.retain_until_s
-            part = Hint(last and hint.end, until, hint.priority)
+            retain_s = None if hint.end or not first else hint.retain_s
+            part = Hint(last and hint.end, retain_s, hint.priority)
             with self._database.writing("session") as db:
                 place = place_of(db, namespace)
                 if place is None:
@@ -329,15 +329,15 @@ class SqliteSessions(SqliteMaintenance):
         expire_retained(db, place, now)
         forget_idle(db, place, now)
         record = recall(db, place, session, now)
-        if hint.retain_until_s is not None:
-            until = min(round(hint.retain_until_s), int(now) + LONGEST_RETAINED_S)
-            record.until = until if until > now else 0
+        retain_s = retained_s(hint)
+        if retain_s is not None:
+            record.until = int(now) + retain_s if retain_s else 0
         record.priority = hint.priority or record.priority
         record.ended = hint.end
         if hint.end:
             record.until = 0
         passed, chosen = set(segments), list(segments)
-        if hint.retain_until_s is not None:
+        if retain_s is not None:
             # What is told of all that it uses is told of its own as well.
             chosen += [one for one in own_segments(db, place, session) if one not in passed]
         rows = [row for one in chosen if (row := row_of(db, place, one))]
@@ -358,7 +358,7 @@ class SqliteSessions(SqliteMaintenance):
             demoted = demote(db, own)
         elif until := record.retained_until(now):
             retained, refused = retain(db, place, rows, session, until, allowance)
-        elif hint.retain_until_s is not None:
+        elif retain_s is not None:
             restore_retained(db, [row.key for row in own])
         record.used = max(record.used, int(used))
         remember(db, place, session, record, now)

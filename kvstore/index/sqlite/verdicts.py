@@ -17,7 +17,7 @@ from kvstore.index.verdicts import (
     VerdictState,
     judged,
 )
-from kvstore.keys import NamespaceId, WriterId
+from kvstore.keys import NamespaceId, PlaceId, WriterId
 
 
 class SqliteVerdicts(SqliteSalts):
@@ -36,11 +36,11 @@ class SqliteVerdicts(SqliteSalts):
         writer: WriterId,
         opinion: Opinion,
         *,
-        by: WriterId,
+        by: PlaceId,
         stands: bool,
         name: str = "",
     ) -> VerdictState:
-        check_writers([writer, by])
+        check_writers([writer, WriterId(by)])
         now = self._clock()
         with self._database.writing("judge") as db:
             before = _of(db, namespace, [writer], now).get(writer)
@@ -73,4 +73,4 @@ def _of(
             for writer in dict.fromkeys(writers)
             if (row := db.execute(f"{query} AND id = ?", (namespace, since, writer)).fetchone())
         ]
-    return {WriterId(row[0]): Verdict(STATES[row[1]], row[2], WriterId(row[3]), row[4]) for row in rows}
+    return {WriterId(row[0]): Verdict(STATES[row[1]], row[2], PlaceId(row[3]), row[4]) for row in rows}

@@ -2,12 +2,17 @@
 
     own        this start of this engine: what it wrote is what it computes
     proven     somebody computes the same (kvstore.index.verdicts), or this engine has just found that out
-    failed     its segments are absent, and are evicted where a match meets them
+    failed     its segments are absent, and are evicted where a match meets them. So are those without a
+               writer, of an index that was brought up to date: nobody can judge them
     refused    this engine computes something else. It is not loaded from here, whatever the index says
     unproven   nobody has compared it, or it is disputed: a connector must compare before a token leaves
 
-Verdicts are asked for on the thread that has matched, and only of writers that are not settled. An index that
-doesn't answer settles nothing: what is unproven then stays so.
+Verdicts are asked for on the thread that has matched, and only of writers that are not settled; that about
+this engine's own writer when a commit was refused. An index that doesn't answer settles nothing: what is
+unproven then stays so.
+
+That an engine agrees with an earlier start at its own place is its own affair: a broken accelerator agrees
+with itself. It loads what that start wrote, tells nobody, and does not stand by it.
 """
 
 from __future__ import annotations
@@ -22,16 +27,17 @@ from typing import Literal
 from kvstore.errors import KVStoreError
 from kvstore.index.port import Run
 from kvstore.index.verdicts import Opinion
-from kvstore.keys import NamespaceId, WriterId
+from kvstore.keys import NamespaceId, PlaceId, WriterId, place_of
 from kvstore.payloads.evidence import writer_denial
 from kvstore.store.backends import Backends
 from kvstore.store.quarantine import Quarantine
+from schemas.records import NO_WRITER
 
 log = logging.getLogger(__name__)
 
 #: Writers that are remembered.
 _REMEMBERED = 4096
-#: Writers from which an engine that agrees with none may differ before it leaves the namespace alone.
+#: Places with which an engine that agrees with none may differ before it leaves the namespace alone.
 MOST_REFUSED = 3
 #: Seconds for which an answer holds that settles nothing.
 _AGAIN_S = 1.0
@@ -58,7 +64,9 @@ class KnownWriters:
         self._settled: OrderedDict[WriterId, Standing] = OrderedDict()
         #: Writers that nobody has settled -> when they were asked for last.
         self._open: OrderedDict[WriterId, float] = OrderedDict()
-        #: Whether some writer computes what this engine computes.
+        #: Where writers that were refused here compute, as far as that is known.
+        self._places: dict[WriterId, PlaceId] = {}
+        #: Whether some writer at another place computes what this engine computes.
         self._stands = False
 
     def unproven(self, runs: Iterable[Run]) -> set[WriterId]:
@@ -76,10 +84,9 @@ class KnownWriters:
     def present(self, runs: Sequence[Run | None]) -> list[Run | None]:
         """Returns the runs, with None in place of those whose writer has failed; those are evicted. Asks the
         index for verdicts if it must; never raises."""
-        self._look_up({WriterId(run.record.writer) for run in runs if run is not None})
-        bad = self.failed()
-        if not bad:
-            return list(runs)
+        writers = {WriterId(run.record.writer) for run in runs if run is not None}
+        self._look_up(writers - {self._backends.writer.id, NO_WRITER})
+        bad = self.failed() | {NO_WRITER}
         for run in runs:
             if run is None or not self._is_failed(WriterId(run.record.writer)):
                 continue
@@ -88,15 +95,26 @@ class KnownWriters:
                 self._quarantine.add(self._namespace, run.segment)
         return [None if run is None or run.record.writer in bad else run for run in runs]
 
+    def look_up_own(self) -> None:
+        """Asks the index what holds of this engine's own writer: a commit was refused. Never raises."""
+        self._look_up([self._backends.writer.id])
+
     def settle(self, writer: WriterId, opinion: Opinion, name: str = "") -> None:
-        """Records what this engine has found out about a writer, here at once and then in the index. Never
-        raises; to be called where an index may be asked."""
+        """Records what this engine has found out about a writer, here at once and then in the index. Without
+        its `name` the writer may be an earlier start at this very place. Never raises; to be called where an
+        index may be asked."""
+        place = place_of(name) if name else None
+        alone = opinion == "alike" and place in (None, self._backends.writer.place)
         with self._lock:
-            if opinion == "alike":
+            if opinion == "alike" and not alone:
                 self._stands = True
+            if opinion == "differs" and place is not None:
+                self._places[writer] = place
             again = [one for one, standing in self._settled.items() if standing == "refused"]
             stands = self._stands
         self.believe(writer, "proven" if opinion == "alike" else "refused")
+        if alone:
+            return
         self._judge(writer, opinion, name, stands=stands)
         if opinion == "alike":
             # Those that it has disputed it now fails: some other engine computes what it computes.
@@ -112,30 +130,39 @@ class KnownWriters:
                 standing = before
             self._settled[writer] = standing
             while len(self._settled) > _REMEMBERED:
-                self._settled.popitem(last=False)
+                forgotten, _ = self._settled.popitem(last=False)
+                self._places.pop(forgotten, None)
 
     @property
     def stands(self) -> bool:
-        """Tells whether some writer computes what this engine computes."""
+        """Tells whether some writer at another place computes what this engine computes."""
         return self._stands
 
+    @property
+    def own_failed(self) -> bool:
+        """Tells whether this engine's own writer has failed: what it saves is of no use to anybody."""
+        return self._is_failed(self._backends.writer.id)
+
     def refusals(self) -> int:
-        """Returns of how many writers this engine computes something else."""
+        """Returns at how many places something else is computed than by this engine. A writer of which it is
+        not known where it computes counts as a place."""
         with self._lock:
-            return sum(standing == "refused" for standing in self._settled.values())
+            refused = [one for one, standing in self._settled.items() if standing == "refused"]
+            return len({self._places.get(one, one) for one in refused})
 
     def distrusts_itself(self) -> bool:
-        """Returns whether this engine differs from so many writers, and agrees with none, that it may be the
-        one that is wrong."""
-        return not self.stands and self.refusals() >= MOST_REFUSED
+        """Returns whether this engine may be the one that is wrong: its own writer has failed, or it differs
+        from so many places, and agrees with none."""
+        return self.own_failed or (not self.stands and self.refusals() >= MOST_REFUSED)
 
     def _is_believed(self, writer: WriterId) -> bool:
-        return writer == self._backends.writer.id or self._settled.get(writer) == "proven"
+        known = self._settled.get(writer)
+        return known == "proven" or (known is None and writer == self._backends.writer.id)
 
     def _is_failed(self, writer: WriterId) -> bool:
         """Tells whether its segments are to go for everybody: a refusal is this engine's own."""
         with self._lock:
-            return self._settled.get(writer) == "failed"
+            return writer == NO_WRITER or self._settled.get(writer) == "failed"
 
     def _look_up(self, writers: Iterable[WriterId]) -> None:
         now, own = self._monotonic(), self._backends.writer.id
@@ -143,8 +170,7 @@ class KnownWriters:
             asked = [
                 one
                 for one in writers
-                if one != own
-                and self._settled.get(one) in (None, "refused")
+                if self._settled.get(one) in (None, "refused")
                 and now - self._open.get(one, -_AGAIN_S) >= _AGAIN_S
             ]
             for one in asked:
@@ -164,7 +190,8 @@ class KnownWriters:
         for writer, verdict in known.items():
             if verdict.state == "failed":
                 log.error(
-                    "writer %s (%s) of namespace %s has failed: its segments are taken as absent",
+                    "%s %s (%s) of namespace %s has failed: its segments are taken as absent",
+                    "this engine, which is writer" if writer == own else "writer",
                     writer.hex(), verdict.name or "not named", self._namespace,
                 )  # fmt: skip
             if verdict.state != "disputed":
@@ -173,7 +200,7 @@ class KnownWriters:
     def _judge(self, writer: WriterId, opinion: Opinion, name: str, *, stands: bool) -> None:
         try:
             state = self._backends.index.judge(
-                self._namespace, writer, opinion, by=self._backends.writer.id, stands=stands, name=name
+                self._namespace, writer, opinion, by=self._backends.writer.place, stands=stands, name=name
             )
         except KVStoreError as exc:
             log.warning("the verdict about writer %s could not be told: %s", writer.hex(), exc)

@@ -43,7 +43,7 @@ def _save(world: World, blocks: range) -> SegmentId:
 def test_a_prompts_blocks_are_somebodys_own(world: World) -> None:
     said = f"only session {MINE.hex()} has used 3 of its blocks"
     assert said in world.tokens()["remarks"]
-    world.space.session(MINE, [], Hint(retain_until_s=time.time() + 600))
+    world.space.session(MINE, [], Hint(retain_s=600))
     [remark] = [one for one in world.tokens()["remarks"] if "session" in one]
     head, _, seconds = remark.partition(", which retains that for ")
     assert head == said and 0 < int(seconds.split()[0]) <= 600
@@ -67,7 +67,7 @@ def test_an_evicted_blocks_session_had_ended(world: World) -> None:
 
 
 def test_an_evicted_block_was_retained_until_a_time_that_was_over(world: World) -> None:
-    while world.space.session(MINE, [], Hint(retain_until_s=time.time() + 1.6)).state != "retained":
+    while world.space.session(MINE, [], Hint(retain_s=2)).state != "retained":
         pass
     index = world.store.maintenance
     while index.find_sessions(world.space.id, [MINE])[0].state == "retained":

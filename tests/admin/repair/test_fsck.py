@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvstore.errors import TransientError
 from kvstore.format.segment import Slot
 from kvstore.index.maintenance import Listing
 from kvstore.keys import NamespaceId, SegmentId, digest, namespace_id
+from schemas.records import NO_WRITER
 from tests.admin.conftest import Admin
 from tests.admin.repair.damage import (
     KV,
@@ -244,6 +246,24 @@ def test_a_record_that_is_written_anew_keeps_its_use_and_its_pin(world: World) -
     assert listing.record == one.record
     assert listing.pinned
     assert listing.last_use_s == used_s // 15 * 15
+
+
+def test_a_record_without_a_writer_gets_that_of_its_headers(world: World) -> None:
+    """As one of an index that was brought up to date: nothing of it is loaded until then."""
+    one = world.written[1]
+    packed, ranks = b"".join(map(digest, one.keys)), len(one.record.parts)
+    with world.cache() as cache:
+        assert cache.index is not None
+        cache.index.unlist(one.name, [one.segment])
+        for rank, part in enumerate(one.record.parts):
+            made = replace(one.record, parts=(part,), writer=NO_WRITER)
+            cache.index.commit(one.name, one.segment, packed, made, rank=rank, ranks=ranks)
+    report = run(world, repair=True)
+    assert report.remaining == 0 and kinds(report) == ["record"]
+    with world.cache() as cache:
+        assert cache.index is not None
+        listing = cache.index.get(one.name, [one.segment])[0]
+    assert listing is not None and listing.record == one.record
 
 
 def test_what_a_repair_could_not_finish_is_found_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

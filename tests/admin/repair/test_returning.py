@@ -16,7 +16,7 @@ from kvstore.admin.archive.export import export
 from kvstore.admin.archive.import_ import import_archive
 from kvstore.admin.archive.wanted import EVERYTHING
 from kvstore.admin.backends import Cache
-from kvstore.admin.curate.plan import plan as planned
+from kvstore.admin.curate.plan import plan
 from kvstore.admin.remove import drop
 from kvstore.admin.remove.erase import Target, erase
 from kvstore.admin.repair.follow import PayloadFollower
@@ -26,7 +26,18 @@ from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
 from kvstore.conformance.faulty import Plan, Rule, Verb
 from kvstore.errors import CorruptPayload
-from kvstore.keys import SaltId, SegmentId, WriterId, namespace_id, parse_payload_name, payload_name, salt_id
+from kvstore.index.maintenance import Listing
+from kvstore.keys import (
+    NamespaceId,
+    PlaceId,
+    SaltId,
+    SegmentId,
+    WriterId,
+    namespace_id,
+    parse_payload_name,
+    payload_name,
+    salt_id,
+)
 from kvstore.payloads.evidence import KEPT_S
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -164,10 +175,10 @@ def test_what_is_condemned_while_the_payload_store_refuses_is_served_nowhere(
     segment = save(here)
     here.copy_to(there)
     there.follow()
-    plan = Plan(Rule("transient", verbs))
-    space = condemn(here, plan)
+    faults = Plan(Rule("transient", verbs))
+    space = condemn(here, faults)
     assert here.served() == 0
-    plan.replace()
+    faults.replace()
     # The engine goes on, and the store answers again.
     assert space.save(slots(chain(20, 21))).outcome == "stored"
     here.copy_to(there)
@@ -188,19 +199,19 @@ def test_what_a_failed_writer_wrote_is_served_by_no_index_that_is_made_of_the_pa
     save(here)
     archive = io.BytesIO()
     with here.cache() as cache:
-        export(cache, planned(cache, []), archive)
+        export(cache, plan(cache, []), archive)
     here.copy_to(there)
     there.follow()
     assert there.served() == 4
     space = here.open()
     (run,) = match(space, A).runs
-    by, index = WriterId(b"one more"), space.backends.index
+    by, index = PlaceId(b"one more"), space.backends.index
     assert index.judge(NAME, WriterId(run.record.writer), "differs", by=by, stands=False) == "disputed"
-    plan = Plan(Rule("transient", ("put",), times=refused))
-    put_faults(space.backends.evidence.payloads, plan)
+    faults = Plan(Rule("transient", ("put",), times=refused))
+    put_faults(space.backends.evidence.payloads, faults)
     space.settle(run, "differs")
     space.backends.transfers.drain(60.0)
-    assert plan.injected.total() == refused
+    assert faults.injected.total() == refused
     other = chain(20, 21)
     assert space.save(slots(other)).outcome == "stored"
     here.lose_the_index()
@@ -275,6 +286,71 @@ def test_what_was_invalidated_comes_back_from_no_listing(here: Region, there: Re
         assert region.served() == 4
 
 
+def test_what_is_imported_after_an_invalidation_stays_and_comes_back_like_any_other(
+    here: Region, there: Region
+) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, plan(cache, []), archive)
+
+    def invalidate() -> None:
+        with here.cache() as cache:
+            assert drop.invalidate(cache, NAME, apply=True).applied
+            assert drop.drop(cache, NAME, apply=True, now=True).state == "erased"
+        assert here.served() == 0
+
+    invalidate()
+    for _ in range(2):
+        here.open()
+        archive.seek(0)
+        report = import_archive(archive, here.engines[-1], source="-", wanted=EVERYTHING)
+        assert report.ended == "complete" and here.served() == 4
+        here.follow()
+        assert here.served() == 4
+        here.copy_to(there)
+        there.follow()
+        assert there.served() == 4
+        here.lose_the_index()
+        here.rebuild()
+        assert here.served() == 4
+        # The next invalidation covers it, even within the same second.
+        invalidate()
+        assert {name[-3:] for name in here.names()} == {"256"}
+        here.copy_to(there)
+        there.follow()
+        assert there.served() == 0
+        there.copy_to(here)
+        here.rebuild()
+        assert here.served() == 0
+        there.lose_the_index()
+
+
+def test_what_is_imported_while_a_follower_looks_stays(here: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, plan(cache, []), archive)
+        assert drop.invalidate(cache, NAME, apply=True).applied
+        assert drop.drop(cache, NAME, apply=True, now=True).state == "erased"
+        last_s = cache.evidence.of(NAME).invalidated_s
+    until(lambda: time.time() > last_s + 1)
+    here.open().save(slots(chain(7, 8)))
+    with here.cache() as cache:
+        index = cache.made_index()
+        segments = index.segments
+
+        def imported_meanwhile(name: NamespaceId) -> Iterator[Listing]:
+            yield from segments(name)
+            archive.seek(0)
+            import_archive(archive, here.engines[-1], source="-", wanted=EVERYTHING)
+            yield from segments(name)
+
+        monkeypatch.setattr(index, "segments", imported_meanwhile)
+        PayloadFollower(cache).turn()
+    assert here.served() == 4
+
+
 def test_what_was_erased_is_not_brought_back_after_the_index_was_lost(here: Region, there: Region) -> None:
     save(here, ALICE)
     here.copy_to(there)
@@ -316,6 +392,32 @@ def test_of_two_erasures_at_the_same_time_neither_is_forgotten(
     assert here.served() == here.served(others) == 0
 
 
+def test_of_two_invalidations_at_the_same_time_neither_lets_in_what_was_imported_between_them(
+    here: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, plan(cache, []), archive)
+        put = cache.evidence.payloads.put
+
+        def late(name: str, buffers: Sequence[memoryview]) -> None:
+            """The other one, and an import, come between what this one has read and what it puts."""
+            monkeypatch.undo()
+            with here.cache() as other:
+                assert drop.drop(other, NAME, apply=True, now=True).state == "erased"
+            archive.seek(0)
+            import_archive(archive, here.engines[-1], source="-", wanted=EVERYTHING)
+            assert here.served() == 4
+            put(name, buffers)
+
+        monkeypatch.setattr(cache.evidence.payloads, "put", late)
+        assert drop.invalidate(cache, NAME, apply=True).applied
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == 0
+
+
 def test_an_erasure_takes_what_is_kept_as_evidence(here: Region) -> None:
     save(here, ALICE)
     condemn(here)
@@ -332,11 +434,12 @@ def test_refusals_that_nobody_understands_let_nothing_in(here: Region) -> None:
         cache.evidence.refuse(NAME, {ALICE: 5.0})
         cache.evidence.refuse(NAME, {ALICE: 4.0, SaltId(b""): 1.0}, 7.0)
         cache.evidence.refuse(NAME, {}, 6.0)
-        cache.evidence.refuse(NAME, {ALICE: 5.0}, 7.0)
+        cache.evidence.refuse(NAME, {ALICE: 5.0})
         barred = cache.evidence.of(NAME)
         assert (barred.erased_s, barred.invalidated_s) == ({ALICE: 5.0, SaltId(b""): 1.0}, 7.0)
+        assert barred.invalidations == 2
     said = sorted(name for name in here.names() if name.endswith(".256"))
-    assert len(said) == 2
+    assert len(said) == 3
     (here.payloads / said[0]).write_text('{"format": 2}')
     with here.cache() as cache, pytest.raises(CorruptPayload, match="nothing of its namespace comes back"):
         cache.evidence.of(NAME)

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -397,14 +396,15 @@ def test_sessions_are_counted_and_the_largest_told(world: World, monkeypatch: py
     for name, session, slots in ((names[0], ended, 4), (names[0], waits, 8), (names[1], lives, 1)):
         world.commit(name, slots=slots, session=session)
     world.index.session(names[0], ended, [], world.now, Hint(end=True))
-    until_s = float(int(time.time()) + 600)
-    hint, allowance = Hint(retain_until_s=until_s), Allowance(10_000, 10_000, 10_000)
+    hint, allowance = Hint(retain_s=600), Allowance(10_000, 10_000, 10_000)
     told = world.index.session(names[0], waits, [], world.now, hint, allowance=allowance)
+    [waiting] = world.index.find_sessions(names[0], [waits])
+    assert waiting is not None
     seen = world.look().sessions
     assert (seen.live, seen.retained, seen.ended, seen.read_s) == (1, 1, 1, world.now)
     assert (seen.retained_bytes, seen.allowed_bytes) == (told.retained_bytes, 1000)
     assert [(one.session, one.state, one.until_s) for one in seen.largest] == [
-        (waits.hex(), "retained", until_s),
+        (waits.hex(), "retained", waiting.until_s),
         (ended.hex(), "ended", None),
         (lives.hex(), "live", None),
     ]

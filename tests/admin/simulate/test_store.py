@@ -154,7 +154,7 @@ def test_what_is_said_of_sessions_does_in_a_replay_what_it_does_in_the_store(
                 [
                     *[USE] * 4,
                     Hint(end=True),
-                    Hint(retain_until_s=int(at_s) + draw.choice([30.0, 300.0, 3000.0])),
+                    Hint(retain_s=draw.choice([30.0, 300.0, 3000.0])),
                     Hint(priority=draw.choice(["low", "normal", "high"])),
                 ]
             )

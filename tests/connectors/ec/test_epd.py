@@ -171,7 +171,7 @@ def test_a_described_item_is_pinned_from_the_answer_on(store: Store, engine: Any
     assert one.half.has_cache_item("a")
     one.half.update_state_after_alloc(request, 0)  # type: ignore[arg-type]
     one.finish(request)
-    assert set(leftovers(one)) == {"_loads", "_loading", "_expected", "pins"}
+    assert set(leftovers(one)) == {"_loads", "_loading", "_promised", "_expected", "pins"}
 
 
 @pytest.mark.parametrize("trouble", ["absent", "corrupt", "missing", "size", "name", "index"])

@@ -15,7 +15,7 @@ import torch
 from connectors.ec.messages import ECStoreMetadata, ECStoreWorkerMetadata
 from connectors.ec.worker import ECWorker
 from kvstore.format.segment import Slot
-from kvstore.keys import writer_id
+from kvstore.keys import place_of, writer_id
 from kvstore.store.store import Store
 from kvstore.store.writers.known import MOST_REFUSED
 from tests.connectors.ec.world import DESCRIPTION, ROWS, WIDTH, FakeEngine, ItemRequest, key, open_space
@@ -153,6 +153,19 @@ def test_an_engine_that_differs_from_all_leaves_the_namespace_alone(store: Store
     assert engine.half._space is not None
     engine.half.enter(weights)
     assert engine.half._space is None, "it is not to differ from three more"
+
+
+def test_an_engine_whose_own_writer_has_failed_leaves_the_namespace_alone(store: Store) -> None:
+    engine = FakeEngine(store)
+    space = engine.half._space
+    assert space is not None and engine.run(ItemRequest("first", ["new"])).saves == {"new"}
+    for place in ("one place", "another"):
+        store.index.judge(space.id, store.backends.writer.id, "differs", by=place_of(place), stands=False)
+    report = ECStoreWorkerMetadata(saved={key("new"): "refused"})
+    engine.half.update_connector_output(_Output(report))  # type: ignore[arg-type]
+    until(lambda: space.writers.own_failed)
+    step = engine.run(ItemRequest("later", ["newer"]))
+    assert (step.encoded, step.saves) == ({"newer"}, set())
 
 
 def test_an_engine_that_agrees_with_one_writer_stays(store: Store, tmp_path: Path) -> None:

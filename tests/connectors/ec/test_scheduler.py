@@ -37,6 +37,7 @@ from tests.connectors.ec.world import (
     Step,
     key,
     put,
+    told,
 )
 from tests.fake_vllm import FakeStep
 from tests.store.world import make_store, open_space, with_parts
@@ -271,6 +272,51 @@ def test_the_workers_find_what_they_were_handed_though_its_file_is_gone(
     assert held_open(item)
     one.half._promises.close()
     assert not held_open(item)
+
+
+@pytest.mark.parametrize("brings", [PIXELS, DESCRIPTION], ids=["media", "description"])
+def test_what_was_promised_under_several_names_is_loaded_under_each(
+    opened: Any, engine: Any, brings: Any
+) -> None:
+    """vLLM asks for all items of a request before it makes room for any. One that lacks then ends it."""
+    store = opened()
+    put(open_space(store), "cat")
+    one = engine(store)
+    params = {name: told("cat")["cat"] for name in "xyz"}
+
+    def of(name: str, *names: str) -> ItemRequest:
+        return ItemRequest(
+            name, list(names), brings=brings, pictures=["cat"] * len(names), ec_transfer_params=params
+        )
+
+    until(lambda: one.half.ensure_cache_available(of("warm", "x"), 0))
+    one.half.build_connector_meta(FakeStep())
+    # Another request of the same pass asks for it after it was handed over, and it is aborted, too.
+    for request in (of("r", "x", "y"), of("s", "z")):
+        assert one.half.ensure_cache_available(request, 0)
+        for feature in request.mm_features:
+            assert one.half.has_cache_item(feature.identifier)
+        for i in range(len(request.mm_features)):
+            one.half.update_state_after_alloc(request, i)
+        one.finish(request)
+    loads = one.half.build_connector_meta(FakeStep()).loads
+    assert {name: item.key for name, item in loads.items()} == dict.fromkeys("xyz", key("cat"))
+    # A report of the workers' names it once.
+    assert list(one.half._staging._pins.values()) == [1]
+    item = loads["x"]
+    one.half.update_connector_output(SimpleNamespace(ec_connector_worker_meta=loaded_by_workers(item)))
+    assert not one.half._staging._pins and not one.half._promises._loading and not held_open(item)
+
+
+def test_one_name_that_is_left_alone_takes_no_promise_of_another(opened: Any, engine: Any) -> None:
+    store = opened()
+    put(open_space(store), "dog")
+    one, request = engine(store), ItemRequest("r", ["x", "x", "y"], pictures=["dog", "cat", "dog"])
+    until(lambda: one.half.ensure_cache_available(request, 0))
+    assert [one.half.has_cache_item(name) for name in "xy"] == [False, True]
+    for index in (0, 2):
+        one.half.update_state_after_alloc(request, index)
+    assert one.half.build_connector_meta(FakeStep()).loads["y"].key == key("dog")
 
 
 def held_open(item: StagedItem) -> bool:

@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
+from connectors.engine.tensors import accelerator_id
 from connectors.kv.choosing import Choosing
 from connectors.kv.messages import Compared, Wrong
 from connectors.kv.scheduler import KVScheduler
 from kvstore.index.port import Run
-from kvstore.keys import WriterId, digests, new_segment_id, writer_id
+from kvstore.keys import WriterId, digests, new_segment_id, place_of, writer_id
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.store.writers.known import MOST_REFUSED
+from kvstore.store.writers.own import Writer
 from schemas.records import PartRecord, SegmentRecord
 from tests.connectors.groups import TOKENS
+from tests.connectors.kv.bed import Bed
 from tests.connectors.kv.world import answer, half, tell
 from tests.fake_vllm import FakeBlocks, FakeRequest, step
 from tests.store.world import chain, make_store, match, open_space, slots
@@ -194,6 +198,28 @@ def test_a_request_that_ends_early_leaves_nothing(half_of: Any, written: Any, ho
     assert (len(scheduler._proofs), len(scheduler._audits)) == (0, 0)
 
 
+def test_an_engine_computes_where_all_its_ranks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, place = iter(["GPU-2", "GPU-1"]), Writer()
+    monkeypatch.setattr("connectors.kv.connector.accelerator_id", lambda: next(ids))
+    place.computes_on(["GPU-1", "GPU-2"])
+    with Bed(tmp_path, ranks=2) as bed:
+        assert bed.space.backends.writer.place == place.place
+
+
+def test_an_accelerator_is_asked_for_its_id_only_where_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def properties(device: int) -> Any:
+        asked.append(device)
+        return SimpleNamespace(uuid="a uuid")
+
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    assert (accelerator_id(), asked) == ("", [])
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert (accelerator_id(), asked) == ("a uuid", [3])
+
+
 def test_one_that_differs_is_refused_here_and_disputed_for_others(
     half_of: Any, store: Store, space: Space, written: Any
 ) -> None:
@@ -206,7 +232,7 @@ def test_one_that_differs_is_refused_here_and_disputed_for_others(
     assert ask(scheduler, "next")[1] == 0 and not scheduler.requests.retired
     assert store.maintenance.usage(space.id).segments == 1
     # A second engine says the same.
-    store.index.judge(space.id, writer, "differs", by=writer_id("a second engine"), stands=False)
+    store.index.judge(space.id, writer, "differs", by=place_of("a second place"), stands=False)
     until(lambda: match(space, HASHES).blocks == store.maintenance.usage(space.id).segments == 0)
 
 
@@ -247,11 +273,40 @@ def test_an_engine_that_differs_from_all_leaves_the_namespace_alone(
     assert store.maintenance.usage(space.id).segments == MOST_REFUSED, "it has condemned nobody"
 
 
+def test_an_engine_whose_own_writer_has_failed_leaves_the_namespace_alone(
+    half_of: Any, store: Store, space: Space
+) -> None:
+    scheduler, own = half_of(), store.backends.writer.id
+    request = FakeRequest("first", [*range(6)])
+    scheduler.on_new_request(request)
+    assert answer(scheduler, request)[0] == 0
+    [save] = step(scheduler, (request, 6 * TOKENS)).saves
+    for place in ("one place", "another"):
+        store.index.judge(space.id, own, "differs", by=place_of(place), stands=False)
+    tell(scheduler, save_reasons={save.segment: "refused"}, ended_saves={save.segment: (1, False)})
+    until(lambda: scheduler.space.writers.own_failed)
+    later = FakeRequest("later", [*range(50, 56)])
+    scheduler.on_new_request(later)
+    assert answer(scheduler, later)[0] == 0
+    assert step(scheduler, (later, 6 * TOKENS)).saves == []
+    assert scheduler.requests.retired
+
+
+def test_a_refused_commit_alone_drives_no_engine_away(half_of: Any, store: Store) -> None:
+    scheduler = half_of()
+    tell(scheduler, save_reasons={new_segment_id(): "refused"})
+    assert store.transfers.drain(PATIENCE_S)
+    request = FakeRequest("later", [*range(50, 56)])
+    scheduler.on_new_request(request)
+    assert answer(scheduler, request)[0] == 0
+    assert step(scheduler, (request, 6 * TOKENS)).saves and not scheduler.requests.retired
+
+
 def test_a_verdict_of_others_is_known_without_a_comparison(
     half_of: Any, store: Store, space: Space, written: Any
 ) -> None:
     good = written("good")
-    store.index.judge(space.id, good, "alike", by=writer_id("somebody"), stands=False)
+    store.index.judge(space.id, good, "alike", by=place_of("somebody"), stands=False)
     assert ask(half_of(), "first")[1] == 6 * TOKENS
 
 

@@ -37,7 +37,6 @@ from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.engine
 
-NOW = 1_790_000_000.0
 MINE = session_id(NO_SALT, "mine")
 
 
@@ -179,16 +178,15 @@ def test_what_it_saves_is_its_sessions(make: Any) -> None:
     ("said", "hint"),
     [
         ({"end": True}, Hint(end=True)),
-        ({"retain": 300}, Hint(retain_until_s=NOW + 300)),
-        ({"retain": 10**9}, Hint(retain_until_s=NOW + LONGEST_RETAINED_S)),
-        ({"priority": "low", "retain": 5}, Hint(retain_until_s=NOW + 5, priority="low")),
+        ({"retain": 300}, Hint(retain_s=300)),
+        ({"retain": 10**9}, Hint(retain_s=LONGEST_RETAINED_S)),
+        ({"priority": "low", "retain": 5}, Hint(retain_s=5, priority="low")),
     ],
 )
 def test_what_it_says_counts_from_its_end_on(
     make: Any, store: Store, space: Space, calls: Calls, said: dict[str, Any], hint: Hint
 ) -> None:
     segments = stored(space, *range(6))
-    store.clock = lambda: NOW  # type: ignore[misc, assignment]
     scheduler = make()
     request = FakeRequest("r", range(6), session_id="mine", kv_transfer_params={"kv_hints": said})
     scheduler.on_new_request(request)

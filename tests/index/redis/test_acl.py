@@ -108,7 +108,7 @@ def test_the_user_may_erase_and_the_reader_may_look_what_there_is(
 def test_the_user_may_tell_of_sessions_and_the_reader_may_look_at_them(
     private_redis: RedisServer, guarded: redis.Redis
 ) -> None:
-    session, hint = session_id(NO_SALT, "chat"), Hint(retain_until_s=9e9)
+    session, hint = session_id(NO_SALT, "chat"), Hint(retain_s=9e9)
     allowance = Allowance(1 << 30, 1 << 30, 1 << 30)
     with opened(private_redis, "kvstore") as index:
         name = index.register(namespace(), expected_blocks=1000)

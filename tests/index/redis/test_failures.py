@@ -462,7 +462,7 @@ VERBS: list[Callable[[RedisIndex, NamespaceId], object]] = [
     lambda index, name: put(index, name, chain(3)),
     lambda index, name: index.touch(name, [new_segment_id()], LATER_S),
     lambda index, name: index.session(
-        name, SESSION, [new_segment_id()], LATER_S, Hint(retain_until_s=9e9), allowance=Allowance(9, 9, 9)
+        name, SESSION, [new_segment_id()], LATER_S, Hint(retain_s=9e9), allowance=Allowance(9, 9, 9)
     ),
     lambda index, name: index.session(name, SESSION, [], LATER_S, Hint(end=True)),
     lambda index, name: index.owned(name, SESSION),

@@ -140,7 +140,7 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
         index.commit(name, segment, chain(1, seed=whose.hex()), made, rank=0, ranks=1, session=whose)
     index.session(name, chat, [], CREATED_S, Hint(end=True, priority="low"))
     allowance = Allowance(1 << 30, 1 << 30, 1 << 30)
-    index.session(name, other, [salted], LATER_S, Hint(retain_until_s=9e9), allowance=allowance)
+    index.session(name, other, [salted], LATER_S, Hint(retain_s=9e9), allowance=allowance)
     index.judge(name, WriterId(bytes(range(8))), "differs", by=WriterId(b"\x07" * 8), stands=False, name="w")
     index.ping()
     # Erasing remembers how far it came.

@@ -372,7 +372,13 @@ def test_it_costs_its_own_namespace_misses_and_others_nothing(
     world.store.rounds.housekeep()
 
     # The janitor does all of its steps there, and names the one that is damaged.
-    janitor = Janitor(world.index, world.store.payloads, world.store.settings, holder="me")
+    janitor = Janitor(
+        world.index,
+        world.store.payloads,
+        world.store.backends.evidence,
+        world.store.settings,
+        holder="me",
+    )
     assert janitor.round()
     faults = janitor.state().faults
     assert not [fault for fault in faults if fault.namespace != world.bad.id]

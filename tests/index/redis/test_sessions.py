@@ -205,7 +205,7 @@ def test_telling_costs_no_round_trip_of_its_own(
 ) -> None:
     """What is told of a session goes in place of a touch, and with a commit."""
     own = save(index, name, chain(8), ALICE)
-    end, minute = time.time() + 600.0, CREATED_S + 60
+    minute = CREATED_S + 60
 
     def commit(session: SessionId, seed: str) -> None:
         made = record(2)
@@ -216,7 +216,7 @@ def test_telling_costs_no_round_trip_of_its_own(
     touch = trips(raw, lambda: index.touch(name, own[:2], minute))
     assert touch == 1
     assert trips(raw, lambda: index.session(name, ALICE, own, minute)) == touch
-    hint = Hint(retain_until_s=end, priority="high")
+    hint = Hint(retain_s=600, priority="high")
     assert trips(raw, lambda: index.session(name, ALICE, own, minute, hint, allowance=ALL)) == touch
     assert trips(raw, lambda: index.session(name, ALICE, own, minute, END)) == touch
     assert (
@@ -232,7 +232,7 @@ def test_a_store_tells_of_a_session_in_one_round_trip(
         space = store.open(namespace())
         space.register()
         segment = put(store.index, space.id, chain(2))
-        hint = Hint(retain_until_s=time.time() + 600)
+        hint = Hint(retain_s=600)
 
         touched = trips(raw, lambda: space.touch([segment]))
         assert trips(raw, lambda: space.session(ALICE, [segment])) == touched == 1

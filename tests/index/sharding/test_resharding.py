@@ -310,7 +310,7 @@ def test_what_is_retained_is_used_when_it_was(leaf: RedisIndex, raw: Any, before
     one, session, much = chain(4), session_id(NO_SALT, "one"), Allowance(1 << 40, 1 << 40, 1 << 40)
     segment, now_s = new_segment_id(one), float(raw.time()[0])
     index.commit(name, segment, one, record(4), rank=0, ranks=1, session=session, allowance=much)
-    told = index.session(name, session, [], now_s, Hint(retain_until_s=now_s + 3600), allowance=much)
+    told = index.session(name, session, [], now_s, Hint(retain_s=3600), allowance=much)
     assert told.segments == 1 and told.retained_bytes > 0
     assert index.order(name, 10)[0].used_s > now_s + 1800
     resharded(leaf, name, after)

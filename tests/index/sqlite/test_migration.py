@@ -372,7 +372,7 @@ def test_what_was_stored_before_sessions_is_nobodys_and_stays(fast_path: Path) -
         assert index.retained(name) == {}
         # They can be used and retained as any others; what the new release completes is its session's.
         allowance = Allowance(1 << 30, 1 << 30, 1 << 30)
-        hint = Hint(retain_until_s=CREATED_S + 600.0)
+        hint = Hint(retain_s=600)
         told = index.session(name, session, [ranked, salted, pinned], CREATED_S, hint, allowance=allowance)
         assert (told.segments, told.retained_bytes) == (0, 3 * record(2).nbytes)
         begun = chain(1, seed="d")

@@ -48,7 +48,7 @@ def test_its_time_ends_by_the_indexs_clock(fast_path: Path) -> None:
     with SqliteIndex(str(fast_path / "index.sqlite"), clock=lambda: now[0]) as index:
         name = index.register(namespace(), expected_blocks=1000)
         own = save(index, name, chain(8), ALICE)
-        index.session(name, ALICE, own, CREATED_S, Hint(retain_until_s=CREATED_S + 90.0), allowance=ALL)
+        index.session(name, ALICE, own, CREATED_S, Hint(retain_s=90), allowance=ALL)
         for seconds, left in ((89, 4), (1, 0)):
             now[0] += seconds
             index.session(name, BOB, [], CREATED_S)

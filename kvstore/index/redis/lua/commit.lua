@@ -39,12 +39,14 @@ local function release()
   end
 end
 
--- Segments that this one was to replace and that stay: their blocks stay theirs, too.
-local stay = {}
+-- Segments that this one was to replace and that stay: their blocks stay theirs, too. A commit that is repeated can't
+-- tell those any more, so to it each other visible segment is one.
+local stay, repeated = {}, false
 
 local function stays(bucket, field)
-  local present = next(stay) and redis.pcall('HGET', bucket, field)
-  return type(present) == 'string' and stay[string.sub(present, 1, 8)]
+  local present = (repeated or next(stay)) and redis.pcall('HGET', bucket, field)
+  local of = type(present) == 'string' and string.sub(present, 1, 8)
+  return of and (stay[of] or repeated and of ~= segment and redis.call('HEXISTS', segs, of) == 1)
 end
 
 local function put(bucket, field, entry)
@@ -65,7 +67,9 @@ local function enter()
 end
 
 local salt = salt_of(agreement, 1)
-if is_forbidden(salt, said, now) then
+-- A verdict that is too old to hold refuses the writer all the same: it is a start of long ago.
+local verdict = redis.call('HGET', prefix .. 'writers', writer_of(agreement, 1))
+if is_forbidden(salt, said, now) or verdict and string.byte(verdict) == 2 then
   give_up(segment)
   release()
   return REFUSED
@@ -79,6 +83,7 @@ if value then
   local size = (#value - begin + 1) / ranks
   local same = dated(string.sub(value, rest, begin - 1), 0) == dated(agreement, 0)
     and string.sub(value, begin + rank * size, begin + (rank + 1) * size - 1) == part
+  repeated = true
   if same then enter() end
   release()
   return same and VISIBLE or REFUSED

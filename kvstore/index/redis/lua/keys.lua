@@ -90,6 +90,8 @@ local function salt_of(text, at)
   return flags and flags % 4 >= 2 and string.sub(text, at + 56, at + 71) or ''
 end
 
+local function writer_of(text, at) return string.sub(text, at + 48, at + 55) end
+
 -- unsalted(segment, salt, nbytes): take a segment that is gone off what its salt holds.
 local function unsalted(segment, salt, nbytes)
   if salt == '' or redis.call('ZREM', salts, salt .. segment) == 0 then return end

@@ -1,7 +1,7 @@
 -- session: KEYS[1] meta, ARGV session, packed segments that its request uses, heads first, an earlier unix minute than
 -- now or '', 1 if the
--- first of them is where a load begins, 1 if the session ends, '' or until when it retains (unix second, 0 for no
--- longer), '' or its priority (0 to 2), bytes that may be retained in all, under one salt, and of a session's own, at
+-- first of them is where a load begins, 1 if the session ends, '' or for how many seconds from now it retains (0 for
+-- no longer), '' or its priority (0 to 2), bytes that may be retained in all, under one salt, and of a session's own, at
 -- how many of those that are watched in `hot` the less used are forgotten, how many are kept then.
 -- Answers {0 live, 1 retained, 2 ended; how many segments are its own; how many of these moved to the front; bytes
 -- retained, bytes refused}; nil if the namespace is unknown.
@@ -15,8 +15,8 @@ local now = expire_retained()
 local minute = minute_of(ARGV[3], now)
 local record = recall(session, now)
 if ARGV[6] ~= '' then
-  local ends = math.min(tonumber(ARGV[6]), now + LONGEST_RETAINED_S)
-  record.ends = ends > now and ends or 0
+  local seconds = math.min(tonumber(ARGV[6]), LONGEST_RETAINED_S)
+  record.ends = seconds > 0 and now + seconds or 0
 end
 if ARGV[7] ~= '' then record.priority = tonumber(ARGV[7]) end
 record.ended = ARGV[5] == '1'

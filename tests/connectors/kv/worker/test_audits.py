@@ -193,6 +193,30 @@ def test_rounding_and_other_blocks_lie_on_either_side_of_the_bounds(dtype: str, 
     assert min(distances(other, one, dtype, shape)) > 2 * most
 
 
+def test_a_last_token_that_is_no_number_is_a_token_like_others() -> None:
+    """In a draft model's layers it follows from the next token, too, which a block's name doesn't cover."""
+    stored = torch.randn(1, 1, 2, 8, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+    def apart(*tokens: int, value: float) -> set[float]:
+        computed = stored.clone()
+        computed[:, :, :, list(tokens)] = value
+        one, other = (side.flatten(1).view(torch.uint8) for side in (computed, stored))
+        return {distances(*pair, "BF16", (1, 2, 8, 16))[0] for pair in ((one, other), (other, one))}
+
+    nan, inf = float("nan"), float("inf")
+    assert apart(7, value=nan) == apart(7, value=inf) == {0.0}
+    assert apart(6, value=nan) == {inf}, "of any other it is no rounding"
+    assert min(apart(*range(8), value=inf)) > 1
+
+
+def test_a_number_that_is_infinite_hides_no_others() -> None:
+    numbers = torch.Generator().manual_seed(3)
+    one, other = (torch.randn(1, 1, 1, 8, 16, generator=numbers).bfloat16() for _ in range(2))
+    one[..., 7, :] = other[..., 7, :] = float("inf")
+    sides = (side.flatten(1).view(torch.uint8) for side in (one, other))
+    assert distances(*sides, "BF16", (1, 1, 8, 16))[0] > 0.5
+
+
 def test_a_tolerance_narrows_to_what_it_has_seen_and_never_below_the_dtypes() -> None:
     tolerance = Tolerance("BF16")
     assert tolerance.limit == 0.2
