@@ -21,5 +21,3 @@ class RefusalsObject(StrictModel):
     erased_s: dict[_Salt, _Time]
     #: When all of it was invalidated for the last time; 0: never.
     invalidated_s: _Time
-    #: How often it was.
-    invalidations: Annotated[int, Field(ge=0, lt=MAX_NUMBER)] = 0

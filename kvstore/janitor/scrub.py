@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.errors import CorruptPayload, DamagedIndex, KVStoreError, UnreadablePayload
 from kvstore.format.keyring import NO_KEYS, Keyring
@@ -127,7 +128,9 @@ class Scrub:
         drawn = {name: iter(self._sample(name, tickets.count(name))) for name in sorted(set(tickets))}
         for name in tickets:
             listing = next(drawn[name], None)
-            if listing is not None and not is_late(listing.record, self._settings, self._clock()):
+            if listing is not None and not is_late(
+                listing.record, self._settings, partial(self._index.now, name)
+            ):
                 yield name, listing
 
     def _sample(self, namespace: NamespaceId, count: int) -> Sequence[Listing]:

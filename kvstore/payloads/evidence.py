@@ -2,21 +2,25 @@
 
     evidence/<payload name>              a payload that was condemned, or the same blocks as another engine
                                          computed them
-    evidence/<namespace>/00/<zeros>.256  what of the namespace may not come back (schemas.evidence)
+    evidence/<namespace>/<..>/<id>.256   what of the namespace may not come back (schemas.evidence)
     evidence/<segment's name>.<number>   empty; number - 256: after how many invalidations the segment was
                                          imported
+    evidence/<namespace>/<..>/<writer id>.99999
+                                         empty: the writer has failed
 
 All are a payload store of their own inside the shared one, so `parse_payload_name` takes none of their
-names where payloads are listed. The copy of a condemned payload comes first and says by its name that the
-segment may not come back; then the segment is evicted and its payloads are deleted. A crash in between
-leaves payloads that nobody brings back.
+names where payloads are listed. An empty object under a condemned payload's name comes first and says that
+the segment may not come back; the copy takes its place, if there is one. Then the segment is evicted and its
+payloads are deleted. A crash in between leaves payloads that nobody brings back.
 
-Copies last a week, and as long as there is room for them. What the refusals say lasts for ever, as an
-erasure does, and is small.
+Copies last a week, and as long as there is room for them. Failed writers and refusals last for ever, as an
+erasure does, and are small. Each refusal is an object of its own, never changed or deleted: of two erasures
+at the same time neither can take the other's away, and no listing can pass both by.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +29,17 @@ from typing import Final
 from pydantic import ValidationError
 
 from kvstore.errors import CorruptPayload
-from kvstore.keys import NamespaceId, SaltId, SegmentId, parse_payload_name, payload_name
+from kvstore.keys import (
+    SEGMENT_ID_BYTES,
+    NamespaceId,
+    SaltId,
+    SegmentId,
+    WriterId,
+    parse_payload_name,
+    payload_name,
+)
 from kvstore.payloads.port import Listed, PayloadStore
+from kvstore.threads.each import for_each
 from schemas.evidence import RefusalsObject
 
 #: The folder, or the part of a key, below which evidence lies.
@@ -36,11 +49,14 @@ KEPT_S: Final = 7 * 86400.0
 MOST_COPIES: Final = 1000
 MOST_BYTES: Final = 4 << 30
 
-#: The refusals' place among the names of payloads. No rank of a segment has this number, or a larger one.
-_REFUSALS: Final = SegmentId(bytes(8))
+#: The ranks of refusals and of failed writers among the names of payloads. No rank of a segment has these
+#: numbers, or one in between.
 _REFUSALS_RANK: Final = 256
-#: The most bytes of refusals that are read: some 200,000 salts.
+_WRITER_RANK: Final = 99_999
+#: The most bytes of one that are read: some 200,000 salts.
 _MOST_REFUSALS_BYTES: Final = 16 << 20
+#: Refusals that are read side by side.
+_JOBS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,8 @@ class Barred:
 
     #: Segments that an audit condemned.
     condemned: frozenset[SegmentId]
+    #: Writers that have failed.
+    failed: frozenset[WriterId]
     #: Salt, or NO_SALT for all of the namespace -> until when what was erased was created, unix seconds.
     erased_s: Mapping[SaltId, float]
     #: Until when what was invalidated was created, likewise; 0: nothing was.
@@ -89,22 +107,25 @@ class Evidence:
         self.payloads.put(name, buffers)
         return f"{EVIDENCE}/{name}"
 
+    def deny(self, name: str) -> None:
+        """From now on what has this name here may not come back."""
+        self.payloads.put(name, [memoryview(b"")])
+
     def refuse(
         self, namespace: NamespaceId, erased_s: Mapping[SaltId, float], invalidated_s: float = 0.0
     ) -> None:
         """From now on what was created until then, under these salts or with NO_SALT at all, may not come
-        back. What was refused before stays so. Of two that do this at once one may be forgotten."""
+        back. What was refused before stays so, and is not said again."""
         barred = self.of(namespace)
-        known = dict(barred.erased_s)
-        for salt, until in erased_s.items():
-            known[salt] = max(until, known.get(salt, 0.0))
+        news = {salt: until for salt, until in erased_s.items() if until > barred.erased_s.get(salt, -1.0)}
+        if not news and not invalidated_s:
+            return
         stored = RefusalsObject(
-            erased_s={salt.hex(): until for salt, until in known.items()},
-            invalidated_s=max(invalidated_s, barred.invalidated_s),
-            invalidations=barred.invalidations + (invalidated_s > 0),
+            erased_s={salt.hex(): until for salt, until in news.items()}, invalidated_s=invalidated_s
         )
         text = stored.model_dump_json().encode()
-        self.payloads.put(payload_name(namespace, _REFUSALS, _REFUSALS_RANK), [memoryview(text)])
+        name = SegmentId(secrets.token_bytes(SEGMENT_ID_BYTES))
+        self.payloads.put(payload_name(namespace, name, _REFUSALS_RANK), [memoryview(text)])
         if invalidated_s:
             numbers = barred.readmitted.items()
             self.payloads.delete([payload_name(namespace, one, _REFUSALS_RANK + n) for one, n in numbers])
@@ -116,19 +137,40 @@ class Evidence:
     def of(self, namespace: NamespaceId) -> Barred:
         """Returns what of a namespace may not come back. Raises CorruptPayload if the refusals can't be
         understood: then nothing of it may."""
-        condemned, refusals = set(), RefusalsObject(erased_s={}, invalidated_s=0.0)
+        condemned, failed, refusals = set(), set(), []
         readmitted: dict[SegmentId, int] = {}
         for one in self.payloads.list(f"{namespace}/"):
-            if (segment := _copied(one)) is not None:
+            if (parsed := parse_payload_name(one.name)) is None:
+                continue
+            _, segment, rank = parsed
+            if rank < _REFUSALS_RANK:
                 condemned.add(segment)
-            elif one.name == payload_name(namespace, _REFUSALS, _REFUSALS_RANK):
-                refusals = self._read_refusals(one)
-            elif (parsed := parse_payload_name(one.name)) is not None:
-                _, segment, number = parsed
-                readmitted[segment] = max(number - _REFUSALS_RANK, readmitted.get(segment, 0))
-        erased_s = {SaltId(bytes.fromhex(salt)): until for salt, until in refusals.erased_s.items()}
+            elif rank == _REFUSALS_RANK:
+                refusals.append(one)
+            elif rank == _WRITER_RANK:
+                failed.add(WriterId(segment))
+            else:
+                readmitted[segment] = max(rank - _REFUSALS_RANK, readmitted.get(segment, 0))
+        erased_s, invalidated_s = dict[SaltId, float](), list[float]()
+        lock = threading.Lock()
+
+        def read(one: Listed) -> None:
+            said = self._read_refusals(one)
+            with lock:
+                if said.invalidated_s:
+                    invalidated_s.append(said.invalidated_s)
+                for salt, until in said.erased_s.items():
+                    name = SaltId(bytes.fromhex(salt))
+                    erased_s[name] = max(until, erased_s.get(name, until))
+
+        for_each(read, refusals, _JOBS)
         return Barred(
-            frozenset(condemned), erased_s, refusals.invalidated_s, refusals.invalidations, readmitted
+            frozenset(condemned),
+            frozenset(failed),
+            erased_s,
+            max(invalidated_s, default=0.0),
+            len(invalidated_s),
+            readmitted,
         )
 
     def copies(self, namespace: NamespaceId) -> list[Listed]:
@@ -170,6 +212,11 @@ class Evidence:
                 f"{EVIDENCE}/{one.name} says what may not come back, and can't be understood ({problem}): "
                 "nothing of its namespace comes back until that object is repaired or deleted"
             ) from None
+
+
+def writer_denial(namespace: NamespaceId, writer: WriterId) -> str:
+    """Returns the name of what says that a writer's segments may not come back (Evidence.deny)."""
+    return payload_name(namespace, SegmentId(writer), _WRITER_RANK)
 
 
 def _copied(one: Listed) -> SegmentId | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from schemas.records import SegmentRecord
@@ -13,10 +14,14 @@ SETTLED_S: Final = 600.0
 _LATE_S: Final = 600.0
 
 
-def is_late(record: SegmentRecord, settings: Settings, now_s: float) -> bool:
-    """Tells whether a missing payload may be on a node that has not uploaded it yet."""
+def is_late(record: SegmentRecord, settings: Settings, now_s: Callable[[], float]) -> bool:
+    """Tells whether a missing payload may be on a node that has not uploaded it yet.
+
+    `now_s` says what time it is by the clock that the record's time is of, the index's; it is called with
+    write-back alone. Raises what that raises.
+    """
     tiers = settings.tiers
     if tiers is None or tiers.write != "back":
         return False
-    # abs(): a writer whose clock runs ahead gets the same ten minutes, not its error on top.
-    return abs(now_s - record.created_s) < _LATE_S
+    # abs(): a record whose time is yet to come gets the same ten minutes, not its error on top.
+    return abs(now_s() - record.created_s) < _LATE_S

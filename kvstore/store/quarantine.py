@@ -63,6 +63,8 @@ class Quarantine:
         #: Segments that the index is still to evict -> whether their payloads go at once, and how often it
         #: was told.
         self._untold: dict[NamespaceId, dict[SegmentId, tuple[bool, int]]] = {}
+        #: Names that are still to be put beside the payloads: what they name may not come back.
+        self._undenied: OrderedDict[str, None] = OrderedDict()
         self._bound = bound or HourlyBound()
         self._silenced = False
 
@@ -119,9 +121,36 @@ class Quarantine:
         self.tell(namespace)
         return not refused
 
+    def deny(self, name: str) -> bool:
+        """Keeps what has this name as evidence (kvstore.payloads.evidence) from coming back.
+
+        Returns False if that fails; it is tried again where an index is told next. Never raises.
+        """
+        try:
+            self._backends.evidence.deny(name)
+            return True
+        except KVStoreError as exc:
+            log.warning("what is bad may still come back from the payloads, for now: %s", exc)
+        except Exception:
+            log.exception("evidence could not be put: an unexpected failure")
+        with self._lock:
+            self._undenied[name] = None
+            while len(self._undenied) > _REMEMBERED:
+                self._undenied.popitem(last=False)
+        return False
+
     def tell(self, namespace: NamespaceId) -> None:
-        """Evicts in the index what could not be evicted there before. Never raises."""
+        """Evicts in the index what could not be evicted there before, and puts the evidence that could not be
+        put. Never raises."""
         alike: defaultdict[tuple[bool, int], list[SegmentId]] = defaultdict(list)
+        with self._lock:
+            undenied, self._undenied = self._undenied, OrderedDict()
+        while undenied:
+            if not self.deny(undenied.popitem(last=False)[0]):
+                # A store that refuses one is not asked for the others.
+                with self._lock:
+                    self._undenied.update(undenied)
+                break
         with self._lock:
             untold = self._untold.get(namespace, {})
             for segment, (at_once, times) in untold.items():

@@ -336,7 +336,8 @@ class Space:
         try:
             return read()
         except PayloadMissing as exc:
-            if is_late(run.record, self.backends.settings, self.backends.clock()):
+            index = self.backends.maintenance
+            if is_late(run.record, self.backends.settings, lambda: index.now(self.id)):
                 raise PayloadLate(f"{exc}; it may still be on its way") from exc
             raise
 
@@ -527,9 +528,9 @@ class Space:
         """Quarantines a segment whose bytes are intact and wrong, and deletes its payloads at once: a load
         that has matched them had better find nothing.
 
-        Before that this rank's payload, and the slots from place `depth` of the chain as they were
-        `computed` here, become evidence, which nobody loads. Returns the names under which people find both;
-        fewer if they can't be kept. Never raises.
+        Before that it is denied: it may not come back. Then this rank's payload, and the slots from place
+        `depth` of the chain as they were `computed` here, become evidence, which nobody loads. Returns the
+        names under which people find both; fewer if they can't be kept. Never raises.
         """
         kept: list[str] = []
 
@@ -552,23 +553,27 @@ class Space:
         self, segment: SegmentId, record: SegmentRecord, rank: int, computed: Sequence[Slot], depth: int
     ) -> Iterable[str]:
         evidence = self.backends.evidence
+        # The name says it, and first: that the payload can be copied, or read at all, is another matter.
+        if not self._quarantine.deny(payload_name(self.id, segment, rank)):
+            return
         try:
             nbytes = record.parts[rank].nbytes
-            stored = bytearray(nbytes if self._copies_left > 0 and nbytes <= _MOST_COPIED_BYTES else 0)
+            if self._copies_left <= 0 or nbytes > _MOST_COPIED_BYTES:
+                return
+            stored = bytearray(nbytes)
             self._copies_left -= 1
             size = self.backends.payloads.read(payload_name(self.id, segment, rank), 0, [memoryview(stored)])
-            # Without a copy its name alone says that the segment may not come back.
-            yield evidence.put(self.id, segment, rank, [memoryview(stored)[: size or 0]])
-            if stored:
+            if size:
+                yield evidence.put(self.id, segment, rank, [memoryview(stored)[:size]])
                 part = Part(
                     new_segment_id(digest(computed[0].key)), depth, record.created_s, salt=SaltId(record.salt)
                 )
                 encoded = self._writer.encoded(computed, part)
                 yield evidence.put(self.id, part.segment, part.rank, encoded.buffers)
         except KVStoreError as exc:
-            log.warning("no evidence of segment %s could be kept: %s", segment.hex(), exc)
+            log.warning("no copy of segment %s could be kept: %s", segment.hex(), exc)
         except Exception:
-            log.exception("no evidence of segment %s could be kept", segment.hex())
+            log.exception("no copy of segment %s could be kept", segment.hex())
 
     def abandon(self, segment: SegmentId) -> None:
         """Deletes what the other ranks have written of a segment of which one rank has not. Never raises.

@@ -5,6 +5,7 @@ invalidation, and not deleted yet, or somebody has put it back. So whoever commi
 asks here first. A segment may not come back
 
     condemned     if there is evidence of it (kvstore.payloads.evidence)
+    failed        if its writer has failed (kvstore.index.verdicts), and the evidence says so
     erased        if it is of a salt, or a namespace, that was erased, unless it was saved after that for
                   sure: by its header, whose time is that of an index, and not one that is yet to come
     invalidated   if it is of a namespace that was, likewise, and nobody has had it imported since then:
@@ -27,11 +28,12 @@ from kvstore.keys import NO_SALT, NamespaceId, SaltId, SegmentId
 from kvstore.payloads.evidence import Barred, Evidence
 from schemas.records import SegmentRecord
 
-Bar = Literal["condemned", "erased", "invalidated"]
+Bar = Literal["condemned", "failed", "erased", "invalidated"]
 
 #: Why, for people.
 WHY: Final[Mapping[Bar, str]] = {
     "condemned": "an audit found that it is wrong; `cache-admin gc --apply` deletes what is left of it",
+    "failed": "its writer has failed: others compute something else; `cache-admin gc --apply` deletes it",
     "erased": "its tenant or salt was erased; `cache-admin gc --apply` deletes it",
     "invalidated": "its namespace was invalidated, and nothing proves that it was saved after that; "
     "`cache-admin gc --apply` deletes it",
@@ -56,6 +58,8 @@ class Returns:
         barred, now_s = self._of(namespace)
         if segment in barred.condemned:
             return "condemned"
+        if record.writer in barred.failed:
+            return "failed"
         salt, created_s = SaltId(record.salt), record.created_s
         if is_forbidden(barred.erased_s, salt, created_s, now_s):
             return "erased"

@@ -403,16 +403,18 @@ def in_two_tiers(request: pytest.FixtureRequest, folder: Path, write: str) -> Wo
 
 
 @pytest.mark.parametrize(
-    ("write", "found"), [("through", 1), ("back", 0)], ids=["written through", "written back"]
+    ("write", "off_s", "found"),
+    [("through", 0.0, 1), ("back", 0.0, 0), ("back", 3600.0, 0), ("back", -3600.0, 0)],
+    ids=["written through", "written back", "and the scrub's clock is ahead", "and it is behind"],
 )
 def test_what_another_node_may_still_upload_is_left_alone(
-    request: pytest.FixtureRequest, tmp_path: Path, write: str, found: int
+    request: pytest.FixtureRequest, tmp_path: Path, write: str, off_s: float, found: int
 ) -> None:
     world = in_two_tiers(request, tmp_path, write)
     space = world.space()
     assert len(world.save(space, 0)) == 1
     world.plan.replace(Rule("missing", ("read",)))
-    scrub = world.scrub(chance=Soon())
+    scrub = world.scrub(chance=Soon(), clock=lambda: world.clock.now + off_s)
     turn(world, scrub, 0.0)
     assert len(turn(world, scrub, 599.0)) == found
     if not found:

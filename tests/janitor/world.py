@@ -134,9 +134,8 @@ class World:
             self.index,
             FaultyPayloads(self.payloads, self.plan, self.clock.sleep),
             self.settings,
-            clock=self.clock,
             monotonic=self.clock,
-            **{"chance": random.Random(seed), **more},
+            **{"clock": self.clock, "chance": random.Random(seed), **more},
         )
 
     def fall_due(self, scrub: Scrub) -> None:

@@ -23,7 +23,7 @@ def settings(write: str | None) -> Settings:
         ("back", 100_000, True),
         ("back", 100_599, True),
         ("back", 100_600, False),
-        # A writer whose clock is ahead: for ten minutes, but not for as long as it is.
+        # An index whose clock was ahead: for ten minutes, but not for as long as it is.
         ("back", 99_401, True),
         ("back", 99_400, False),
         ("through", 100_000, False),
@@ -33,4 +33,4 @@ def settings(write: str | None) -> Settings:
 def test_a_payload_is_late_for_ten_minutes_with_write_back(
     write: str | None, now_s: float, late: bool
 ) -> None:
-    assert is_late(RECORD, settings(write), now_s) is late
+    assert is_late(RECORD, settings(write), lambda: now_s) is late

@@ -19,14 +19,16 @@ from kvstore.admin.archive.wanted import EVERYTHING
 from kvstore.admin.backends import Cache
 from kvstore.admin.curate.plan import plan
 from kvstore.admin.remove.erase import Target, erase
+from kvstore.admin.repair.follow import PayloadFollower
 from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
-from kvstore.keys import NO_SALT, SaltId, SegmentId, salt_id, session_id
+from kvstore.keys import NO_SALT, SaltId, SegmentId, payload_name, salt_id, session_id
 from kvstore.store import saving
+from kvstore.store.reading import PayloadLate
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from tests.servers.redis import RedisServer
-from tests.store.world import chain, match, open_space, slots, with_parts
+from tests.store.world import chain, fetch, match, open_space, slots, with_parts
 from tests.waiting import PATIENCE_S
 
 MONTH_S = 30 * 86400.0
@@ -43,9 +45,11 @@ class Fleet:
         self.settings = settings
         self.stores: list[Store] = []
 
-    def engine(self, off_s: float = 0.0) -> Space:
+    def engine(self, off_s: float = 0.0, **parts: Any) -> Space:
         kv = {"load": "always", "match_deadline_s": 60.0}
-        store = with_parts(open_store({**self.settings, "kv": kv}), clock=lambda: time.time() + off_s)
+        store = with_parts(
+            open_store({**self.settings, "kv": kv}), clock=lambda: time.time() + off_s, **parts
+        )
         self.stores.append(store)
         space = open_space(store)
         space.register()
@@ -73,6 +77,24 @@ def fleet(
     yield made
     for store in made.stores:
         store.close()
+
+
+@pytest.mark.parametrize("off_s", [0.0, 3600.0, -3600.0])
+def test_what_a_node_has_yet_to_upload_is_late_by_the_clock_of_the_index(
+    fleet: Fleet, tmp_path: Path, off_s: float
+) -> None:
+    segment = save(fleet.engine(), 1, 2)
+    tiers = {"fast": f"file://{tmp_path}/fast", "slow": fleet.settings["payloads"], "write": "back"}
+    back = load_settings({**fleet.settings, "payloads": tiers}, environ={})
+    reader = fleet.engine(off_s, settings=back)
+    found = match(reader, chain(1, 2))
+    (tmp_path / "payloads" / payload_name(reader.id, segment, 0)).unlink()
+    with pytest.raises(PayloadLate):
+        fetch(reader, chain(1, 2), found)
+    with Cache(back) as cache:
+        report = PayloadFollower(cache, clock=lambda: time.time() + off_s).turn()
+        assert (report.problem, report.gone) == ("", 0)
+    assert match(reader, chain(1, 2)).blocks == match(fleet.engine(), chain(1, 2)).blocks == 2
 
 
 def save(space: Space, *path: int, salt: SaltId = NO_SALT) -> SegmentId:

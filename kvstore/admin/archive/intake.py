@@ -155,6 +155,8 @@ class Intake:
         barred = self._returns.barred(name, segment, record)
         if barred == "condemned":
             raise Erased("an audit here found that it is wrong")
+        if barred == "failed":
+            raise Erased("its writer has failed here: others compute something else")
         if barred == "erased":
             raise Erased("its tenant or salt was erased here, and what was computed before stays so")
 

@@ -197,7 +197,9 @@ class IndexCheck:
         its way.
         """
         fresh = self.index.get(name, [listing.segment])[0]
-        if fresh is None or (bad.kind == "missing" and is_late(fresh.record, self.settings, self.clock())):
+        if fresh is None or (
+            bad.kind == "missing" and is_late(fresh.record, self.settings, lambda: self.index.now(name))
+        ):
             return None
         stored = look_up(self.payloads, name, listing.segment)
         try:

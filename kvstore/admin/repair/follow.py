@@ -174,14 +174,15 @@ class PayloadFollower:
         """Returns those that the index names and whose payloads are neither there nor on a node that has not
         uploaded them yet."""
         missing: list[SegmentId] = []
+        index = self._cache.made_index()
 
         def look(one: Listing) -> None:
-            parts, late = one.record.parts, is_late(one.record, self._cache.settings, self._clock())
-            if not late and not are_there(self._cache.payloads, name, one.segment, parts):
+            late = is_late(one.record, self._cache.settings, lambda: index.now(name))
+            if not late and not are_there(self._cache.payloads, name, one.segment, one.record.parts):
                 missing.append(one.segment)
             self.advance(0)
 
-        listed = [one for one in self._cache.made_index().get(name, segments) if one is not None]
+        listed = [one for one in index.get(name, segments) if one is not None]
         for_each(look, listed, self._jobs)
         return missing
 

@@ -28,6 +28,7 @@ from kvstore.errors import KVStoreError
 from kvstore.index.port import Run
 from kvstore.index.verdicts import Opinion
 from kvstore.keys import NamespaceId, PlaceId, WriterId, place_of
+from kvstore.payloads.evidence import writer_denial
 from kvstore.store.backends import Backends
 from kvstore.store.quarantine import Quarantine
 from schemas.records import NO_WRITER
@@ -210,6 +211,8 @@ class KnownWriters:
         self._backends.counters.add(f"verdicts{{{state}}}")
         if state == "failed":
             self.believe(writer, "failed")
+            # For an index that is made of the payloads, here and where they are copied to.
+            self._quarantine.deny(writer_denial(self._namespace, writer))
             log.error(
                 "writer %s (%s) of namespace %s writes what other engines don't compute: its segments are "
                 "taken as absent and evicted. Look at that engine: weights, accelerator, versions",

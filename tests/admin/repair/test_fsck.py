@@ -304,11 +304,16 @@ def test_what_is_on_its_way_is_not_missing(tmp_path: Path, redis_url: str) -> No
         "index": redis_url,
     }  # fmt: skip
     world = World(settings, RawFolder(tmp_path / "slow"), RawRedis(redis_url))
-    one = world.write(KV, chain("a", 3), 0)
+    now = int(time.time())
+    one = world.write(KV, chain("a", 3), 0, created_s=now)
     world.objects.delete(one.names[0])
     with world.cache() as cache:
-        assert fsck(cache, repair=True, clock=lambda: one.record.created_s + 60.0).found == 0
-        assert kinds(fsck(cache, clock=lambda: one.record.created_s + 3600.0)) == ["missing"]
+        # The tool's clock has no part in it.
+        for off_s in (0.0, 3600.0, -3600.0):
+            assert fsck(cache, repair=True, clock=lambda off_s=off_s: now + off_s).found == 0
+        old = world.write(KV, chain("b", 3), 0, created_s=now - 3600)
+        world.objects.delete(old.names[0])
+        assert kinds(fsck(cache)) == ["missing"]
 
 
 def test_ctrl_c(world: World) -> None:

@@ -7,8 +7,10 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from kvstore.admin.archive.export import export
 from kvstore.admin.archive.import_ import import_archive
@@ -22,13 +24,15 @@ from kvstore.admin.repair.fsck import fsck
 from kvstore.admin.repair.gc import gc
 from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
-from kvstore.conformance.faulty import Plan, Rule
+from kvstore.conformance.faulty import Plan, Rule, Verb
 from kvstore.errors import CorruptPayload
 from kvstore.index.maintenance import Listing
 from kvstore.keys import (
     NamespaceId,
+    PlaceId,
     SaltId,
     SegmentId,
+    WriterId,
     namespace_id,
     parse_payload_name,
     payload_name,
@@ -37,22 +41,27 @@ from kvstore.keys import (
 from kvstore.payloads.evidence import KEPT_S
 from kvstore.store.space import Space
 from kvstore.store.store import Store
+from tests.servers.redis import RedisServer
 from tests.store.world import chain, match, namespace, open_space, put_faults, slots
 from tests.waiting import until
 
 A = chain(*range(4))
-ALICE = salt_id("alice")
+ALICE, BOB = salt_id("alice"), salt_id("bob")
 NAME = namespace_id(namespace())
 
 
 class Region:
-    """A folder of payloads, and an index in a file of its own."""
+    """A folder of payloads, and an index of its own: a file in it, or the database `url` of Redis."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, url: str = "", shards: int = 1) -> None:
         self.folder = folder
+        self.url = url
         self.engines: list[Store] = []
         self.payloads = folder / "payloads"
-        self.settings = {"payloads": f"file://{self.payloads}", "index": f"sqlite://{folder}/index.sqlite"}
+        self.settings: dict[str, Any] = {"payloads": f"file://{self.payloads}"}
+        self.settings["index"] = url or f"sqlite://{folder}/index.sqlite"
+        if url:
+            self.settings["redis"] = {"timeout_s": 60.0, "connect_timeout_s": 60.0, "shards": shards}
 
     def open(self) -> Space:
         """The space of a new engine, which remembers nothing."""
@@ -68,6 +77,8 @@ class Region:
         return Cache(load_settings(self.settings, environ={}))
 
     def lose_the_index(self) -> None:
+        if self.url:
+            redis.Redis.from_url(self.url).flushdb()
         for end in ("", "-wal", "-shm"):
             Path(f"{self.folder}/index.sqlite{end}").unlink(missing_ok=True)
 
@@ -87,22 +98,33 @@ class Region:
         shutil.copytree(self.payloads, other.payloads, dirs_exist_ok=True)
 
 
-def opened(folder: Path) -> Iterator[Region]:
-    folder.mkdir()
-    region = Region(folder)
-    yield region
-    for engine in region.engines:
-        engine.close()
+@pytest.fixture(
+    params=["sqlite", *(pytest.param(kind, marks=pytest.mark.servers) for kind in ("redis", "shards"))]
+)
+def regions(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Region]]:
+    made = []
+    for number, name in enumerate(("here", "there")):
+        url = ""
+        if request.param != "sqlite":
+            server: RedisServer = request.getfixturevalue("redis_server")
+            url = f"{server.url.rpartition('/')[0]}/{number}"
+        (tmp_path / name).mkdir()
+        made.append(Region(tmp_path / name, url, 3 if request.param == "shards" else 1))
+        made[-1].lose_the_index()
+    yield made
+    for region in made:
+        for engine in region.engines:
+            engine.close()
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Region]:
-    yield from opened(tmp_path / "here")
+def here(regions: list[Region]) -> Region:
+    return regions[0]
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Iterator[Region]:
-    yield from opened(tmp_path / "there")
+def there(regions: list[Region]) -> Region:
+    return regions[1]
 
 
 def save(region: Region, salt: SaltId = SaltId(b"")) -> SegmentId:
@@ -112,14 +134,15 @@ def save(region: Region, salt: SaltId = SaltId(b"")) -> SegmentId:
     return run.segment
 
 
-def condemn(region: Region, *plan: Rule) -> SegmentId:
-    """As an audit does that finds something else than it has computed."""
+def condemn(region: Region, plan: Plan | None = None) -> Space:
+    """As an audit does that finds something else than it has computed. Returns its engine's space."""
     space = region.open()
     (run,) = match(space, A).runs
-    if plan:
-        put_faults(space.backends.payloads, Plan(*plan))
+    if plan is not None:
+        put_faults(space.backends.payloads, plan)
+        put_faults(space.backends.evidence.payloads, plan)
     space.condemn(run.segment, run.record, rank=0, computed=slots(chain(7, 8)), depth=0)
-    return run.segment
+    return space
 
 
 def test_what_an_audit_condemned_is_served_by_no_index_that_is_made_of_the_payloads(
@@ -145,6 +168,65 @@ def test_what_an_audit_condemned_is_served_by_no_index_that_is_made_of_the_paylo
     assert there.served() == 0
 
 
+@pytest.mark.parametrize("verbs", [("read",), ("put",), ("delete",), ("read", "put", "delete")], ids="+".join)
+def test_what_is_condemned_while_the_payload_store_refuses_is_served_nowhere(
+    here: Region, there: Region, verbs: tuple[Verb, ...]
+) -> None:
+    segment = save(here)
+    here.copy_to(there)
+    there.follow()
+    faults = Plan(Rule("transient", verbs))
+    space = condemn(here, faults)
+    assert here.served() == 0
+    faults.replace()
+    # The engine goes on, and the store answers again.
+    assert space.save(slots(chain(20, 21))).outcome == "stored"
+    here.copy_to(there)
+    there.follow()
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == there.served() == 0
+    there.lose_the_index()
+    there.follow()
+    assert there.served() == 0
+    assert f"evidence/{payload_name(NAME, segment, 0)}" in here.names()
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_what_a_failed_writer_wrote_is_served_by_no_index_that_is_made_of_the_payloads(
+    here: Region, there: Region, refused: int
+) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, plan(cache, []), archive)
+    here.copy_to(there)
+    there.follow()
+    assert there.served() == 4
+    space = here.open()
+    (run,) = match(space, A).runs
+    by, index = PlaceId(b"one more"), space.backends.index
+    assert index.judge(NAME, WriterId(run.record.writer), "differs", by=by, stands=False) == "disputed"
+    faults = Plan(Rule("transient", ("put",), times=refused))
+    put_faults(space.backends.evidence.payloads, faults)
+    space.settle(run, "differs")
+    space.backends.transfers.drain(60.0)
+    assert faults.injected.total() == refused
+    other = chain(20, 21)
+    assert space.save(slots(other)).outcome == "stored"
+    here.lose_the_index()
+    here.rebuild()
+    with here.cache() as cache:
+        fsck(cache, repair=True, clock=lambda: time.time() + 1e6)
+    assert (here.served(), here.served(other)) == (0, 2)
+    here.copy_to(there)
+    there.follow()
+    assert (there.served(), there.served(other)) == (0, 2)
+    archive.seek(0)
+    report = import_archive(archive, there.engines[-1], source="-", wanted=EVERYTHING)
+    assert report.ended == "complete" and there.served() == 0
+
+
 def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Region) -> None:
     segment = save(here)
     stored = (here.payloads / payload_name(NAME, segment, 0)).read_bytes()
@@ -163,7 +245,7 @@ def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Re
 
 def test_a_payload_that_can_not_be_deleted_is_not_served_either(here: Region) -> None:
     segment = save(here)
-    condemn(here, Rule("permission", ("delete",)))
+    condemn(here, Plan(Rule("permission", ("delete",))))
     assert payload_name(NAME, segment, 0) in here.names()
     here.lose_the_index()
     here.rebuild()
@@ -234,7 +316,7 @@ def test_what_is_imported_after_an_invalidation_stays_and_comes_back_like_any_ot
         assert here.served() == 4
         # The next invalidation covers it, even within the same second.
         invalidate()
-        assert [name[-3:] for name in here.names()] == ["256"]
+        assert {name[-3:] for name in here.names()} == {"256"}
         here.copy_to(there)
         there.follow()
         assert there.served() == 0
@@ -284,11 +366,63 @@ def test_what_was_erased_is_not_brought_back_after_the_index_was_lost(here: Regi
         assert here.served() == 0
 
 
+def test_of_two_erasures_at_the_same_time_neither_is_forgotten(
+    here: Region, there: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(here, ALICE)
+    others = chain(*range(10, 14))
+    here.open().save(slots(others), salt=BOB)
+    here.copy_to(there)
+    with here.cache() as cache:
+        put = cache.evidence.payloads.put
+
+        def late(name: str, buffers: Sequence[memoryview]) -> None:
+            """The other one begins and ends between what this one has read and what it puts."""
+            monkeypatch.undo()
+            with here.cache() as other:
+                assert erase(other, Target(salt=BOB), apply=True).state == "erased"
+            put(name, buffers)
+
+        monkeypatch.setattr(cache.evidence.payloads, "put", late)
+        assert erase(cache, Target(salt=ALICE), apply=True).state == "erased"
+    # From a backup.
+    there.copy_to(here)
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == here.served(others) == 0
+
+
+def test_of_two_invalidations_at_the_same_time_neither_lets_in_what_was_imported_between_them(
+    here: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(here)
+    archive = io.BytesIO()
+    with here.cache() as cache:
+        export(cache, plan(cache, []), archive)
+        put = cache.evidence.payloads.put
+
+        def late(name: str, buffers: Sequence[memoryview]) -> None:
+            """The other one, and an import, come between what this one has read and what it puts."""
+            monkeypatch.undo()
+            with here.cache() as other:
+                assert drop.drop(other, NAME, apply=True, now=True).state == "erased"
+            archive.seek(0)
+            import_archive(archive, here.engines[-1], source="-", wanted=EVERYTHING)
+            assert here.served() == 4
+            put(name, buffers)
+
+        monkeypatch.setattr(cache.evidence.payloads, "put", late)
+        assert drop.invalidate(cache, NAME, apply=True).applied
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == 0
+
+
 def test_an_erasure_takes_what_is_kept_as_evidence(here: Region) -> None:
     save(here, ALICE)
     condemn(here)
     with here.cache() as cache:
-        assert erase(cache, Target(salt=salt_id("bob")), apply=True).state == "erased"
+        assert erase(cache, Target(salt=BOB), apply=True).state == "erased"
         assert len(cache.evidence.copies(NAME)) == 2
         assert erase(cache, Target(salt=ALICE), apply=True).state == "erased"
         assert cache.evidence.copies(NAME) and not any(one.nbytes for one in cache.evidence.copies(NAME))
@@ -300,10 +434,13 @@ def test_refusals_that_nobody_understands_let_nothing_in(here: Region) -> None:
         cache.evidence.refuse(NAME, {ALICE: 5.0})
         cache.evidence.refuse(NAME, {ALICE: 4.0, SaltId(b""): 1.0}, 7.0)
         cache.evidence.refuse(NAME, {}, 6.0)
+        cache.evidence.refuse(NAME, {ALICE: 5.0})
         barred = cache.evidence.of(NAME)
         assert (barred.erased_s, barred.invalidated_s) == ({ALICE: 5.0, SaltId(b""): 1.0}, 7.0)
-    (object_,) = [name for name in here.names() if name.endswith(".256")]
-    (here.payloads / object_).write_text('{"format": 2}')
+        assert barred.invalidations == 2
+    said = sorted(name for name in here.names() if name.endswith(".256"))
+    assert len(said) == 3
+    (here.payloads / said[0]).write_text('{"format": 2}')
     with here.cache() as cache, pytest.raises(CorruptPayload, match="nothing of its namespace comes back"):
         cache.evidence.of(NAME)
     here.lose_the_index()
