@@ -246,7 +246,7 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
                 "SELECT 1 FROM segments WHERE namespace = ? AND id = ?", (place.generation, segment)
             ).fetchone()
             state = commit.run(self._clock())
-            if session and state is CommitState.VISIBLE and not new:
+            if session and state is CommitState.VISIBLE and not new and not commit.shared:
                 adopt(db, place, session, segment, self._clock(), allowance)
             if state is not CommitState.WAITING:
                 # On the first block, or, of what replaces others, on the first that was not stored.
