@@ -44,6 +44,7 @@ from kvstore.index.sqlite.rows import (
     SHARDS,
     NamespaceNumbers,
     new_generation,
+    number_in,
     place_of,
     record_of,
     shards_of,
@@ -333,7 +334,8 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
     def _oldest(self, db: sqlite3.Connection, namespace: NamespaceId) -> float:
         """Returns the unix second up to which what was created is too old to serve anybody."""
         row = db.execute("SELECT nbytes FROM quotas WHERE scope = ?", (f"{LIVES}{namespace}",)).fetchone()
-        return self._clock() - row[0] if row else float("-inf")
+        ttl_s = number_in(row[0]) if row else 0
+        return self._clock() - ttl_s if ttl_s else float("-inf")
 
     def _known(self, db: sqlite3.Connection, verb: str, namespace: NamespaceId) -> NamespaceNumbers:
         place = place_of(db, namespace)
