@@ -379,7 +379,7 @@ class Saving:
                     number, segment, int(self.clock()), piece.start, own, ids, progress.request_id,
                     # Blocks before a window, and states, go back to the pool while the request runs.
                     blocks_stay=chained, insist=not self._claimed.isdisjoint(keys), cost_us=cost,
-                    salt=progress.salt, session=progress.session, joins=joins,
+                    salt=progress.salt, session=progress.session, joins=joins, chain=chain,
                 )
             )  # fmt: skip
         return saves
