@@ -10,6 +10,9 @@ the trainer names them, on the same path on which it updates them:
     llm.collective_rpc("update_weights", ...)
     llm.collective_rpc("name_weights", args=("step-1200",))
 
+The reset raises while a hand-off or a load is under way, whose blocks it can't free (docs/pd.md). Call it
+again after `kv.handoff_wait_s`.
+
 Engines whose weights have the same name share blocks, including engines that were started with
 `identity.weights` set to that name. An empty name stands for the weights that the engine was started with,
 for use after a sleep that kept them.

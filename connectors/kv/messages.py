@@ -98,6 +98,8 @@ class Save:
     session: SessionId = NO_SESSION
     #: The segments that it replaces: it begins with blocks that are stored already.
     joins: Joins = NOTHING_JOINED
+    #: The first digest of their chain.
+    chain: bytes = b""
 
     @property
     def added(self) -> list[bytes]:

@@ -20,6 +20,7 @@ Everything here belongs to the scheduler's thread.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -53,6 +54,9 @@ _MOST_AGAIN = 3
 _MOST_CLAIMED = 1 << 16
 #: Most segments under way: more than staging and waiting blocks can hold.
 MOST_UNDER_WAY = 1 << 16
+
+#: Most segments that are remembered because a save was to replace them; about 100 bytes each.
+_MOST_JOINED = 1 << 14
 
 #: Block tables of a request: the block ids in each KV cache group of vLLM's.
 Tables = Sequence[Sequence[int]]
@@ -149,6 +153,9 @@ class Saving:
     _claimed: set[tuple[int, bytes]] = field(default_factory=set)
     #: Segments that one under way is to replace.
     _joining: set[SegmentId] = field(default_factory=set)
+    #: Those that one was to replace, what was met last at the end. What is still there stays: it is pinned,
+    #: retained, or another session's own, and each request would write a copy of it.
+    _joined: OrderedDict[SegmentId, None] = field(default_factory=OrderedDict)
 
     def start(
         self, request_id: str = "", salt: SaltId = NO_SALT, session: SessionId = NO_SESSION
@@ -271,7 +278,13 @@ class Saving:
         if not progress.runs or self.groups[number].rule.reach != "prefix":
             return []
         saved, most = progress.saved[number], self.segment_blocks[number]
-        olds = joins_due(worth - saved, tail_of(progress.runs[number], saved, most, progress.salt), most)
+        tail = tail_of(progress.runs[number], saved, most, progress.salt)
+        for at in reversed(range(len(tail))):
+            if tail[at].segment in self._joined:
+                self._joined.move_to_end(tail[at].segment)
+                tail = tail[at + 1 :]
+                break
+        olds = joins_due(worth - saved, tail, most)
         return olds if self._joining.isdisjoint(old.segment for old in olds) else []
 
     def take_offers(
@@ -366,7 +379,7 @@ class Saving:
                     number, segment, int(self.clock()), piece.start, own, ids, progress.request_id,
                     # Blocks before a window, and states, go back to the pool while the request runs.
                     blocks_stay=chained, insist=not self._claimed.isdisjoint(keys), cost_us=cost,
-                    salt=progress.salt, session=progress.session, joins=joins,
+                    salt=progress.salt, session=progress.session, joins=joins, chain=chain,
                 )
             )  # fmt: skip
         return saves
@@ -416,6 +429,9 @@ class Saving:
         self._joining.difference_update(state.olds)
         if state.written:
             self._claimed.difference_update(state.hashes)
+            self._joined.update(dict.fromkeys(state.olds))
+            while len(self._joined) > _MOST_JOINED:
+                self._joined.popitem(last=False)
             if state.run is not None and state.hashes:
                 state.counted[0][0].stored(state.group, state.run, 2 * self.segment_blocks[state.group])
             return state.hashes

@@ -19,7 +19,7 @@ from connectors.tier.memory import Job, Jobs, Primary
 from connectors.tier.planning import Row, content_key, follows, group_of, in_order
 from kvstore.errors import CapacityExceeded, KVStoreError
 from kvstore.format.segment import Slot
-from kvstore.keys import digest, new_segment_id
+from kvstore.keys import digest
 from kvstore.rules.segments import staging_bytes
 from kvstore.store.space import Space
 
@@ -136,8 +136,8 @@ class Saves:
             ]
             try:
                 # vLLM doesn't tell where its chain begins. Each chunk is looked up by itself, in every shard.
-                segment = new_segment_id(digest(slots[0].key))
-                saved = self._space.save(slots, depth=self._depth(rows[0]), segment=segment)
+                chain = digest(slots[0].key)
+                saved = self._space.save(slots, depth=self._depth(rows[0]), chain=chain)
             finally:
                 self._staging.release(held)
             stored = saved.outcome in ("stored", "present")

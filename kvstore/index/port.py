@@ -189,9 +189,10 @@ class Index(ABC):
         `replaces` names segments of whose blocks this one has copies. In the very step in which it becomes
         visible they are evicted (rule "joined", for the grace time that the index was told), and it takes
         over their heat and counts as used now; `record.created_s` is that of the oldest. But none goes before
-        visible segments have copies of all of its blocks. One that is pinned, that others use or retain, or
-        that was saved under another salt stays, and so do its entries: this segment's copy of its blocks is
-        then found from later blocks alone. All ranks give the same.
+        visible segments have copies of all of its blocks. One that is pinned, that is another session's own,
+        that others retain, or that was saved under another salt stays, and so do its entries: this segment's
+        copy of its blocks is then found from later blocks alone. What replaces one that nobody owns is
+        nobody's own either. All ranks give the same.
 
         Also releases the claim. Re-registers nothing: raises NamespaceUnknown if the index has lost
         the namespace, and the caller registers it and tries once more.

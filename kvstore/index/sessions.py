@@ -4,7 +4,8 @@ A session is a client's conversation: requests that go on from each other. The i
 (kvstore.keys.session_id), and which segments only it has used:
 
     owner       a segment that a session's request saves is that session's own, until a request of another
-                session, or of none, uses it; from then on it is shared, and no session's
+                session, or of none, uses it; from then on it is shared, and no session's. What replaces
+                shared blocks (Index.commit) is shared
     record      the session's state, priority and last use
 
 What it is told changes the order of eviction (kvstore.index.eviction), by changing what counts as a segment's

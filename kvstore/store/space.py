@@ -41,6 +41,7 @@ from kvstore.keys import (
     namespace_id,
     new_segment_id,
     payload_name,
+    tag_of,
 )
 from kvstore.rules.lateness import is_late
 from kvstore.rules.tiers import Tier
@@ -469,6 +470,7 @@ class Space:
         slots: Sequence[Slot],
         *,
         depth: int = 0,
+        chain: bytes = b"",
         segment: SegmentId | None = None,
         created_s: int | None = None,
         rank: int = 0,
@@ -481,9 +483,9 @@ class Space:
     ) -> Saved:
         """Stores a run of consecutive blocks of one chain (or one item) as one segment.
 
-        `depth` is the chain position of `slots[0]`. Of blocks that don't begin their chain `segment` is
-        required: its id has the tag of the chain (keys.new_segment_id of the first digest), by which a shard
-        is asked for it. Raises BadArgument without it.
+        `depth` is the chain position of `slots[0]`. Of blocks that don't begin their chain `chain` is
+        required: it begins with the chain's first digest, by which a shard is asked for them. Raises
+        BadArgument without it, and if `segment` is not of keys.new_segment_id of that digest.
 
         Blocks at the start that are stored already are left out, unless there are several ranks, which need
         not find the same. All ranks of one segment give the same `segment`, keys, `created_s` (unix time;
@@ -495,15 +497,14 @@ class Space:
         stored already. The buffers may be reused when the call returns. Raises KVStoreError, and nothing
         else, after counting it and telling the log.
         """
-        if depth and segment is None:
-            raise BadArgument(
-                f"blocks from block {depth} of a chain on, and no segment id: "
-                "give keys.new_segment_id(its first digest)"
-            )
+        if depth and not chain:
+            raise BadArgument(f"blocks from block {depth} of a chain on, and no chain: give its first digest")
+        if depth and segment is not None and segment[-1] != tag_of(chain):
+            raise BadArgument("a segment id of another chain: give keys.new_segment_id(its first digest)")
         counters = self.backends.counters
         try:
             created = int(self.backends.clock()) if created_s is None else created_s
-            segment = segment or new_segment_id(digest(slots[0].key))
+            segment = segment or new_segment_id(chain if depth else digest(slots[0].key))
             part = Part(segment, depth, created, rank, ranks, cost_us, salt, session, joins)
             self._quarantine.tell(self.id)
             saved = self._writer.save(slots, part, insist=insist)

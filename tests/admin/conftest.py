@@ -19,7 +19,7 @@ from kvstore.build import load_settings, open_index, open_store
 from kvstore.cli.app import app
 from kvstore.format.segment import Slot
 from kvstore.index.maintenance import FullIndex, Listing
-from kvstore.keys import NO_SESSION, SessionId, block_key, namespace_id, new_segment_id
+from kvstore.keys import NO_SESSION, SessionId, block_key, digest, namespace_id, new_segment_id
 from schemas.namespace import GroupSpec, Namespace, Parallel
 from tests.admin.repair.damage import World
 from tests.servers.redis import PATIENT
@@ -88,9 +88,11 @@ class Filled:
         with closing(open_store(self.settings)) as store:
             space = store.open(namespace, block_bytes=4096)
             # One for all ranks, between which a second may end.
-            same: dict[str, Any] = {"segment": new_segment_id(), "created_s": int(time.time()) - ago_s}
+            chain = digest(slots[0].key)
+            created_s = int(time.time()) - ago_s
+            same: dict[str, Any] = {"segment": new_segment_id(chain), "created_s": created_s}
             for rank in range(ranks := namespace.parts()):
-                space.save(slots, depth=depth, rank=rank, ranks=ranks, session=session, **same)
+                space.save(slots, depth=depth, chain=chain, rank=rank, ranks=ranks, session=session, **same)
 
     def payload_files(self) -> list[Path]:
         """Every payload, by a look at the disk."""

@@ -48,7 +48,7 @@ from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import MISSING_DIGESTS, Outcome
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import SegmentId, block_key, digests
+from kvstore.keys import SegmentId, block_key, chain_like, digests
 from kvstore.metrics import Counters
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.payloads.ranged import RangedPayloads
@@ -200,7 +200,8 @@ class Run:
                 piece = own[at : min(at + cut, upto)]
                 slots = [Slot(block_key(one), zeros, "BF16", group.shape) for one in piece]
                 # Ids that rise: what is equal in all else goes in the order in which it was saved.
-                space.save(slots, depth=at, segment=SegmentId(next(self._segments).to_bytes(8, "big")))
+                segment = SegmentId(next(self._segments).to_bytes(8, "big"))
+                space.save(slots, depth=at, chain=chain_like(segment), segment=segment)
             if number % 100 == 0:
                 self.held.append(sum(one.usage.nbytes for one in self.store.maintenance.accounts()))
 

@@ -348,7 +348,7 @@ def count_requests(block_bytes: int, blocks: int = 1000) -> Requests:
             per_segment = max(1, min(store.settings.segment.max_blocks, (32 << 20) // block_bytes))
             for run in saves_due(0, blocks, per_segment, final=True)[0]:
                 slots = [codec.Slot(keys.block_key(hashes[i]), data, "BF16", shape) for i in run]
-                space.save(slots, depth=run.start, segment=keys.new_segment_id(keys.digests(hashes[:1])))
+                space.save(slots, depth=run.start, chain=keys.digests(hashes[:1]))
             puts = proxy.counts["PUT"]
             found = space.match(keys.digests(hashes))
             pool = memoryview(bytearray(blocks * block_bytes))

@@ -36,7 +36,7 @@ import redis
 
 from kvstore.build import load_settings, open_store
 from kvstore.errors import KVStoreError
-from kvstore.keys import digest, new_segment_id, payload_name
+from kvstore.keys import chain_like, digest, new_segment_id, payload_name
 from kvstore.store.space import Space
 from tests.servers.redis import RedisServer
 from tests.servers.s3.ceph import CephServer
@@ -104,7 +104,7 @@ class Client:
             piece = slots(hashes[start : start + BLOCKS])
             segment = new_segment_id(digest(slots(hashes[:1])[0].key))
             try:
-                saved = self._space.save(piece, depth=start, segment=segment)
+                saved = self._space.save(piece, depth=start, chain=chain_like(segment), segment=segment)
                 told.outcomes[saved.outcome] += 1
             except KVStoreError as exc:
                 told.outcomes[exc.reason] += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore.build import open_store
 from kvstore.conformance.faulty import FaultyPayloads, Plan
-from kvstore.keys import NO_SESSION, SessionId, new_segment_id
+from kvstore.keys import NO_SESSION, SessionId, chain_like, new_segment_id
 from kvstore.store.store import Store
 from tests.payloads.tiered.world import Clock, Watched
 from tests.store.world import chain, match, open_space, slots
@@ -61,6 +61,7 @@ class Node:
                     space.save(
                         slot,
                         depth=first,
+                        chain=chain_like(segment),
                         segment=segment,
                         created_s=1,
                         rank=rank,

@@ -25,7 +25,7 @@ from kvstore.build import load_settings, open_strays
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import FullIndex
 from kvstore.janitor.janitor import Janitor
-from kvstore.keys import NamespaceId, SegmentId, digests, namespace_id, payload_name, tag_of
+from kvstore.keys import NamespaceId, SegmentId, chain_like, digests, namespace_id, payload_name, tag_of
 from kvstore.metrics import Counters
 from kvstore.rules.lateness import SETTLED_S
 from kvstore.store.housekeeping import Housekeeping
@@ -121,11 +121,13 @@ class Ground:
         size = BLOCKS if (which, number) in NEW else PER_SEGMENT
         for first in range(0, BLOCKS, size):
             some = slots(blocks[first : first + size])
+            segment = segment_of(which, number, first, self.attempt)
             for rank in ranks or range(parts):
                 space.save(
                     some,
                     depth=first,
-                    segment=segment_of(which, number, first, self.attempt),
+                    chain=chain_like(segment),
+                    segment=segment,
                     created_s=self.created_s + number,
                     rank=rank,
                     ranks=parts,

@@ -18,7 +18,16 @@ from kvstore.build import load_settings, open_index, open_store
 from kvstore.format.segment import Slot
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import NO_SALT, NO_SESSION, SaltId, SessionId, block_key, digests, new_segment_id
+from kvstore.keys import (
+    NO_SALT,
+    NO_SESSION,
+    SaltId,
+    SessionId,
+    block_key,
+    chain_like,
+    digests,
+    new_segment_id,
+)
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from schemas.namespace import DTYPE_BYTES, GroupSpec, Namespace, Parallel
@@ -103,6 +112,7 @@ class World:
             self.space.save(
                 slots,
                 depth=depth,
+                chain=chain_like(segment),
                 segment=segment,
                 created_s=created_s,
                 rank=rank,

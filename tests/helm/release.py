@@ -14,7 +14,6 @@ import yaml
 
 from kvstore.build import open_store
 from kvstore.format.segment import Slot
-from kvstore.keys import new_segment_id
 from schemas.namespace import Namespace
 from tests.helm.chart import pick, render
 from tests.helm.kubelet import Pod
@@ -125,4 +124,4 @@ class Release:
         """Stores one segment, as an engine does."""
         with closing(open_store(self.settings())) as store:
             space = store.open(namespace, block_bytes=4096)
-            space.save(slots, depth=depth, segment=new_segment_id(), created_s=int(time.time()))
+            space.save(slots, depth=depth, chain=bytes(16), created_s=int(time.time()))

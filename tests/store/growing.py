@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from connectors.planning import joins_due, joins_of, saves_due, tail_of
 from kvstore.format.segment import Slot
-from kvstore.keys import digests, new_segment_id
+from kvstore.keys import digests
 from kvstore.store.saving import Saved
 from kvstore.store.space import Match, Space
 
@@ -38,7 +38,7 @@ def grow(
             space.save(
                 made(hashes[run.start : run.stop]),
                 depth=run.start,
-                segment=new_segment_id(packed),
+                chain=packed,
                 joins=joins_of(olds, run, stored, of),
             )
         )

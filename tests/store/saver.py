@@ -17,7 +17,7 @@ from itertools import count
 from kvstore.build import open_store
 from kvstore.errors import KVStoreError
 from kvstore.index.contract import saved_minute
-from kvstore.keys import SegmentId
+from kvstore.keys import SegmentId, chain_like
 from kvstore.store import saving
 from tests.store.world import SLOT_BYTES, chain, namespace, slots
 
@@ -45,7 +45,13 @@ def main(settings: str, seed: str) -> None:
                 some = hashes[first : first + 4]
                 segment = SegmentId(round(saved_minute(created) * 4).to_bytes(4, "big") + source.randbytes(4))
                 try:
-                    saved = space.save(slots(some), depth=first, segment=segment, created_s=created)
+                    saved = space.save(
+                        slots(some),
+                        depth=first,
+                        chain=chain_like(segment),
+                        segment=segment,
+                        created_s=created,
+                    )
                     stored += saved.stored > 0
                 except KVStoreError:
                     failed += 1

@@ -17,7 +17,7 @@ from kvstore.admin.repair.fsck import fsck
 from kvstore.build import load_settings, open_store
 from kvstore.index.contract import BadArgument
 from kvstore.index.port import MOST_RUNS, Replaced
-from kvstore.keys import SegmentId, block_key, digest, digests, new_segment_id, salt_id
+from kvstore.keys import SegmentId, block_key, digest, digests, new_segment_id, salt_id, tag_of
 from kvstore.store.saving import Joins
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -154,7 +154,7 @@ def test_what_another_has_gone_on_from_is_not_replaced(space: Space) -> None:
     grow(space, A[:4], slots, SIZE)
     found = match(space, A[:9])
     # Another engine saves the same turn and one more block before this one does.
-    theirs = space.save(slots(A[4:8]), depth=4, segment=new_segment_id(digests(A[:1])))
+    theirs = space.save(slots(A[4:8]), depth=4, chain=digests(A[:1]))
     (mine,) = grow(space, A[:9], slots, SIZE, found=found)
     assert (theirs.stored, mine.present, mine.stored) == (4, 8, 1)
     assert served(space, 9) == [4, 4, 1]
@@ -246,7 +246,7 @@ def test_an_old_one_that_two_saves_share_goes_with_the_later_one(space: Space, s
             space.save(
                 slots(hashes[blocks.start : blocks.stop]),
                 depth=blocks.start,
-                segment=new_segment_id(first),
+                chain=first,
                 insist=True,
                 joins=joins,
             )
@@ -273,7 +273,21 @@ def test_a_match_that_ends_for_its_many_segments_says_so(space: Space, store: St
     assert store.counters.snapshot()["miss_blocks{in_pieces}"] == 1
 
 
-def test_a_later_part_of_a_chain_needs_the_id_of_its_segment(space: Space) -> None:
-    with pytest.raises(BadArgument, match="new_segment_id"):
-        space.save(slots(A[4:8]), depth=4)
-    assert digest(block_key(A[0])) == digests(A[:1])
+def test_a_later_part_of_a_chain_needs_the_chain(space: Space, store: Store) -> None:
+    """A shard is asked by the first digest for all of a chain: with another tag nobody finds the part."""
+    first, own = digests(A[:1]), digests(A[4:5])
+    assert tag_of(first) != tag_of(own)
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"segment": new_segment_id(own)},
+        {"segment": new_segment_id(first)},
+        {"segment": new_segment_id(own), "chain": first},
+    ]
+    for one in wrong:
+        with pytest.raises(BadArgument, match="first digest"):
+            space.save(slots(A[4:8]), depth=4, **one)
+    space.save(slots(A[4:8]), depth=4, chain=digests(A))
+    # Blocks that begin their chain need none, and no other is believed.
+    space.save(slots(A[:4]), chain=own)
+    assert {one.segment[-1] for one in store.maintenance.segments(space.id)} == {tag_of(first)}
+    assert digest(block_key(A[0])) == first

@@ -17,7 +17,7 @@ from kvstore.errors import TransientError
 from kvstore.format.segment import Slot
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import FullIndex
-from kvstore.keys import NamespaceId, digest, digests, new_segment_id
+from kvstore.keys import NamespaceId, digest, digests
 from kvstore.metrics import Counters
 from kvstore.store.housekeeping import Housekeeping
 from kvstore.store.rounds import JANITOR
@@ -66,14 +66,12 @@ def test_what_was_too_old_is_computed_and_saved_again(store: Store) -> None:
     space.register()
     store.maintenance.age_out(space.id, HOUR_S, delete_after_s=0)
     space.save(slots(A[:3]), created_s=now - 60)
-    old = space.save(
-        slots(A[3:]), depth=3, segment=new_segment_id(digests(A[:1])), created_s=now - 2 * HOUR_S
-    )
+    old = space.save(slots(A[3:]), depth=3, chain=digests(A[:1]), created_s=now - 2 * HOUR_S)
     assert old.stored == 3
     found = match(space, A)
     assert (found.blocks, found.reason) == (3, "absent")
     assert len(fetch(space, A, found)) == 3
-    again = space.save(slots(A[2:]), depth=2, segment=new_segment_id(digests(A[:1])))
+    again = space.save(slots(A[2:]), depth=2, chain=digests(A[:1]))
     assert (again.present, again.stored) == (1, 3)
     found = match(space, A)
     assert (found.blocks, found.reason, len(fetch(space, A, found))) == (6, "complete", 6)

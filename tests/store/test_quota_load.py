@@ -20,7 +20,7 @@ import redis
 
 from kvstore.build import load_settings, open_index, open_store
 from kvstore.index.maintenance import Event
-from kvstore.keys import NamespaceId, SegmentId, digests, new_segment_id
+from kvstore.keys import NamespaceId, SegmentId, digests
 from tests.servers.redis import RedisServer
 from tests.store.world import SLOT_BYTES, chain, content, fetch, match, namespace, slots
 from tests.waiting import PATIENCE_S
@@ -107,7 +107,7 @@ def test_at_the_quota_under_load(where: str, redis_server: RedisServer, tmp_path
             space.save(
                 slots(hashes[first : first + 4]),
                 depth=first,
-                segment=new_segment_id(digests(hashes[:1])),
+                chain=digests(hashes[:1]),
                 created_s=60 * (1 << 20),
             )
         found = match(space, hashes)

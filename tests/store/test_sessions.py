@@ -25,6 +25,7 @@ from kvstore.keys import (
     SaltId,
     SegmentId,
     SessionId,
+    chain_like,
     new_segment_id,
     salt_id,
     session_id,
@@ -82,7 +83,9 @@ def save(space: Space, number: int, session: SessionId = NO_SESSION, **options: 
     for at in range(0, 6, 2):
         segments.append(new_segment_id())
         some = slots(hashes(number)[at : at + 2])
-        space.save(some, depth=at, segment=segments[-1], session=session, **options)
+        space.save(
+            some, depth=at, chain=chain_like(segments[-1]), segment=segments[-1], session=session, **options
+        )
     return segments
 
 

@@ -86,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
         if hashes:
             self.saved.update(hashes)
             with contextlib.suppress(KVStoreError):
-                self.space.save(slots(hashes), depth=start, segment=new_segment_id(digests(chain(*path)[:1])))
+                self.space.save(slots(hashes), depth=start, chain=digests(chain(*path)[:1]))
 
     @rule(path=PATHS, size=st.sampled_from([2, 4, 8]))
     def grow(self, path: list[int], size: int) -> None:

@@ -191,6 +191,7 @@ class KVWrites:
             saved = space.save(
                 slots,
                 depth=save.first,
+                chain=save.chain,
                 segment=save.segment,
                 created_s=save.created_s,
                 rank=self._place.part(group),

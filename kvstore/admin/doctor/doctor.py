@@ -18,6 +18,7 @@ from typing import Literal
 from kvstore import __version__
 from kvstore.admin.backends import Cache, Sources
 from kvstore.admin.described import fields_of
+from kvstore.admin.doctor.first_look import too_small
 from kvstore.admin.doctor.machine import check_disk, check_file_systems, check_redis, check_versions
 from kvstore.admin.doctor.maintenance import check_contents, check_maintenance, check_quotas, check_sketch
 from kvstore.admin.doctor.payloads import (
@@ -41,7 +42,6 @@ from kvstore.errors import (
 )
 from kvstore.index.maintenance import FullIndex
 from kvstore.keys import DIGEST_BYTES, NamespaceId
-from kvstore.rules.units import size
 from kvstore.verify.payloads import are_there
 from schemas.base import redact
 
@@ -144,13 +144,12 @@ def check_settings(cache: Cache, sources: Sources) -> Iterator[Check]:
     """Checks for values that can hardly be meant, and says where the settings come from."""
     settings = cache.settings
     found = f"from {sources.describe() or 'defaults'}"
-    if settings.capacity_bytes < settings.segment.target_bytes:
+    if small := too_small(settings):
         yield Check(
             name="settings",
             state="problem",
-            found=f"capacity_bytes ({size(settings.capacity_bytes)}) is less than one segment "
-            f"(segment.target_bytes, {size(settings.segment.target_bytes)})",
-            advice="every save would evict the one before: raise capacity_bytes",
+            found="; ".join(small.values()),
+            advice=f"every save would evict the one before: raise {' and '.join(small)}",
         )
     elif settings.index_url.startswith("memory:"):
         yield Check(

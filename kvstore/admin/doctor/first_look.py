@@ -48,15 +48,25 @@ def look(store: Store, namespace: Namespace, *, saves: bool) -> None:
 
     Of an engine that never `saves`, payloads are only read: its role may allow no more.
     """
-    settings = store.settings
-    if settings.capacity_bytes < settings.segment.target_bytes:
-        log.warning(
-            "capacity_bytes (%s) is less than one segment (segment.target_bytes, %s): each save evicts the "
-            "one before. Raise capacity_bytes",
-            size(settings.capacity_bytes),
-            size(settings.segment.target_bytes),
-        )
+    for name, text in too_small(store.settings).items():
+        log.warning("%s: each save evicts the one before. Raise %s", text, name)
     store.transfers.errand(0, partial(_look, store, namespace, saves))
+
+
+def too_small(settings: Settings) -> dict[str, str]:
+    """Returns the quotas of the settings that hold less than one segment, by name, each in words."""
+    least, eviction = settings.segment.target_bytes, settings.eviction
+    quotas = {
+        "capacity_bytes": settings.capacity_bytes,
+        "eviction.namespace_bytes": eviction.namespace_bytes,
+        "eviction.tenant_bytes": eviction.tenant_bytes,
+        "eviction.salt_bytes": eviction.salt_bytes,
+    }
+    return {
+        name: f"{name} ({size(nbytes)}) is less than one segment (segment.target_bytes, {size(least)})"
+        for name, nbytes in quotas.items()
+        if nbytes is not None and nbytes < least
+    }
 
 
 def _look(store: Store, namespace: Namespace, saves: bool) -> None:

@@ -26,6 +26,19 @@ from schemas.pack import PromptEntry, PromptFile
 _MOST_BYTES = 64 << 20
 #: Most bytes of all together.
 _MOST_TOGETHER = 4 * _MOST_BYTES
+#: Most characters of YAML: its parser takes a second for each 100 KB or so. JSON has no such bound.
+_MOST_YAML = 4 << 20
+#: Most levels of YAML within each other: the time for one grows with their number.
+_MOST_LEVELS = 64
+#: Most characters of a number: 1:30:15 is one to base 60, and the time for one grows with the square of them.
+_MOST_DIGITS = 1000
+_BEGINS = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+_ENDS = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 #: Kinds of a message's parts that are text, and the field that has it.
 _TEXTS = {
     "text": "text",
@@ -62,12 +75,26 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 def _yaml(text: str) -> Any:
     """Returns a tree without aliases: some lines of them stand for more than any memory holds, or for
     themselves."""
+    if len(text) > _MOST_YAML:
+        raise yaml.YAMLError(
+            f"more than {_MOST_YAML >> 20} MiB of YAML: put texts into files of their own, or write JSON"
+        )
+    level = 0
     for token in yaml.scan(text):
+        level += isinstance(token, _BEGINS) - isinstance(token, _ENDS)
+        if level > _MOST_LEVELS:
+            raise yaml.YAMLError(f"line {token.start_mark.line + 1} is more than {_MOST_LEVELS} levels deep")
+        if isinstance(token, yaml.ScalarToken) and token.plain and _is_endless(token.value):
+            raise yaml.YAMLError(f"line {token.start_mark.line + 1} has a number of too many digits")
         if isinstance(token, yaml.AliasToken):
             raise yaml.YAMLError(
                 f"*{token.value} is an alias, which a prompts' file may not have: say it twice"
             )
     return yaml.safe_load(text)
+
+
+def _is_endless(text: str) -> bool:
+    return len(text) > _MOST_DIGITS and set(text) <= set("0123456789:._+-")
 
 
 def _prompt(one: PromptEntry, folder: _Folder) -> dict[str, Any]:

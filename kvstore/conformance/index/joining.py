@@ -171,16 +171,29 @@ class JoinConformance(Maintained):
         join(index, name, digests, 0, olds, segment=new)
         assert entered() == all_of_it
 
-    def test_what_others_use_stays(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
-        for number, (before, after) in enumerate(
-            [(NO_SESSION, ALICE), (BOB, ALICE), (ALICE, NO_SESSION), (ALICE, BOB)]
-        ):
+    def test_what_another_session_owns_stays(self, index: Any, catalogue: Any, name: NamespaceId) -> None:
+        for number, (before, after) in enumerate([(BOB, ALICE), (ALICE, NO_SESSION), (ALICE, BOB)]):
             digests = chain(4, seed=str(number))
             head = part_of(digests, 0, 2)
             old = join(index, name, head, 0, [], session=before)
             new = join(index, name, digests, 0, [Replaced(old, head)], session=after)
             assert places(index.match(name, head)) == [(old, 0), (old, 1)]
             assert catalogue.owners(name, [old, new]) == [before, after]
+
+    def test_what_replaces_shared_blocks_is_shared(
+        self, index: Any, catalogue: Any, name: NamespaceId
+    ) -> None:
+        digests = chain(8)
+        shared, own = put_olds(index, name, digests, [2]), part_of(digests, 2, 2)
+        hers = Replaced(join(index, name, part_of(digests, 0, 4), 2, [], session=ALICE), own)
+        new = join(index, name, digests, 0, [*shared, hers], session=ALICE)
+        assert [one.segment for one in catalogue.segments(name)] == [new]
+        assert catalogue.owners(name, [new]) == [NO_SESSION] and not index.owned(name, ALICE)
+        # Beside what stays it is her own: nobody else needs it.
+        pinned = put_olds(index, name, chain(4, seed="pinned"), [2])
+        pin(catalogue, name, [pinned[0].segment])
+        new = join(index, name, chain(4, seed="pinned"), 0, pinned, session=ALICE)
+        assert catalogue.owners(name, [new]) == [ALICE]
 
     def test_of_one_session_it_stays_that_sessions(
         self, index: Any, catalogue: Any, name: NamespaceId

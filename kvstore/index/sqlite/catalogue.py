@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Account, Candidate, Entry, Listing, SegmentState, Usage
+from kvstore.index.numbers import MOST_S, real, whole
+from kvstore.index.sharding.names import MOST_SHARDS
 from kvstore.index.sqlite.rows import (
     LIVES,
     SHARDS,
     NamespaceNumbers,
     SqlitePart,
     invalidated_generations,
+    number_in,
     place_of,
     record_of,
 )
 from kvstore.index.sqlite.schema import SCHEMA_VERSION
 from kvstore.keys import SEGMENT_ID_BYTES, Digest, NamespaceId, SegmentId
+
+_T = TypeVar("_T")
 
 #: Rows on a page of a listing: a few milliseconds.
 _PAGE = 1000
@@ -29,7 +36,54 @@ _SAMPLE_ALL = 4096
 #: different widths; over so many gaps that evens out.
 _NEIGHBOURS = 16
 
+_MOST_QUOTA = (1 << 63) - 1
+
 USAGE = "nbytes, segments, blocks, pinned, cost"
+
+
+def _account(
+    name: str,
+    kind: object,
+    tenant: object,
+    seen: object,
+    trashed: int,
+    bygone: object,
+    ttl: object,
+    shards: object,
+    *usage: object,
+) -> Account:
+    """Returns the account in a row; what of it can't be read is "" or 0, and the problem says so."""
+    problems: list[str] = []
+
+    def read(field: str, value: object, decode: Callable[[object], _T], instead: _T) -> _T:
+        try:
+            return decode(value)
+        except (ValueError, TypeError) as exc:
+            problems.append(f"{field}: {exc!r}"[:100])
+            return instead
+
+    return Account(
+        namespace=NamespaceId(name),
+        kind=read("kind", kind, _text, ""),
+        tenant=read("tenant", tenant, _text, ""),
+        usage=read("usage", usage, lambda _: Usage(*map(whole, usage)), Usage(0, 0, 0)),
+        trashed=trashed,
+        bygone=read("bygone", bygone, whole, 0),
+        seen_s=read("seen", seen, lambda value: real(value, least=0, most=MOST_S), 0.0),
+        ttl_s=read("ttl", ttl, whole, 0),
+        problem="; ".join(problems),
+        shards=read("shards", shards, _shards, 1),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
+
+
+def _shards(value: object) -> int:
+    return abs(whole(value, least=-MOST_SHARDS, most=MOST_SHARDS))
 
 
 class SqliteCatalogue(SqlitePart):
@@ -48,23 +102,10 @@ class SqliteCatalogue(SqlitePart):
                 "(SELECT coalesce(sum(g.segments), 0) FROM generations AS g "
                 "WHERE g.namespace = n.key AND g.number <> n.generation), "
                 f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{LIVES}' || n.id), 0), "
-                f"coalesce((SELECT abs(nbytes) FROM quotas WHERE scope = '{SHARDS}' || n.id), 1), {USAGE} "
+                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{SHARDS}' || n.id), 1), {USAGE} "
                 "FROM namespaces AS n ORDER BY id"
             ).fetchall()
-        return [
-            Account(
-                NamespaceId(name),
-                kind,
-                tenant,
-                Usage(*usage),
-                trashed,
-                bygone,
-                seen,
-                ttl_s=ttl_s,
-                shards=shards,
-            )
-            for name, kind, tenant, seen, trashed, bygone, ttl_s, shards, *usage in rows
-        ]
+        return [_account(*row) for row in rows]
 
     def reachable(self) -> tuple[list[Account], None]:
         return self.accounts(), None
@@ -72,7 +113,7 @@ class SqliteCatalogue(SqlitePart):
     def usage(self, namespace: NamespaceId) -> Usage:
         with self._database.reading("usage") as db:
             row = db.execute(f"SELECT {USAGE} FROM namespaces WHERE id = ?", (namespace,)).fetchone()
-        return Usage(*row) if row else Usage(0, 0, 0)
+        return Usage(*map(number_in, row)) if row else Usage(0, 0, 0)
 
     def segments(self, namespace: NamespaceId) -> Iterator[Listing]:
         after = b""
@@ -150,7 +191,13 @@ class SqliteCatalogue(SqlitePart):
             query = (
                 "SELECT scope, nbytes FROM quotas WHERE scope NOT GLOB ? AND scope NOT GLOB ? ORDER BY scope"
             )
-            return dict(db.execute(query, (f"{LIVES}*", f"{SHARDS}*")).fetchall())
+            rows = db.execute(query, (f"{LIVES}*", f"{SHARDS}*")).fetchall()
+        found = {}
+        for scope, nbytes in rows:
+            # A value that can't be is no quota: it must not fail every save that would make room.
+            with suppress(ValueError, TypeError):
+                found[_text(scope)] = whole(nbytes, most=_MOST_QUOTA)
+        return found
 
     def ping(self) -> None:
         """Raises CapacityExceeded as well, if the disk is full."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvstore.index.contract import (
@@ -28,14 +28,16 @@ from schemas.records import SegmentRecord, pack_head, pack_part, unpack_record
 
 
 class _Old(NamedTuple):
-    """A visible segment that may be replaced, its last use, and in how many minutes a load began with it."""
+    """A visible segment that may be replaced, its last use, in how many minutes a load began with it, and
+    whether a session owns it."""
 
     replaced: Replaced
     used: float
     heat: float
+    owned: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankCommit:
     """The commit of one rank's part of a segment."""
 
@@ -53,6 +55,8 @@ class RankCommit:
     session: SessionId = NO_SESSION
     #: Segments that go when it becomes visible; see Index.commit.
     replaces: Sequence[Replaced] = ()
+    #: Whether it has replaced what nobody owned: it serves others too then, and is nobody's own.
+    shared: bool = field(default=False, init=False)
 
     def run(self, now: float) -> CommitState:
         """Writes what the part changes, and returns what the segment is afterwards. Raises sqlite3.Error."""
@@ -190,11 +194,11 @@ class RankCommit:
             if row is None:
                 continue
             pinned, owner, salt, counted, retained, minutes = row
-            others = owner != self.session or (retained is not None and not owner)
+            others = owner != self.session if owner else retained is not None
             if pinned or others or salt != self.record.salt:
                 stays.add(old.segment)
             else:
-                goes.append(_Old(old, counted if retained is None else retained, minutes or 0.0))
+                goes.append(_Old(old, counted if retained is None else retained, minutes or 0.0, bool(owner)))
         return goes, stays
 
     def _replace(self, olds: Sequence[_Old], used: float) -> None:
@@ -203,6 +207,7 @@ class RankCommit:
         gone = [old for old in olds if self._is_served_elsewhere(old.replaced)]
         if not gone:
             return
+        self.shared = not all(old.owned for old in gone)
         (key,) = self._one("SELECT key FROM segments", self.place.generation) or (0,)
         count_as_used(self.db, key, max(used, *(old.used for old in gone)))
         if heat := sum(old.heat for old in gone):

@@ -21,6 +21,7 @@ from kvstore.index.sqlite.rows import (
     account,
     add_to_trash,
     invalidated_generations,
+    number_in,
 )
 from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId
 from schemas.records import CREATED_AT, EvictionRule
@@ -44,7 +45,8 @@ class Removed(NamedTuple):
 
 def usage_of(db: sqlite3.Connection, key: int) -> Usage:
     """Returns the recorded usage of a namespace that exists."""
-    return Usage(*db.execute(f"SELECT {USAGE} FROM namespaces WHERE key = ?", (key,)).fetchone())
+    row = db.execute(f"SELECT {USAGE} FROM namespaces WHERE key = ?", (key,)).fetchone()
+    return Usage(*map(number_in, row))
 
 
 def count_all(db: sqlite3.Connection, place: NamespaceNumbers) -> Usage:

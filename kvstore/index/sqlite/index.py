@@ -44,6 +44,7 @@ from kvstore.index.sqlite.rows import (
     SHARDS,
     NamespaceNumbers,
     new_generation,
+    number_in,
     place_of,
     record_of,
     shards_of,
@@ -246,7 +247,7 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
                 "SELECT 1 FROM segments WHERE namespace = ? AND id = ?", (place.generation, segment)
             ).fetchone()
             state = commit.run(self._clock())
-            if session and state is CommitState.VISIBLE and not new:
+            if session and state is CommitState.VISIBLE and not new and not commit.shared:
                 adopt(db, place, session, segment, self._clock(), allowance)
             if state is not CommitState.WAITING:
                 # On the first block, or, of what replaces others, on the first that was not stored.
@@ -333,7 +334,8 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
     def _oldest(self, db: sqlite3.Connection, namespace: NamespaceId) -> float:
         """Returns the unix second up to which what was created is too old to serve anybody."""
         row = db.execute("SELECT nbytes FROM quotas WHERE scope = ?", (f"{LIVES}{namespace}",)).fetchone()
-        return self._clock() - row[0] if row else float("-inf")
+        ttl_s = number_in(row[0]) if row else 0
+        return self._clock() - ttl_s if ttl_s else float("-inf")
 
     def _known(self, db: sqlite3.Connection, verb: str, namespace: NamespaceId) -> NamespaceNumbers:
         place = place_of(db, namespace)

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from kvstore.index.contract import cached, whole_seconds
 from kvstore.index.maintenance import Usage
-from kvstore.index.numbers import whole
+from kvstore.index.numbers import MOST, whole
 from kvstore.index.sharding.names import MOST_SHARDS
 from kvstore.keys import NamespaceId, SegmentId
 from kvstore.rules.units import batches
@@ -100,6 +100,15 @@ def account(db: sqlite3.Connection, key: int, change: Usage) -> None:
         "pinned = pinned + ?, cost = cost + ? WHERE key = ?",
         (change.nbytes, change.segments, change.blocks, change.pinned_bytes, change.cost_us, key),
     )
+
+
+def number_in(value: object, most: int = MOST) -> int:
+    """Returns a number of a row, 0 if it is damaged: a column holds text and bytes as well, and what can't be
+    must cost nobody but its namespace."""
+    try:
+        return whole(value, most=most)
+    except ValueError:
+        return 0
 
 
 def add_to_trash(

@@ -20,7 +20,7 @@ from kvstore.build import open_store
 from kvstore.format.segment import Slot
 from kvstore.index.demand import OwnDemand
 from kvstore.index.port import MISSING_DIGESTS, Outcome
-from kvstore.keys import NamespaceId, block_key, digests, new_segment_id
+from kvstore.keys import NamespaceId, block_key, digests
 from schemas.settings import parse_bytes
 from tests.admin.advise.test_cli import record
 from tests.admin.conftest import Admin, Filled
@@ -54,9 +54,7 @@ def serve(filled: Filled, *, told: bool = True, **settings: Any) -> tuple[int, i
             different |= set(own)
             for at in range(found.blocks, len(own), 16):
                 piece = [Slot(block_key(one), zeros, "BF16", SHAPE) for one in own[at : at + 16]]
-                space.save(
-                    piece, depth=at, segment=new_segment_id(digests(own[:1])), cost_us=BLOCK_US * len(piece)
-                )
+                space.save(piece, depth=at, chain=digests(own[:1]), cost_us=BLOCK_US * len(piece))
     return asked, served, len(different)
 
 

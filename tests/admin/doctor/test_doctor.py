@@ -415,6 +415,10 @@ def test_the_index_s_memory(
 def test_a_capacity_below_one_segment(filled: Filled) -> None:
     [check] = named(examine(filled, environ={"KVSTORE_CAPACITY_BYTES": "1MiB"}), "settings")
     assert check.state == "problem"
+    small = {"KVSTORE_EVICTION__NAMESPACE_BYTES": "1", "KVSTORE_EVICTION__TENANT_BYTES": "1"}
+    [check] = named(examine(filled, environ=small), "settings")
+    assert check.state == "problem" and check.found.count("(1 B) is less than one segment") == 2
+    assert check.advice.endswith("raise eviction.namespace_bytes and eviction.tenant_bytes")
 
 
 def damage_delete(path: Path) -> None:

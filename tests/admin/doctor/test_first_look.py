@@ -57,9 +57,11 @@ def test_two_connectors_of_a_process_look_once(start: Callable[..., str]) -> Non
     assert "answered in" not in start()
 
 
-def test_less_than_one_segment(start: Callable[..., str]) -> None:
-    (line,) = warnings(start(capacity_bytes=1))
-    assert "capacity_bytes (1 B) is less than one segment" in line and "Raise capacity_bytes" in line
+@pytest.mark.parametrize("name", ["capacity_bytes", "namespace_bytes", "tenant_bytes", "salt_bytes"])
+def test_less_than_one_segment(start: Callable[..., str], name: str) -> None:
+    (line,) = warnings(start(**({name: 1} if name == "capacity_bytes" else {"eviction": {name: 1}})))
+    assert f"{name} (1 B) is less than one segment" in line
+    assert line.rpartition("Raise ")[2].removeprefix("eviction.") == name
 
 
 def test_a_folder_that_cannot_be_made(start: Callable[..., str], tmp_path: Path) -> None:

@@ -15,7 +15,16 @@ from kvstore.admin.explain.reports import Cause
 from kvstore.build import open_store
 from kvstore.format.segment import Slot
 from kvstore.index.port import Outcome
-from kvstore.keys import SegmentId, block_key, digest, digests, item_key, new_segment_id, payload_name
+from kvstore.keys import (
+    SegmentId,
+    block_key,
+    chain_like,
+    digest,
+    digests,
+    item_key,
+    new_segment_id,
+    payload_name,
+)
 from kvstore.rules.hashing import DEFAULT_SEED, block_hashes, root_digest
 from kvstore.rules.reasons import TOLD_MISSES, TOLD_UNSAVED
 from kvstore.rules.weighed import Weighed
@@ -76,7 +85,9 @@ class World:
         hashes = names(tokens, space.namespace)[blocks.start : blocks.stop]
         data = memoryview(bytes(4 * SIZE * 2))
         slots = [Slot(block_key(one, group), data, "F32", SHAPE) for one in hashes]
-        saved = space.save(slots, depth=blocks.start, segment=segment, created_s=created_s)
+        saved = space.save(
+            slots, depth=blocks.start, chain=chain_like(segment), segment=segment, created_s=created_s
+        )
         assert saved.stored == len(blocks)
         return segment
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.format.segment import Slot
 from kvstore.index.sessions import Hint
-from kvstore.keys import NO_SALT, SegmentId, block_key, digest, new_segment_id, session_id
+from kvstore.keys import NO_SALT, SegmentId, block_key, chain_like, digest, new_segment_id, session_id
 from tests.admin.conftest import Admin
 from tests.admin.explain.test_explain import SHAPE, SIZE, World, names
 
@@ -36,7 +36,7 @@ def _save(world: World, blocks: range) -> SegmentId:
         Slot(block_key(one), memoryview(bytes(4 * SIZE * 2)), "F32", SHAPE)
         for one in names()[blocks.start : blocks.stop]
     ]
-    world.space.save(slots, depth=blocks.start, segment=segment, session=MINE)
+    world.space.save(slots, depth=blocks.start, chain=chain_like(segment), segment=segment, session=MINE)
     return segment
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvstore.admin.pack.engine import EngineFailed, compute
 from kvstore.admin.pack.prompts import read_prompts
@@ -160,6 +162,40 @@ def test_yaml_stands_for_no_more_than_it_says(tmp_path: Path) -> None:
     assert "*x0 is an alias" in within(60, path)
     path = written(tmp_path, "prompts: [{name: a, messages: [&me {role: user, content: b, self: *me}]}]")
     assert "*me is an alias" in within(60, path)
+
+
+@pytest.mark.parametrize("text", ["[", "{a: ", "- ", "? "])
+def test_deep_yaml_is_read_no_further_than_it_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    read, scan = [], yaml.scan
+
+    def counted(stream: str) -> Iterator[yaml.Token]:
+        for token in scan(stream):
+            read.append(token)
+            yield token
+
+    monkeypatch.setattr(yaml, "scan", counted)
+    with pytest.raises(ConfigError, match="line 1 is more than 64 levels deep"):
+        read_prompts(written(tmp_path, text * 600))
+    assert len(read) < 6 * 64
+    # What ends is not above what follows.
+    lines = "".join(f"\n  - {{role: user, content: [{{type: text, text: '{n}'}}]}}" for n in range(100))
+    assert read_prompts(written(tmp_path, f"prompts:\n- name: a\n  messages:{lines}\n"))
+
+
+def test_a_number_to_base_60_has_a_bound(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 2 has a number of too many digits"):
+        read_prompts(written(tmp_path, f"prompts:\n- {{name: a, text: {'1:' * 501}1}}"))
+    words = "1 2 " * 500 + "3"
+    assert read_prompts(written(tmp_path, f"prompts: [{{name: a, text: {words}}}]"))[0]["text"] == words
+
+
+def test_yaml_has_a_bound_that_json_has_not(tmp_path: Path) -> None:
+    text = '{"prompts": [{"name": "a", "text": "' + "x" * (4 << 20) + '"}]}'
+    with pytest.raises(ConfigError, match="more than 4 MiB of YAML"):
+        read_prompts(written(tmp_path, text))
+    assert read_prompts(written(tmp_path, text, "prompts.json"))
 
 
 def test_all_files_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

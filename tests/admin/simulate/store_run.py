@@ -17,7 +17,7 @@ from kvstore.format.segment import Slot, encode
 from kvstore.index.port import MISSING_DIGESTS, Outcome
 from kvstore.index.sessions import USE, Hint
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.keys import NO_SESSION, SegmentId, SessionId, block_key, canonical_json, digests
+from kvstore.keys import NO_SESSION, SegmentId, SessionId, block_key, canonical_json, chain_like, digests
 from kvstore.metrics import Counters
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.store import rounds
@@ -132,7 +132,7 @@ class World:
             slots = [Slot(block_key(one), _ZEROS, "BF16", SHAPE) for one in piece]
             # Ids that rise, so that what is equal in all else goes in the order in which it was saved.
             segment = SegmentId(next(self._segments).to_bytes(8, "big"))
-            space.save(slots, depth=begin, segment=segment, session=session)
+            space.save(slots, depth=begin, chain=chain_like(segment), segment=segment, session=session)
         if hint != USE:
             assert space.session(session, segments, hint) is not None
 

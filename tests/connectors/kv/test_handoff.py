@@ -342,7 +342,7 @@ def test_a_decode_engine_waits_for_all_of_the_prompt(scheduler: Any, space: Spac
     assert ask(engine, request, within_s=0.1) is None
     space.save(slots(names[:2]))
     assert ask(engine, request, within_s=0.1) is None, "the partial block is missing"
-    space.save(slots(names[2:]), depth=2, segment=new_segment_id(digests(names[:1])))
+    space.save(slots(names[2:]), depth=2, chain=digests(names[:1]))
     assert ask(engine, request) == (20, True)
     engine.update_state_after_alloc(request, FakeBlocks([7, 8, 9]), 20)
     [load] = step(engine).loads
@@ -382,9 +382,7 @@ def test_windows_and_states_take_their_last_blocks(scheduler: Any, store: Store)
 
         shape, data = GROUP.shape, memoryview(bytes(SLOT_BYTES))
         keys = [block_key(receiving.names[block], number) for block in blocks]
-        space.save(
-            [Slot(key, data, "BF16", shape) for key in keys], depth=blocks.start, segment=new_segment_id()
-        )
+        space.save([Slot(key, data, "BF16", shape) for key in keys], depth=blocks.start, chain=bytes(16))
 
     put(0, range(3))
     put(2, range(2, 3))

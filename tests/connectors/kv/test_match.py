@@ -17,7 +17,7 @@ from connectors.kv.match import _MOST_CALLS, Found, Matcher
 from kvstore.errors import TransientError
 from kvstore.format.segment import Slot
 from kvstore.index.port import Run
-from kvstore.keys import block_key, digests, new_segment_id
+from kvstore.keys import block_key, digests
 from kvstore.rules.prefix import PrefixRule, alignment, most_tokens
 from kvstore.store.space import Space
 from kvstore.store.store import Store
@@ -62,7 +62,7 @@ def save(space: Space, hashes: Sequence[bytes], group: int, blocks: range) -> No
     space.save(
         [Slot(block_key(name, group), data, "BF16", SHAPE) for name in names],
         depth=blocks.start,
-        segment=new_segment_id(digests(hashes[ratio - 1 : ratio], group)),
+        chain=digests(hashes[ratio - 1 : ratio], group),
     )
 
 

@@ -17,7 +17,7 @@ from connectors.kv.choosing import Choosing
 from connectors.kv.messages import Compared, Wrong
 from connectors.kv.scheduler import KVScheduler
 from kvstore.index.port import Run
-from kvstore.keys import WriterId, digests, new_segment_id, place_of, writer_id
+from kvstore.keys import WriterId, chain_like, digests, new_segment_id, place_of, writer_id
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.store.writers.known import MOST_REFUSED
@@ -62,7 +62,7 @@ def written(tmp_path: Path, space: Space) -> Iterator[Callable[..., WriterId]]:
         stores.append(other)
         other.backends.writer.adopt(name)
         segment = new_segment_id(digests(hashes))
-        open_space(other).save(slots(hashes[first:]), depth=first, segment=segment)
+        open_space(other).save(slots(hashes[first:]), depth=first, chain=chain_like(segment), segment=segment)
         return writer_id(name)
 
     yield write

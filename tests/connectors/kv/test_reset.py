@@ -108,7 +108,13 @@ def write(scheduler: KVScheduler, metadata: KVStoreMetadata) -> Space:
     space = open_space(scheduler.store, weights=namespace.weights)
     for save in metadata.saves:
         blocks = [Slot(block_key(one), memoryview(content(one)), "BF16", SHAPE) for one in save.hashes]
-        space.save(blocks, depth=save.first, segment=save.segment, created_s=save.created_s)
+        space.save(
+            blocks,
+            depth=save.first,
+            chain=save.chain,
+            segment=save.segment,
+            created_s=save.created_s,
+        )
         tell(scheduler, ended_saves={save.segment: (1, True)})
     return space
 

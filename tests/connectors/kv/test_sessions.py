@@ -22,7 +22,6 @@ from kvstore.keys import (
     SegmentId,
     SessionId,
     digests,
-    new_segment_id,
     salt_id,
     session_id,
 )
@@ -95,7 +94,7 @@ def stored(space: Space, *path: int) -> list[SegmentId]:
     """Save a chain, two blocks a segment; returns its segments."""
     own = chain(*path)
     for first in range(0, len(own), 2):
-        space.save(slots(own[first : first + 2]), depth=first, segment=new_segment_id(digests(own[:1])))
+        space.save(slots(own[first : first + 2]), depth=first, chain=digests(own[:1]))
     return [run.segment for run in match(space, own).runs]
 
 

@@ -88,16 +88,46 @@ def test_decoded_blocks_join_what_the_next_turn_brings(tmp_path: Path) -> None:
         assert len(found) <= 2 * -(-sum(found) // 16) + 2, found
 
 
-def test_what_two_conversations_begin_with_is_written_anew_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [[], ["a"], ["a", "b", "c", "d"]])
+def test_what_two_conversations_begin_with_is_written_anew_once(tmp_path: Path, names: list[str]) -> None:
+    def more(number: int) -> dict[str, str]:
+        return {"session_id": names[number % len(names)]} if names else {}
+
     with Bed(tmp_path, **SETTINGS) as bed:
         shared = tokens(6 * TOKENS)
-        turn(bed, shared)
-        first, second, third = (turn(bed, shared + tokens(8 * TOKENS, seed)) for seed in (1, 2, 3))
+        turn(bed, shared, **more(0))
+        first, second, third = (
+            turn(bed, shared + tokens(8 * TOKENS, seed), **more(seed)) for seed in (1, 2, 3)
+        )
         # The first one replaces it. The others find a segment with another chain's blocks, and leave it.
         assert sizes(bed, first) == [14]
         assert sizes(bed, second) == sizes(bed, third) == [6, 8]
         kept = match(bed.space, list(first.block_hashes)).runs[0].segment
         assert match(bed.space, list(second.block_hashes)).runs[0].segment == kept
+
+
+@pytest.mark.parametrize("names", [["", ""], ["a", ""], ["a", "a"], ["a", "b"]])
+def test_a_conversation_of_any_sessions_lies_in_few_segments(tmp_path: Path, names: list[str]) -> None:
+    with Bed(tmp_path, **SETTINGS) as bed:
+        prompt = tokens(20 * 20)
+        for number in range(1, 21):
+            name = names[number % 2]
+            request = turn(bed, prompt[: 20 * number], **({"session_id": name} if name else {}))
+        assert len(sizes(bed, request)) <= 4
+        assert bed.half._scheduler.store.maintenance.usage(bed.space.id).blocks == 25
+
+
+def test_what_stays_is_written_anew_once(tmp_path: Path) -> None:
+    with Bed(tmp_path, **SETTINGS) as bed:
+        maintenance = bed.half._scheduler.store.maintenance
+        shared = tokens(6 * TOKENS)
+        (pinned,) = match(bed.space, list(turn(bed, shared).block_hashes)).runs
+        maintenance.pin(bed.space.id, [pinned.segment], most_bytes=1 << 30)
+        for seed in (1, 2, 3):
+            request = turn(bed, shared + tokens(8 * TOKENS, seed))
+            assert bed.stored(request) == 14
+        # Only the first of them has a copy of the prompt.
+        assert maintenance.usage(bed.space.id).blocks == 6 + (6 + 8) + 8 + 8
 
 
 def test_what_other_salts_have_saved_is_not_joined(tmp_path: Path) -> None:

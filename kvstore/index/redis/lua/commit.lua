@@ -116,11 +116,11 @@ if ranks > 1 then
   nbytes, part = string.format('%.0f', total), table.concat(all)
 end
 
--- What is pinned, retained by others or used by others stays, and so does what was saved under another salt.
+-- What is pinned, retained by others or another session's own stays, and so does what was saved under another salt.
 local function goes(old, value)
   local _, _, rest = account(value)
   local of = redis.call('HGET', owner, old) or ''
-  if of ~= ARGV[11] or salt_of(value, rest) ~= salt then return false end
+  if of ~= '' and of ~= ARGV[11] or salt_of(value, rest) ~= salt then return false end
   return of ~= '' or not redis.call('ZSCORE', kept, old)
 end
 
@@ -153,12 +153,14 @@ end
 enter()
 -- Until it is used it counts as used half a minute before it was created (kvstore.index.contract.saved_minute).
 local minute = math.max(0, math.floor(((ARGV[15] ~= '' and now or created) - 30) / 15) / 4)
-local replaced, heat = {}, 0
+-- What replaces blocks that nobody owns is nobody's own: it serves others too.
+local replaced, heat, own = {}, 0, ARGV[11] ~= ''
 for _, old in ipairs(olds) do
   if served_elsewhere(old.segment, old.digests) then
     local ends = redis.call('ZSCORE', kept, old.segment)
     minute = math.max(minute, ends and select(2, ends_of(tonumber(ends))) or use_of(old.place))
     heat = heat + (tonumber(redis.call('ZSCORE', hot, old.segment) or nil) or 0)
+    own = own and redis.call('HEXISTS', owner, old.segment) == 1
     replaced[#replaced + 1] = old.segment
   end
 end
@@ -178,7 +180,7 @@ if #replaced > 0 then
   account_drops()
 end
 -- After what it replaces is gone: what that retained is free for it.
-if ARGV[11] ~= '' then adopt(ARGV[11], segment, minute, tonumber(ARGV[12]), tonumber(ARGV[13]), tonumber(ARGV[14])) end
+if own then adopt(ARGV[11], segment, minute, tonumber(ARGV[12]), tonumber(ARGV[13]), tonumber(ARGV[14])) end
 if ranks > 1 then
   redis.call('DEL', incomplete)
   redis.call('ZREM', parts, segment)

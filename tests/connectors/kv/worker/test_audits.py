@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: 
 from connectors.distance import Tolerance, distances
 from connectors.kv.messages import GroupLoad, Load, Save
 from connectors.kv.worker.worker import KVWorker
-from kvstore.keys import new_segment_id, parse_payload_name
+from kvstore.keys import digests, new_segment_id, parse_payload_name
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from tests.connectors.groups import LAYERS, WORKERS
@@ -73,7 +73,8 @@ def saved(worker: KVWorker, store: Store) -> None:
     """A is stored from blocks 5 to 12, as two segments."""
     for at in (0, 4):
         ids = list(range(5 + at, 9 + at))
-        worker.writes.start([Save(0, new_segment_id(), 1_700_000_000, at, A[at : at + 4], {0: ids})])
+        segment, part = new_segment_id(digests(A)), A[at : at + 4]
+        worker.writes.start([Save(0, segment, 1_700_000_000, at, part, {0: ids}, chain=digests(A[:1]))])
     assert store.transfers.drain(PATIENCE_S)
     worker.take_report()
 
