@@ -22,8 +22,8 @@ test: setup ## the whole suite, with real servers and real engines (ARGS=... goe
 test-quick: setup-quick ## what needs neither engines nor servers: under two minutes
 	@$(PYTHON) -m pytest -n 2 --dist loadfile -m "not engine and not servers and not gpu and not slow" $(ARGS)
 
-check: setup-quick ## lint, format, types, layers, the chart's generated files: reads only
-	@failed=0; for tool in "ruff check ." "ruff format --check ." "mypy --strict" lint-imports "python -m tools.chart --check"; do \
+check: setup-quick ## lint, format, types, layers, generated files, how much there is: reads only
+	@failed=0; for tool in "ruff check ." "ruff format --check ." "mypy --strict" lint-imports "python -m tools.chart --check" "python -m tools.size --check"; do \
 	  echo "check: $$tool"; .venv/bin/$$tool || failed=1; \
 	done; exit $$failed
 

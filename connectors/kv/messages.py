@@ -32,7 +32,8 @@ class KVStoreHandshake(KVConnectorHandshakeMetadata):
 
     page_format: str
     groups: list[LocalGroup]
-    accelerator: str = ""
+    #: An engine may wake up on another one.
+    accelerator: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)

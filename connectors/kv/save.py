@@ -449,7 +449,8 @@ class Saving:
         """Forget the segments under way of a request. Others that count on them count them as lost."""
         for segment in [key for key, one in self._segments.items() if one.counted[0][0] is progress]:
             self.lost(segment)
-            self._segments.pop(segment, None)
+            if (state := self._segments.pop(segment, None)) is not None:
+                self._joining.difference_update(state.olds)
 
     def drop(self, save: Save) -> None:
         """Give up a planned save, which is `lost`, before any rank is told of it."""

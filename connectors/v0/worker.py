@@ -244,7 +244,13 @@ class V0Worker:
             part, parts = self._engine.part, self._engine.parts
             try:
                 stage.space.save(
-                    slots, depth=span.start, segment=segment, created_s=created_s, rank=part, ranks=parts
+                    slots,
+                    depth=span.start,
+                    chain=hashes[0],
+                    segment=segment,
+                    created_s=created_s,
+                    rank=part,
+                    ranks=parts,
                 )
             except KVStoreError as exc:
                 log.debug("%d blocks are not cached: %s", len(slots), exc)

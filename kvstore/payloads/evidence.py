@@ -20,6 +20,7 @@ at the same time neither can take the other's away, and no listing can pass both
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from kvstore.errors import CorruptPayload
+from kvstore.errors import CorruptPayload, KVStoreError
 from kvstore.keys import (
     SEGMENT_ID_BYTES,
     NamespaceId,
@@ -108,7 +109,10 @@ class Evidence:
         return f"{EVIDENCE}/{name}"
 
     def deny(self, name: str) -> None:
-        """From now on what has this name here may not come back."""
+        """From now on what has this name here may not come back. A copy that has the name stays."""
+        with contextlib.suppress(KVStoreError):
+            if any(one.name == name for one in self.payloads.list(name)):
+                return
         self.payloads.put(name, [memoryview(b"")])
 
     def refuse(

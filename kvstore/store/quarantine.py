@@ -19,6 +19,8 @@ _REMEMBERED = 4096
 #: Segments that one process may evict as bad within an hour.
 MOST_AN_HOUR = 256
 _HOUR_S = 3600.0
+#: Seconds before evidence that could not be put twice is put again.
+_DENY_AGAIN_S = 60.0
 
 
 class HourlyBound:
@@ -65,6 +67,8 @@ class Quarantine:
         self._untold: dict[NamespaceId, dict[SegmentId, tuple[bool, int]]] = {}
         #: Names that are still to be put beside the payloads: what they name may not come back.
         self._undenied: OrderedDict[str, None] = OrderedDict()
+        #: When they are put again at the earliest, by time.monotonic.
+        self._deny_at = 0.0
         self._bound = bound or HourlyBound()
         self._silenced = False
 
@@ -118,7 +122,7 @@ class Quarantine:
                 untold = self._untold.setdefault(namespace, {})
                 at_once, times = untold.get(segment, (False, 0))
                 untold[segment] = at_once or condemned is not None, times
-        self.tell(namespace)
+        self._evict(namespace)
         return not refused
 
     def deny(self, name: str) -> bool:
@@ -142,15 +146,11 @@ class Quarantine:
     def tell(self, namespace: NamespaceId) -> None:
         """Evicts in the index what could not be evicted there before, and puts the evidence that could not be
         put. Never raises."""
+        self._deny_again()
+        self._evict(namespace)
+
+    def _evict(self, namespace: NamespaceId) -> None:
         alike: defaultdict[tuple[bool, int], list[SegmentId]] = defaultdict(list)
-        with self._lock:
-            undenied, self._undenied = self._undenied, OrderedDict()
-        while undenied:
-            if not self.deny(undenied.popitem(last=False)[0]):
-                # A store that refuses one is not asked for the others.
-                with self._lock:
-                    self._undenied.update(undenied)
-                break
         with self._lock:
             untold = self._untold.get(namespace, {})
             for segment, (at_once, times) in untold.items():
@@ -158,6 +158,19 @@ class Quarantine:
                 alike[untold[segment]].append(segment)
         for (at_once, _), segments in alike.items():
             self._tell(namespace, segments, at_once=at_once)
+
+    def _deny_again(self) -> None:
+        with self._lock:
+            if time.monotonic() < self._deny_at:
+                return
+            undenied, self._undenied = self._undenied, OrderedDict()
+        while undenied:
+            if not self.deny(undenied.popitem(last=False)[0]):
+                # A store that refuses one is not asked for the others, and is left alone for a while.
+                with self._lock:
+                    self._undenied.update(undenied)
+                    self._deny_at = time.monotonic() + _DENY_AGAIN_S
+                break
 
     def _tell(self, namespace: NamespaceId, segments: list[SegmentId], *, at_once: bool) -> None:
         after = 0.0 if at_once else self._backends.clock() + self._backends.settings.grace_s

@@ -502,6 +502,10 @@ class Space:
         if depth and segment is not None and segment[-1] != tag_of(chain):
             raise BadArgument("a segment id of another chain: give keys.new_segment_id(its first digest)")
         counters = self.backends.counters
+        if self.writers.own_failed:
+            # Each commit would be refused, after its payload was put.
+            counters.saved("refused", len(slots) - joins.blocks)
+            return Saved("refused", 0, 0, 0)
         try:
             created = int(self.backends.clock()) if created_s is None else created_s
             segment = segment or new_segment_id(chain if depth else digest(slots[0].key))
@@ -515,6 +519,8 @@ class Space:
                 raise
             raise KVStoreError(f"save failed: {exc!r}") from exc
         counters.saved("present", saved.present)
+        if saved.outcome == "refused":
+            self.was_refused()
         rest = "stored" if saved.outcome == "waiting" else saved.outcome
         counters.saved(rest, len(slots) - saved.present)
         if saved.nbytes:

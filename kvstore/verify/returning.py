@@ -5,13 +5,14 @@ invalidation, and not deleted yet, or somebody has put it back. So whoever commi
 asks here first. A segment may not come back
 
     condemned     if there is evidence of it (kvstore.payloads.evidence)
-    failed        if its writer has failed (kvstore.index.verdicts), and the evidence says so
+    failed        if its writer has failed (kvstore.index.verdicts)
     erased        if it is of a salt, or a namespace, that was erased, unless it was saved after that for
                   sure: by its header, whose time is that of an index, and not one that is yet to come
     invalidated   if it is of a namespace that was, likewise, and nobody has had it imported since then:
                   whoever names an archive wants what is in it
 
-The index says what was erased, and the refusals beside the payloads say it after the index was lost.
+The index says what was erased and which writers have failed. The evidence beside the payloads says it after
+the index was lost.
 """
 
 from __future__ import annotations
@@ -86,6 +87,9 @@ class Returns:
                     erased_s = dict(barred.erased_s)
                     for salt, until in self._index.forbidden(namespace).items():
                         erased_s[salt] = max(until, erased_s.get(salt, until))
-                    barred, now_s = replace(barred, erased_s=erased_s), self._index.now(namespace)
+                    verdicts = self._index.verdicts(namespace)
+                    failed = {one for one, verdict in verdicts.items() if verdict.state == "failed"}
+                    barred = replace(barred, erased_s=erased_s, failed=barred.failed | failed)
+                    now_s = self._index.now(namespace)
                 self._known[namespace] = barred, now_s
             return self._known[namespace]

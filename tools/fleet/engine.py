@@ -19,7 +19,7 @@ from kvstore.build import open_store
 from kvstore.errors import KVStoreError
 from kvstore.format.segment import Slot
 from kvstore.index.port import Outcome
-from kvstore.keys import block_key, digests, new_segment_id
+from kvstore.keys import block_key, digests
 from kvstore.store.space import Match, Space
 from schemas.namespace import GroupSpec, Namespace
 
@@ -108,8 +108,7 @@ class Engine:
     def _save(self, hashes: Sequence[bytes], blocks: range) -> None:
         own = hashes[blocks.start : blocks.stop]
         slots = [Slot(block_key(one), memoryview(_content(one)), "BF16", SHAPE) for one in own]
-        segment = new_segment_id(digests(hashes[:1]))
-        saved = self.space.save(slots, depth=blocks.start, segment=segment)
+        saved = self.space.save(slots, depth=blocks.start, chain=digests(hashes[:1]))
         self.done.counts.update(claims=1, commits=saved.outcome == "stored", stored=saved.stored)
 
     def _keep(self, hashes: Sequence[bytes]) -> None:

@@ -8,7 +8,6 @@ Ends with 1 if a row has failed. Rows come on stderr as they are done.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import logging
 import sys
 from pathlib import Path
@@ -20,8 +19,6 @@ from trials.gpu.machine import Cuda, Fake
 from trials.gpu.report import Report
 
 SECTIONS = {"copies": copies, "order": order, "memory": memory, "figures": figures}
-#: A trial that takes longer hangs: it says where, and ends.
-_LIMIT_S = 280.0
 
 
 def main() -> int:
@@ -39,7 +36,6 @@ def main() -> int:
     if not given.fake and not torch.cuda.is_available():
         print("there is no CUDA device here; --fake tries the rest", file=sys.stderr)
         return 1
-    faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
     machine = Fake() if given.fake else Cuda()
     report = Report(machine.head(), given.json)
     for name in given.only:

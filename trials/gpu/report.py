@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import time
@@ -9,6 +10,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+#: A row that takes longer hangs: the trial says where, and ends.
+_LIMIT_S = 280.0
 
 
 class Wrong(Exception):
@@ -34,6 +38,7 @@ class Report:
 
     def row(self, section: str, name: str, check: Callable[[], Any]) -> None:
         """Try one row. `check` returns a text, or a text and figures; it raises Wrong, NotRun or anything."""
+        faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
         began, figures = time.perf_counter(), {}
         try:
             said = check()
@@ -46,6 +51,7 @@ class Report:
         except Exception as exc:  # noqa: BLE001 - a row that can't be tried must not cost the others
             traceback.print_exc()
             result, text = "FAILED", f"{type(exc).__name__}: {exc}".splitlines()[0]
+        faulthandler.cancel_dump_traceback_later()
         seconds = round(time.perf_counter() - began, 2)
         self.rows.append(
             {"section": section, "name": name, "result": result, "text": text, "figures": figures,

@@ -86,6 +86,10 @@ def _yaml(text: str) -> Any:
             raise yaml.YAMLError(f"line {token.start_mark.line + 1} is more than {_MOST_LEVELS} levels deep")
         if isinstance(token, yaml.ScalarToken) and token.plain and _is_endless(token.value):
             raise yaml.YAMLError(f"line {token.start_mark.line + 1} has a number of too many digits")
+        if isinstance(token, yaml.TagToken):
+            raise yaml.YAMLError(
+                f"line {token.start_mark.line + 1} has a tag, which a prompts' file may not have"
+            )
         if isinstance(token, yaml.AliasToken):
             raise yaml.YAMLError(
                 f"*{token.value} is an alias, which a prompts' file may not have: say it twice"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
+from kvstore.errors import KVStoreError
 from kvstore.index.sharding.layouts import ShardedLayouts
 from kvstore.index.verdicts import Opinion, Verdict, VerdictState
 from kvstore.keys import NamespaceId, PlaceId, WriterId
+
+log = logging.getLogger(__name__)
 
 
 class ShardedVerdicts(ShardedLayouts):
@@ -31,7 +35,11 @@ class ShardedVerdicts(ShardedLayouts):
         with self._guard(namespace):
             state = self._leaf.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
         if state == "failed":
-            # Where its commits are refused. A shard that a reshard makes later takes them: readers don't.
-            shards = [one for one in self._shards(namespace) if one != namespace]
-            self._each(shards, lambda one: self._leaf.judge(one, writer, "differs", by=by, stands=True))
+            # Where its commits are refused. A shard that is down now, or that a reshard makes later, takes
+            # them: readers don't.
+            try:
+                shards = [one for one in self._shards(namespace) if one != namespace]
+                self._each(shards, lambda one: self._leaf.judge(one, writer, "differs", by=by, stands=True))
+            except KVStoreError as exc:
+                log.warning("not every shard of %s refuses writer %s: %s", namespace, writer.hex(), exc)
         return state

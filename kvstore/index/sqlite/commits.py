@@ -115,7 +115,7 @@ class RankCommit:
 
     def _has_failed(self) -> bool:
         """Returns whether its writer has failed (kvstore.index.verdicts). A verdict that is too old to hold
-        refuses it all the same: it is a start of long ago."""
+        may refuse it all the same: it is a start of long ago."""
         query = (
             "SELECT 1 FROM writers AS w JOIN namespaces AS n ON n.id = w.namespace "
             "WHERE n.key = ? AND w.id = ? AND w.state = ?"

@@ -334,7 +334,7 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
     def _oldest(self, db: sqlite3.Connection, namespace: NamespaceId) -> float:
         """Returns the unix second up to which what was created is too old to serve anybody."""
         row = db.execute("SELECT nbytes FROM quotas WHERE scope = ?", (f"{LIVES}{namespace}",)).fetchone()
-        ttl_s = number_in(row[0]) if row else 0
+        ttl_s = number_in(row[0], least=0) if row else 0
         return self._clock() - ttl_s if ttl_s else float("-inf")
 
     def _known(self, db: sqlite3.Connection, verb: str, namespace: NamespaceId) -> NamespaceNumbers:

@@ -102,11 +102,11 @@ def account(db: sqlite3.Connection, key: int, change: Usage) -> None:
     )
 
 
-def number_in(value: object, most: int = MOST) -> int:
+def number_in(value: object, least: int = -MOST, most: int = MOST) -> int:
     """Returns a number of a row, 0 if it is damaged: a column holds text and bytes as well, and what can't be
-    must cost nobody but its namespace."""
+    must cost nobody but its namespace. A usage may be below 0 until it is reconciled."""
     try:
-        return whole(value, most=most)
+        return whole(value, least=least, most=most)
     except ValueError:
         return 0
 

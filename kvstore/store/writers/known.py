@@ -22,6 +22,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Literal
 
 from kvstore.errors import KVStoreError
@@ -189,6 +190,8 @@ class KnownWriters:
             return
         for writer, verdict in known.items():
             if verdict.state == "failed":
+                # The engine that judged it may have ended before it could say so beside the payloads.
+                self._backends.transfers.call(partial(self._deny, writer))
                 log.error(
                     "%s %s (%s) of namespace %s has failed: its segments are taken as absent",
                     "this engine, which is writer" if writer == own else "writer",
@@ -196,6 +199,9 @@ class KnownWriters:
                 )  # fmt: skip
             if verdict.state != "disputed":
                 self.believe(writer, verdict.state)
+
+    def _deny(self, writer: WriterId) -> None:
+        self._quarantine.deny(writer_denial(self._namespace, writer))
 
     def _judge(self, writer: WriterId, opinion: Opinion, name: str, *, stands: bool) -> None:
         try:
@@ -212,7 +218,7 @@ class KnownWriters:
         if state == "failed":
             self.believe(writer, "failed")
             # For an index that is made of the payloads, here and where they are copied to.
-            self._quarantine.deny(writer_denial(self._namespace, writer))
+            self._deny(writer)
             log.error(
                 "writer %s (%s) of namespace %s writes what other engines don't compute: its segments are "
                 "taken as absent and evicted. Look at that engine: weights, accelerator, versions",

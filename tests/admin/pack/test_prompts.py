@@ -56,6 +56,14 @@ def test_a_file_may_be_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "tagged", ['!!int "1:2:3"', "!!bool x", "!!timestamp x", "!!python/name:os.system x"]
+)
+def test_yaml_has_no_tags(tmp_path: Path, tagged: str) -> None:
+    with pytest.raises(ConfigError, match="line 1 has a tag"):
+        read_prompts(written(tmp_path, f"prompts: {tagged}\n"))
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("prompts: []", "at least 1 item"),

@@ -41,6 +41,7 @@ from kvstore.keys import (
 from kvstore.payloads.evidence import KEPT_S
 from kvstore.store.space import Space
 from kvstore.store.store import Store
+from kvstore.verify.returning import Returns
 from tests.servers.redis import RedisServer
 from tests.store.world import chain, match, namespace, open_space, put_faults, slots
 from tests.waiting import until
@@ -225,6 +226,34 @@ def test_what_a_failed_writer_wrote_is_served_by_no_index_that_is_made_of_the_pa
     archive.seek(0)
     report = import_archive(archive, there.engines[-1], source="-", wanted=EVERYTHING)
     assert report.ended == "complete" and there.served() == 0
+
+
+def test_a_writer_that_only_the_index_knows_to_have_failed_comes_back_neither(here: Region) -> None:
+    save(here)
+    space = here.open()
+    (run,) = match(space, A).runs
+    writer, index = WriterId(run.record.writer), space.backends.index
+    for place in (b"one more", b"and one."):
+        index.judge(NAME, writer, "differs", by=PlaceId(place), stands=False)
+    with here.cache() as cache:
+        returns = Returns(cache.index, cache.evidence)
+        assert returns.barred(NAME, run.segment, run.record) == "failed"
+    # Whoever meets the verdict says so beside the payloads: the one that judged may have ended before it did.
+    until(lambda: match(space, A).blocks == 0)
+    space.backends.transfers.drain(60.0)
+    here.lose_the_index()
+    here.rebuild()
+    assert here.served() == 0
+
+
+def test_a_denial_leaves_a_copy_alone(here: Region) -> None:
+    segment = save(here)
+    name = payload_name(NAME, segment, 0)
+    with here.cache() as cache:
+        cache.evidence.put(NAME, segment, 0, [memoryview(b"a copy")])
+        cache.evidence.deny(name)
+        (kept,) = cache.evidence.copies(NAME)
+        assert (kept.name, kept.nbytes) == (name, 6)
 
 
 def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Region) -> None:

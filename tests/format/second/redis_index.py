@@ -158,10 +158,10 @@ class RedisStore:
         minute: int,
         *,
         end: bool = False,
-        until: int | None = None,
+        retain_s: int | None = None,
         most: int = 0,
     ) -> list[Any]:
-        told = [int(end), "" if until is None else until, ""]
+        told = [int(end), "" if retain_s is None else retain_s, ""]
         packed = b"".join(segments)
         answer = self.run(
             "session", namespace, session, packed, minute, 1, *told, most, most, most, 2048, 1024

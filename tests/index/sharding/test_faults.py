@@ -27,12 +27,14 @@ from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import (
     NO_SALT,
     NamespaceId,
+    PlaceId,
     SegmentId,
     canonical_json,
     chain_like,
     namespace_id,
     new_segment_id,
     session_id,
+    writer_id,
 )
 from kvstore.metrics import Counters
 from kvstore.store.housekeeping import Housekeeping
@@ -172,6 +174,15 @@ def test_shards_are_found_to_be_back_while_what_lays_them_out_is_down(leaf: Flak
     with pytest.raises(TransientError):
         engine.index.register(namespace(), expected_blocks=1000)
     assert served(engine.index.match(name, one)) == 2
+
+
+def test_a_verdict_holds_though_a_shard_does_not_hear_of_it(leaf: FlakyLeaf) -> None:
+    index = sharded(leaf)
+    name, _ = filled(index)
+    writer = writer_id("a start")
+    leaf.down = {shard_names(name, SHARDS)[-1]}
+    assert index.judge(name, writer, "differs", by=PlaceId(b"a place."), stands=True) == "failed"
+    assert index.verdicts(name)[writer].state == "failed"
 
 
 def test_an_erasure_is_made_up_for_with_its_time(leaf: FlakyLeaf) -> None:

@@ -67,9 +67,10 @@ local function enter()
 end
 
 local salt = salt_of(agreement, 1)
--- A verdict that is too old to hold refuses the writer all the same: it is a start of long ago.
-local verdict = redis.call('HGET', prefix .. 'writers', writer_of(agreement, 1))
-if is_forbidden(salt, said, now) or verdict and string.byte(verdict) == 2 then
+-- A verdict that is too old to hold may refuse the writer all the same: it is a start of long ago.
+local verdict = redis.pcall('HGET', prefix .. 'writers', writer_of(agreement, 1))
+local has_failed = type(verdict) == 'string' and #verdict >= 13 and string.byte(verdict) == 2
+if is_forbidden(salt, said, now) or has_failed then
   give_up(segment)
   release()
   return REFUSED
