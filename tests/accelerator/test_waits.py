@@ -18,7 +18,7 @@ from connectors.ec.messages import ECStoreMetadata
 from connectors.ec.worker import ECWorker
 from connectors.kv.messages import GroupLoad, Load, Save
 from connectors.kv.worker.worker import KVWorker
-from kvstore.keys import new_segment_id
+from kvstore.keys import digests, new_segment_id
 from kvstore.store.store import Store
 from tests.accelerator.device import CUDA, MODES, Accelerator, Event
 from tests.accelerator.engine import on
@@ -58,9 +58,10 @@ class World:
 
     def save(self, hashes: list[bytes]) -> None:
         """Start a save of each block alone, from the blocks from 0 on."""
+        first = digests(hashes[:1])
         self.worker.writes.start(
             [
-                Save(0, new_segment_id(), 1_700_000_000, number, [one], {0: [number]})
+                Save(0, new_segment_id(first), 1_700_000_000, number, [one], {0: [number]}, chain=first)
                 for number, one in enumerate(hashes)
             ]
         )
