@@ -122,13 +122,13 @@ class Quarantine:
                 untold = self._untold.setdefault(namespace, {})
                 at_once, times = untold.get(segment, (False, 0))
                 untold[segment] = at_once or condemned is not None, times
-        self._evict(namespace)
+        self.tell(namespace)
         return not refused
 
     def deny(self, name: str) -> bool:
         """Keeps what has this name as evidence (kvstore.payloads.evidence) from coming back.
 
-        Returns False if that fails; it is tried again where an index is told next. Never raises.
+        Returns False if that fails; `deny_again` tries it again. Never raises.
         """
         try:
             self._backends.evidence.deny(name)
@@ -144,12 +144,7 @@ class Quarantine:
         return False
 
     def tell(self, namespace: NamespaceId) -> None:
-        """Evicts in the index what could not be evicted there before, and puts the evidence that could not be
-        put. Never raises."""
-        self._deny_again()
-        self._evict(namespace)
-
-    def _evict(self, namespace: NamespaceId) -> None:
+        """Evicts in the index what could not be evicted there before. Never raises."""
         alike: defaultdict[tuple[bool, int], list[SegmentId]] = defaultdict(list)
         with self._lock:
             untold = self._untold.get(namespace, {})
@@ -159,7 +154,8 @@ class Quarantine:
         for (at_once, _), segments in alike.items():
             self._tell(namespace, segments, at_once=at_once)
 
-    def _deny_again(self) -> None:
+    def deny_again(self) -> None:
+        """Puts the evidence that could not be put before. Never raises."""
         with self._lock:
             if time.monotonic() < self._deny_at:
                 return

@@ -147,6 +147,7 @@ class Space:
             log.exception("the namespace could not be registered: an unexpected failure")
         else:
             self._quarantine.tell(self.id)
+            self._quarantine.deny_again()
 
     def match(self, digests: bytes, *, session: bytes = b"", fresh: bool = False) -> Match:
         """Returns the longest stored prefix of a chain of packed digests. Never raises.
@@ -511,6 +512,7 @@ class Space:
             segment = segment or new_segment_id(chain if depth else digest(slots[0].key))
             part = Part(segment, depth, created, rank, ranks, cost_us, salt, session, joins)
             self._quarantine.tell(self.id)
+            self._quarantine.deny_again()
             saved = self._writer.save(slots, part, insist=insist)
         except Exception as exc:
             counters.saved("failed", len(slots) - joins.blocks)
