@@ -19,7 +19,7 @@ _REMEMBERED = 4096
 #: Segments that one process may evict as bad within an hour.
 MOST_AN_HOUR = 256
 _HOUR_S = 3600.0
-#: Seconds before evidence that could not be put twice is put again.
+#: Seconds between two tries to put evidence that the store refuses.
 _DENY_AGAIN_S = 60.0
 
 

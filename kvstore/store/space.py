@@ -486,7 +486,7 @@ class Space:
 
         `depth` is the chain position of `slots[0]`. Of blocks that don't begin their chain `chain` is
         required: it begins with the chain's first digest, by which a shard is asked for them. Raises
-        BadArgument without it, and if `segment` is not of keys.new_segment_id of that digest.
+        BadArgument without it, and then also if `segment` has not the tag of that digest.
 
         Blocks at the start that are stored already are left out, unless there are several ranks, which need
         not find the same. All ranks of one segment give the same `segment`, keys, `created_s` (unix time;
@@ -495,8 +495,8 @@ class Space:
 
         With `insist` the blocks are stored even if another writer has claimed them: for a caller that another
         engine waits for. `joins` names segments that this one replaces (Index.commit); their blocks count as
-        stored already. The buffers may be reused when the call returns. Raises KVStoreError, and nothing
-        else, after counting it and telling the log.
+        stored already. The buffers may be reused when the call returns. Every failure but BadArgument is a
+        KVStoreError, is counted and is logged.
         """
         if depth and not chain:
             raise BadArgument(f"blocks from block {depth} of a chain on, and no chain: give its first digest")

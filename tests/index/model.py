@@ -168,7 +168,7 @@ class Space:
         if segment in self.records:
             right = self.agreed[segment] == this and self.records[segment].parts[rank] == one.parts[0]
             if right:
-                # What another visible segment serves stays its.
+                # A block that another visible segment serves stays with that segment.
                 taken = {d for d, (of, _) in self.entries.items() if of != segment and of in self.records}
                 self._enter(segment, digests, taken)
             return self._released(segment, digests, CommitState.VISIBLE if right else CommitState.REFUSED)
@@ -319,7 +319,7 @@ class Space:
         allowance: Allowance,
         until_s: float,
     ) -> HintEffect:
-        """What is told of a session; until `until_s` it retains, by the index's clock, if `hint` says so."""
+        """Applies a hint to a session. If it retains, `until_s` is the end, by the index's clock."""
         one = self.sessions.get(session) or Session()
         hinted = hint.retain_s is not None and not hint.end
         if hinted:

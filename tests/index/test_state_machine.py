@@ -62,7 +62,7 @@ RULES = st.sampled_from(["capacity", "tenant_quota", "salt_quota", "erased", "ad
 SALTS = (NO_SALT, salt_id("hers"), salt_id("his"))
 #: The first two are under the same salt.
 SESSIONS = [session_id(SALTS[0], "a"), session_id(SALTS[0], "b"), session_id(SALTS[1], "a")]
-#: Nothing of that is over before the end of a test.
+#: No retention ends before the test does.
 _SECONDS = st.sampled_from([None, None, 0.0, *(hour * 3600.0 for hour in (1, 2, 9))])
 #: High is a matter of the moment, and tested elsewhere.
 HINTS = st.builds(

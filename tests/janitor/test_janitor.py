@@ -800,7 +800,7 @@ def test_evidence_is_kept_within_its_bounds(world: World, monkeypatch: pytest.Mo
     assert janitor.round()
     left = kept.of(space.id).condemned
     assert len(left) == 2 and left < set(segments)
-    # What is left of its segment goes before the evidence does; nobody else's payload goes.
+    # The janitor deletes the segment's payloads before its evidence, and no other payload.
     (gone,) = set(segments[:3]) - left
     assert world.payloads.deleted == [world.payload(space, gone)]
     assert step(janitor.state(), "reap").done == 1

@@ -124,7 +124,7 @@ def test_at_the_quota_under_load(where: str, redis_server: RedisServer, tmp_path
         assert fetch(space, hashes, found) == [content(one) for one in hashes]
     print(f"{where}: {replay.evicted} evicted, most {most / CAPACITY:.3f} of the capacity, memory {memory}")
     assert replay.evicted > 50 * SECONDS
-    # Whoever evicts may stand still for a moment while the others save.
+    # The evicting writer may stand still for a moment while the others save.
     assert most <= 1.02 * CAPACITY
     if memory:
         # The rings of events and ghosts are full after some twenty seconds, and then it is flat.

@@ -166,7 +166,7 @@ class JoinConformance(Maintained):
         for again in (olds, []):
             join(index, name, digests, 0, again, segment=new)
             assert entered() == [(old, 0), (old, 1), *all_of_it[2:]]
-        # What is gone serves nothing any more.
+        # An evicted segment serves no block.
         evict(index, name, [old])
         join(index, name, digests, 0, olds, segment=new)
         assert entered() == all_of_it

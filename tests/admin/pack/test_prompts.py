@@ -187,7 +187,7 @@ def test_deep_yaml_is_read_no_further_than_it_may_go(
     with pytest.raises(ConfigError, match="line 1 is more than 64 levels deep"):
         read_prompts(written(tmp_path, text * 600))
     assert len(read) < 6 * 64
-    # What ends is not above what follows.
+    # A level that has ended does not count.
     lines = "".join(f"\n  - {{role: user, content: [{{type: text, text: '{n}'}}]}}" for n in range(100))
     assert read_prompts(written(tmp_path, f"prompts:\n- name: a\n  messages:{lines}\n"))
 

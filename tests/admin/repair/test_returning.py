@@ -238,7 +238,7 @@ def test_a_writer_that_only_the_index_knows_to_have_failed_comes_back_neither(he
     with here.cache() as cache:
         returns = Returns(cache.index, cache.evidence)
         assert returns.barred(NAME, run.segment, run.record) == "failed"
-    # Whoever meets the verdict says so beside the payloads: the one that judged may have ended before it did.
+    # An engine that reads the verdict denies the writer: the judge may have ended before it could.
     until(lambda: match(space, A).blocks == 0)
     space.backends.transfers.drain(60.0)
     here.lose_the_index()
