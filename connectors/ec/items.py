@@ -241,7 +241,7 @@ class Items:
 
     def _read(self, key: ContentKey, item: Item, user: User, run: Run) -> None:
         """Reads, verifies and stages the item. Runs on a transfer thread."""
-        outcome, name = "error", ""
+        outcome = "error"
         try:
             tier = self._space.tiers([run]).get(run.segment, FARTHEST)
             most = self._settings.staging_bytes
@@ -258,11 +258,12 @@ class Items:
             # The segment is part of the name: what was damaged and is saved anew has another file.
             staged_as = hashlib.sha256(key + run.segment).hexdigest()
             path = self._staging.put(staged_as, data)
-            name = staged_as
             with item.lock:
+                # Before the outcome: a pass that sees the item ready finds the pins of passes alone.
+                self._staging.unpin(staged_as)
                 if item.is_over():
                     return  # while it was written: the folder keeps it as long as it has room
-                item.name = name
+                item.name = staged_as
                 item.staged = StagedItem(key, path, slot.dtype, *slot.shape, data.nbytes, run.record.cost_us)
                 item.outcome = outcome = "ready"
             self._tally.timed("fetch_seconds", time.monotonic() - item.asked_at)
@@ -279,5 +280,3 @@ class Items:
             with item.lock:
                 if item.outcome is None:
                     item.outcome = outcome
-            if name:
-                self._staging.unpin(name)
