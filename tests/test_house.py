@@ -230,5 +230,10 @@ def test_a_decision_has_one_page() -> None:
     texts = {path.name: path.read_text(encoding="utf-8").splitlines() for path in pages}
     assert len(texts) > 40
     assert [name for name, lines in texts.items() if not lines[0].startswith(f"# {name[:4]}: ")] == []
-    long = {name for name, lines in texts.items() if len(lines) > 60 or max(map(len, lines)) > 140}
-    assert long == LONG_DECISIONS, "60 lines of 140 characters"
+    form = ["## Context", "## Decision", "## Consequences", "## Rejected"]
+    long = {
+        name
+        for name, lines in texts.items()
+        if len(lines) > 60 or max(map(len, lines)) > 140 or [one for one in lines if one[:3] == "## "] != form
+    }
+    assert long == LONG_DECISIONS, "60 lines of 140 characters, under four headings"
