@@ -219,3 +219,21 @@ def test_a_port_is_narrow() -> None:
     assert {"PayloadStore", "Index", "Catalogue", "Pins"} <= set(ports)
     wide = {name: verbs for name, verbs in ports.items() if len(verbs) > 8}
     assert not wide, "an optional ability is a port of its own"
+
+
+#: Decisions that exceed a page. A decision that comes to fit leaves the list.
+LONG_DECISIONS = {"0039-sessions.md", "0045-another-number-of-shards.md", "0046-hot-prefixes.md"}
+
+
+def test_a_decision_has_one_page() -> None:
+    pages = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+    texts = {path.name: path.read_text(encoding="utf-8").splitlines() for path in pages}
+    assert len(texts) > 40
+    assert [name for name, lines in texts.items() if not lines[0].startswith(f"# {name[:4]}: ")] == []
+    form = ["## Context", "## Decision", "## Consequences", "## Rejected"]
+    long = {
+        name
+        for name, lines in texts.items()
+        if len(lines) > 60 or max(map(len, lines)) > 140 or [one for one in lines if one[:3] == "## "] != form
+    }
+    assert long == LONG_DECISIONS, "60 lines of 140 characters, under four headings"
