@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from tests.accelerator.device import CUDA, MODES, Accelerator, on
+from trials.accelerator.device import CUDA, MODES, Accelerator, on
 
 #: How long a stream is held up, in milliseconds, so that what doesn't wait for it comes first.
 HOLD_MS = 40.0
