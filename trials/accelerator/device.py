@@ -60,11 +60,6 @@ class Stream:
             event.put(other)
             self.accelerator.put(self, ("wait", event, event.recorded))
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.accelerator)
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         if self.accelerator.does("synchronize_stream"):
             self.accelerator.finish(self)
