@@ -1,4 +1,4 @@
-"""The device of a trial, or the tests' fake accelerator in its place, with calls that can be left out."""
+"""The device of a trial, or the fake accelerator in its place, with calls that can be left out."""
 
 from __future__ import annotations
 
