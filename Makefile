@@ -5,7 +5,7 @@ ARGS ?=
 SECONDS ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quick test test-quick check audit fuzz generated docs demo advise faults soak bench bench-peers gpu clean
+.PHONY: help setup setup-quick test test-quick check audit fuzz generated docs demo advise faults soak bench bench-peers accelerator gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,21 +50,24 @@ advise: setup-quick ## would a shared cache pay? On an invented day, or ARGS="RE
 	@.venv/bin/cache-admin advise $(or $(ARGS),.cache/recording --html .cache/advice.html)
 
 faults: setup ## the fault matrix: an hour, writes docs/faults.md (ARGS="--rows PATTERN --quick")
-	@$(PYTHON) -m tests.faults $(or $(ARGS),--write)
+	@$(PYTHON) -m trials.faults $(or $(ARGS),--write)
 
 soak: setup ## five minutes of arrivals, aborts, preemptions and evictions on one engine
 	@STORM_SECONDS=150 $(PYTHON) -m pytest tests/e2e/test_storm.py -s $(ARGS)
 
 fuzz: setup-quick ## coverage-guided, each target for SECONDS=30, or 3600 by hand (ARGS="headers urls --json")
 	@.venv/bin/python -c 'import atheris' 2>/dev/null || .venv/bin/uv pip install --quiet --python $(PYTHON) --editable '.[fuzz]'
-	@$(PYTHON) -m tests.fuzz.run --seconds $(SECONDS) $(ARGS)
+	@$(PYTHON) -m trials.fuzz.run --seconds $(SECONDS) $(ARGS)
 
 bench: setup ## costs of match, load and save as ratios to bare calls
-	@$(PYTHON) -m tests.benchmarks.run $(ARGS)
+	@$(PYTHON) -m trials.benchmarks.run $(ARGS)
 
 bench-peers: setup ## beside vLLM's tiers, LMCache and Mooncake: half an hour (ARGS="--rounds 1 --variants Mooncake")
-	@$(PYTHON) -m tests.benchmarks.peers.install
-	@.cache/peers/venv/bin/python -m tests.benchmarks.peers --json .benchmarks/peers.json --svg .benchmarks/peers.svg $(ARGS)
+	@$(PYTHON) -m trials.benchmarks.peers.install
+	@.cache/peers/venv/bin/python -m trials.benchmarks.peers --json .benchmarks/peers.json --svg .benchmarks/peers.svg $(ARGS)
+
+accelerator: setup ## streams in any legal order on a fake accelerator: 15 minutes (ARGS="--seeds 5 --layouts items")
+	@$(PYTHON) -m trials.accelerator $(ARGS)
 
 gpu: ## the copies on a CUDA device, by this machine's own torch and triton; without one ARGS=--fake
 	@python3 -m trials.gpu $(ARGS)

@@ -120,7 +120,7 @@ def joins_due(new: int, tail: Sequence[Run], segment_blocks: int) -> list[Run]:
     of three quarters of `segment_blocks` or more is whole and stays. A chain that grows by 1 to 100 blocks a
     turn then lies in 1.0 to 1.3 times as many segments as one that is saved at once, and is written 1.2 to 4
     times. With a bound of one half it is up to 2.0 and 1 to 3.5 times; without a bound 1.0 and 1.3 to 4
-    (tests.benchmarks.bench_turns).
+    (trials.benchmarks.bench_turns).
     """
     joined = 0
     for run in reversed(tail):

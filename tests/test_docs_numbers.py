@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# Measured: tests/benchmarks/bench_match.py and bench_million.py; the page says how they were fitted.
+# Measured: trials/benchmarks/bench_match.py and bench_million.py; the page says how they were fitted.
 from kvstore.keys import NamespaceId, new_segment_id, payload_name
 from kvstore.rules.segments import ENTRY_BYTES, SEGMENT_BYTES
 from schemas.settings import S3Settings, SegmentSettings

@@ -118,6 +118,23 @@ def test_numbers_of_replies_are_read_in_one_place() -> None:
     assert list(conversions(ast.parse("int(x)")))
 
 
+def borrowers(tops: tuple[str, ...], lent: str) -> list[str]:
+    """Modules below these folders, but for the tests of trials, that import from these packages."""
+    found = [path.relative_to(ROOT).as_posix() for top in tops for path in (ROOT / top).rglob("*.py")]
+    borrowed = re.compile(rf"^\s*(from|import) ({lent})\b", re.MULTILINE)
+    return [
+        name
+        for name in found
+        if not name.startswith("tests/trials/") and borrowed.search((ROOT / name).read_text(encoding="utf-8"))
+    ]
+
+
+def test_trials_and_tests_are_borrowed_one_way() -> None:
+    assert not borrowers(PRODUCT, "tests|trials"), "the product does without both"
+    assert not borrowers(("tests", "tools"), "trials"), "what tests and trials share is the tests'"
+    assert borrowers(("trials",), "tests"), "the search finds none where there are some"
+
+
 def test_a_group_of_verbs_has_one_name() -> None:
     groups = set(names_in("kvstore/cli/commands"))
     assert groups == set(names_in("kvstore/cli/text"))

@@ -1,1 +1,4 @@
-"""Trials on hardware that the tests do without. Nothing of this is shipped."""
+"""Benchmarks, the fault matrix, a fake accelerator, fuzzing, and a real GPU: each has a target of its own.
+
+Only tests/trials imports this. Nothing of it is shipped.
+"""

@@ -12,7 +12,7 @@ packs, so that no use says anything about another.
 
 Why these: BLAKE3 is keyed by design and hashes at memory speed with the interpreter's lock released; vLLM
 depends on it. AES-GCM and RFC 3394 are what auditors expect, and `cryptography` runs them on the processor's
-AES instructions, also without the lock (tests/benchmarks/bench_signing.py, docs/adr/0028).
+AES instructions, also without the lock (trials/benchmarks/bench_signing.py, docs/adr/0028).
 """
 
 from __future__ import annotations

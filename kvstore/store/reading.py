@@ -6,7 +6,7 @@ it takes two if the gap between them is so large that reading through it would c
 slots lie, and the header must agree with it.
 
 Reading in pieces with a checksum after each made no clear difference from the page cache or from a cold
-disk (tests/benchmarks/bench_disk.py), and would cost an object store a request per piece.
+disk (trials/benchmarks/bench_disk.py), and would cost an object store a request per piece.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def test_everything_is_right_and_what_is_planted_is_found(tmp_path: Path) -> Non
 def test_vllm_lays_caches_out_as_it_did() -> None:
     """Write trials/gpu/layouts.json again if this fails: `json.dumps` of what is on the left."""
     pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
-    from tests.accelerator.layouts import LAYOUTS
-    from tests.accelerator.test_operations import pools
+    from tests.trials.accelerator.test_operations import pools
+    from trials.accelerator.layouts import LAYOUTS
 
     assert {name: [geometry(pool) for pool in pools(name)] for name in LAYOUTS} == vllm_layouts()
     assert all(geometry(pool) in vllm_layouts()[name] for name in LAYOUTS for pool in vllm_pools(name))

@@ -18,8 +18,8 @@ from typing import Any, Self
 import redis
 import yaml
 
-from tests.benchmarks.bench_million import script_name
 from tests.index.redis.cluster import RedisClusterServers
+from tests.index.redis.scripts import script_name
 from tests.servers.redis import _free_port, end_process, spawn_tied
 from tests.servers.s3.ceph import CephServer
 from tests.waiting import PATIENCE_S, until

@@ -2,7 +2,7 @@
 
     python3 -m trials.gpu [--json FILE] [--only SECTION ...] [--fake]
 
-    machine.py   the device, or the tests' fake accelerator in its place; waits that can be left out
+    machine.py   the device, or the fake accelerator in its place; waits that can be left out
     pools.py     pages as vLLM lays them out, on either, and what copies of them must give, by hand
     copies.py    right bytes: each layout and dtype, a pool beyond 2^31 bytes, the kernel beside torch
     order.py     saves and loads beside a step that is held up, and faults that must show

@@ -1,4 +1,4 @@
-"""The device of a trial, or the tests' fake accelerator in its place, with calls that can be left out."""
+"""The device of a trial, or the fake accelerator in its place, with calls that can be left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from tests.accelerator.device import CUDA, MODES, Accelerator, on
+from trials.accelerator.device import CUDA, MODES, Accelerator, on
 
 #: How long a stream is held up, in milliseconds, so that what doesn't wait for it comes first.
 HOLD_MS = 40.0

@@ -2,7 +2,7 @@
 
 A scenario queues what an engine would, with one stream held up so that whatever doesn't wait for it comes
 first: the engine's (`late` is false), or the side stream of the copies (`late` is true). Then it says which
-bytes are wrong. The faults have the names that tests/accelerator/faults.py gives them, as far as they are of
+bytes are wrong. The faults have the names that trials/accelerator/faults.py gives them, as far as they are of
 this layer.
 """
 

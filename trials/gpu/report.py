@@ -48,7 +48,7 @@ class Report:
             result, text = "FAILED", str(exc)
         except NotRun as exc:
             result, text = "NOT RUN", str(exc)
-        except Exception as exc:  # noqa: BLE001 - a row that can't be tried must not cost the others
+        except Exception as exc:  # a row that can't be tried must not cost the others
             traceback.print_exc()
             result, text = "FAILED", f"{type(exc).__name__}: {exc}".splitlines()[0]
         faulthandler.cancel_dump_traceback_later()

@@ -1,7 +1,7 @@
 """The data path of S3: ranged GETs and PUTs by obstore (the Rust crate object_store).
 
 Network, TLS and HTTP run outside the interpreter's lock, which an engine's other threads need. The figures
-behind the choice: docs/adr/0012-clients-of-s3.md and tests/benchmarks/bench_s3.py.
+behind the choice: docs/adr/0012-clients-of-s3.md and trials/benchmarks/bench_s3.py.
 """
 
 from __future__ import annotations

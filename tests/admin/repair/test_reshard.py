@@ -20,8 +20,8 @@ from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.layouts import lease_of
 from kvstore.rules.lateness import SETTLED_S
 from tests.admin.conftest import Admin
-from tests.faults.ground import BLOCKS, CHAINS, Ground, hashes, ids, later, loaded, open_space
 from tests.servers.redis import RedisServer
+from tests.store.ground import BLOCKS, CHAINS, Ground, hashes, ids, later, loaded, open_space
 from tests.store.world import content, match
 
 pytestmark = pytest.mark.servers

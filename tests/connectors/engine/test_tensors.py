@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch", reason="the connectors' tests need the full
 
 from connectors.engine.tensors import Chunk, HostCopy, PagedCache, Staging
 from kvstore.errors import CapacityExceeded
-from tests.accelerator.device import Accelerator, on
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.engine  # the full set-up, not an engine
@@ -163,17 +162,6 @@ def test_staging_is_bounded_and_waits_only_as_told() -> None:
     assert staging.used_bytes == 0
     with pytest.raises(ValueError, match="staging_bytes"):
         Staging(99, 100, pin=False)
-
-
-def test_locked_memory_is_unlocked_when_nobody_has_it() -> None:
-    """Another engine of the process may get its addresses, and lock them."""
-    accelerator = Accelerator(1, "eager")
-    with on(accelerator):
-        staging = Staging(1 << 16, 1, pin=True)
-        memory = staging._memory.raw  # type: ignore[attr-defined]
-        assert accelerator.is_registered(memory)
-        del staging
-        assert not accelerator.is_registered(memory)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

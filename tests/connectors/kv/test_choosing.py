@@ -236,7 +236,7 @@ def test_what_loads_take_beside_their_reads_is_learned(scheduler: KVScheduler) -
 
 
 def test_a_decision_costs_the_schedulers_thread_little(scheduler: KVScheduler) -> None:
-    """The number is printed by tests/benchmarks/bench_choice.py; this is its order of magnitude."""
+    """The bound is an order of magnitude: a decision takes microseconds."""
     computing_takes(scheduler, DEAR)
     reads_take(scheduler, FAST)
     one = request()

@@ -29,10 +29,10 @@ from kvstore.index.sharding.names import of_chain, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.keys import NamespaceId
 from schemas.settings import BreakerSettings
-from tests.faults.network import Wire
 from tests.index.redis.cluster import RedisClusterServers
 from tests.index.redis.pair import Pair, filled, follow, is_read, paired
 from tests.servers.redis import RedisServer, patient
+from tests.servers.wire import Wire
 from tests.waiting import PATIENCE_S, done, until
 
 pytestmark = pytest.mark.servers

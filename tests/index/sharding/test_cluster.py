@@ -14,8 +14,8 @@ from kvstore.errors import KVStoreError
 from kvstore.index.sharding.names import of_chain, shard_names, slot_of
 from kvstore.keys import digests
 from kvstore.store.space import Space
-from tests.faults.ground import Ground, hashes, ids, loaded, open_space
 from tests.index.redis.cluster import RedisClusterServers
+from tests.store.ground import Ground, hashes, ids, loaded, open_space
 from tests.store.world import content, match
 from tests.waiting import until
 

@@ -1,6 +1,6 @@
 """One operation each way, and no byte beside the right ones, over pages that nobody lays out so.
 
-Those that vLLM lays out are in tests/accelerator/test_operations.py.
+Those that vLLM lays out are in tests/trials/accelerator/test_operations.py.
 """
 
 from __future__ import annotations
