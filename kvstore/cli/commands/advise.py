@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +24,6 @@ from kvstore.rules.text import readable
 from schemas.base import explain
 from schemas.settings import Settings
 
-#: Where there is no terminal.
-_COLUMNS = 100
 #: A report of bench is some KB.
 _MOST_REPORT = 16 << 20
 #: List prices of S3 Standard in us-east-1, and a GPU hour of nobody in particular (docs/production.md).
@@ -178,7 +173,7 @@ def _advise(
         report = advise.advise([Path(one) for one in recordings], assumed, question, shows, since_s=from_s)
     if html is not None:
         _write(html, advise_text.page(report))
-    call.print(report, lambda report: advise_text.advise(report, _columns()))
+    call.print(report, advise_text.advise)
 
 
 def _advise_live(
@@ -191,7 +186,7 @@ def _advise_live(
         report = live.live(cache, from_s, question, shows, now_s)
     if html is not None:
         _write(html, advise_text.live_page(report))
-    call.print(report, lambda report: advise_text.live(report, _columns()))
+    call.print(report, advise_text.live)
 
 
 def _pasted(index: str, payloads: str) -> tuple[str, str]:
@@ -241,9 +236,3 @@ def _write(path: str, text: str) -> None:
     except OSError as exc:
         raise typer.BadParameter(f"{readable(path)}: {exc.strerror}", param_hint="--html") from exc
     say(f"page written to {path}")
-
-
-def _columns() -> int:
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return min(140, shutil.get_terminal_size().columns)
-    return _COLUMNS
