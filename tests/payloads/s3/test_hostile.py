@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import DeadlineExceeded, KVStoreError, PermissionDenied, TransientError
+from kvstore.payloads.s3.clients import Session
 from kvstore.payloads.s3.store import S3Payloads
 from kvstore.payloads.s3.strays import S3Strays
 from tests.servers.s3.hostile import HostileServer, answer, entry, head, listing
@@ -237,6 +238,19 @@ def test_entities_of_a_listing_are_neither_expanded_nor_fetched(tmp_path: Path) 
                 list(payloads.list())
             assert "31337" not in str(caught.value)
     assert peak_mib() - before < 256
+
+
+def test_only_an_answer_about_versioning_says_that_no_version_is_kept() -> None:
+    said = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/">%s</VersioningConfiguration>'
+    bodies = {said % b"": False, said % b"<Status>Suspended</Status>": True, NONSENSE["not a listing"]: None}
+    for body, kept in bodies.items():
+        with HostileServer(lambda *_, body=body: answer("200 OK", body)) as server, server.open() as payloads:
+            with closing(Session(payloads._location, payloads._settings).control()) as control:
+                if kept is not None:
+                    assert control.keeps_versions() is kept
+                    continue
+                with pytest.raises(TransientError, match="bucket bucket: ask for versioning"):
+                    control.keeps_versions()
 
 
 @pytest.mark.slow
