@@ -26,7 +26,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What a plot is of, and its series: at least one, at most three that are no bounds."""
+    """A subtitle and series: at least one, at most three that are no bounds."""
 
     subtitle: str
     series: Sequence[Series]

@@ -91,8 +91,8 @@ class LookForSalt:
 
 
 def former_versions(settings: Settings) -> VersionsReport:
-    """Asks whether the payload store keeps former versions of what was deleted. What it refuses to say stands
-    in the report."""
+    """Asks whether the payload store keeps former versions of what was deleted. The report says so if the
+    store refuses the answer."""
     try:
         if not keeps_versions(settings):
             return VersionsReport(state="none")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.build import keeps_versions, load_settings
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import DeadlineExceeded, KVStoreError, PermissionDenied, TransientError
-from kvstore.payloads.s3.clients import Session
 from kvstore.payloads.s3.store import S3Payloads
 from kvstore.payloads.s3.strays import S3Strays
 from tests.servers.s3.hostile import HostileServer, answer, entry, head, listing
@@ -242,15 +242,14 @@ def test_entities_of_a_listing_are_neither_expanded_nor_fetched(tmp_path: Path) 
 
 def test_only_an_answer_about_versioning_says_that_no_version_is_kept() -> None:
     said = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/">%s</VersioningConfiguration>'
-    bodies = {said % b"": False, said % b"<Status>Suspended</Status>": True, NONSENSE["not a listing"]: None}
-    for body, kept in bodies.items():
-        with HostileServer(lambda *_, body=body: answer("200 OK", body)) as server, server.open() as payloads:
-            with closing(Session(payloads._location, payloads._settings).control()) as control:
-                if kept is not None:
-                    assert control.keeps_versions() is kept
-                    continue
-                with pytest.raises(TransientError, match="bucket bucket: ask for versioning"):
-                    control.keeps_versions()
+    bodies = iter((said % b"", said % b"<Status>Suspended</Status>", NONSENSE["not a listing"]))
+    with HostileServer(lambda *_: answer("200 OK", next(bodies))) as server:
+        url = f"s3://bucket/pre?endpoint={server.endpoint}&region=us-east-1"
+        keys = {"access_key_id": "quick-tests", "secret_access_key": "not-checked"}
+        settings = load_settings({"payloads": url, "index": "redis://nowhere/0", "s3": keys}, {})
+        assert [keeps_versions(settings), keeps_versions(settings)] == [False, True]
+        with pytest.raises(TransientError, match="bucket bucket: ask for versioning"):
+            keeps_versions(settings)
 
 
 @pytest.mark.slow
