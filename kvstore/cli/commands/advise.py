@@ -215,7 +215,7 @@ def _said(bandwidth: str | None) -> list[ReadSpeed]:
 
 
 def _measured(path: str | None) -> list[ReadSpeed]:
-    """Returns what bench has measured of each tier, with its longest prompt."""
+    """Returns what bench has measured of each tier."""
     if path is None:
         return []
     try:
@@ -226,8 +226,7 @@ def _measured(path: str | None) -> list[ReadSpeed]:
     except ValidationError:
         what = "is no report of `cache-admin bench --json` of this release"
         raise typer.BadParameter(f"{readable(path)} {what}", param_hint="--bench") from None
-    longest = {load.tier: load for load in sorted(report.loads, key=lambda load: load.tokens)}
-    return [ReadSpeed(tier=tier, bytes_s=load.bytes_s) for tier, load in longest.items()]
+    return [ReadSpeed(tier=one.tier, bytes_s=one.bytes_s) for one in report.speeds if one.operation == "get"]
 
 
 def _write(path: str, text: str) -> None:
