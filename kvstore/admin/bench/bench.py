@@ -21,7 +21,7 @@ import numpy as np
 from kvstore import __version__
 from kvstore.admin.backends import Cache
 from kvstore.admin.bench.material import BenchSegment, Material, Shape
-from kvstore.admin.bench.reports import BenchReport, Ended, Operation, Speed, Tier
+from kvstore.admin.bench.reports import BenchReport, BenchSpeed, Ended, Operation, Tier
 from kvstore.admin.doctor.machine import nearest_folder
 from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.build import open_store
@@ -39,7 +39,7 @@ from schemas.urls import local_path
 #: Shares of the time. The rest is for making data, and for removing it.
 _PUT, _MATCH, _GET = 0.4, 0.05, 0.4
 _MOST_MATCHES = 2000
-#: Of a chain that one match answers (4,096), and that is put and got in a run.
+#: A match answers 4,096 segments of a chain at most.
 _MOST_SEGMENTS = 1024
 #: The most bytes written in a minute.
 _MOST_BYTES = 4 << 30
@@ -77,7 +77,7 @@ class _Bench:
     ended: Ended = "complete"
     problem: str = ""
     left_behind: str = ""
-    speeds: list[Speed] = field(default_factory=list)
+    speeds: list[BenchSpeed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.material = Material(self.cache.settings, self.shape, self.cache.keyring)
@@ -191,7 +191,7 @@ class _Bench:
         nbytes = (calls or len(times)) * blocks * self.shape.block_bytes
         ordered = sorted(times)
         self.speeds.append(
-            Speed(
+            BenchSpeed(
                 operation=operation,
                 tier=tier,
                 at_a_time=at_a_time,

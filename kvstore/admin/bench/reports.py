@@ -14,7 +14,7 @@ Tier = Literal["shared", "fast"]
 Operation = Literal["put", "match", "get"]
 
 
-class Speed(StrictModel):
+class BenchSpeed(StrictModel):
     """The speed of one operation, `at_a_time` side by side. If there are fewer than 100 calls `p99_s` is the
     slowest."""
 
@@ -51,6 +51,6 @@ class BenchReport(StrictModel):
     #: Raw bytes of a segment.
     segment_bytes: int
     codec: str
-    speeds: tuple[Speed, ...]
+    speeds: tuple[BenchSpeed, ...]
     #: Payloads that could not be removed from the store; "" if there are none.
     left_behind: str

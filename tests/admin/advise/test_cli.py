@@ -14,7 +14,7 @@ import yaml
 from kvstore.admin.advise.advise import rounded
 from kvstore.admin.advise.reports import AdviceReport
 from kvstore.admin.advise.worth import MONTH_S, Cost
-from kvstore.admin.bench.reports import BenchReport, Speed
+from kvstore.admin.bench.reports import BenchReport, BenchSpeed
 from kvstore.keys import digests, namespace_id
 from kvstore.rules.segments import index_bytes, redis_memory
 from kvstore.store.trace import TraceRecorder
@@ -232,8 +232,8 @@ def test_loading_must_be_faster_than_computing(admin: Admin, recording: Path) ->
 
 
 def test_what_bench_has_measured_counts(admin: Admin, tmp_path: Path, recording: Path) -> None:
-    def speed(operation: Any, tier: Any, bytes_s: float) -> Speed:
-        return Speed(
+    def speed(operation: Any, tier: Any, bytes_s: float) -> BenchSpeed:
+        return BenchSpeed(
             operation=operation, tier=tier, at_a_time=1, calls=1, blocks=1, p50_s=1, p99_s=1, bytes_s=bytes_s
         )
 
