@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -49,7 +50,6 @@ from kvstore.payloads.strays import LocalStrays, NoStrays, Strays
 from kvstore.payloads.throttle import Throttle
 from kvstore.payloads.tiered.ledger import Ledger
 from kvstore.payloads.tiered.store import TieredPayloads
-from kvstore.payloads.versions import NoVersions, Versions
 from kvstore.store.backends import Backends
 from kvstore.store.store import Store
 from kvstore.store.trace import TraceRecorder
@@ -279,15 +279,16 @@ def open_strays(settings: Settings) -> Strays:
     return LocalStrays(str(root), [*ours, EVIDENCE])
 
 
-def open_versions(settings: Settings) -> Versions:
-    """Returns what finds former versions of deleted payloads in the store that all nodes share, for erase.
-    No I/O.
-    """
+def keeps_versions(settings: Settings) -> bool:
+    """Returns whether the store that all nodes share keeps former versions of deleted payloads, or ever did.
+    Raises what its payload store raises."""
     if not settings.origin.startswith("s3://"):
-        return NoVersions()
-    from kvstore.payloads.s3.versions import S3Versions
+        return False
+    from kvstore.payloads.s3.clients import Session
 
-    return S3Versions(s3_location(settings.origin), settings.s3)
+    session = Session(s3_location(settings.origin), settings.s3)
+    with closing(session.control()) as control:
+        return control.keeps_versions()
 
 
 def _leaf(settings: Settings) -> PayloadStore:

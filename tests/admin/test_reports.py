@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from kvstore.admin.archive.reports import ExportReport, ImportReport
 from kvstore.admin.backends import Refused, UnknownName
-from kvstore.admin.bench.reports import BenchReport, Latency, TransferSpeed
 from kvstore.admin.curate.reports import WarmReport
 from kvstore.admin.reports import Amount, Ended
 from kvstore.cli import exits
@@ -146,15 +145,6 @@ def test_partial_is_what_was_done_in_part(
         ),
     )
     assert [exits.of_report(report) for report in reports] == [code] * 4
-
-
-def test_a_bench_of_which_a_part_failed_is_partial() -> None:
-    good = TransferSpeed.model_construct(latency=Latency(count=1, p50_s=1, p99_s=1), errors={"throttled": 1})
-    skipped = TransferSpeed.model_construct(latency=None, errors={}, skipped="no room")
-    failed = TransferSpeed.model_construct(latency=None, errors={"unavailable": 4})
-    for transfers, code in (((good, skipped), 0), ((good, failed), 4)):
-        assert exits.of_report(BenchReport.model_construct(ended="complete", transfers=transfers)) == code
-    assert exits.of_report(BenchReport.model_construct(ended="failed", transfers=(failed,))) == 5
 
 
 def test_errors_have_codes_by_what_is_to_be_done() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from kvstore.admin.simulate.plot import Plot, svg
+from kvstore.admin.advise.plot import Plot, svg
 from kvstore.rules.text import readable
 
 _STYLE = """

@@ -1,1 +1,1 @@
-"""The verb that measures this machine, index and payload store: bench."""
+"""The verb that measures index and payload store: bench."""

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kvstore import __version__
-from kvstore.admin.backends import Cache, UnknownName
+from kvstore.admin.backends import Cache
 from kvstore.format import segment as codec
 from kvstore.format.keyring import Keyring
 from kvstore.keys import (
@@ -37,7 +37,7 @@ from schemas.settings import Settings
 DEFAULT_KV_BYTES = 32 * 8 * 128 * 2 * 2
 DEFAULT_KV_SOURCE = (
     "the default, Llama-3-8B in bf16: 32 layers x 8 KV heads x 128 x 2 (K and V) x 2 bytes; give "
-    "--kv-bytes-per-token or --namespace for another model"
+    "--kv-bytes-per-token for another model"
 )
 #: vLLM's usual block.
 _BLOCK_TOKENS = 16
@@ -66,25 +66,12 @@ class Shape:
         """Raw bytes of a segment."""
         return self.block_bytes * self.segment_blocks
 
-    def blocks(self, tokens: int) -> int:
-        """Returns the number of blocks of a prompt; its last tokens, which fill no block, are not stored."""
-        return max(1, tokens // self.block_tokens)
 
-
-def shape_of(cache: Cache, kv_bytes_per_token: int | None, prefix: str | None) -> Shape:
-    """Returns the shape to measure with.
-
-    It is given by the option, or the namespace that is named, or the fullest one of KV blocks, or the
-    default. Raises UnknownName and what the index raises.
-    """
+def shape_of(cache: Cache, kv_bytes_per_token: int | None) -> Shape:
+    """Returns the shape to measure with: as given, or that of the fullest namespace of KV blocks, or the
+    default. Raises what the index raises."""
     if kv_bytes_per_token is not None:
         return _shape(cache.settings, kv_bytes_per_token, "--kv-bytes-per-token", _BLOCK_TOKENS)
-    if prefix is not None:
-        name = cache.namespace(prefix)
-        found = _of_namespace(cache, name)
-        if found is None:
-            raise UnknownName(f"namespace {name} has no KV blocks; `cache-admin namespaces` lists them")
-        return found
     names = cache.namespaces()
     if cache.index is not None:
         usage = {name: cache.index.usage(name).nbytes for name in names}
@@ -213,7 +200,6 @@ class Material:
         """Returns the name of the segment's payload."""
         return payload_name(self.id, stored.segment, 0)
 
-    def keep(self, stored: BenchSegment) -> None:
-        """Notes that the segment's payload is in the store."""
-        with self._lock:
-            self.stored.append(stored)
+    def keys(self) -> list[ContentKey]:
+        """Returns the keys of the chain of the stored segments."""
+        return [key for stored in self.stored for key in stored.keys]

@@ -9,91 +9,32 @@ from typing import Literal
 
 from schemas.base import StrictModel
 
+Tier = Literal["shared", "fast"]
+#: `put` writes a segment's payload, `get` reads and verifies it, `match` looks a chain up in the index.
+Operation = Literal["put", "match", "get"]
 
-class Latency(StrictModel):
-    """Times of `count` calls. If there are fewer than 100 of them `p99_s` is the slowest."""
 
-    count: int
+class BenchSpeed(StrictModel):
+    """The speed of one operation, `at_a_time` side by side. If there are fewer than 100 calls `p99_s` is the
+    slowest."""
+
+    operation: Operation
+    tier: Tier
+    at_a_time: int
+    calls: int
+    #: Blocks of one call.
+    blocks: int
     p50_s: float
     p99_s: float
-
-
-class MachineSpeed(StrictModel):
-    """The speed of one core of this machine."""
-
-    copy_bytes_s: float
-    checksum_bytes_s: float
-
-
-class CodecSpeed(StrictModel):
-    """The speed of one codec on one core, in raw bytes of data like bf16 KV."""
-
-    codec: str
-    #: Raw bytes per stored byte.
-    ratio: float
-    encode_bytes_s: float
-    decode_bytes_s: float
-
-
-class MatchTime(StrictModel):
-    """The time of a match of a chain of `blocks` blocks, all of them present."""
-
-    blocks: int
-    latency: Latency
-
-
-class IndexSpeed(StrictModel):
-    """The speed of the index, as seen from this machine."""
-
-    #: A match of one block that isn't there.
-    round_trip: Latency
-    matches: tuple[MatchTime, ...]
-    #: A commit of a segment of 64 blocks.
-    commit: Latency
-
-
-Tier = Literal["shared", "fast"]
-
-
-class TransferSpeed(StrictModel):
-    """The speed of whole payloads of one segment each, `concurrency` at a time."""
-
-    tier: Tier
-    operation: Literal["put", "get"]
-    concurrency: int
-    object_bytes: int
+    #: 0 of a match, which moves no blocks.
     bytes_s: float
-    #: None: none succeeded, or it was skipped.
-    latency: Latency | None
-    #: The number of errors by kind.
-    errors: dict[str, int]
-    #: Why it was not measured; "" if it was.
-    skipped: str
-
-
-class LoadTime(StrictModel):
-    """The time to match, read and verify a prompt of `tokens` tokens."""
-
-    tier: Tier
-    tokens: int
-    nbytes: int
-    #: False: extrapolated from the longest load that was measured.
-    measured: bool
-    match_s: float
-    load_s: float
-    bytes_s: float
-    #: Tokens per second: where prefill is slower than this, loading is faster.
-    break_even_tokens_s: float
 
 
 Ended = Literal["complete", "cancelled", "failed"]
 
 
 class BenchReport(StrictModel):
-    """`cache-admin bench`.
-
-    Stages that were not reached, because it was cancelled or failed, are None or empty.
-    """
+    """`cache-admin bench`. Operations that a cancelled or failed run did not reach have no speed."""
 
     version: str
     ended: Ended
@@ -110,15 +51,6 @@ class BenchReport(StrictModel):
     #: Raw bytes of a segment.
     segment_bytes: int
     codec: str
-    read_threads: int
-    machine: MachineSpeed | None
-    codecs: tuple[CodecSpeed, ...]
-    index_speed: IndexSpeed | None
-    transfers: tuple[TransferSpeed, ...]
-    #: Reads of a payload's header, one after the other.
-    small_reads: Latency | None
-    loads: tuple[LoadTime, ...]
-    #: Sentences about what bounds loading, and what may be done about it.
-    findings: tuple[str, ...]
-    #: What was left in the store, because it was to be kept or could not be removed; "" if nothing.
+    speeds: tuple[BenchSpeed, ...]
+    #: Payloads that could not be removed from the store; "" if there are none.
     left_behind: str

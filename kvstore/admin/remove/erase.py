@@ -12,11 +12,8 @@ Order, so that a run that is cut off anywhere is finished by the next one:
     5. delete    payloads, at once: an erasure outranks     crash: what is in the trash is deleted by
                  loads under way, which find nothing               whoever tends the cache, the rest by gc
                  and compute
-    6. look      at all that is stored once more, and at    crash: nothing is proved
-                 former versions of what was deleted
+    6. look      at all that is stored once more            crash: nothing is proved
     7. forget    a tenant's namespaces, with their journals crash: empty namespaces
-                 (not while former versions remain: the
-                 next run finds them by the names)
 Forbidding comes before hiding: between the two nothing can be added to what is to go. It is done in all
 namespaces before anything is deleted in one.
 
@@ -26,7 +23,8 @@ run.
 
 Payloads that the index does not show (strays, the trash) are told apart by the salt in their headers. A look
 that finds none of the salt, and no segment of it in the index, is the proof; for a tenant it is one that
-finds no payload of before step 2.
+finds no payload of before step 2. A bucket that keeps former versions is asked last: nobody but a lifecycle
+rule of its owner deletes them, and so the report says that they are left.
 """
 
 from __future__ import annotations
@@ -101,29 +99,30 @@ def erase(
     target: Target,
     *,
     apply: bool = False,
-    versions: bool = False,
     wait_s: float = 0.0,
     progress: ProgressListener | None = None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], object] = time.sleep,
 ) -> EraseReport:
-    """Erases the target, with `versions` the former versions of its payloads as well, and looks what is left.
+    """Erases the target, and looks what is left.
 
     While something is, and for up to `wait_s`, it goes on. Ctrl-C and a backend that fails end it, and the
     report says so. Raises UnknownName if nothing is known of the tenant or the namespace, Refused without an
     index, and what the backends raise before anything is changed.
     """
     index = needed_index(cache)
-    run = _Erasure(cache, index, target, versions, wait_s, progress or Silent(), clock, sleep)
+    run = _Erasure(cache, index, target, wait_s, progress or Silent(), clock, sleep)
     began = time.monotonic()
     run.plan()
-    if apply:
-        try:
+    try:
+        if apply:
             run.all()
-        except KeyboardInterrupt:
-            run.ended, run.problem = "cancelled", "cancelled; run it again to go on"
-        except KVStoreError as exc:
-            run.ended, run.problem = "failed", str(exc)
+        # Afterwards: a bucket that keeps none now has kept none of what was deleted.
+        run.versions = former_versions(cache.settings)
+    except KeyboardInterrupt:
+        run.ended, run.problem = "cancelled", "cancelled; run it again to go on"
+    except KVStoreError as exc:
+        run.ended, run.problem = "failed", str(exc)
     return run.report(applied=apply, seconds=time.monotonic() - began)
 
 
@@ -139,9 +138,8 @@ class _Space:
     found: Amount
     removal: NamespaceRemoval
     until_s: float | None = None
-    #: (Salt) Segments that this run evicted, and those that it found out of sight and deleted.
+    #: (Salt) Segments that this run evicted.
     evicted: set[SegmentId] = field(default_factory=set)
-    met: set[SegmentId] = field(default_factory=set)
     look: LookForSalt | None = None
     remaining: int = 0
     state: EraseState = "kept"
@@ -164,7 +162,6 @@ class _Erasure:
     cache: Cache
     index: FullIndex
     target: Target
-    delete_versions: bool
     wait_s: float
     progress: ProgressListener
     clock: Callable[[], float]
@@ -173,7 +170,7 @@ class _Erasure:
     problem: str = ""
     spaces: list[_Space] = field(default_factory=list)
     looks: int = 0
-    versions: VersionsReport = field(default_factory=lambda: VersionsReport(state="kept"))
+    versions: VersionsReport = field(default_factory=lambda: VersionsReport(state="unknown"))
     #: Namespaces that have payloads, that the index doesn't know, and whose tenant nobody can tell.
     nobodys: list[str] = field(default_factory=list)
 
@@ -251,17 +248,11 @@ class _Erasure:
             for space in self.spaces:
                 self.progress.begin(f"erase from {space.name}")
                 self._clear(space)
-            clean = not any(space.remaining or space.unreadable for space in self.spaces)
             left = time.monotonic() < end
-            if clean or not (left or self.looks < _LOOKS):
-                # Before the namespaces, by whose names versions are found, are forgotten.
-                self.versions = self._former_versions()
             for space in self.spaces:
                 space.state = self._ended(space)
             if not any(space.state == "remains" for space in self.spaces):
                 return
-            if clean and self.versions.state == "remain":
-                return  # they don't go by themselves while somebody waits
             if self.looks >= _LOOKS:
                 if not left:
                     return
@@ -307,7 +298,6 @@ class _Erasure:
                 [payload_name(space.name, one.segment, rank) for one in some for rank in one.sizes]
             )
             self.index.reaped(space.name, [one.segment for one in some])
-        space.met.update(one.segment for one in met)
         space.remaining = len(met) + len(self._visible(space)) + removal.delete_evidence(salt)
 
     def _ended(self, space: _Space) -> EraseState:
@@ -315,24 +305,8 @@ class _Erasure:
             return "remains"
         if self.target.salt:
             return "erased"
-        if self.versions.state == "remain":
-            return "remains"  # its name is how the next run finds them
         forgotten = space.removal.forget()
         return "remains" if forgotten == "waiting" else forgotten
-
-    def _former_versions(self) -> VersionsReport:
-        """Looks for former versions of all that a tenant's namespaces had, or of a salt's segments."""
-        self.progress.begin("look for former versions")
-        places = {space.name: self._gone(space) if self.target.salt else None for space in self.spaces}
-        evidence = {name for space in self.spaces for name in space.removal.evidence}
-        return former_versions(self.cache, places, evidence, delete=self.delete_versions)
-
-    def _gone(self, space: _Space) -> set[SegmentId]:
-        """Returns the segments that erasures evicted: by this run, and by one that was cut off, which only
-        the journal remembers; it doesn't say of which salt they were."""
-        events = self.index.events(space.name, limit=self.cache.settings.journal.events or 1)
-        before = {one.segment for one in events if one.rule == "erased" and one.segment is not None}
-        return space.evicted | space.met | before
 
     # -- the report ----------------------------------------------------------------------------------------
 
@@ -349,7 +323,7 @@ class _Erasure:
         for state in ("kept", "remains", "in_use"):
             if state in states:
                 return state
-        return "erased"
+        return "erased" if self.versions.state == "none" else "former_versions"
 
     def _unreached(self) -> Sequence[str]:
         found = [*_UNREACHED, *(_UNREACHED_OF_SALT if self.target.salt else ())]

@@ -1,33 +1,31 @@
 """Looks for what an erasure must not leave behind, beside what the index shows.
 
 payloads that nobody can match    strays, and the trash: their headers say under which salt they were saved
-former versions of payloads       in a bucket that keeps them
+former versions of payloads       whether the bucket keeps them; a lifecycle rule deletes them
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
+import json
+from collections.abc import Iterator
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.counting import paged
 from kvstore.admin.progress import Silent
-from kvstore.admin.remove.reports import VersionsReport
+from kvstore.admin.remove.reports import VersionsReport, VersionsState
 from kvstore.admin.repair.listing import Stock, StoredSegment, take_stock
-from kvstore.admin.reports import NAMED
-from kvstore.build import open_versions
+from kvstore.build import keeps_versions
 from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload
 from kvstore.format.segment import Header
 from kvstore.index.maintenance import FullIndex
 from kvstore.keys import NamespaceId, SaltId, SegmentId, payload_name
-from kvstore.payloads.versions import Version, Versions
 from kvstore.threads.each import for_each
 from kvstore.verify.payloads import read_header
+from schemas.settings import Settings
+from schemas.urls import s3_location
 
 #: Headers read side by side.
 _JOBS = 8
-#: Segments of which versions are asked for one by one; for more, all of their namespace are.
-_ONE_BY_ONE = 256
 
 
 def header_at(cache: Cache, name: NamespaceId, stored: StoredSegment) -> Header | None:
@@ -92,55 +90,22 @@ class LookForSalt:
         return self._cache.payloads.read(name, 0, []) is not None
 
 
-def former_versions(
-    cache: Cache,
-    places: Mapping[NamespaceId, Collection[SegmentId] | None],
-    evidence: Collection[str],
-    *,
-    delete: bool,
-) -> VersionsReport:
-    """Looks for former versions of payloads of these segments, None for all of a namespace, and of `evidence`
-    of these names; with `delete` deletes them before. What the store refuses stands in the report."""
-    problem, deleted = "", 0
-    with closing(open_versions(cache.settings)) as versions:
-        try:
-            found = list(_versions(versions, places, evidence))
-            if delete and found:
-                before = len(found)
-                try:
-                    versions.remove(found)
-                except KVStoreError as exc:
-                    problem = str(exc)
-                found = list(_versions(versions, places, evidence))
-                deleted = before - len(found)
-        except KVStoreError as exc:
-            return VersionsReport(state="unknown", deleted=deleted, problem=str(exc))
-    marks = sum(one.marker for one in found)
-    return VersionsReport(
-        state="remain" if found else "none",
-        versions=len(found) - marks,
-        stored_bytes=sum(one.nbytes for one in found),
-        markers=marks,
-        names=tuple(dict.fromkeys(one.name for one in found))[:NAMED],
-        deleted=deleted,
-        problem=problem,
-    )
-
-
-def _versions(
-    versions: Versions, places: Mapping[NamespaceId, Collection[SegmentId] | None], evidence: Collection[str]
-) -> Iterator[Version]:
-    for name in sorted(evidence):
-        yield from versions.list(name)
-    for name, segments in places.items():
-        if segments is None:
-            yield from versions.list(f"{name}/")
-            continue
-        stems = {payload_name(name, one, 0).removesuffix("0") for one in segments}
-        if len(stems) <= _ONE_BY_ONE:
-            for stem in stems:
-                yield from versions.list(stem)
-        else:
-            for one in versions.list(f"{name}/"):
-                if f"{one.name.rpartition('.')[0]}." in stems:
-                    yield one
+def former_versions(settings: Settings) -> VersionsReport:
+    """Asks whether the payload store keeps former versions of what was deleted. The report says so if the
+    store refuses the answer."""
+    try:
+        if not keeps_versions(settings):
+            return VersionsReport(state="none")
+        problem = ""
+    except KVStoreError as exc:
+        problem = str(exc)
+    rule = {
+        "ID": "kvstore-former-versions",
+        "Status": "Enabled",
+        "Filter": {"Prefix": s3_location(settings.origin).root},
+        "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
+        # Marks of deletion that hide no version any more.
+        "Expiration": {"ExpiredObjectDeleteMarker": True},
+    }
+    state: VersionsState = "unknown" if problem else "kept"
+    return VersionsReport(state=state, rule=json.dumps(rule), problem=problem)

@@ -12,7 +12,6 @@ from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload
 from kvstore.index.maintenance import FullIndex
 from kvstore.keys import NO_SALT, NamespaceId, SaltId, parse_payload_name, payload_name
 from kvstore.metrics import Counters
-from kvstore.payloads.evidence import EVIDENCE
 from kvstore.store.housekeeping import Housekeeping
 from kvstore.verify.payloads import read_header
 
@@ -40,8 +39,6 @@ class NamespaceRemoval:
         #: Segments made invisible by `hide`, and payloads deleted.
         self.invalidated = 0
         self.deleted = 0
-        #: Names of evidence that was deleted.
-        self.evidence: set[str] = set()
 
     @cached_property
     def _housekeeping(self) -> Housekeeping:
@@ -103,7 +100,6 @@ class NamespaceRemoval:
                 evidence.payloads.put(name, [memoryview(b"")])
         else:
             evidence.payloads.delete(names)
-        self.evidence.update(f"{EVIDENCE}/{name}" for name in names)
         return len(names)
 
     def _strays(self, before_s: float) -> Iterable[str]:

@@ -117,8 +117,9 @@ class DropReport(StrictModel):
 
 #: `kept`: nothing was changed. `erased`: nothing is left of what was to go. `in_use`: nothing is left of it,
 #: but an engine has stored something since, and so the index still knows the tenant's namespace and has its
-#: journal. `remains`: something of it is still there.
-EraseState = Literal["kept", "erased", "in_use", "remains"]
+#: journal. `remains`: something of it is still there. `former_versions`: nothing can be found of it, but the
+#: bucket keeps former versions of its payloads, or may.
+EraseState = Literal["kept", "erased", "in_use", "remains", "former_versions"]
 
 
 class ErasedNamespace(StrictModel):
@@ -145,23 +146,17 @@ class ErasedNamespace(StrictModel):
     state: EraseState
 
 
-#: `none`: nothing is kept of the deleted payloads. `remain`: versions are. `unknown`: the store does not say,
-#: and `problem` says why. `kept`: nothing was deleted, so nothing was looked for.
-VersionsState = Literal["kept", "none", "remain", "unknown"]
+#: `none`: the store never kept any. `kept`: it does, or did once. `unknown`: it does not say which, and
+#: `problem` says why.
+VersionsState = Literal["none", "kept", "unknown"]
 
 
 class VersionsReport(StrictModel):
     """Former versions of deleted payloads, as a bucket with versioning keeps them."""
 
     state: VersionsState
-    #: Versions that remain, their bytes, and marks of deletion, which hold none.
-    versions: int = 0
-    stored_bytes: int = 0
-    markers: int = 0
-    #: Names of the first payloads of which there are any.
-    names: tuple[str, ...] = ()
-    #: Versions and marks that this run deleted.
-    deleted: int = 0
+    #: The lifecycle rule that deletes them, as JSON of S3's; "" if there are none.
+    rule: str = ""
     problem: str = ""
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +24,6 @@ from kvstore.rules.text import readable
 from schemas.base import explain
 from schemas.settings import Settings
 
-#: Where there is no terminal.
-_COLUMNS = 100
 #: A report of bench is some KB.
 _MOST_REPORT = 16 << 20
 #: List prices of S3 Standard in us-east-1, and a GPU hour of nobody in particular (docs/production.md).
@@ -178,7 +173,7 @@ def _advise(
         report = advise.advise([Path(one) for one in recordings], assumed, question, shows, since_s=from_s)
     if html is not None:
         _write(html, advise_text.page(report))
-    call.print(report, lambda report: advise_text.advise(report, _columns()))
+    call.print(report, advise_text.advise)
 
 
 def _advise_live(
@@ -191,7 +186,7 @@ def _advise_live(
         report = live.live(cache, from_s, question, shows, now_s)
     if html is not None:
         _write(html, advise_text.live_page(report))
-    call.print(report, lambda report: advise_text.live(report, _columns()))
+    call.print(report, advise_text.live)
 
 
 def _pasted(index: str, payloads: str) -> tuple[str, str]:
@@ -220,7 +215,7 @@ def _said(bandwidth: str | None) -> list[ReadSpeed]:
 
 
 def _measured(path: str | None) -> list[ReadSpeed]:
-    """Returns what bench has measured of each tier, with its longest prompt."""
+    """Returns what bench has measured of each tier."""
     if path is None:
         return []
     try:
@@ -231,8 +226,7 @@ def _measured(path: str | None) -> list[ReadSpeed]:
     except ValidationError:
         what = "is no report of `cache-admin bench --json` of this release"
         raise typer.BadParameter(f"{readable(path)} {what}", param_hint="--bench") from None
-    longest = {load.tier: load for load in sorted(report.loads, key=lambda load: load.tokens)}
-    return [ReadSpeed(tier=tier, bytes_s=load.bytes_s) for tier, load in longest.items()]
+    return [ReadSpeed(tier=one.tier, bytes_s=one.bytes_s) for one in report.speeds if one.operation == "get"]
 
 
 def _write(path: str, text: str) -> None:
@@ -241,9 +235,3 @@ def _write(path: str, text: str) -> None:
     except OSError as exc:
         raise typer.BadParameter(f"{readable(path)}: {exc.strerror}", param_hint="--html") from exc
     say(f"page written to {path}")
-
-
-def _columns() -> int:
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return min(140, shutil.get_terminal_size().columns)
-    return _COLUMNS

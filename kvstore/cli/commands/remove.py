@@ -306,7 +306,7 @@ def _drop(
         "cache-admin erase --tenant search",
         "cache-admin erase --tenant search --apply --wait 5m",
         "cache-admin erase --salt-file salt.txt --apply",
-        "vault read -field=salt users/4711 | cache-admin erase --salt-file - --apply --versions --json",
+        "vault read -field=salt users/4711 | cache-admin erase --salt-file - --apply --json",
     ),
     see_also=("drop", "gc", "namespaces"),
     exits=(ExitCode.PARTIAL,),
@@ -328,13 +328,6 @@ def _erase(
         str | None,
         typer.Option(metavar="ID", help="With --salt-file: only in this namespace, by the start of its id."),
     ] = None,
-    versions: Annotated[
-        bool,
-        typer.Option(
-            "--versions",
-            help="Delete the former versions of the payloads as well, in a bucket that keeps them.",
-        ),
-    ] = False,
     wait: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="While something is left, go on for so long, such as 5m."),
@@ -348,9 +341,9 @@ def _erase(
     waits before it looks, until nobody can be matching what has gone: redis.max_lag_s and redis.near_s; so it
     must be given the engines' settings. What was created before is never let in again, from whichever save,
     archive or rebuild it comes. Engines go on, and save anew what they compute more than a minute later. The
-    report names what is left, former versions in the bucket among it, and what can't be reached from here.
-    The exit code is 4 if anything is left. A salt is shown by its id only. One that was cut off is finished
-    by running it again.
+    report names what is left, and what can't be reached from here. Former versions stay in a bucket that
+    keeps them, and the report has the lifecycle rule that deletes them. The exit code is 4 if anything is
+    left, or may be. A salt is shown by its id only. One that was cut off is finished by running it again.
     """
     if (tenant is None) == (salt_file is None):
         raise typer.BadParameter("say what is to go: --tenant NAME, or --salt-file FILE")
@@ -358,8 +351,8 @@ def _erase(
         raise typer.BadParameter("--namespace goes with --salt-file; `drop` removes a single namespace")
     if tenant is not None and not tenant:
         raise typer.BadParameter("no tenant has an empty name", param_hint="--tenant")
-    if not apply and (versions or wait is not None):
-        raise typer.BadParameter("--versions and --wait go with --apply")
+    if not apply and wait is not None:
+        raise typer.BadParameter("--wait goes with --apply")
     wait_s = 0.0 if wait is None else seconds_of("--wait", wait)
     if tenant is not None:
         target = erase.Target(tenant=tenant)
@@ -367,7 +360,7 @@ def _erase(
         assert salt_file is not None, "it is one of the two"
         target = erase.Target(salt=salt_id(read_salt(salt_file)), prefix=namespace)
     with call.cache() as cache, progress.shown() as shows:
-        report = erase.erase(cache, target, apply=apply, versions=versions, wait_s=wait_s, progress=shows)
+        report = erase.erase(cache, target, apply=apply, wait_s=wait_s, progress=shows)
     call.print(report, remove_text.erase)
     remind(applied=report.applied, anything=True)
     call.end(report)
@@ -387,5 +380,4 @@ def _of_drop(report: DropReport) -> ExitCode:
 def _of_erase(report: EraseReport) -> ExitCode:
     if not report.applied or report.ended != "complete":
         return ENDS[report.ended]
-    gone = report.state == "erased" and report.versions.state == "none"
-    return ExitCode.OK if gone else ExitCode.PARTIAL
+    return ExitCode.OK if report.state == "erased" else ExitCode.PARTIAL

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +10,16 @@ from typing import Annotated, cast, get_args
 import typer
 
 from kvstore.admin.simulate import simulate, whatif
-from kvstore.admin.simulate.plot import svg
 from kvstore.admin.simulate.reports import Policy
 from kvstore.admin.simulate.simulate import POLICIES
 from kvstore.admin.simulate.traces import Assumed
 from kvstore.cli import progress
-from kvstore.cli.call import Call, say
+from kvstore.cli.call import Call
 from kvstore.cli.options import byte_count
 from kvstore.cli.text import simulate as simulate_text
 from kvstore.cli.verbs import verb
-from kvstore.rules.text import readable
 from schemas.settings import Settings
 
-#: Where there is no terminal.
-_COLUMNS = 100
 _MOST_POINTS = 200
 
 
@@ -34,7 +27,7 @@ _MOST_POINTS = 200
     "simulate",
     section="Understand",
     examples=(
-        "cache-admin simulate /var/log/kvstore-trace --plot hits.svg",
+        "cache-admin simulate /var/log/kvstore-trace",
         "cache-admin simulate conversation_trace.jsonl --block-bytes 64MiB --capacity 1TiB,2TiB,4TiB",
         "cache-admin simulate trace.jsonl --policy kvstore,lru --segment-blocks 16,64 --json",
     ),
@@ -90,9 +83,6 @@ def _simulate(
         int,
         typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a block in traces of Mooncake's form."),
     ] = 512,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the plot as SVG.", show_default=False)
-    ] = None,
 ) -> None:
     """Replay a trace of requests: the hit ratio by capacity, for this store and for other policies.
 
@@ -111,9 +101,7 @@ def _simulate(
     assumed = Assumed(None if block_bytes is None else byte_count("--block-bytes", block_bytes), block_tokens)
     with progress.shown() as shows:
         report = simulate.simulate([Path(trace) for trace in traces], assumed, setup, shows)
-    if plot is not None:
-        _write(plot, svg(simulate_text.plot_of(report)))
-    call.print(report, lambda report: simulate_text.simulate(report, _columns()))
+    call.print(report, simulate_text.simulate)
 
 
 @verb(
@@ -166,17 +154,3 @@ def _numbers(text: str | None) -> list[int]:
     if not all(word.strip().isdecimal() and 0 < int(word) <= 1024 for word in words):
         raise typer.BadParameter(f"{text!r} is no list of numbers up to 1024", param_hint="--segment-blocks")
     return [int(word) for word in words]
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise typer.BadParameter(f"{readable(path)}: {exc.strerror}", param_hint="--plot") from exc
-    say(f"plot written to {path}")
-
-
-def _columns() -> int:
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return min(140, shutil.get_terminal_size().columns)
-    return _COLUMNS

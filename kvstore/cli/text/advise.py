@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from rich.text import Text
 
 from kvstore.admin.advise.page import Table, html
+from kvstore.admin.advise.plot import Plot, Series
 from kvstore.admin.advise.reports import AdviceReport, CapacityAdvice, LiveAdviceReport
-from kvstore.admin.simulate.plot import Plot, Series, text
 from kvstore.cli.tables import Column, Renderables, TableRows, pair, plain, span
 from kvstore.cli.text.inspect import window
 from kvstore.rules.units import size
@@ -29,7 +29,7 @@ def headline(report: AdviceReport) -> str:
     return f"Yes: {size(best.capacity_bytes)} save {money(best.net_month)} a month"
 
 
-def plot_of(report: AdviceReport) -> Plot:
+def _plot(report: AdviceReport) -> Plot:
     """Returns the plot of the hit ratio by capacity."""
     trace = report.trace
     series = [
@@ -43,16 +43,13 @@ def plot_of(report: AdviceReport) -> Plot:
     local = report.local_ratio
     own = f"; engines had {local:.1%} of them themselves" if local is not None else ""
     return Plot(
-        title="Hit ratio by capacity",
         subtitle=f"{trace.requests:,} requests, {trace.asked_blocks:,} blocks asked for{own}",
-        x_label="capacity (logarithmic)",
-        y_label="hit ratio (blocks found, of those asked for)",
         series=series,
     )
 
 
-def advise(report: AdviceReport, width: int) -> Renderables:
-    """Yields the verdict and why, the plot, what capacities and models amount to, and what to set."""
+def advise(report: AdviceReport) -> Renderables:
+    """Yields the verdict and why, what capacities and models amount to, and what to set."""
     why = "" if report.verdict != "no" else ", because:"
     yield Text(f"{headline(report)}{why}", style=STYLES[report.verdict])
     for one in report.because:
@@ -60,9 +57,6 @@ def advise(report: AdviceReport, width: int) -> Renderables:
     yield ""
     for label, fact in facts(report):
         yield pair(label, plain(fact), width=_WIDTH)
-    yield ""
-    for line in text(plot_of(report), width):
-        yield Text(line, no_wrap=True, overflow="crop")
     yield from tables_of(tables(report))
     if report.settings:
         yield ""
@@ -120,7 +114,7 @@ def page(report: AdviceReport) -> str:
     why = [sentence(one) for one in report.because]
     why += [f"{label[:1].upper()}{label[1:]}: {fact}" for label, fact in facts(report)]
     notes = [sentence(one) for one in report.caveats]
-    return html(title, report.verdict, why, plot_of(report), tables(report), report.settings, notes)
+    return html(title, report.verdict, why, _plot(report), tables(report), report.settings, notes)
 
 
 def tables(report: AdviceReport) -> Sequence[tuple[str, Table]]:
@@ -202,17 +196,14 @@ def title(report: LiveAdviceReport) -> str:
     return f"This store {'saves' if net > 0 else 'loses'} {money(abs(net))} a month"
 
 
-def live(report: LiveAdviceReport, width: int) -> Renderables:
-    """Yields the verdict and why, the plot, the tables, what to change, and what the numbers rest on."""
+def live(report: LiveAdviceReport) -> Renderables:
+    """Yields the verdict and why, the tables, what to change, and what the numbers rest on."""
     yield Text(title(report), style=STYLES[report.verdict])
     for one in report.because:
         yield pair("-", plain(sentence(one)), width=3)
     yield ""
     for label, fact in _live_facts(report):
         yield pair(label, plain(fact), width=_WIDTH)
-    yield ""
-    for line in text(_live_plot(report), width):
-        yield Text(line, no_wrap=True, overflow="crop")
     yield from tables_of(_live_tables(report))
     if report.settings:
         yield ""
@@ -225,7 +216,7 @@ def live(report: LiveAdviceReport, width: int) -> Renderables:
     if report.recorded is not None:
         yield ""
         yield Text("What the recordings say", style="bold")
-        yield from advise(report.recorded, width)
+        yield from advise(report.recorded)
 
 
 def live_page(report: LiveAdviceReport) -> str:
@@ -252,10 +243,7 @@ def _live_plot(report: LiveAdviceReport) -> Plot:
     points = [(max(1, one.capacity_bytes), min(1.0, one.hit_ratio)) for one in report.capacities]
     ceiling = [(at, report.period.ceiling_ratio) for at, _ in points]
     return Plot(
-        title="Hit ratio by capacity",
         subtitle=f"{report.period.asked_blocks:,} blocks asked for in {window(report.period.window_s)}",
-        x_label="capacity (logarithmic)",
-        y_label="hit ratio (blocks found, of those asked for)",
         series=[Series("this store", points), Series("ceiling of that time", ceiling, bound=True)],
     )
 

@@ -113,8 +113,10 @@ _ERASED = {
         "erased; engines have stored something since, which and its journal stay", style="bold red"
     ),
     "remains": Text("not all of it is gone; run it again, or with --wait 5m", style="bold red"),
+    "former_versions": Text(
+        "the last look found nothing of it, but the bucket keeps former versions, or may", style="bold red"
+    ),
 }
-_VERSIONS_NAMED = 5
 
 
 def erase(report: EraseReport) -> Renderables:
@@ -126,7 +128,7 @@ def erase(report: EraseReport) -> Renderables:
         yield pair("hidden", count(report.hidden_segments, "segment"), width=_WIDTH)
         yield pair("deleted", count(report.deleted_payloads, "payload"), width=_WIDTH)
         yield pair("looks", f"{report.looks:,}", width=_WIDTH)
-        yield from _versions(report.versions)
+    yield from _versions(report.versions)
     if spaces := report.namespaces:
         yield ""
         yield TableRows(
@@ -152,20 +154,12 @@ def erase(report: EraseReport) -> Renderables:
 
 
 def _versions(report: VersionsReport) -> Renderables:
-    if report.deleted:
-        yield pair("", f"{count(report.deleted, 'former version')} deleted", width=_WIDTH)
     if report.state == "none":
-        yield pair("versions", "none of the deleted payloads", width=_WIDTH)
-    if report.state == "unknown":
-        text = "can't be listed; it takes s3:ListBucketVersions, or the proof that the bucket never had any"
-        yield pair("versions", Text(text, style="bold red"), width=_WIDTH)
-    if report.state == "remain":
-        kept = f"{count(report.versions, 'former version')} ({size(report.stored_bytes)})"
-        text = f"{kept} and {count(report.markers, 'mark')} remain; --versions deletes them where "
-        text += "s3:DeleteObjectVersion and object lock let it, a lifecycle rule "
-        text += "NoncurrentVersionExpiration does in days"
-        yield pair("versions", Text(text, style="bold red"), width=_WIDTH)
-        for name in report.names[:_VERSIONS_NAMED]:
-            yield pair("", name, width=_WIDTH)
+        yield pair("versions", "the store keeps none of deleted payloads", width=_WIDTH)
+        return
+    keeps = "keeps" if report.state == "kept" else "may keep"
+    text = f"the bucket {keeps} former versions of deleted payloads. Add this rule to its lifecycle:"
+    yield pair("versions", Text(text, style="bold red"), width=_WIDTH)
+    yield pair("", report.rule, width=_WIDTH)
     if report.problem:
         yield pair("", report.problem, width=_WIDTH)

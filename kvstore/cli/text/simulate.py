@@ -1,13 +1,11 @@
-"""simulate and whatif as text, and the plot of a simulation."""
+"""simulate and whatif as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 
 from rich.text import Text
 
-from kvstore.admin.simulate.plot import Plot, Series, text
 from kvstore.admin.simulate.reports import Curve, Gain, SimulationReport, WhatIfReport
 from kvstore.cli.tables import Column, Renderables, TableRows, count, pair, plain
 from kvstore.rules.units import size
@@ -26,37 +24,14 @@ _NAMES = {
 }
 
 
-def plot_of(report: SimulationReport) -> Plot:
-    """Returns the plot of the hit ratio by capacity."""
-    trace = report.trace
-    files = ", ".join(PurePath(file).name for file in trace.files[:2])
-    more = f" and {len(trace.files) - 2} more" if len(trace.files) > 2 else ""
-    blocks = f"{trace.asked_blocks:,} blocks asked for, {trace.distinct_blocks:,} different ones"
-    series = [
-        Series(
-            name(curve),
-            [(point.capacity_bytes, point.hit_ratio) for point in curve.points],
-            bound=curve.policy == "endless",
-        )
-        for curve in report.curves
-    ]
-    return Plot(
-        title="Hit ratio by capacity",
-        subtitle=f"{files}{more}: {trace.requests:,} requests, {blocks} ({size(trace.distinct_bytes)})",
-        x_label="capacity (logarithmic)",
-        y_label="hit ratio (blocks found, of those asked for)",
-        series=series,
-    )
-
-
-def name(curve: Curve) -> str:
+def _name(curve: Curve) -> str:
     """Returns what a curve is called."""
     cut = f", {curve.segment_blocks} blocks a segment" if curve.segment_blocks else ""
     return f"{_NAMES[curve.policy]}{cut}"
 
 
-def simulate(report: SimulationReport, width: int) -> Renderables:
-    """Yields what was replayed, the plot, and a table per policy."""
+def simulate(report: SimulationReport) -> Renderables:
+    """Yields what was replayed, and a table per policy."""
     trace = report.trace
     yield pair("trace", ", ".join(trace.files), width=_WIDTH)
     yield pair("requests", f"{trace.requests:,} in {_duration(trace.seconds)}", width=_WIDTH)
@@ -70,17 +45,13 @@ def simulate(report: SimulationReport, width: int) -> Renderables:
         yield pair(label[:8], f"blocks{tokens}, {size(space.block_bytes)} each; {cut}", width=_WIDTH)
     if trace.skipped_lines:
         yield pair("skipped", f"{count(trace.skipped_lines, 'line')} that make no sense", width=_WIDTH)
-    if any(len(curve.points) > 1 for curve in report.curves):
-        yield ""
-        for line in text(plot_of(report), width):
-            yield Text(line, no_wrap=True, overflow="crop")
     yield ""
     for finding in report.findings:
         yield pair("-", plain(finding), width=3)
     for curve in report.curves:
         if curve.policy != "endless":
             yield ""
-            yield Text(name(curve), style="bold")
+            yield Text(_name(curve), style="bold")
             yield _points(curve)
 
 

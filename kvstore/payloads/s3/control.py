@@ -1,5 +1,5 @@
 """S3Control: every request to a bucket that moves no payload: listings, deletes, probes' ends, old uploads,
-former versions.
+and whether the bucket keeps former versions.
 
 What a server answers is not trusted to make sense. An entry of a listing without a name, a size or a date, a
 page that names no next one or one that was there already, and anything else that boto3 can't read is a
@@ -19,7 +19,6 @@ from botocore.parsers import ResponseParserError
 from kvstore.errors import KVStoreError, TransientError
 from kvstore.payloads.port import Again, Listed, at_once
 from kvstore.payloads.s3.errors import classify, nonsense, of_boto
-from kvstore.payloads.versions import Version
 from schemas.urls import S3Location
 
 _T = TypeVar("_T")
@@ -79,35 +78,17 @@ class S3Control:
                 ),
             )
 
-    def versions(self, what: str, prefix: str) -> Iterator[Version]:
-        """Yields what a bucket keeps under `prefix` beside the objects that can be read: former versions, and
-        the marks that stand in the place of deleted ones. Names are below the root."""
-        root = self._location.root
-        tokens = ("KeyMarker", "VersionIdMarker")
-        for page in self._pages(what, "list_object_versions", "Name", tokens, Prefix=prefix):
-            yield from self._each(
-                what,
-                [item for item in page.get("Versions", ()) if not item.get("IsLatest")],
-                lambda item: Version(item["Key"].removeprefix(root), item["VersionId"], _size(item)),
-            )
-            yield from self._each(
-                what,
-                page.get("DeleteMarkers", ()),
-                lambda item: Version(item["Key"].removeprefix(root), item["VersionId"], 0, marker=True),
-            )
+    def keeps_versions(self) -> bool:
+        """Returns whether the bucket keeps, or ever kept, former versions."""
+        # Once turned on, versioning can be suspended, and never be off again.
+        self._client.meta.events.register("before-parse.s3.GetBucketVersioning", _is_versioning)
+        answer: dict[str, Any] = self.ask("ask for versioning", "get_bucket_versioning")
+        return "Status" in answer
 
     def delete(self, what: str, keys: Sequence[str]) -> None:
         """Deletes objects, in batches. Raises the first error at the end: a bad key keeps no other alive."""
-        self._delete(what, [{"Key": key} for key in keys])
-
-    def delete_versions(self, what: str, versions: Sequence[Version]) -> None:
-        """Deletes versions for good, as `delete` does objects."""
-        root = self._location.root
-        self._delete(what, [{"Key": root + each.name, "VersionId": each.version} for each in versions])
-
-    def _delete(self, what: str, objects: Sequence[dict[str, str]]) -> None:
         failed: KVStoreError | None = None
-        rest = iter(objects)
+        rest = iter([{"Key": key} for key in keys])
         while batch := list(islice(rest, _BATCH)):
             answer = self.ask(what, "delete_objects", Delete={"Objects": batch, "Quiet": True})
             for error in answer.get("Errors", ()):
@@ -157,6 +138,13 @@ class S3Control:
             return [read(item) for item in items]
         except _NONSENSE as exc:
             raise nonsense(f"bucket {self._location.bucket}: {what}", type(exc).__name__) from None
+
+
+def _is_versioning(response_dict: Any, **_: Any) -> None:
+    """Raises ValueError for another document, as from a gate that wants to be logged in at: to boto3 any XML
+    says that no version was ever kept."""
+    if response_dict["status_code"] == 200 and b"VersioningConfiguration" not in response_dict["body"]:
+        raise ValueError("no versioning")
 
 
 def _size(item: Any) -> int:

@@ -14,7 +14,7 @@ import yaml
 from kvstore.admin.advise.advise import rounded
 from kvstore.admin.advise.reports import AdviceReport
 from kvstore.admin.advise.worth import MONTH_S, Cost
-from kvstore.admin.bench.reports import BenchReport, LoadTime
+from kvstore.admin.bench.reports import BenchReport, BenchSpeed
 from kvstore.keys import digests, namespace_id
 from kvstore.rules.segments import index_bytes, redis_memory
 from kvstore.store.trace import TraceRecorder
@@ -88,7 +88,7 @@ def test_it_pays_and_says_what_to_set(admin: Admin, recording: Path) -> None:
     assert settings.admission.second_use is best.second_use
     assert report.prices.gpu_hour == 2 and "gpu_hour" not in report.prices.assumed
     shown = admin("advise", str(recording), "--points", "6").out
-    for words in ("Yes:", "Settings to paste", "capacity_bytes:", "o kvstore", "break-even", "maxmemory"):
+    for words in ("Yes:", "Settings to paste", "capacity_bytes:", "break-even", "maxmemory"):
         assert words in shown
 
 
@@ -232,17 +232,15 @@ def test_loading_must_be_faster_than_computing(admin: Admin, recording: Path) ->
 
 
 def test_what_bench_has_measured_counts(admin: Admin, tmp_path: Path, recording: Path) -> None:
-    def load(tier: Any, tokens: int, bytes_s: float) -> LoadTime:
-        return LoadTime(
-            tier=tier, tokens=tokens, nbytes=1, measured=True, match_s=0.0, load_s=1.0, bytes_s=bytes_s,
-            break_even_tokens_s=1.0,
-        )  # fmt: skip
+    def speed(operation: Any, tier: Any, bytes_s: float) -> BenchSpeed:
+        return BenchSpeed(
+            operation=operation, tier=tier, at_a_time=1, calls=1, blocks=1, p50_s=1, p99_s=1, bytes_s=bytes_s
+        )
 
     made = BenchReport(
         version="1", ended="complete", problem="", index="", payloads="", fast=None, seconds=1.0,
         kv_bytes_per_token=1, kv_source="", block_tokens=16, segment_blocks=1, segment_bytes=1, codec="none",
-        read_threads=1, machine=None, codecs=(), index_speed=None, transfers=(), small_reads=None,
-        loads=(load("shared", 4096, 1e3), load("shared", 32768, 1e12), load("fast", 4096, 2e12)), findings=(),
+        speeds=(speed("put", "shared", 1e3), speed("get", "shared", 1e12), speed("get", "fast", 2e12)),
         left_behind="",
     )  # fmt: skip
     file = tmp_path / "bench.json"
@@ -253,7 +251,7 @@ def test_what_bench_has_measured_counts(admin: Admin, tmp_path: Path, recording:
     # A fast tier that nobody is told to set doesn't help.
     file.write_text(
         made.model_copy(
-            update={"loads": (load("fast", 4096, 1e12), load("shared", 4096, 1e3))}
+            update={"speeds": (speed("get", "fast", 1e12), speed("get", "shared", 1e3))}
         ).model_dump_json()
     )
     report = advice(admin, recording, "--bench", str(file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import logging
 import subprocess
 import sys
@@ -194,7 +195,7 @@ def test_a_plan_changes_nothing(world: Erasing) -> None:
         plan = erase(cache, OF_ALICE)
     assert (plan.state, plan.applied, plan.salt, plan.tenant) == ("kept", False, ALICE.hex(), "")
     assert (len(plan.namespaces), plan.found.segments, plan.found.blocks) == (5, 5, 11)
-    assert (plan.looks, plan.deleted_payloads, plan.versions.state) == (0, 0, "kept")
+    assert (plan.looks, plan.deleted_payloads, plan.versions.state) == (0, 0, "none")
     with world.cache() as cache:
         assert cache.index is not None
         assert cache.index.forbidden(namespace_id(KV)) == {}
@@ -615,75 +616,50 @@ def versions_under(bucket: S3Bucket, prefix: str = "") -> list[str]:
 
 @pytest.mark.servers
 @pytest.mark.parametrize("target", [OF_ALICE, OF_SEARCH], ids=str)
-def test_versions_are_named_and_deleted_where_told(
-    versioned: tuple[Erasing, S3Bucket], target: Target
-) -> None:
+def test_former_versions_are_left_to_a_rule(versioned: tuple[Erasing, S3Bucket], target: Target) -> None:
     world, bucket = versioned
     gone = of_alice if target is OF_ALICE else of_search
     names = {name for one in world.written if gone(one) for name in one.names}
     report = erased(world, target)
-    versions = report.versions
-    # The names of a tenant's namespaces are kept for those who come to delete them.
-    assert (report.state, versions.state) == ("erased" if target is OF_ALICE else "remains", "remain")
-    assert (versions.versions, versions.markers) == (len(names), len(names))
-    assert versions.stored_bytes == sum(len(p) for one in world.written if gone(one) for p in one.payloads)
-    assert set(versions.names) == names <= set(versions_under(bucket))
+    assert (report.ended, report.looks) == ("complete", 1)
+    assert (report.state, report.versions.state) == ("former_versions", "kept")
     assert exits.of_report(report) is ExitCode.PARTIAL
-    assert report.looks == 1
-    report = erased(world, target, versions=True)
-    assert is_done(report)
-    assert report.versions.deleted == 2 * len(names)
-    assert not names & set(versions_under(bucket))
+    assert names <= set(versions_under(bucket))
     world.kept(but=gone)
+    rule = json.loads(report.versions.rule)
+    assert rule["Filter"] == {"Prefix": f"{bucket.prefix}/"}
+    # A real server takes the rule as it stands.
+    bucket.client().put_bucket_lifecycle_configuration(
+        Bucket=bucket.bucket, LifecycleConfiguration={"Rules": [rule]}
+    )
+    (taken,) = bucket.client().get_bucket_lifecycle_configuration(Bucket=bucket.bucket)["Rules"]
+    assert taken["NoncurrentVersionExpiration"] == {"NoncurrentDays": 1}
+    assert taken["Expiration"] == {"ExpiredObjectDeleteMarker": True}
 
 
 @pytest.mark.servers
-def test_a_tenants_versions_go_with_it(versioned: tuple[Erasing, S3Bucket]) -> None:
-    world, bucket = versioned
-    report = erased(world, OF_SEARCH, versions=True)
-    assert is_done(report) and report.versions.deleted == 12
-    assert versions_under(bucket, namespace_id(SEARCH)) == []
-    world.kept(but=of_search)
-    assert len(versions_under(bucket)) == len([name for one in world.written for name in one.names]) - 6
-
-
-@pytest.mark.servers
-def test_versions_that_may_not_be_listed_or_deleted(
-    versioned: tuple[Erasing, S3Bucket], monkeypatch: pytest.MonkeyPatch
+def test_versions_that_may_not_be_asked_about(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvstore.payloads.s3.control import S3Control
 
-    world, bucket = versioned
+    world = opened(request, tmp_path, "redis and s3")
+    world.fill_all()
     real = S3Control.ask
 
-    def marks() -> set[str]:
-        answer = bucket.client().list_object_versions(Bucket=bucket.bucket)
-        return {one["VersionId"] for one in answer.get("DeleteMarkers", ())}
+    def ask(self: S3Control, about: str, operation: str, **arguments: Any) -> Any:
+        if operation == "get_bucket_versioning":
+            raise PermissionDenied(f"{about}: AccessDenied")
+        return real(self, about, operation, **arguments)
 
-    def refusing(what: str) -> None:
-        def ask(self: S3Control, about: str, operation: str, **arguments: Any) -> Any:
-            objects = arguments.get("Delete", {}).get("Objects", ())
-            # As an object lock does: it keeps versions, and not the marks above them.
-            locked = {one["VersionId"] for one in objects if "VersionId" in one} - marks()
-            if locked if what == "delete_objects" else operation == what:
-                raise PermissionDenied(f"{about}: AccessDenied")
-            return real(self, about, operation, **arguments)
-
-        monkeypatch.setattr(S3Control, "ask", ask)
-
-    refusing("list_object_versions")
-    report = erased(world, OF_ALICE, versions=True)
-    assert (report.ended, report.state, report.versions.state) == ("complete", "erased", "unknown")
-    assert "AccessDenied" in report.versions.problem
+    monkeypatch.setattr(S3Control, "ask", ask)
+    report = erased(world, OF_ALICE)
+    assert (report.ended, report.state, report.versions.state) == ("complete", "former_versions", "unknown")
+    assert "AccessDenied" in report.versions.problem and report.versions.rule
     assert exits.of_report(report) is ExitCode.PARTIAL
-    refusing("delete_objects")
-    report = erased(world, OF_ALICE, versions=True)
-    assert (report.versions.state, report.versions.deleted) == ("remain", 0)
-    assert "AccessDenied" in report.versions.problem
-    # The marks are there: what is deleted can't be read again.
     world.kept(but=of_alice)
     monkeypatch.undo()
-    assert is_done(erased(world, OF_ALICE, versions=True))
+    assert is_done(erased(world, OF_ALICE))
 
 
 # The command
@@ -749,7 +725,7 @@ def test_a_salt_from_stdin_is_in_no_argument(local: Erasing) -> None:
         (["--tenant", "search", "--salt-file", "-"], "say what is to go"),
         (["--tenant", ""], "empty name"),
         (["--tenant", "search", "--namespace", "ab"], "goes with --salt-file"),
-        (["--tenant", "search", "--versions"], "go with --apply"),
+        (["--tenant", "search", "--wait", "1m"], "goes with --apply"),
         (["--salt-file", "/nowhere/salt"], "can't be read"),
         (["--salt-file", "EMPTY"], "holds no salt"),
         (["--salt-file", "LATIN"], "is not in UTF-8"),

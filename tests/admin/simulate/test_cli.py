@@ -1,15 +1,11 @@
-"""simulate and whatif as people run them: text, JSON, the plot, and what is said of bad input."""
+"""simulate and whatif as people run them: text, JSON, and what is said of bad input."""
 
 from __future__ import annotations
 
-import itertools
-import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from kvstore.admin.simulate.plot import Plot, Series, svg, text
 from kvstore.admin.simulate.reports import SimulationReport, WhatIfReport
 from kvstore.admin.simulate.whatif import kept
 from kvstore.index import eviction
@@ -19,7 +15,6 @@ from tests.admin.conftest import Admin, Filled
 from tests.admin.simulate import workloads
 from tests.admin.simulate.store_run import BLOCK_BYTES, namespace, world
 
-SVG = "{http://www.w3.org/2000/svg}"
 GIB = 1 << 30
 
 
@@ -53,14 +48,6 @@ def test_text_and_json_are_one_report(admin: Admin, chats: Path) -> None:
     for expected in ("300 in", "kvstore, second use only", "LRU of blocks", "hit ratio", "2.0 GiB"):
         assert expected in shown
     assert all(len(line) <= 160 for line in shown.splitlines())
-
-
-def test_a_plot_is_written(admin: Admin, chats: Path, tmp_path: Path) -> None:
-    path = tmp_path / "hits.svg"
-    ran = admin("simulate", str(chats), "--plot", str(path), "--policy", "kvstore,endless", "--points", "5")
-    assert ran.code == 0
-    assert "plot written" in ran.err
-    assert "chats.jsonl" in path.read_text(encoding="utf-8")
 
 
 def test_progress_goes_to_stderr(admin: Admin, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +106,6 @@ def test_a_file_of_settings_may_name_a_store_or_none(
         (["--segment-blocks", "4,x"], "no list of numbers"),
         (["--block-bytes", "-1"], "'-1'"),
         (["--points", "1"], "points"),
-        (["--plot", "/nowhere/at/all.svg"], "No such file"),
     ],
 )
 def test_bad_options_are_refused_with_a_sentence(
@@ -200,85 +186,3 @@ def test_whatif_of_a_cache_that_is_not_there(admin: Admin, tmp_path: Path) -> No
     assert ran.code == 0
     assert ran.json["namespaces"] == []
     assert not (tmp_path / "none").exists()
-
-
-# ---- the plot
-
-
-def plot(*series: Series, title: str = "Hit ratio") -> Plot:
-    return Plot(title, "of a test", "capacity", "hit ratio", series)
-
-
-SERIES = (
-    Series("ours", [(GIB, 0.1), (10 * GIB, 0.3), (100 * GIB, 0.42)]),
-    Series("theirs", [(GIB, 0.05), (100 * GIB, 0.4)]),
-    Series("most", [(GIB, 0.45), (100 * GIB, 0.45)], bound=True),
-)
-
-
-def test_points_lie_where_the_axes_say() -> None:
-    root = ElementTree.fromstring(svg(plot(*SERIES)))
-    texts = {element.text: element for element in root.iter(f"{SVG}text")}
-    ticks = {label: float(texts[label].get("x") or 0) for label in ("1 GiB", "10 GiB", "100 GiB")}
-    levels = {share: float(texts[f"{share}%"].get("y") or 0) - 4 for share in (0, 10, 20, 30, 40, 50)}
-    # Logarithmic across, linear upwards.
-    assert ticks["10 GiB"] - ticks["1 GiB"] == pytest.approx(ticks["100 GiB"] - ticks["10 GiB"], abs=0.2)
-    assert levels[0] - levels[10] == pytest.approx(levels[40] - levels[50], abs=0.2)
-    circles = [(float(c.get("cx") or 0), float(c.get("cy") or 0)) for c in root.iter(f"{SVG}circle")]
-    for at in ((ticks["1 GiB"], levels[10]), (ticks["10 GiB"], levels[30])):
-        assert any(c == pytest.approx(at, abs=0.2) for c in circles)
-    assert {"ours", "theirs", "most", "capacity", "hit ratio"} <= set(texts)
-
-
-def test_nothing_leaves_the_picture_and_no_series_looks_like_another() -> None:
-    names = [f"series number {number} with a long name" for number in range(6)]
-    series = [Series(name, [(GIB, 0.9), (2 * GIB, 1.0)]) for name in names]
-    drawn = svg(plot(*series, SERIES[2]))
-    root = ElementTree.fromstring(drawn)
-    _, _, wide, high = map(float, (root.get("viewBox") or "").split())
-    for element in root.iter():
-        for name, most in (("x", wide), ("cx", wide), ("y", high), ("cy", high)):
-            if (value := element.get(name)) is not None:
-                assert 0 <= float(value) <= most
-    styles = re.findall(r'stroke="(#\w+)" stroke-width="2.2"( stroke-dasharray="[\d ]+")?/>', drawn)
-    # Each is drawn in the plot and in the legend.
-    assert len(set(styles)) == len(names) == len(styles) / 2
-
-
-def test_names_of_files_are_text_and_no_markup() -> None:
-    root = ElementTree.fromstring(svg(plot(*SERIES, title='<script>"&\x1b[31m')))
-    assert not list(root.iter(f"{SVG}script"))
-    assert any(element.text == '<script>"&?[31m' for element in root.iter(f"{SVG}text"))
-
-
-def test_in_text_a_curve_rises_where_it_should() -> None:
-    lines = text(plot(*SERIES), 80)
-    assert all(len(line) <= 80 for line in lines)
-    body = [line[7:] for line in lines[1:19]]
-    # The first one of several at a place is what is seen.
-    columns = [
-        next((row for row, line in enumerate(body) if line[at : at + 1] == "o"), None) for at in range(72)
-    ]
-    found = [row for row in columns if row is not None]
-    assert len(found) == 72
-    assert all(later <= earlier for earlier, later in itertools.pairwise(found))
-    assert found[0] - found[-1] >= 10
-    assert "50% ┤" in "\n".join(lines)
-    assert "o ours   + theirs   · most" in lines[-1]
-    assert {"1 GiB", "10 GiB", "100 GiB"} <= set(re.findall(r"\d+ GiB", lines[-3])), lines[-3]
-
-
-@pytest.mark.parametrize(
-    "series",
-    [
-        Series("one", [(GIB, 0.3)]),
-        Series("nothing", [(GIB, 0.0), (2 * GIB, 0.0)]),
-        Series("a byte", [(1, 0.001), (2, 1.0)]),
-        Series("much", [(1, 0.5), (1 << 60, 0.6)]),
-    ],
-)
-def test_odd_ranges_are_drawn_too(series: Series) -> None:
-    ElementTree.fromstring(svg(plot(series)))
-    for width in (10, 40, 200):
-        lines = text(plot(series), width)
-        assert any("o" in line[7:] for line in lines[1:19])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.build import keeps_versions, load_settings
 from kvstore.conformance.arrange import fetch, fresh_name, views
 from kvstore.errors import DeadlineExceeded, KVStoreError, PermissionDenied, TransientError
 from kvstore.payloads.s3.store import S3Payloads
@@ -237,6 +238,18 @@ def test_entities_of_a_listing_are_neither_expanded_nor_fetched(tmp_path: Path) 
                 list(payloads.list())
             assert "31337" not in str(caught.value)
     assert peak_mib() - before < 256
+
+
+def test_only_an_answer_about_versioning_says_that_no_version_is_kept() -> None:
+    said = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/">%s</VersioningConfiguration>'
+    bodies = iter((said % b"", said % b"<Status>Suspended</Status>", NONSENSE["not a listing"]))
+    with HostileServer(lambda *_: answer("200 OK", next(bodies))) as server:
+        url = f"s3://bucket/pre?endpoint={server.endpoint}&region=us-east-1"
+        keys = {"access_key_id": "quick-tests", "secret_access_key": "not-checked"}
+        settings = load_settings({"payloads": url, "index": "redis://nowhere/0", "s3": keys}, {})
+        assert [keeps_versions(settings), keeps_versions(settings)] == [False, True]
+        with pytest.raises(TransientError, match="bucket bucket: ask for versioning"):
+            keeps_versions(settings)
 
 
 @pytest.mark.slow
