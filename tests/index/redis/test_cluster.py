@@ -19,7 +19,6 @@ from pydantic import SecretStr
 from redis.exceptions import RedisClusterException
 
 from kvstore.build import load_settings
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put_all, served
 from kvstore.errors import DeadlineExceeded, PermissionDenied, TransientError
 from kvstore.index.redis import connections as redis_opening
 from kvstore.index.redis.index import RedisIndex
@@ -27,8 +26,9 @@ from kvstore.keys import NamespaceId
 from kvstore.metrics import Counters
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.store.housekeeping import Housekeeping
-from kvstore.testing import FullIndexConformance
 from schemas.settings import JournalSettings, RedisSettings
+from tests.index.contract.chains import CREATED_S, chain, namespace, put_all, served
+from tests.index.contract.whole import FullIndexConformance
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import PATIENT, RedisServer, _free_port, patient
 from tests.waiting import PATIENCE_S, done

@@ -10,8 +10,8 @@ import pytest
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import NamespaceId
-from kvstore.testing import FullIndexConformance
 from schemas.settings import JournalSettings
+from tests.index.contract.whole import FullIndexConformance
 from tests.index.redis.fakes import fake_client
 
 

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import redis
 
-from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain
-from kvstore.conformance.index.sessions import ONE, later
-from kvstore.conformance.index.sessions import save as save_for
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance
 from kvstore.index.sharding.index import ShardedIndex
@@ -19,8 +16,11 @@ from kvstore.index.sharding.leaf import ShardLeaf
 from kvstore.index.sharding.names import shard_names
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, session_id
-from kvstore.testing import FullIndexConformance
 from schemas.settings import JournalSettings
+from tests.index.contract.chains import CREATED_S, LATER_S, chain
+from tests.index.contract.sessions import ONE, later
+from tests.index.contract.sessions import save as save_for
+from tests.index.contract.whole import FullIndexConformance
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import PATIENT
 

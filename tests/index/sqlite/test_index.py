@@ -18,9 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.conformance.index.admission import DAY_S, NOON_S, use
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, put_all, record, served
-from kvstore.conformance.index.maintained import DELETE_AFTER_S, SOON_S, usage_of
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -40,8 +37,11 @@ from kvstore.index.sqlite import (
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.index.sqlite.rows import NamespaceNumbers
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
-from kvstore.testing import FullIndexConformance
 from schemas.settings import JournalSettings
+from tests.index.contract.admission import DAY_S, NOON_S, use
+from tests.index.contract.chains import CREATED_S, chain, namespace, put, put_all, record, served
+from tests.index.contract.maintained import DELETE_AFTER_S, SOON_S, usage_of
+from tests.index.contract.whole import FullIndexConformance
 from tests.index.writer import STEPS
 from tests.waiting import PATIENCE_S
 
