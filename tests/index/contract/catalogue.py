@@ -34,7 +34,7 @@ from tests.index.contract.maintained import (
 
 
 class CatalogueConformance(Maintained):
-    """A part of MaintenanceConformance."""
+    """A part of FullIndexConformance."""
 
     # namespaces, usage
 

@@ -38,7 +38,7 @@ from tests.index.contract.maintained import (
 
 
 class InvalidationConformance(Maintained):
-    """A part of MaintenanceConformance."""
+    """A part of FullIndexConformance."""
 
     # invalidate
 

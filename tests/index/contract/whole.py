@@ -10,8 +10,8 @@ An index passes if a subclass with one fixture and three methods passes:
         def configured(self, *, journal=None, cost_aware=True, by=""): ...  the same with other settings
         def miscount(self, name, nbytes): ...       makes the accounts wrong behind the index's back
 
-For an index without some of the abilities, subclass IndexConformance, MaintenanceConformance and the suites
-of the abilities that it has.
+An index that runs in another place, or behind a wrapper, passes IndexConformance and NoteConformance: what
+engines ask of it on the path of requests.
 """
 
 from __future__ import annotations
@@ -56,11 +56,6 @@ from tests.index.contract.salts import SaltConformance
 from tests.index.contract.sessions import SessionConformance
 
 
-class MaintenanceConformance(CatalogueConformance, CullConformance, InvalidationConformance):
-    """The suite of Maintenance, which every index offers. If the maintenance is another object than the
-    index, override the fixture `catalogue`."""
-
-
 class FullIndexConformance(
     PinConformance,
     QuotaConformance,
@@ -75,7 +70,9 @@ class FullIndexConformance(
     OperationsConformance,
     NoteConformance,
     VerdictConformance,
-    MaintenanceConformance,
+    CatalogueConformance,
+    CullConformance,
+    InvalidationConformance,
     IndexConformance,
 ):
     """All suites, and tests of what the abilities promise together. Subclass it, name the subclass Test...,
