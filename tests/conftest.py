@@ -52,19 +52,10 @@ _SLOW = (
     *(
         f"tests/index/redis/test_fakeredis.py::TestFakeRedisIndex::test_{name}"
         for name in (
-            "cull_looks_at",
-            "drain_puts",
-            "events_are",
             "few_new_blocks",
             "find_of_thousands",
-            "hottest",
-            "many_segments",
             "match_of_thousands",
             "note_of_many",
-            "reconcile",
-            "segments_",
-            "sweep",
-            "unlist_many",
         )
     ),
     "tests/payloads/s3/test_store.py::TestMoto::test_delete_of_a_large_batch",

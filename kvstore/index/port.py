@@ -11,7 +11,7 @@ What maintenance and people need of the same index, off the request path: kvstor
 Rules for every implementation: batch first; sync; safe for many threads and many processes; no call
 blocks without a deadline; a miss is a value, a failure is an exception of kvstore.errors; no
 caller's buffer is kept after the call. Abstract throughout, so that a forgotten method fails at
-construction. Conformance: kvstore.testing.
+construction. Contract: tests/index/contract.
 
 Not here, and why: get-or-create (the store composes it), retries, breaking, counting (wrappers add them),
 locks and leases on what is being read (grace time after an eviction replaces them: nothing held can leak).

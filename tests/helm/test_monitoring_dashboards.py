@@ -12,7 +12,7 @@ import yaml
 from tests.helm.chart import CHART
 from tests.helm.monitoring import DASHBOARDS, NAMED, dashboards, queries
 from tests.helm.prometheus import grouped, metrics
-from tools.dashboards.grafana import Dashboard, Panel, Query, Row, made
+from tools.dashboards.grafana import made
 
 NAMES = [path.name for path in DASHBOARDS]
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -179,8 +179,9 @@ def test_a_table_says_what_it_counts() -> None:
 
 
 def test_panels_flow() -> None:
-    one = Panel("a", "stat", "none", (Query("up{}"),), "b", width=10, height=4)
-    tall = Panel("c", "stat", "none", (Query("up{}"),), "d", width=10, height=6)
-    page = made(Dashboard("n", "t", "x", (), (Row("r", (one, tall, one)), Row("s", (one,)))), "https://x")
+    one = {"title": "a", "text": "b", "width": 10, "height": 4}
+    tall = {"title": "c", "text": "d", "width": 10, "height": 6}
+    rows = [{"title": "r", "panels": [one, tall, one]}, {"title": "s", "panels": [one]}]
+    page = made("n", "https://x", title="t", text="x", variables=(), rows=rows)
     places = [(p["title"], p["gridPos"]["x"], p["gridPos"]["y"]) for p in page["panels"]]
     assert places == [("r", 0, 0), ("a", 0, 1), ("c", 10, 1), ("a", 0, 7), ("s", 0, 11), ("a", 0, 12)]

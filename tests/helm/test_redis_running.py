@@ -17,17 +17,17 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvstore.conformance.index.chains import chain, namespace, put, put_all, served
 from kvstore.errors import CapacityExceeded, PermissionDenied, TransientError
 from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import NamespaceId
-from kvstore.testing import FullIndexConformance
 from schemas.settings import JournalSettings, RedisSettings
 from tests.admin.conftest import Admin, fill
 from tests.admin.conftest import admin as admin
 from tests.helm.chart import Manifest, pick, render
 from tests.helm.redis_release import NAME, RedisRelease
 from tests.helm.running import missing
+from tests.index.contract.chains import chain, namespace, put, put_all, served
+from tests.index.contract.whole import FullIndexConformance
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.servers, pytest.mark.skipif(missing() is not None, reason=missing() or "")]

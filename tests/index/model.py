@@ -7,7 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvstore.conformance.index.chains import blocks_of, part_of
 from kvstore.index.contract import saved_minute
 from kvstore.index.eviction import worth
 from kvstore.index.maintenance import Entry, Erased, SegmentState, Usage
@@ -33,6 +32,7 @@ from kvstore.keys import (
     split_digests,
 )
 from schemas.records import EvictionRule, SegmentRecord
+from tests.index.contract.chains import blocks_of, part_of
 
 QUOTAS = ("capacity", "tenant_quota", "namespace_quota", "salt_quota")
 #: Operation, segment, first and last digest, depth, slots, bytes, rule.

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from kvstore.breaker import Breaker
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, record
 from kvstore.errors import BreakerOpen, TransientError
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.port import EngineIndex, Outcome
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, namespace_id, new_segment_id, session_id, writer_id
-from kvstore.testing import IndexConformance, NoteConformance, SessionConformance
 from schemas.settings import BreakerSettings
+from tests.index.contract.admission import NoteConformance
+from tests.index.contract.chains import CREATED_S, chain, namespace, put, record
+from tests.index.contract.index import IndexConformance
+from tests.index.contract.sessions import SessionConformance
 
 
 class TestBreakingIndex(IndexConformance, NoteConformance):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kvstore.build import load_settings, open_index
-from kvstore.conformance.index.chains import chain, namespace, put_all
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId, new_segment_id
 from kvstore.metrics import Counters
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.store.housekeeping import Housekeeping
+from tests.index.contract.chains import chain, namespace, put_all
 
 GRACE_S = 300.0
 

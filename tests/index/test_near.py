@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvstore.build import open_store
-from kvstore.conformance.index.chains import LATER_S, chain, namespace, put, put_all, record, served
 from kvstore.errors import BreakerOpen
 from kvstore.index import near
 from kvstore.index.near import NearRuns
@@ -19,7 +18,9 @@ from kvstore.index.port import Run
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId, namespace_id
-from kvstore.testing import IndexConformance, NoteConformance
+from tests.index.contract.admission import NoteConformance
+from tests.index.contract.chains import LATER_S, chain, namespace, put, put_all, record, served
+from tests.index.contract.index import IndexConformance
 from tests.index.test_state_machine import IndexMachine, run
 from tests.servers.redis import RedisServer
 from tests.store.world import SLOT_BYTES, slots

@@ -10,10 +10,10 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.conformance.index.admission import DAY_S, NOON_S
-from kvstore.conformance.index.chains import blocks_of, chain, namespace, part_of
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sketch import LINE_BYTES, Marks, Window, note
+from tests.index.contract.admission import DAY_S, NOON_S
+from tests.index.contract.chains import blocks_of, chain, namespace, part_of
 from tests.index.model import Space
 from tests.servers.redis import PATIENT, RedisServer
 

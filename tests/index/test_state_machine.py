@@ -23,7 +23,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.conformance.index.chains import CREATED_S, blocks_of, chain, items, namespace, part_of, record
 from kvstore.errors import CapacityExceeded, NamespaceUnknown
 from kvstore.index.maintenance import Listing
 from kvstore.index.port import CommitState, Outcome
@@ -48,6 +47,7 @@ from kvstore.keys import (
     tag_of,
 )
 from schemas.records import rounded_cost
+from tests.index.contract.chains import CREATED_S, blocks_of, chain, items, namespace, part_of, record
 from tests.index.model import Model, Space
 from tests.index.redis.fakes import fake_client
 from tests.servers.redis import PATIENT, RedisServer

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore.conformance.index.chains import record
 from kvstore.index.port import Run
 from kvstore.index.walk import EXPECTED_SLOTS, walk
 from kvstore.keys import SegmentId
 from schemas.records import SegmentRecord
+from tests.index.contract.chains import record
 
 #: A block's identity stands for everything before it, as a chained hash does.
 Block = tuple[int, int]

@@ -11,9 +11,9 @@ import sys
 import time
 from itertools import count
 
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId
+from tests.index.contract.chains import CREATED_S, chain, namespace, put
 
 STEPS = 60
 

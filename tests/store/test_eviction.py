@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.build import load_settings, open_index
-from kvstore.conformance.index.chains import chain, namespace
 from kvstore.index.contract import QUARTER_S, UNUSED_S
 from kvstore.index.eviction import Holder, Scope, ghost_bytes, ghost_step, plan, watermarks, worth
 from kvstore.index.maintenance import Candidate, FullIndex
@@ -27,6 +26,7 @@ from kvstore.store.housekeeping import Housekeeping
 from schemas.namespace import Namespace
 from schemas.records import PartRecord, SegmentRecord, rounded_cost
 from schemas.settings import Settings
+from tests.index.contract.chains import chain, namespace
 
 NOW_S = 1_790_000_000 // 60 * 60.0
 GIB = 1 << 30

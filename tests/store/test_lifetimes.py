@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from kvstore.build import load_settings, open_index, open_store
-from kvstore.conformance.index.chains import chain as chained
-from kvstore.conformance.index.chains import namespace as spaced
-from kvstore.conformance.index.chains import put, served
 from kvstore.errors import TransientError
 from kvstore.format.segment import Slot
 from kvstore.index.eviction import Scope
@@ -23,6 +20,9 @@ from kvstore.store.housekeeping import Housekeeping
 from kvstore.store.rounds import JANITOR
 from kvstore.store.store import Store
 from schemas.namespace import Namespace
+from tests.index.contract.chains import chain as chained
+from tests.index.contract.chains import namespace as spaced
+from tests.index.contract.chains import put, served
 from tests.store.world import chain, fetch, item, match, open_space, slots
 from tests.waiting import until
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvstore.build import load_settings, open_index
-from kvstore.conformance.index.chains import chain, namespace, put, record
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import FullIndex
 from kvstore.keys import NO_SALT, NamespaceId, SegmentId, salt_id
 from kvstore.metrics import Counters
 from kvstore.store.housekeeping import Housekeeping
+from tests.index.contract.chains import chain, namespace, put, record
 
 NOW_S = 1_790_000_000
 ALICE, BOB = salt_id("alice"), salt_id("bob")

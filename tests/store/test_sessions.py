@@ -15,7 +15,6 @@ from kvstore.admin.repair.check import Depth
 from kvstore.admin.repair.fsck import fsck
 from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
-from kvstore.conformance.index.sessions import END, later
 from kvstore.errors import TransientError
 from kvstore.index.eviction import Scope, watermarks
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
@@ -35,6 +34,7 @@ from kvstore.store.sessions import SpaceSessions
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from schemas.settings import Settings
+from tests.index.contract.sessions import END, later
 from tests.servers.redis import RedisServer
 from tests.store.world import chain, make_store, match, namespace, open_space, slots
 from tests.waiting import until

@@ -1,4 +1,4 @@
-"""Writes helm/files/dashboards/*.json.
+"""Writes helm/files/dashboards/*.json from the YAML files beside this one.
 
 python -m tools.dashboards            # writes them
 python -m tools.dashboards --check    # says which aren't in step, and writes nothing
@@ -13,13 +13,10 @@ from pathlib import Path
 
 import yaml
 
-from tools.dashboards.engines import ENGINES
 from tools.dashboards.grafana import made
-from tools.dashboards.overview import OVERVIEW
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "helm" / "files" / "dashboards"
-DASHBOARDS = (OVERVIEW, ENGINES)
 
 
 def files() -> dict[Path, str]:
@@ -27,10 +24,12 @@ def files() -> dict[Path, str]:
     values = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text(encoding="utf-8"))
     # templates/monitoring/dashboards.yaml puts a release's own address in its place.
     runbooks = str(values["monitoring"]["prometheusRule"]["runbooks"])
-    return {
-        FOLDER / f"{one.name}.json": json.dumps(made(one, runbooks), indent=1, ensure_ascii=False) + "\n"
-        for one in DASHBOARDS
-    }
+    found: dict[Path, str] = {}
+    for path in sorted(Path(__file__).parent.glob("*.yaml")):
+        described = yaml.safe_load(path.read_text(encoding="utf-8"))
+        page = made(path.stem, runbooks, **described)
+        found[FOLDER / f"{path.stem}.json"] = json.dumps(page, indent=1, ensure_ascii=False) + "\n"
+    return found
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The description of a dashboard, and the JSON that Grafana reads.
+"""The JSON that Grafana reads, from the description of a dashboard in YAML.
 
 Panels of a row flow from left to right and wrap; nobody writes a position. Every data source is the variable
 `datasource`, so a dashboard works wherever it is imported.
@@ -6,12 +6,13 @@ Panels of a row flow from left to right and wrap; nobody writes a position. Ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-Kind = Literal["timeseries", "stat", "bargauge", "table"]
 Json = dict[str, Any]
+Texts = Mapping[str, str]
 
 #: The schema of Grafana 12; older ones from 10 on read it as well.
 SCHEMA_VERSION = 41
@@ -21,78 +22,98 @@ COLUMNS = 24
 _STEP = "30s"
 _DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 _STATS: Json = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+#: Options of each kind of panel.
+_OPTIONS: Mapping[str, Json] = {
+    "timeseries": {
+        "legend": {
+            "calcs": ["mean", "max"],
+            "displayMode": "table",
+            "placement": "bottom",
+            "showLegend": True,
+        },
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+    "stat": {
+        "colorMode": "value",
+        "graphMode": "area",
+        "justifyMode": "auto",
+        "orientation": "auto",
+        "reduceOptions": _STATS,
+        "textMode": "auto",
+    },
+    "bargauge": {
+        "displayMode": "basic",
+        "orientation": "horizontal",
+        "reduceOptions": _STATS,
+        "showUnfilled": True,
+    },
+    "table": {"cellHeight": "sm", "showHeader": True},
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """One expression, and the name of its series."""
-
-    expr: str
-    legend: str = ""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """One picture. `text` says what it shows, and what to do when it looks bad.
 
-    `limits` are the values from which on it has a colour; below the first it has the colour `good`. `words`
-    are the meanings of single values, and their colours. `alerts` are the alerts on what it shows, to whose
-    runbooks it links. `columns` says what each query of a table counts.
+    `queries` are expressions by the names of their series, in a table by what they count. With a histogram
+    in `percentiles`, the dashboard's queries of percentiles come first. `limits` are the values from which on
+    the panel has a colour; below the first it has the colour `good`. `words` are the meanings of single
+    values, and their colours. `alerts` are the alerts on what it shows, to whose runbooks it links.
     """
 
     title: str
-    kind: Kind
-    unit: str
-    queries: tuple[Query, ...]
     text: str
+    kind: str = "timeseries"
+    unit: str = "short"
+    queries: Texts = field(default_factory=dict)
+    percentiles: str = ""
     width: int = 8
     height: int = 8
     stack: bool = False
-    limits: tuple[tuple[float, str], ...] = ()
-    good: str = "green"
-    least: float | None = 0
     most: float | None = None
-    words: tuple[tuple[float, str, str], ...] = ()
-    alerts: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
+    good: str = "green"
+    limits: Mapping[float, str] = field(default_factory=dict)
+    words: Mapping[float, Sequence[str]] = field(default_factory=dict)
+    alerts: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Panels under one heading."""
+def made(
+    uid: str,
+    runbooks: str,
+    *,
+    title: str,
+    text: str,
+    variables: Sequence[Json],
+    rows: Sequence[Json],
+    names: Texts | None = None,
+    percentiles: Texts | None = None,
+) -> Json:
+    """Returns the JSON. The keys of a description are the arguments by name; an unknown one is a TypeError.
 
-    title: str
-    panels: tuple[Panel, ...]
+    `uid` is part of the dashboard's address, which stays when it is provisioned anew. `runbooks` is the
+    address of the runbooks, without #.
+    """
 
+    meanings = names or {}
 
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """A choice at the top: all values of `label` of a metric with these matchers, or a text."""
+    def meaning(word: re.Match[str]) -> str:
+        return written(meanings[word[0]]) if word[0] in meanings else word[0]
 
-    name: str
-    title: str
-    metric: str = ""
-    label: str = ""
-    text: str | None = None
+    def written(text: str) -> str:
+        return re.sub(r"\b[A-Z][A-Z_]+\b", meaning, text)
 
+    def drawn(panel: Panel) -> Json:
+        queries = {
+            legend: expr.replace("HISTOGRAM", panel.percentiles)
+            for legend, expr in (percentiles or {}).items()
+            if panel.percentiles
+        }
+        queries |= panel.queries
+        return _panel(panel, {written(legend): written(expr) for legend, expr in queries.items()}, runbooks)
 
-@dataclass(frozen=True, slots=True)
-class Dashboard:
-    """One dashboard."""
-
-    #: Name of its file, and of its address, which stays when it is provisioned anew.
-    name: str
-    title: str
-    text: str
-    variables: tuple[Variable, ...]
-    rows: tuple[Row, ...]
-
-
-def made(dashboard: Dashboard, runbooks: str) -> Json:
-    """Returns the JSON. `runbooks` is the address of the runbooks, without #."""
     return {
         "annotations": {"list": []},
-        "description": dashboard.text,
+        "description": text,
         "editable": True,
         "graphTooltip": 1,
         "id": None,
@@ -109,20 +130,20 @@ def made(dashboard: Dashboard, runbooks: str) -> Json:
             },
             _link("Runbooks", runbooks),
         ],
-        "panels": list(_laid_out(dashboard.rows, runbooks)),
+        "panels": list(_laid_out(rows, drawn)),
         "refresh": "1m",
         "schemaVersion": SCHEMA_VERSION,
         "tags": ["kvstore"],
-        "templating": {"list": [_datasource(), *map(_variable, dashboard.variables)]},
+        "templating": {"list": [_datasource(), *(_variable(written, **one) for one in variables)]},
         "time": {"from": "now-6h", "to": "now"},
         "timepicker": {},
         "timezone": "",
-        "title": dashboard.title,
-        "uid": dashboard.name,
+        "title": title,
+        "uid": uid,
     }
 
 
-def _laid_out(rows: Sequence[Row], runbooks: str) -> Iterator[Json]:
+def _laid_out(rows: Sequence[Json], drawn: Callable[[Panel], Json]) -> Iterator[Json]:
     number, y = 1, 0
     for row in rows:
         yield {
@@ -130,65 +151,64 @@ def _laid_out(rows: Sequence[Row], runbooks: str) -> Iterator[Json]:
             "gridPos": {"h": 1, "w": COLUMNS, "x": 0, "y": y},
             "id": number,
             "panels": [],
-            "title": row.title,
+            "title": row["title"],
             "type": "row",
         }
         number, y = number + 1, y + 1
         x = tallest = 0
-        for panel in row.panels:
+        for described in row["panels"]:
+            panel = Panel(**described)
             if x + panel.width > COLUMNS:
                 x, y, tallest = 0, y + tallest, 0
             place = {"h": panel.height, "w": panel.width, "x": x, "y": y}
-            yield _panel(panel, runbooks) | {"gridPos": place, "id": number}
+            yield drawn(panel) | {"gridPos": place, "id": number}
             number, x, tallest = number + 1, x + panel.width, max(tallest, panel.height)
         y += tallest
 
 
-def _panel(panel: Panel, runbooks: str) -> Json:
+def _panel(panel: Panel, queries: Texts, runbooks: str) -> Json:
+    table = panel.kind == "table"
+    refs = [chr(ord("A") + number) for number in range(len(queries))]
     targets = [
         {
             "datasource": _DATASOURCE,
             "editorMode": "code",
-            "expr": query.expr,
+            "expr": expr,
             "interval": _STEP,
-            "legendFormat": query.legend or "__auto",
-            "refId": chr(ord("A") + number),
-            **(
-                {"format": "table", "instant": True, "range": False}
-                if panel.kind == "table"
-                else {"range": True}
-            ),
+            "legendFormat": "__auto" if table or not legend else legend,
+            "refId": ref,
+            **({"format": "table", "instant": True, "range": False} if table else {"range": True}),
         }
-        for number, query in enumerate(panel.queries)
+        for ref, (legend, expr) in zip(refs, queries.items(), strict=True)
     ]
-    return {
+    made = {
         "datasource": _DATASOURCE,
         "description": panel.text,
         "fieldConfig": {"defaults": _defaults(panel), "overrides": []},
         "links": [_link(f"Runbook: {alert}", f"{runbooks}#{alert.lower()}") for alert in panel.alerts],
-        "options": _options(panel),
+        "options": _OPTIONS[panel.kind],
         "targets": targets,
         "title": panel.title,
         "type": panel.kind,
-        **({"transformations": _columns(panel)} if panel.kind == "table" else {}),
     }
-
-
-def _columns(panel: Panel) -> list[Json]:
-    """Returns the transformations of a table of labels."""
-    named = {f"Value #{chr(ord('A') + number)}": name for number, name in enumerate(panel.columns)}
-    options = {"excludeByName": {"Time": True}, "indexByName": {}, "renameByName": named}
-    return [{"id": "merge", "options": {}}, {"id": "organize", "options": options}]
+    if table:
+        named = {f"Value #{ref}": name for ref, name in zip(refs, queries, strict=True)}
+        options = {"excludeByName": {"Time": True}, "indexByName": {}, "renameByName": named}
+        made["transformations"] = [{"id": "merge", "options": {}}, {"id": "organize", "options": options}]
+    return made
 
 
 def _defaults(panel: Panel) -> Json:
     steps: list[Json] = [{"color": panel.good, "value": None}]
-    steps += [{"color": colour, "value": value} for value, colour in panel.limits]
-    made: Json = {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}}
-    made |= {name: value for name, value in (("min", panel.least), ("max", panel.most)) if value is not None}
+    steps += [{"color": colour, "value": value} for value, colour in panel.limits.items()]
+    made: Json = {"unit": panel.unit, "thresholds": {"mode": "absolute", "steps": steps}, "min": 0}
+    if panel.most is not None:
+        made["max"] = panel.most
     made["color"] = {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"}
     if panel.words:
-        options = {f"{value:g}": {"text": text, "color": colour} for value, text, colour in panel.words}
+        options = {
+            f"{value:g}": {"text": text, "color": colour} for value, (text, colour) in panel.words.items()
+        }
         made["mappings"] = [{"type": "value", "options": options}]
     if panel.kind == "timeseries":
         made["custom"] = {
@@ -201,29 +221,6 @@ def _defaults(panel: Panel) -> Json:
             "thresholdsStyle": {"mode": "dashed" if panel.limits else "off"},
         }
     return made
-
-
-def _options(panel: Panel) -> Json:
-    if panel.kind == "timeseries":
-        legend = {"calcs": ["mean", "max"], "displayMode": "table", "placement": "bottom", "showLegend": True}
-        return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
-    if panel.kind == "stat":
-        return {
-            "colorMode": "value",
-            "graphMode": "area",
-            "justifyMode": "auto",
-            "orientation": "auto",
-            "reduceOptions": _STATS,
-            "textMode": "auto",
-        }
-    if panel.kind == "bargauge":
-        return {
-            "displayMode": "basic",
-            "orientation": "horizontal",
-            "reduceOptions": _STATS,
-            "showUnfilled": True,
-        }
-    return {"cellHeight": "sm", "showHeader": True}
 
 
 def _datasource() -> Json:
@@ -240,19 +237,22 @@ def _datasource() -> Json:
     }
 
 
-def _variable(variable: Variable) -> Json:
-    if variable.text is not None:
-        chosen = {"selected": True, "text": variable.text, "value": variable.text}
+def _variable(
+    written: Callable[[str], str], *, name: str, title: str, metric: str = "", label: str = "", text: str = ""
+) -> Json:
+    """Returns a choice at the top: all values of `label` of a metric with these matchers, or a text."""
+    if text:
+        chosen = {"selected": True, "text": text, "value": text}
         return {
             "current": chosen,
             "hide": 0,
-            "label": variable.title,
-            "name": variable.name,
+            "label": title,
+            "name": name,
             "options": [chosen],
-            "query": variable.text,
+            "query": text,
             "type": "textbox",
         }
-    query = f"label_values({variable.metric}, {variable.label})"
+    query = f"label_values({written(metric)}, {label})"
     return {
         # Series without the label are part of "All".
         "allValue": ".*",
@@ -261,9 +261,9 @@ def _variable(variable: Variable) -> Json:
         "definition": query,
         "hide": 0,
         "includeAll": True,
-        "label": variable.title,
+        "label": title,
         "multi": True,
-        "name": variable.name,
+        "name": name,
         "options": [],
         "query": {"query": query, "refId": "StandardVariableQuery"},
         "refresh": 2,

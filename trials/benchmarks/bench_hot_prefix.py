@@ -22,10 +22,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kvstore.conformance.index.chains import chain, namespace, put_all, served
 from kvstore.index.near import NearRuns
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.index import ShardedIndex
+from tests.index.contract.chains import chain, namespace, put_all, served
 from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel
 from tests.servers.redis import RedisServer, patient
 from tests.waiting import until

@@ -24,11 +24,11 @@ from unittest import mock
 
 import redis
 
-from kvstore.conformance.index.chains import chain, namespace, part_of, put_all, served
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.redis.values import record_of
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId, split_digests
+from tests.index.contract.chains import chain, namespace, part_of, put_all, served
 from tests.servers.redis import PATIENT, RedisServer
 
 SIZES = (256, 2048, 8192)

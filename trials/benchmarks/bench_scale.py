@@ -33,9 +33,9 @@ import redis
 
 from kvstore.admin.repair.entries import Blocks, compare
 from kvstore.build import load_settings, open_index
-from kvstore.conformance.index.chains import chain, put, served
 from kvstore.keys import DIGEST_BYTES, SegmentId, digests, namespace_id, payload_name
 from kvstore.payloads.local import LocalPayloads
+from tests.index.contract.chains import chain, put, served
 from tests.servers.redis import RedisServer
 from trials.benchmarks.bench_million import NAMESPACE, encoded_chain, hashes
 

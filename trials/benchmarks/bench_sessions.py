@@ -23,12 +23,12 @@ from typing import Any, cast
 
 import redis
 
-from kvstore.conformance.index.chains import chain, namespace, record
 from kvstore.index.redis.client import RedisClient, Script
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import NO_SALT, SegmentId, new_segment_id, session_id
 from schemas.settings import RedisSettings
+from tests.index.contract.chains import chain, namespace, record
 from tests.servers.redis import RedisServer
 
 _BATCH = 500

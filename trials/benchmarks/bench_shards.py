@@ -23,9 +23,9 @@ from pathlib import Path
 
 import redis
 
-from kvstore.conformance.index.chains import chain, namespace, put_all, served
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.index import ShardedIndex
+from tests.index.contract.chains import chain, namespace, put_all, served
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import PATIENT, RedisServer
 

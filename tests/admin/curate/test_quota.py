@@ -8,10 +8,10 @@ import pytest
 
 from kvstore.admin.curate.reports import QuotaReport, QuotasReport
 from kvstore.admin.inspect.reports import StatusReport
-from kvstore.conformance.index.chains import record
 from kvstore.keys import namespace_id, new_segment_id, salt_id
 from tests.admin.conftest import Admin, Filled, chain, opened, snapshot
 from tests.admin.inspect.test_status import row
+from tests.index.contract.chains import record
 
 
 def quota(admin: Admin, filled: Filled, *words: str) -> QuotaReport:

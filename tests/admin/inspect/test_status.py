@@ -11,12 +11,12 @@ import pytest
 from kvstore.admin.inspect import namespaces, status
 from kvstore.admin.inspect.reports import DiffReport, ListReport, NamespacesReport, StatusReport
 from kvstore.build import load_settings, open_index, open_store
-from kvstore.conformance.index.chains import chain, record
 from kvstore.index.sessions import Hint
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, namespace_id, new_segment_id, session_id
 from kvstore.rules.units import size
 from tests.admin.conftest import Admin, Filled, ec_slot, ec_space, kv_slots, kv_space, tensor_parallel
+from tests.index.contract.chains import chain, record
 from tests.servers.redis import RedisServer
 
 

@@ -13,8 +13,6 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.remove import evict as evictions
 from kvstore.admin.remove.reports import EvictReport
 from kvstore.build import load_settings, open_index
-from kvstore.conformance.index.chains import chain as digests
-from kvstore.conformance.index.chains import record
 from kvstore.errors import TransientError
 from kvstore.index.eviction import MINUTE_S, WORTH_MINUTES, shift_s, worth
 from kvstore.index.sessions import Hint
@@ -32,6 +30,8 @@ from tests.admin.conftest import (
     snapshot,
 )
 from tests.admin.inspect.test_status import row
+from tests.index.contract.chains import chain as digests
+from tests.index.contract.chains import record
 
 
 def evict(admin: Admin, filled: Filled, *words: str, code: int = 0) -> EvictReport:

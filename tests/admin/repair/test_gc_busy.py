@@ -10,8 +10,8 @@ import pytest
 from kvstore.admin.backends import Cache
 from kvstore.admin.repair.gc import gc
 from kvstore.build import load_settings
-from kvstore.conformance.index.chains import chain, namespace, put_all
 from kvstore.index.sqlite.index import SqliteIndex
+from tests.index.contract.chains import chain, namespace, put_all
 
 
 def test_it_ends_while_evictions_leave_more_to_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvstore.conformance.index.chains import chain, namespace, put_all, served
 from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import NamespaceId
+from tests.index.contract.chains import chain, namespace, put_all, served
 from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel
 from tests.servers.redis import RedisServer, patient
 from tests.servers.wire import Wire

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import sys
 
-from kvstore.conformance.index.chains import CREATED_S
 from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import NamespaceId
 from schemas.settings import RedisSettings
+from tests.index.contract.chains import CREATED_S
 
 LEASES = 300
 KEEP_BYTES = 1_000_000

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, put_all, record
 from kvstore.errors import PermissionDenied
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import NO_SALT, new_segment_id, salt_id, session_id
 from schemas.settings import RedisSettings
+from tests.index.contract.chains import CREATED_S, chain, namespace, put, put_all, record
 from tests.index.redis.test_failures import VERBS
 from tests.servers.redis import RedisServer
 

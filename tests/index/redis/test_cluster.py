@@ -19,16 +19,16 @@ from pydantic import SecretStr
 from redis.exceptions import RedisClusterException
 
 from kvstore.build import load_settings
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put_all, served
 from kvstore.errors import DeadlineExceeded, PermissionDenied, TransientError
 from kvstore.index.redis import connections as redis_opening
 from kvstore.index.redis.index import RedisIndex
-from kvstore.keys import NamespaceId
 from kvstore.metrics import Counters
 from kvstore.payloads.memory import MemoryPayloads
 from kvstore.store.housekeeping import Housekeeping
-from kvstore.testing import FullIndexConformance
-from schemas.settings import JournalSettings, RedisSettings
+from schemas.settings import RedisSettings
+from tests.index.contract.admission import NoteConformance
+from tests.index.contract.chains import CREATED_S, chain, namespace, put_all, served
+from tests.index.contract.index import IndexConformance
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import PATIENT, RedisServer, _free_port, patient
 from tests.waiting import PATIENCE_S, done
@@ -36,7 +36,7 @@ from tests.waiting import PATIENCE_S, done
 pytestmark = pytest.mark.servers
 
 
-class TestRedisIndexOnACluster(FullIndexConformance):
+class TestRedisIndexOnACluster(IndexConformance, NoteConformance):
     @pytest.fixture
     def index(self, redis_cluster: RedisClusterServers) -> Iterator[RedisIndex]:
         self.servers = redis_cluster
@@ -44,22 +44,9 @@ class TestRedisIndexOnACluster(FullIndexConformance):
             yield index
 
     def reopen(self) -> RedisIndex:
-        return self.configured()
-
-    def configured(
-        self, *, journal: JournalSettings | None = None, cost_aware: bool = True, by: str = ""
-    ) -> RedisIndex:
         return RedisIndex.from_settings(
-            self.servers.urls[0],
-            RedisSettings(timeout_s=30.0, connect_timeout_s=10.0),
-            journal=journal or JournalSettings(),
-            cost_aware=cost_aware,
-            by=by,
+            self.servers.urls[0], RedisSettings(timeout_s=30.0, connect_timeout_s=10.0)
         )
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        with redis.RedisCluster.from_url(self.servers.urls[0], protocol=2) as client:
-            client.hincrby(f"kvs:{{{name}}}:meta", "bytes", nbytes)
 
 
 def test_namespaces_spread_over_the_masters(redis_cluster: RedisClusterServers) -> None:

@@ -12,12 +12,12 @@ import hiredis
 import pytest
 import redis
 
-from kvstore.conformance.index.chains import chain, namespace
 from kvstore.errors import TransientError
 from kvstore.index.redis.counted import CountedReader
 from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import namespace_id
 from schemas.settings import RedisSettings
+from tests.index.contract.chains import chain, namespace
 from tests.waiting import PATIENCE_S
 
 #: Of each kind that hiredis makes ready for. On RESP3's pushes it spends most: they take 8 GB at once.

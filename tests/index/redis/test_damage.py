@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from kvstore.conformance.index.chains import chain, namespace, put_all, served
 from kvstore.errors import CapacityExceeded
 from kvstore.index.maintenance import Usage
 from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
+from tests.index.contract.chains import chain, namespace, put_all, served
 from tests.servers.redis import PATIENT, RedisServer
 
 pytestmark = pytest.mark.servers

@@ -16,12 +16,12 @@ import pytest
 import redis
 
 from kvstore.build import load_settings, open_store
-from kvstore.conformance.index.chains import chain, namespace, put_all, served
 from kvstore.errors import DeadlineExceeded, KVStoreError, TransientError
 from kvstore.index.redis import timed
 from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import namespace_id
 from schemas.settings import RedisSettings
+from tests.index.contract.chains import chain, namespace, put_all, served
 from tests.index.redis.cluster import RedisClusterServers
 from tests.index.redis.proxy import LossyProxy
 from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel

@@ -18,8 +18,6 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from kvstore.conformance.index.admission import use
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, put_all, record, served
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -36,6 +34,8 @@ from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import NO_SALT, Digest, NamespaceId, WriterId, namespace_id, new_segment_id, session_id
 from schemas.settings import RedisSettings
+from tests.index.contract.admission import use
+from tests.index.contract.chains import CREATED_S, chain, namespace, put, put_all, record, served
 from tests.index.redis.proxy import LossyProxy
 from tests.servers.redis import PATIENT, START_TIMEOUT_S, RedisServer, find_redis_server, patient
 from tests.waiting import PATIENCE_S, done, until

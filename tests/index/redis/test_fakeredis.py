@@ -1,4 +1,4 @@
-"""RedisIndex on fakeredis: the contract without a server, for the quick tier."""
+"""RedisIndex on fakeredis: what engines ask of an index, without a server, for the quick tier."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
-from kvstore.keys import NamespaceId
-from kvstore.testing import FullIndexConformance
-from schemas.settings import JournalSettings
+from tests.index.contract.admission import NoteConformance
+from tests.index.contract.index import IndexConformance
 from tests.index.redis.fakes import fake_client
 
 
-class TestFakeRedisIndex(FullIndexConformance):
+class TestFakeRedisIndex(IndexConformance, NoteConformance):
     @pytest.fixture
     def index(self) -> Iterator[RedisIndex]:
         self.server = fakeredis.FakeServer()
@@ -23,13 +22,4 @@ class TestFakeRedisIndex(FullIndexConformance):
             yield index
 
     def reopen(self) -> RedisIndex:
-        return self.configured()
-
-    def configured(
-        self, *, journal: JournalSettings | None = None, cost_aware: bool = True, by: str = ""
-    ) -> RedisIndex:
-        client = RedisClient(fake_client(self.server), where="fake")
-        return RedisIndex(client, journal=journal or JournalSettings(), cost_aware=cost_aware, by=by)
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        fake_client(self.server).hincrby(f"kvs:{{{name}}}:meta", "bytes", nbytes)
+        return RedisIndex(RedisClient(fake_client(self.server), where="fake"))

@@ -13,8 +13,6 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 
-from kvstore.conformance.index.admission import DAY_S, NOON_S, use
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, part_of, put, put_all, record
 from kvstore.errors import (
     NamespaceUnknown,
 )
@@ -36,9 +34,11 @@ from kvstore.keys import (
     salt_id,
     session_id,
 )
-from kvstore.testing import FullIndexConformance
 from schemas.records import rounded_cost
 from schemas.settings import JournalSettings
+from tests.index.contract.admission import DAY_S, NOON_S, use
+from tests.index.contract.chains import CREATED_S, chain, namespace, part_of, put, put_all, record
+from tests.index.contract.whole import FullIndexConformance
 from tests.index.test_walk import Block, World, worlds
 from tests.servers.redis import PATIENT, RedisServer
 

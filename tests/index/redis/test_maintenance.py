@@ -19,7 +19,16 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.conformance.index.chains import (
+from kvstore.errors import CapacityExceeded, NamespaceUnknown
+from kvstore.index.demand import Raised
+from kvstore.index.eviction import GHOST_LEAST, ghost_bytes, ghost_step, worth
+from kvstore.index.maintenance import Usage
+from kvstore.index.port import CommitState, Outcome
+from kvstore.index.redis.index import RedisIndex
+from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, new_segment_id
+from schemas.records import EvictionRule, pack_record, rounded_cost
+from schemas.settings import JournalSettings
+from tests.index.contract.chains import (
     CREATED_S,
     chain,
     items,
@@ -30,15 +39,6 @@ from kvstore.conformance.index.chains import (
     record,
     served,
 )
-from kvstore.errors import CapacityExceeded, NamespaceUnknown
-from kvstore.index.demand import Raised
-from kvstore.index.eviction import GHOST_LEAST, ghost_bytes, ghost_step, worth
-from kvstore.index.maintenance import Usage
-from kvstore.index.port import CommitState, Outcome
-from kvstore.index.redis.index import RedisIndex
-from kvstore.keys import NamespaceId, SegmentId, canonical_json, namespace_id, new_segment_id
-from schemas.records import EvictionRule, pack_record, rounded_cost
-from schemas.settings import JournalSettings
 from tests.index.redis.racer import KEEP_BYTES, LEASES
 from tests.servers.redis import PATIENT, RedisServer
 from tests.waiting import PATIENCE_S

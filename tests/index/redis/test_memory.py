@@ -6,9 +6,9 @@ import pytest
 import redis
 
 from kvstore.build import load_settings, open_index
-from kvstore.conformance.index.chains import namespace
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sqlite.index import SqliteIndex
+from tests.index.contract.chains import namespace
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import RedisServer
 

@@ -19,8 +19,6 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.serve.exporter import Exporter
 from kvstore.admin.serve.monitor import Monitor
 from kvstore.build import load_settings, open_store
-from kvstore.conformance.index.chains import record
-from kvstore.conformance.index.sessions import ALL, later
 from kvstore.errors import KVStoreError
 from kvstore.index.demand import OwnDemand
 from kvstore.index.port import Outcome
@@ -28,6 +26,8 @@ from kvstore.janitor.janitor import Janitor
 from kvstore.keys import NO_SALT, NO_SESSION, WriterId, digests, new_segment_id, salt_id, session_id
 from kvstore.store.space import Space
 from kvstore.store.store import Store
+from tests.index.contract.chains import record
+from tests.index.contract.sessions import ALL, later
 from tests.servers.redis import RedisServer
 from tests.store.world import chain, content, fetch, match, open_space, slots
 from tests.waiting import PATIENCE_S, until

@@ -17,7 +17,6 @@ import pytest
 import redis
 
 from kvstore.breaker import Breaker
-from kvstore.conformance.index.chains import LATER_S, chain, namespace, put_all, served
 from kvstore.errors import TransientError
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.redis.index import RedisIndex
@@ -29,6 +28,7 @@ from kvstore.index.sharding.names import of_chain, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.keys import NamespaceId
 from schemas.settings import BreakerSettings
+from tests.index.contract.chains import LATER_S, chain, namespace, put_all, served
 from tests.index.redis.cluster import RedisClusterServers
 from tests.index.redis.pair import Pair, filled, follow, is_read, paired
 from tests.servers.redis import RedisServer, patient

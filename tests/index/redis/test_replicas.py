@@ -15,7 +15,6 @@ import redis
 from pydantic import SecretStr
 
 from kvstore.build import load_settings, open_index, open_store
-from kvstore.conformance.index.chains import LATER_S, chain, put, put_all, served
 from kvstore.errors import ConfigError, PayloadMissing
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.redis.replication.replicas import Replicas
@@ -23,8 +22,10 @@ from kvstore.index.sharding.index import ShardedIndex
 from kvstore.store.housekeeping import Housekeeping
 from kvstore.store.space import Space
 from kvstore.store.store import Store
-from kvstore.testing import IndexConformance, NoteConformance
 from schemas.settings import Settings
+from tests.index.contract.admission import NoteConformance
+from tests.index.contract.chains import LATER_S, chain, put, put_all, served
+from tests.index.contract.index import IndexConformance
 from tests.index.redis.cluster import RedisClusterServers
 from tests.index.redis.in_step import in_step
 from tests.index.redis.pair import Pair, filled, is_read, paired

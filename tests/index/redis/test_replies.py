@@ -10,8 +10,6 @@ import pytest
 from redis.exceptions import InvalidResponse, NoScriptError, ResponseError
 
 from kvstore.build import load_settings, open_evidence
-from kvstore.conformance.index.chains import chain, namespace, record
-from kvstore.conformance.index.sessions import ALL, later
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.port import Claim, CommitState, Outcome, Run
 from kvstore.index.redis.client import RedisClient
@@ -24,6 +22,8 @@ from kvstore.store.backends import Backends
 from kvstore.store.store import Store
 from kvstore.threads.transfers import Transfers
 from schemas.records import pack_record
+from tests.index.contract.chains import chain, namespace, record
+from tests.index.contract.sessions import ALL, later
 
 NAME = namespace_id(namespace())
 SEGMENT = SegmentId(b"12345678")

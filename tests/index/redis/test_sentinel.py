@@ -21,7 +21,6 @@ from pydantic import SecretStr
 from kvstore.admin.backends import Cache
 from kvstore.admin.doctor.machine import check_redis
 from kvstore.build import load_settings, open_store
-from kvstore.conformance.index.chains import chain, namespace, put, served
 from kvstore.errors import DeadlineExceeded, KVStoreError, PermissionDenied, TransientError
 from kvstore.index.maintenance import Usage
 from kvstore.index.redis import sentinel as redis_sentinel
@@ -30,9 +29,11 @@ from kvstore.index.redis.index import RedisIndex
 from kvstore.index.redis.sentinel import Sentinels
 from kvstore.keys import NamespaceId
 from kvstore.store.space import Space
-from kvstore.testing import IndexConformance, NoteConformance
 from kvstore.threads import deadline as aside
 from schemas.settings import JournalSettings, RedisSettings
+from tests.index.contract.admission import NoteConformance
+from tests.index.contract.chains import chain, namespace, put, served
+from tests.index.contract.index import IndexConformance
 from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel
 from tests.index.redis.sentinels import SentinelServers
 from tests.servers.redis import PATIENT, RedisServer, patient

@@ -11,8 +11,6 @@ import pytest
 import redis
 
 from kvstore.build import load_settings, open_store
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, record
-from kvstore.conformance.index.sessions import ALL, END, later, save
 from kvstore.errors import CapacityExceeded
 from kvstore.index.redis import sessions as redis_sessions
 from kvstore.index.redis.client import Script
@@ -21,6 +19,8 @@ from kvstore.index.sessions import MOST_SEGMENTS, MOST_SESSIONS, WINDOW_S, Hint
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.names import shard_names
 from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, session_id
+from tests.index.contract.chains import CREATED_S, chain, namespace, put, record
+from tests.index.contract.sessions import ALL, END, later, save
 from tests.servers.redis import PATIENT, RedisServer
 
 pytestmark = pytest.mark.servers

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import redis
 
-from kvstore.conformance.index.chains import CREATED_S, namespace, part_of, record
-from kvstore.conformance.index.sessions import ALL, END, later
 from kvstore.index.maintenance import Entry
 from kvstore.index.port import Outcome
 from kvstore.index.redis.index import RedisIndex
 from kvstore.keys import NO_SALT, NO_SESSION, Digest, NamespaceId, SegmentId, new_segment_id, session_id
 from schemas.settings import RedisSettings
+from tests.index.contract.chains import CREATED_S, namespace, part_of, record
+from tests.index.contract.sessions import ALL, END, later
 from tests.servers.redis import RedisServer
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow]

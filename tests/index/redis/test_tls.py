@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import chain, namespace, put, served
 from kvstore.errors import ConfigError, TransientError
 from kvstore.index.redis.index import RedisIndex
 from schemas.settings import RedisSettings
+from tests.index.contract.chains import chain, namespace, put, served
 from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel
 from tests.servers.papers import Papers, openssl
 from tests.servers.redis import RedisServer, ServerError, _free_port, patient

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain, namespace, put, record, served
 from kvstore.errors import NamespaceUnknown
 from kvstore.index.port import CommitState
 from kvstore.index.redis.index import RedisIndex
@@ -17,6 +16,7 @@ from kvstore.index.sharding.layouts import lease_of
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sharding.resharding import Moved, Resharding
 from kvstore.keys import NamespaceId, SaltId, SegmentId, new_segment_id
+from tests.index.contract.chains import CREATED_S, LATER_S, chain, namespace, put, record, served
 from tests.servers.redis import PATIENT
 
 WAYS = [(1, 8), (8, 2), (8, 1), (2, 8)]

@@ -1,17 +1,16 @@
-"""The contract at N = 1 and N = 8. One shard in Redis is what the stores of all other tests have, and its
-leaf has the contract's tests for itself."""
+"""The contract at N = 8, whole on a Cluster, and what engines ask of an index at N = 1 and N = 8 elsewhere.
+
+One shard in Redis is what the stores of all other tests have, and its leaf has the whole contract for itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
 
-from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain
-from kvstore.conformance.index.sessions import ONE, later
-from kvstore.conformance.index.sessions import save as save_for
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance
 from kvstore.index.sharding.index import ShardedIndex
@@ -19,28 +18,78 @@ from kvstore.index.sharding.leaf import ShardLeaf
 from kvstore.index.sharding.names import shard_names
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, session_id
-from kvstore.testing import FullIndexConformance
-from schemas.settings import JournalSettings
+from tests.index.contract.admission import NoteConformance
+from tests.index.contract.chains import CREATED_S, LATER_S, chain
+from tests.index.contract.index import IndexConformance
+from tests.index.contract.sessions import ONE, later
+from tests.index.contract.sessions import save as save_for
+from tests.index.contract.whole import FullIndexConformance
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import PATIENT
 
 
-class Sharded(FullIndexConformance):
-    """Subclasses say what leaf, and how many shards."""
+class Sharded:
+    """Subclasses say what leaf, how many shards, and how much of the contract."""
 
     shards = 8
 
-    def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> ShardLeaf:
+    def leaf(self, **settings: Any) -> ShardLeaf:
         raise NotImplementedError
 
     def reopen(self) -> ShardedIndex:
         return self.configured()
 
-    def configured(
-        self, *, journal: JournalSettings | None = None, cost_aware: bool = True, by: str = ""
-    ) -> ShardedIndex:
-        leaf = self.leaf(journal=journal or JournalSettings(), cost_aware=cost_aware, by=by)
-        return ShardedIndex(leaf, shards=self.shards)
+    def configured(self, **settings: Any) -> ShardedIndex:
+        return ShardedIndex(self.leaf(**settings), shards=self.shards)
+
+
+class TestEightShardsInSqlite(Sharded, IndexConformance, NoteConformance):
+    @pytest.fixture
+    def index(self, request: pytest.FixtureRequest) -> Iterator[ShardedIndex]:
+        self.where = request.node.nodeid
+        with self.reopen() as index:
+            yield index
+
+    def leaf(self, **settings: Any) -> ShardLeaf:
+        return SqliteIndex.in_memory(self.where, **settings)
+
+
+class TestOneShardInSqlite(TestEightShardsInSqlite):
+    shards = 1
+
+
+class InRedis(Sharded):
+    """`url` says where."""
+
+    url: str
+
+    def leaf(self, **settings: Any) -> ShardLeaf:
+        return RedisIndex.from_settings(self.url, PATIENT, **settings)
+
+
+@pytest.mark.servers
+class TestEightShardsInRedis(InRedis, IndexConformance, NoteConformance):
+    @pytest.fixture
+    def index(self, redis_url: str) -> Iterator[ShardedIndex]:
+        self.url = redis_url
+        with self.reopen() as index:
+            yield index
+
+
+@pytest.mark.servers
+class TestEightShardsOnACluster(InRedis, FullIndexConformance):
+    @pytest.fixture
+    def index(self, redis_cluster: RedisClusterServers) -> Iterator[ShardedIndex]:
+        self.url = redis_cluster.urls[0]
+        with self.reopen() as index:
+            yield index
+
+    def miscount(self, name: NamespaceId, nbytes: int) -> None:
+        """In the shard that holds most: what another holds may be less than what is taken off."""
+        metas = [f"kvs:{{{one}}}:meta" for one in shard_names(name, self.shards)]
+        with redis.RedisCluster.from_url(self.url, protocol=2) as client:
+            most = max(metas, key=lambda meta: int(client.hget(meta, "bytes") or 0))
+            client.hincrby(most, "bytes", nbytes)
 
     def test_who_retains_everything_is_stopped_at_his_share(
         self, index: Any, catalogue: Any, name: NamespaceId
@@ -57,59 +106,3 @@ class Sharded(FullIndexConformance):
         gone = catalogue.cull(name, keep_bytes=0, delete_after_s=LATER_S, limit=most, rule="capacity")
         assert len(gone) == most
         assert catalogue.retained(name) == {NO_SALT: 5 * ONE * self.shards}
-
-
-class TestEightShardsInSqlite(Sharded):
-    @pytest.fixture
-    def index(self, request: pytest.FixtureRequest) -> Iterator[ShardedIndex]:
-        self.where = request.node.nodeid
-        with self.reopen() as index:
-            yield index
-
-    def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> ShardLeaf:
-        return SqliteIndex.in_memory(self.where, journal=journal, cost_aware=cost_aware, by=by)
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        leaf = SqliteIndex.in_memory(self.where)
-        with leaf._database.writing("miscount") as db:
-            one = shard_names(name, self.shards)[-1]
-            db.execute("UPDATE namespaces SET nbytes = nbytes + ? WHERE id = ?", (nbytes, one))
-
-
-class TestOneShardInSqlite(TestEightShardsInSqlite):
-    shards = 1
-
-
-@pytest.mark.servers
-class TestEightShardsInRedis(Sharded):
-    @pytest.fixture
-    def index(self, redis_url: str) -> Iterator[ShardedIndex]:
-        self.url = redis_url
-        with self.reopen() as index:
-            yield index
-
-    def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> ShardLeaf:
-        return RedisIndex.from_settings(self.url, PATIENT, journal=journal, cost_aware=cost_aware, by=by)
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        with redis.Redis.from_url(self.url, protocol=2) as client:
-            miscount(client, shard_names(name, self.shards), nbytes)
-
-
-@pytest.mark.servers
-class TestEightShardsOnACluster(TestEightShardsInRedis):
-    @pytest.fixture
-    def index(self, redis_cluster: RedisClusterServers) -> Iterator[ShardedIndex]:
-        self.url = redis_cluster.urls[0]
-        with self.reopen() as index:
-            yield index
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        with redis.RedisCluster.from_url(self.url, protocol=2) as client:
-            miscount(client, shard_names(name, self.shards), nbytes)
-
-
-def miscount(client: Any, names: Sequence[NamespaceId], nbytes: int) -> None:
-    """In the shard that holds most: what another holds may be less than what is taken off."""
-    metas = [f"kvs:{{{name}}}:meta" for name in names]
-    client.hincrby(max(metas, key=lambda meta: int(client.hget(meta, "bytes") or 0)), "bytes", nbytes)

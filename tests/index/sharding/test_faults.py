@@ -12,7 +12,6 @@ import redis
 
 from kvstore.breaker import Breaker
 from kvstore.build import load_settings
-from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain, namespace, put, record, served
 from kvstore.errors import BreakerOpen, DamagedIndex, NamespaceUnknown, TransientError
 from kvstore.events import EventReader, Gap
 from kvstore.index.port import Claim, CommitState
@@ -40,6 +39,7 @@ from kvstore.metrics import Counters
 from kvstore.store.housekeeping import Housekeeping
 from schemas.namespace import Namespace
 from schemas.settings import BreakerSettings, JournalSettings
+from tests.index.contract.chains import CREATED_S, LATER_S, chain, namespace, put, record, served
 from tests.index.sharding.flaky import FlakyLeaf
 from tests.servers.redis import PATIENT
 

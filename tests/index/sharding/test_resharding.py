@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain, namespace, put, record
 from kvstore.errors import NamespaceUnknown
 from kvstore.events import EventReader, Gap
 from kvstore.index.port import CommitState
@@ -18,6 +17,7 @@ from kvstore.index.sharding.layouts import LOOK_S, lease_of
 from kvstore.index.sharding.names import shard_names
 from kvstore.index.sharding.resharding import Moved
 from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id, session_id
+from tests.index.contract.chains import CREATED_S, LATER_S, chain, namespace, put, record
 from tests.index.sharding.moving import (
     ALL,
     BANNED,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, record, served
 from kvstore.errors import KVStoreError, NamespaceUnknown, TransientError
 from kvstore.index.port import CommitState
 from kvstore.index.redis import layouts as redis_layouts
@@ -17,6 +16,7 @@ from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.layouts import LOOK_S, lease_of
 from kvstore.index.sharding.names import shard_names
 from kvstore.keys import NamespaceId, new_segment_id
+from tests.index.contract.chains import CREATED_S, chain, namespace, put, record, served
 from tests.index.sharding.flaky import FlakyLeaf
 from tests.index.sharding.moving import (
     ALL,

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import chain, namespace
 from kvstore.errors import CapacityExceeded, TransientError
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.layouts import lease_of
 from kvstore.index.sharding.names import shard_names
 from kvstore.keys import SaltId
+from tests.index.contract.chains import chain, namespace
 from tests.index.sharding.moving import ALL, FEW, WAYS, Engine, Stepped, filled, found, resharded
 
 pytestmark = pytest.mark.servers

@@ -12,7 +12,6 @@ import redis
 from redis.crc import key_slot
 
 from kvstore.breaker import Breaker
-from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain, items, namespace, put, record, served
 from kvstore.errors import BreakerOpen, NamespaceUnknown, PermissionDenied, TransientError
 from kvstore.index.port import CommitState
 from kvstore.index.redis.index import RedisIndex
@@ -24,6 +23,7 @@ from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, SegmentId, namespace_id, new_segment_id
 from schemas.settings import BreakerSettings
+from tests.index.contract.chains import CREATED_S, LATER_S, chain, items, namespace, put, record, served
 from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import PATIENT
 

@@ -18,9 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.conformance.index.admission import DAY_S, NOON_S, use
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put, put_all, record, served
-from kvstore.conformance.index.maintained import DELETE_AFTER_S, SOON_S, usage_of
 from kvstore.errors import (
     CapacityExceeded,
     ConfigError,
@@ -40,8 +37,12 @@ from kvstore.index.sqlite import (
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.index.sqlite.rows import NamespaceNumbers
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
-from kvstore.testing import FullIndexConformance
 from schemas.settings import JournalSettings
+from tests.index.contract.admission import DAY_S, NOON_S, NoteConformance, use
+from tests.index.contract.chains import CREATED_S, chain, namespace, put, put_all, record, served
+from tests.index.contract.index import IndexConformance
+from tests.index.contract.maintained import DELETE_AFTER_S, SOON_S, usage_of
+from tests.index.contract.whole import FullIndexConformance
 from tests.index.writer import STEPS
 from tests.waiting import PATIENCE_S
 
@@ -73,25 +74,15 @@ class TestSqliteIndex(FullIndexConformance):
             _miscount(index, name, nbytes)
 
 
-class TestSqliteIndexInMemory(FullIndexConformance):
+class TestSqliteIndexInMemory(IndexConformance, NoteConformance):
     @pytest.fixture
     def index(self, request: pytest.FixtureRequest) -> Iterator[SqliteIndex]:
         self.name = request.node.nodeid
-        with SqliteIndex.in_memory(self.name) as index:
+        with self.reopen() as index:
             yield index
 
     def reopen(self) -> SqliteIndex:
-        return self.configured()
-
-    def configured(
-        self, *, journal: JournalSettings | None = None, cost_aware: bool = True, by: str = ""
-    ) -> SqliteIndex:
-        return SqliteIndex.in_memory(
-            self.name, journal=journal or JournalSettings(), cost_aware=cost_aware, by=by
-        )
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        _miscount(self.configured(), name, nbytes)
+        return SqliteIndex.in_memory(self.name)
 
 
 def _miscount(index: SqliteIndex, name: NamespaceId, nbytes: int) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.conformance.index.admission import use
-from kvstore.conformance.index.chains import CREATED_S, chain, items, namespace, part_of, places, put, record
 from kvstore.errors import ConfigError
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import Claim, CommitState
@@ -30,6 +28,8 @@ from kvstore.keys import (
 )
 from schemas.namespace import Namespace
 from schemas.settings import JournalSettings
+from tests.index.contract.admission import use
+from tests.index.contract.chains import CREATED_S, chain, items, namespace, part_of, places, put, record
 
 #: Written by the release that knew no newer schema.
 GOLDEN = Path(__file__).parent / "golden"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.conformance.index.chains import CREATED_S, chain, namespace, put
-from kvstore.conformance.index.sessions import ALL, END, ONE, later, save
 from kvstore.index.sessions import WINDOW_S, Hint
 from kvstore.index.sqlite import sessions as sqlite_sessions
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, session_id
+from tests.index.contract.chains import CREATED_S, chain, namespace, put
+from tests.index.contract.sessions import ALL, END, ONE, later, save
 
 ALICE, BOB = session_id(NO_SALT, "alice"), session_id(NO_SALT, "bob")
 

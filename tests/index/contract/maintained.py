@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import CREATED_S, EXPECTED_BLOCKS, chain, items, namespace, record
 from kvstore.index.contract import UNUSED_S
 from kvstore.index.eviction import WORTH_MINUTES, worth
 from kvstore.index.maintenance import Erased, Listing, Maintenance, Pins, Usage
@@ -17,6 +16,7 @@ from kvstore.index.port import CommitState, Index
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 from schemas.records import EvictionRule, rounded_cost
 from schemas.settings import JournalSettings
+from tests.index.contract.chains import CREATED_S, EXPECTED_BLOCKS, chain, items, namespace, record
 
 MINUTE = 60
 #: The minute in which the suites' segments were made, and the one after.

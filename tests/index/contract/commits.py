@@ -10,7 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.conformance.index.chains import (
+from kvstore.errors import NamespaceUnknown
+from kvstore.index.port import Claim, CommitState, Index
+from kvstore.keys import NamespaceId, SegmentId, namespace_id, new_segment_id
+from schemas.records import PartRecord, SegmentRecord
+from tests.index.contract.chains import (
     CREATED_S,
     EXPECTED_BLOCKS,
     LATER_S,
@@ -24,10 +28,6 @@ from kvstore.conformance.index.chains import (
     record,
     served,
 )
-from kvstore.errors import NamespaceUnknown
-from kvstore.index.port import Claim, CommitState, Index
-from kvstore.keys import NamespaceId, SegmentId, namespace_id, new_segment_id
-from schemas.records import PartRecord, SegmentRecord
 
 #: Ids and digests that a text protocol, a pattern or a C string might choke on.
 HOSTILE = [

@@ -10,8 +10,8 @@ An index passes if a subclass with one fixture and three methods passes:
         def configured(self, *, journal=None, cost_aware=True, by=""): ...  the same with other settings
         def miscount(self, name, nbytes): ...       makes the accounts wrong behind the index's back
 
-For an index without some of the abilities, subclass IndexConformance, MaintenanceConformance and the suites
-of the abilities that it has.
+An index that runs in another place, or behind a wrapper, passes IndexConformance and NoteConformance: what
+engines ask of it on the path of requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-from kvstore.conformance.index.abilities import (
+from kvstore.errors import CapacityExceeded
+from kvstore.index.maintenance import FullIndex, Usage
+from kvstore.index.port import Outcome
+from kvstore.keys import NamespaceId, SegmentId, new_segment_id
+from tests.index.contract.abilities import (
     AgeConformance,
     HeatConformance,
     LeaseConformance,
@@ -27,15 +31,15 @@ from kvstore.conformance.index.abilities import (
     PinConformance,
     QuotaConformance,
 )
-from kvstore.conformance.index.admission import NoteConformance, VerdictConformance
-from kvstore.conformance.index.catalogue import CatalogueConformance
-from kvstore.conformance.index.chains import EXPECTED_BLOCKS, chain, namespace, put, put_all, record
-from kvstore.conformance.index.culling import CullConformance
-from kvstore.conformance.index.index import IndexConformance
-from kvstore.conformance.index.invalidation import InvalidationConformance
-from kvstore.conformance.index.joining import JoinConformance
-from kvstore.conformance.index.journal import JournalConformance
-from kvstore.conformance.index.maintained import (
+from tests.index.contract.admission import NoteConformance, VerdictConformance
+from tests.index.contract.catalogue import CatalogueConformance
+from tests.index.contract.chains import EXPECTED_BLOCKS, chain, namespace, put, put_all, record
+from tests.index.contract.culling import CullConformance
+from tests.index.contract.index import IndexConformance
+from tests.index.contract.invalidation import InvalidationConformance
+from tests.index.contract.joining import JoinConformance
+from tests.index.contract.journal import JournalConformance
+from tests.index.contract.maintained import (
     DELETE_AFTER_S,
     MINUTE,
     NOTHING,
@@ -47,18 +51,9 @@ from kvstore.conformance.index.maintained import (
     reap_all,
     usage_of,
 )
-from kvstore.conformance.index.repair import RepairConformance
-from kvstore.conformance.index.salts import SaltConformance
-from kvstore.conformance.index.sessions import SessionConformance
-from kvstore.errors import CapacityExceeded
-from kvstore.index.maintenance import FullIndex, Usage
-from kvstore.index.port import Outcome
-from kvstore.keys import NamespaceId, SegmentId, new_segment_id
-
-
-class MaintenanceConformance(CatalogueConformance, CullConformance, InvalidationConformance):
-    """The suite of Maintenance, which every index offers. If the maintenance is another object than the
-    index, override the fixture `catalogue`."""
+from tests.index.contract.repair import RepairConformance
+from tests.index.contract.salts import SaltConformance
+from tests.index.contract.sessions import SessionConformance
 
 
 class FullIndexConformance(
@@ -75,7 +70,9 @@ class FullIndexConformance(
     OperationsConformance,
     NoteConformance,
     VerdictConformance,
-    MaintenanceConformance,
+    CatalogueConformance,
+    CullConformance,
+    InvalidationConformance,
     IndexConformance,
 ):
     """All suites, and tests of what the abilities promise together. Subclass it, name the subclass Test...,

@@ -11,7 +11,14 @@ from typing import Any, get_args
 
 import pytest
 
-from kvstore.conformance.index.chains import (
+from kvstore.index.demand import OwnDemand, Raised, estimate, merged
+from kvstore.index.eviction import GHOST_LEAST, ghost_bytes
+from kvstore.index.maintenance import Event, Ghosts
+from kvstore.index.port import DETAIL_CHARS, MISSING_DIGESTS, REQUEST_CHARS, EngineIndex, Outcome
+from kvstore.keys import NamespaceId, SegmentId, new_segment_id
+from schemas.records import EvictionRule
+from schemas.settings import JournalSettings
+from tests.index.contract.chains import (
     CREATED_S,
     EXPECTED_BLOCKS,
     UNKNOWN,
@@ -22,14 +29,7 @@ from kvstore.conformance.index.chains import (
     put_all,
     record,
 )
-from kvstore.conformance.index.maintained import DELETE_AFTER_S, Maintained, evict
-from kvstore.index.demand import OwnDemand, Raised, estimate, merged
-from kvstore.index.eviction import GHOST_LEAST, ghost_bytes
-from kvstore.index.maintenance import Event, Ghosts
-from kvstore.index.port import DETAIL_CHARS, MISSING_DIGESTS, REQUEST_CHARS, EngineIndex, Outcome
-from kvstore.keys import NamespaceId, SegmentId, new_segment_id
-from schemas.records import EvictionRule
-from schemas.settings import JournalSettings
+from tests.index.contract.maintained import DELETE_AFTER_S, Maintained, evict
 
 #: Entries that a ring may hold beyond its bound.
 SLACK = 250

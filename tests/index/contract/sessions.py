@@ -8,29 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import (
-    CREATED_S,
-    EXPECTED_BLOCKS,
-    UNKNOWN,
-    blocks_of,
-    chain,
-    namespace,
-    part_of,
-    put,
-    put_all,
-    record,
-)
-from kvstore.conformance.index.maintained import (
-    MADE_S,
-    MINUTE,
-    SAVED_S,
-    Maintained,
-    cull,
-    drain,
-    erased,
-    evict,
-    reap_all,
-)
 from kvstore.errors import NamespaceUnknown
 from kvstore.index.contract import BadArgument
 from kvstore.index.port import CommitState
@@ -53,6 +30,29 @@ from kvstore.keys import (
     new_segment_id,
     salt_id,
     session_id,
+)
+from tests.index.contract.chains import (
+    CREATED_S,
+    EXPECTED_BLOCKS,
+    UNKNOWN,
+    blocks_of,
+    chain,
+    namespace,
+    part_of,
+    put,
+    put_all,
+    record,
+)
+from tests.index.contract.maintained import (
+    MADE_S,
+    MINUTE,
+    SAVED_S,
+    Maintained,
+    cull,
+    drain,
+    erased,
+    evict,
+    reap_all,
 )
 
 ALICE, BOB = session_id(NO_SALT, "alice"), session_id(NO_SALT, "bob")

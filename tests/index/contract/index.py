@@ -21,7 +21,10 @@ from contextlib import closing, suppress
 
 import pytest
 
-from kvstore.conformance.index.chains import (
+from kvstore.errors import StoreClosed
+from kvstore.index.port import Index
+from kvstore.keys import NamespaceId, SegmentId, namespace_id, new_segment_id
+from tests.index.contract.chains import (
     EXPECTED_BLOCKS,
     LATER_S,
     UNKNOWN,
@@ -35,10 +38,7 @@ from kvstore.conformance.index.chains import (
     record,
     served,
 )
-from kvstore.conformance.index.commits import CommitConformance
-from kvstore.errors import StoreClosed
-from kvstore.index.port import Index
-from kvstore.keys import NamespaceId, SegmentId, namespace_id, new_segment_id
+from tests.index.contract.commits import CommitConformance
 
 
 class IndexConformance(CommitConformance):

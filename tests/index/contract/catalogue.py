@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.conformance.index.chains import (
+from kvstore.index.contract import UNUSED_S
+from kvstore.index.maintenance import Entry, Maintenance, Usage
+from kvstore.index.port import Index
+from kvstore.keys import NamespaceId, canonical_json, new_segment_id, split_digests
+from tests.index.contract.chains import (
     CREATED_S,
     EXPECTED_BLOCKS,
     UNKNOWN,
@@ -18,7 +22,7 @@ from kvstore.conformance.index.chains import (
     put_all,
     record,
 )
-from kvstore.conformance.index.maintained import (
+from tests.index.contract.maintained import (
     DELETE_AFTER_S,
     MINUTE,
     NOTHING,
@@ -27,14 +31,10 @@ from kvstore.conformance.index.maintained import (
     evict,
     usage_of,
 )
-from kvstore.index.contract import UNUSED_S
-from kvstore.index.maintenance import Entry, Maintenance, Usage
-from kvstore.index.port import Index
-from kvstore.keys import NamespaceId, canonical_json, new_segment_id, split_digests
 
 
 class CatalogueConformance(Maintained):
-    """A part of MaintenanceConformance."""
+    """A part of FullIndexConformance."""
 
     # namespaces, usage
 

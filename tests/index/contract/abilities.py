@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import (
+from kvstore.errors import CapacityExceeded
+from kvstore.index.contract import OPERATIONS_KEPT
+from kvstore.index.maintenance import Account, Leases, Usage
+from kvstore.index.port import Index
+from kvstore.keys import NamespaceId, SegmentId, new_segment_id
+from schemas.records import rounded_cost
+from tests.index.contract.chains import (
     EXPECTED_BLOCKS,
     UNKNOWN,
     chain,
@@ -23,8 +29,8 @@ from kvstore.conformance.index.chains import (
     record,
     served,
 )
-from kvstore.conformance.index.journal import SLACK
-from kvstore.conformance.index.maintained import (
+from tests.index.contract.journal import SLACK
+from tests.index.contract.maintained import (
     DELETE_AFTER_S,
     MADE_S,
     MINUTE,
@@ -37,12 +43,6 @@ from kvstore.conformance.index.maintained import (
     evict,
     pin,
 )
-from kvstore.errors import CapacityExceeded
-from kvstore.index.contract import OPERATIONS_KEPT
-from kvstore.index.maintenance import Account, Leases, Usage
-from kvstore.index.port import Index
-from kvstore.keys import NamespaceId, SegmentId, new_segment_id
-from schemas.records import rounded_cost
 
 _ANNA = "anna@desk"
 _DAY_S = 86_400

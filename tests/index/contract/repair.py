@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import UNKNOWN, chain, places, put, put_all, record, served
-from kvstore.conformance.index.maintained import NOTHING, Maintained, drain, evict, reap_all, reapable_ranks
 from kvstore.index.maintenance import Entry, Usage
 from kvstore.index.port import CommitState, Index
 from kvstore.keys import Digest, NamespaceId, SegmentId, new_segment_id
+from tests.index.contract.chains import UNKNOWN, chain, places, put, put_all, record, served
+from tests.index.contract.maintained import NOTHING, Maintained, drain, evict, reap_all, reapable_ranks
 
 
 class RepairConformance(Maintained):

@@ -9,16 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import (
-    EXPECTED_BLOCKS,
-    blocks_of,
-    chain,
-    namespace,
-    part_of,
-    put,
-    record,
-    served,
-)
 from kvstore.errors import NamespaceUnknown
 from kvstore.index.port import CommitState, EngineIndex
 from kvstore.index.verdicts import NAME_CHARS, VERDICTS_KEPT, Opinion, VerdictState
@@ -31,6 +21,16 @@ from kvstore.keys import (
     new_segment_id,
     place_of,
     writer_id,
+)
+from tests.index.contract.chains import (
+    EXPECTED_BLOCKS,
+    blocks_of,
+    chain,
+    namespace,
+    part_of,
+    put,
+    record,
+    served,
 )
 
 UNKNOWN = NamespaceId("0000000000000000")

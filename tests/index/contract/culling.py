@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.conformance.index.chains import (
+from kvstore.index.maintenance import Maintenance
+from kvstore.index.port import CommitState, Index
+from kvstore.keys import NamespaceId, SegmentId, new_segment_id
+from tests.index.contract.chains import (
     CREATED_S,
     UNKNOWN,
     chain,
@@ -19,7 +22,7 @@ from kvstore.conformance.index.chains import (
     record,
     served,
 )
-from kvstore.conformance.index.maintained import (
+from tests.index.contract.maintained import (
     DELETE_AFTER_S,
     MINUTE,
     NOTHING,
@@ -32,13 +35,10 @@ from kvstore.conformance.index.maintained import (
     in_order,
     keep_minute,
 )
-from kvstore.index.maintenance import Maintenance
-from kvstore.index.port import CommitState, Index
-from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 
 
 class CullConformance(Maintained):
-    """A part of MaintenanceConformance."""
+    """A part of FullIndexConformance."""
 
     # order
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.conformance.index.chains import (
+from kvstore.index.maintenance import CLOCKS_DIFFER_S
+from kvstore.index.port import CommitState, Index
+from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id, salt_id
+from tests.index.contract.chains import (
     CREATED_S,
     EXPECTED_BLOCKS,
     UNKNOWN,
@@ -18,10 +21,7 @@ from kvstore.conformance.index.chains import (
     record,
     served,
 )
-from kvstore.conformance.index.maintained import Maintained, drain, erased, evict, reap_all
-from kvstore.index.maintenance import CLOCKS_DIFFER_S
-from kvstore.index.port import CommitState, Index
-from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id, salt_id
+from tests.index.contract.maintained import Maintained, drain, erased, evict, reap_all
 
 ALICE, BOB = salt_id("alice"), salt_id("bob")
 

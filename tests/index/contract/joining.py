@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvstore.conformance.index.chains import (
+from kvstore.index.port import MOST_RUNS, Claim, CommitState, Index, Replaced
+from kvstore.index.sessions import Allowance
+from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, salt_id
+from tests.index.contract.chains import (
     CREATED_S,
     blocks_of,
     chain,
@@ -19,7 +22,7 @@ from kvstore.conformance.index.chains import (
     record,
     served,
 )
-from kvstore.conformance.index.maintained import (
+from tests.index.contract.maintained import (
     SOON_S,
     Maintained,
     evict,
@@ -28,10 +31,7 @@ from kvstore.conformance.index.maintained import (
     reapable_ranks,
     usage_of,
 )
-from kvstore.conformance.index.sessions import ALICE, ALL, BOB, END, later
-from kvstore.index.port import MOST_RUNS, Claim, CommitState, Index, Replaced
-from kvstore.index.sessions import Allowance
-from kvstore.keys import NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, salt_id
+from tests.index.contract.sessions import ALICE, ALL, BOB, END, later
 
 
 def join(

@@ -7,7 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.conformance.index.chains import (
+from kvstore.errors import NamespaceUnknown
+from kvstore.index.maintenance import Maintenance
+from kvstore.index.port import Claim, CommitState, Index
+from kvstore.keys import NamespaceId, new_segment_id
+from tests.index.contract.chains import (
     EXPECTED_BLOCKS,
     UNKNOWN,
     blocks_of,
@@ -19,7 +23,7 @@ from kvstore.conformance.index.chains import (
     record,
     served,
 )
-from kvstore.conformance.index.maintained import (
+from tests.index.contract.maintained import (
     DELETE_AFTER_S,
     NOTHING,
     SOON_S,
@@ -31,14 +35,10 @@ from kvstore.conformance.index.maintained import (
     reapable_ranks,
     usage_of,
 )
-from kvstore.errors import NamespaceUnknown
-from kvstore.index.maintenance import Maintenance
-from kvstore.index.port import Claim, CommitState, Index
-from kvstore.keys import NamespaceId, new_segment_id
 
 
 class InvalidationConformance(Maintained):
-    """A part of MaintenanceConformance."""
+    """A part of FullIndexConformance."""
 
     # invalidate
 
