@@ -136,20 +136,6 @@ _BRINGS = Row(
             alerts=("KVStoreHitRatioCollapsed",),
         ),
         Panel(
-            "Hit ratio and its ceiling",
-            "timeseries",
-            "percentunit",
-            (
-                Query(f"{_IN} (kvstore_window_served_ratio{{{INDEX}}})", "served, {{window}}"),
-                Query(f"{_IN} (kvstore_ceiling_ratio{{{INDEX}}})", "ceiling, {{window}}"),
-            ),
-            "What came of what was asked for in the last 15 minutes, hour and day, and the most that a cache "
-            "of just that time could serve. Served far below the day's ceiling: more room would bring it, or "
-            "something keeps it from coming (Blocks missed). Above the ceiling of 15 minutes: what is "
-            "older pays. Only of engines that tell of their demand.",
-            most=1,
-        ),
-        Panel(
             "Hit ratio by tier and namespace",
             "timeseries",
             "percentunit",

@@ -32,7 +32,6 @@ KEPT_S = 2.0
 _NAMESPACE = ("cache_namespace", "kind", "model", "tenant")
 _OTHER = ("other", "", "", "")
 _ELSE = "other"
-_WINDOWS = {900: "15m", 3600: "1h", 86400: "24h"}
 
 _HELD: Mapping[str, tuple[str, Callable[[Held], float]]] = {
     "stored_bytes": ("Bytes of visible segments", lambda held: held.stored_bytes),
@@ -168,13 +167,6 @@ def _of_look(look: Look) -> Iterator[Metric]:
         if look.others:
             gauge.add_metric(_OTHER, of_held(look.others_held))
         yield gauge
-    ceiling = _gauge("ceiling_ratio", "Most that a cache of what was asked for lately could serve", "window")
-    served = _gauge("window_served_ratio", "Of what was asked for lately, the part that came", "window")
-    for demand in look.demand:
-        if demand.asked:
-            ceiling.add_metric([_WINDOWS[demand.window_s]], demand.ceiling_ratio)
-            served.add_metric([_WINDOWS[demand.window_s]], demand.hit_ratio)
-    yield from (ceiling, served)
     yield from _counted(look)
 
 

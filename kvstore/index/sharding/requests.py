@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from kvstore.index.contract import check_commit, check_segments, count_digests
-from kvstore.index.demand import Raised
 from kvstore.index.port import MOST_RUNS, Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.index.sharding.layouts import FailedShards, split
@@ -167,20 +166,14 @@ class ShardedRequests(ShardedVerdicts):
 
         return max(self._each(self._shards(namespace), bits))
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
-        """What was raised goes to one of the shards: ShardedJournal.asked looks at all."""
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         layout = self._layout(namespace)
         shards = shard_names(namespace, layout.shards)
         parts = defaultdict[NamespaceId, list[Outcome]](list)
         for one in outcomes:
             count_digests(one.missing)
             parts[_told(shards, one, items=layout.items)].append(one)
-        first = next(iter(parts), None)
-
-        def tell(name: NamespaceId) -> None:
-            self._leaf.tell(name, parts[name], raised if raised is None or name == first else raised.after())
-
-        self._each(parts, tell)
+        self._each(parts, lambda name: self._leaf.tell(name, parts[name]))
 
     def session(
         self,

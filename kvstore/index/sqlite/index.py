@@ -27,7 +27,6 @@ from kvstore.index.contract import (
     count_digests,
     use_minute,
 )
-from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
@@ -319,9 +318,7 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
             place = place_of(db, namespace)
             return 0 if place is None else sqlite_uses.bits(db, place.key, window)
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
-        if raised is not None:
-            raised.check()
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             count_digests(outcome.missing)
         if not outcomes:
@@ -329,7 +326,7 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
         with self._database.writing("tell") as db:
             place = place_of(db, namespace)
             if place is not None:
-                self._writing.told(db, place, outcomes, raised)
+                self._writing.told(db, place, outcomes)
 
     def _oldest(self, db: sqlite3.Connection, namespace: NamespaceId) -> float:
         """Returns the unix second up to which what was created is too old to serve anybody."""

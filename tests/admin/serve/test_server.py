@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,6 @@ from kvstore.admin.serve.reports import ServingReport
 from kvstore.admin.serve.server import Serving
 from kvstore.build import load_settings
 from kvstore.errors import Throttled, TransientError
-from kvstore.index.demand import OwnDemand
 from kvstore.index.eviction import Scope
 from kvstore.index.port import Outcome
 from kvstore.index.sessions import Allowance, Hint
@@ -111,8 +109,7 @@ class World:
             position=served,
             missing=b"",
         )
-        different = random.Random(asked).randbytes(16 * asked)
-        self.index.tell(name, [outcome], OwnDemand().add(different, self.now))
+        self.index.tell(name, [outcome])
 
     def metrics(self, janitor: JanitorState | None = None) -> dict[str, Metric]:
         text, _ = Exporter(self.monitor, lambda: janitor).text("")
@@ -629,16 +626,6 @@ def everything(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Metri
     world.tell(kv, 4, 2, "absent")
     world.look()
     return world.metrics(a_janitor(world.now))
-
-
-def test_the_ceiling_is_told_by_window(world: World) -> None:
-    kv = world.register(kv_space())
-    for _ in range(2):
-        world.tell(kv, 40, 30, "absent")
-    world.look()
-    for window in ("15m", "1h", "24h"):
-        assert world.value("kvstore_window_served_ratio", window=window) == 0.75
-        assert world.value("kvstore_ceiling_ratio", window=window) == pytest.approx(0.5, abs=0.05)
 
 
 def documented() -> dict[str, str]:
