@@ -239,7 +239,6 @@ def ready(world: World, index: ShardedIndex) -> None:
     """Until everything was scraped, and traffic was seen between two scrapes."""
     ask, serve = world.prometheus.query, world.servers[0]
     serve.until(lambda: [s.value for s in ask("up")] == [1.0] * 6)
-    serve.until(lambda: sum(s.value for s in ask(f'kvstore_janitor_leader{{release="{RELEASE}"}}')) == 1)
     serve.until(lambda: ask("kvstore_janitor_round_timestamp_seconds"))
     told(index, world.filled)
     serve.until(lambda: sum(s.value for s in ask("sum(increase(kvstore_asked_blocks_total[30s]))")) > 0)
@@ -333,9 +332,6 @@ UNSEEN = {
     "kvstore_pinned_bytes",
     "kvstore_saved_blocks_total",
     "kvstore_tier_used_bytes",
-    "kvstore_janitor_elections_total",
-    "kvstore_janitor_losses_total",
-    "kvstore_janitor_rounds_total",
     "kvstore_janitor_scrubbed_evicted_segments_total",
     "kvstore_janitor_scrubbed_payloads_total",
     "kvstore_janitor_step_done_total",

@@ -95,15 +95,6 @@ UPKEEP = Row(
     "Upkeep",
     (
         Panel(
-            "Janitors that lead",
-            "timeseries",
-            "short",
-            (Query(f"sum by (release) (kvstore_janitor_leader{{{INDEX}}})", "{{release}}"),),
-            "One. For seconds it may be none, or two that don't know of each other yet, which does no harm.",
-            width=6,
-            alerts=("KVStoreNoJanitorLeader",),
-        ),
-        Panel(
             "Since the last round",
             "timeseries",
             "s",
@@ -117,7 +108,7 @@ UPKEEP = Row(
             "If it only grows, the janitor hangs: its log and /api/status say at what.",
             width=6,
             limits=((600, "red"),),
-            alerts=("KVStoreJanitorStuck", "KVStoreNoJanitorLeader"),
+            alerts=("KVStoreJanitorStuck",),
         ),
         Panel(
             "Steps that failed",
@@ -145,7 +136,7 @@ UPKEEP = Row(
                     "{{step}}",
                 ),
             ),
-            "Of the leader's time. Near 1: rounds don't end in time; a slow index or payload store.",
+            "Of the janitor's time. Near 1: rounds don't end in time; a slow index or payload store.",
             width=6,
             stack=True,
         ),

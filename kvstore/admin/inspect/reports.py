@@ -72,9 +72,8 @@ class StatusReport(StrictModel):
     capacity_bytes: int
     total: Amount | None
     upkeep: Waiting
-    #: The holder of the janitor's lease (`cache-admin serve`); None: there is none, and engines evict when
-    #: they save.
-    janitor: str | None
+    #: Whether a janitor works (`cache-admin serve`). Without one engines do its work when they save.
+    janitor: bool
     #: Every quota, the store's last.
     quotas: tuple[QuotaLine, ...]
     tenants: tuple[TenantStatus, ...]

@@ -14,6 +14,7 @@ from kvstore.admin.reports import BackendState, QuotaLine
 from kvstore.errors import KVStoreError
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Account, FullIndex
+from kvstore.store.rounds import is_at_work
 
 #: How many namespaces, the largest, are asked what they would evict first: a round trip each.
 ASKED_NAMESPACES = 50
@@ -44,7 +45,7 @@ def status(cache: Cache, now_s: float) -> StatusReport:
         capacity_bytes=quotas[-1].quota_bytes if quotas else cache.settings.capacity_bytes,
         total=amount_of(held.accounts) if known else None,
         upkeep=waiting_in(held.accounts),
-        janitor=held.janitor,
+        janitor=is_at_work(held.given, now_s),
         quotas=quotas,
         tenants=_tenants(held.accounts, quotas),
         namespaces=lines,

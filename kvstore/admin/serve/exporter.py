@@ -199,13 +199,6 @@ def _add_reasons(
 
 
 def _of_janitor(state: JanitorState) -> Iterator[Metric]:
-    yield GaugeMetricFamily("kvstore_janitor_leader", "1 if this janitor is the one that works", state.leader)
-    yield CounterMetricFamily(
-        "kvstore_janitor_elections", "How often this one became the leader", state.elections
-    )
-    yield CounterMetricFamily(
-        "kvstore_janitor_losses", "How often it found that it no longer was", state.losses
-    )
     yield CounterMetricFamily("kvstore_janitor_rounds", "Rounds that ended", state.rounds)
     if state.last_round_s is not None:
         yield GaugeMetricFamily(
@@ -232,11 +225,8 @@ def _of_janitor(state: JanitorState) -> Iterator[Metric]:
     }
     for name, (text, value) in scrubbed.items():
         yield CounterMetricFamily(f"kvstore_janitor_scrubbed_{name}", text, value)
-    # A janitor that no longer leads has left this to another, and would export its old number for ever.
     yield GaugeMetricFamily(
-        "kvstore_janitor_scrub_behind_segments",
-        "Segments whose turn has come, not read yet; 0 of a janitor that does not lead",
-        scrub.behind if state.leader else 0,
+        "kvstore_janitor_scrub_behind_segments", "Segments whose turn has come, not read yet", scrub.behind
     )
 
 

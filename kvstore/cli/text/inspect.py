@@ -74,7 +74,7 @@ def status(report: StatusReport) -> Renderables:
     yield pair("stored", f"{amount(report.total)}, {count(len(report.namespaces), 'namespace')}")
     if waits := _waits(report.upkeep):
         yield pair("", waits)
-    yield pair("janitor", report.janitor or "none; engines evict when they save")
+    yield pair("janitor", "at work" if report.janitor else "none; engines evict when they save")
     # The store's own stands above.
     yield from _quota_table([line for line in report.quotas if line.scope != "store" or line.state != "ok"])
     yield from _tenant_table(report)

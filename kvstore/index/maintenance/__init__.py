@@ -15,7 +15,7 @@ What an index may lack:
     Ages          say how old what is served may be
     Salts         tell what requests with different salts have stored, and forbid a salt
     Sessions      lists what is remembered of clients' sessions (kvstore.index.sessions)
-    Leases        say which of several janitors has its turn
+    Leases        say who brings a namespace into other shards
     Heat          watches which segments begin loads
     Repair        makes good what fsck found
     Journal       remembers what was committed, evicted and asked for, and what more room would bring

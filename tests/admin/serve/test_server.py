@@ -36,7 +36,7 @@ from kvstore.index.port import Outcome
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.janitor.janitor import Janitor
-from kvstore.janitor.reports import STEPS, JanitorFault, JanitorState, ScrubState, StepState
+from kvstore.janitor.reports import STEPS, JanitorFault, JanitorState, StepState
 from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, session_id
 from kvstore.payloads import bucket
 from kvstore.payloads.s3.store import S3Payloads
@@ -131,9 +131,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 def a_janitor(now: float) -> JanitorState:
     steps = tuple(StepState(step=step, runs=number + 2, failures=number) for number, step in enumerate(STEPS))
     fault = JanitorFault(at_s=now, step="scrub", namespace=A, segment="ab" * 8, problem="checksum\nwrong")
-    return JanitorState(
-        at_s=now, holder="me", leader=True, rounds=7, last_round_s=now, steps=steps, faults=(fault,)
-    )
+    return JanitorState(at_s=now, rounds=7, last_round_s=now, steps=steps, faults=(fault,))
 
 
 # -- totals and history --------------------------------------------------------------------------------------
@@ -561,14 +559,6 @@ def test_ten_scrapers_cost_one(world: World) -> None:
     assert " 3.0" in exporter.text("text/plain")[0].decode().split("kvstore_segments{")[1].splitlines()[0]
 
 
-def test_who_no_longer_leads_is_not_behind(world: World) -> None:
-    # Its count stands still from then on, and the largest of all janitors' is alerted upon.
-    for leads, behind in ((True, 900), (False, 0)):
-        state = a_janitor(world.now).model_copy(update={"leader": leads, "scrub": ScrubState(behind=900)})
-        [sample] = world.metrics(state)["kvstore_janitor_scrub_behind_segments"].samples
-        assert sample.value == behind
-
-
 # -- hostile texts -------------------------------------------------------------------------------------------
 
 HOSTILE = (
@@ -736,11 +726,11 @@ def test_once_does_a_round_and_prints_what_there_is(admin: Admin, filled: Filled
     assert report.janitor is not None
     assert report.janitor.rounds == 1
     assert {step.step for step in report.janitor.steps if step.runs} >= {"evict", "reap", "sweep"}
-    assert report.janitor.leaseholder == "" or not report.janitor.leader
+    assert "janitor" not in {quota.scope for quota in report.quotas}
     text = admin("serve", "--once", *filled.options)
     assert text.code == 0
     assert "5 segments, 14 blocks, 2 namespaces" in text.out
-    assert "leader, 1 round" in text.out
+    assert "1 round" in text.out
 
 
 def test_once_shows_this_nodes_fast_tier(admin: Admin, tmp_path: Path) -> None:
