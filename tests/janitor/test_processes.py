@@ -35,7 +35,7 @@ from tests.waiting import PATIENCE_S, done, until
 
 pytestmark = pytest.mark.slow
 
-INTERVAL_S, GRACE_S, FORGET_S = 0.2, 2.0, 3.0
+INTERVAL_S, GRACE_S, FORGET_S = 0.2, 2.0, 8.0
 #: A load that begins so long before the end of the grace time is over before it.
 MARGIN_S = 0.2
 #: Where one is killed, in the order of a round, and where it is stopped.
