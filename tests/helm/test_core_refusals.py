@@ -287,7 +287,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         FOLDER,
         ONE_NODE,
     ],
-    ids=range(16),
+    ids=range(14),
 )
 def test_not_refused(values: dict[str, Any]) -> None:
     assert render(values)
