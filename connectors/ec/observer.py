@@ -17,7 +17,7 @@ from connectors.ec.messages import ECStoreWorkerMetadata, StagedItem
 from connectors.ec.metrics import RENAMED
 from connectors.engine.guard import Followers
 from connectors.telemetry.metrics import Report, Tally, TierStates, merge
-from connectors.telemetry.outcomes import Missing, Outcomes, nothing_missing
+from connectors.telemetry.outcomes import Outcomes, nothing_missing
 from kvstore.keys import ContentKey, digest
 from kvstore.rules.text import readable
 from kvstore.store.space import Space
@@ -138,7 +138,6 @@ class ECObserver:
         self, request_id: str, key: ContentKey | None, op: OutcomeOp, reason: str, *, served: bool
     ) -> None:
         if self._space is not None:
-            name: Missing = nothing_missing if key is None else partial(digest, key)
             self._outcomes.note(
                 self._space,
                 request_id,
@@ -146,8 +145,7 @@ class ECObserver:
                 asked=1,
                 served=int(served),
                 reason=reason,
-                missing=name,
-                wanted=name if op == "match" else nothing_missing,
+                missing=nothing_missing if key is None else partial(digest, key),
             )
 
     def _gauges(self) -> dict[str, float]:

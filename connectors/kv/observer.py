@@ -144,7 +144,6 @@ class Observer:
             missing=self._missing(names, group, block),
             chain=self._missing(names, group, 0, 1),
             detail=_detail(reason, weighed),
-            wanted=partial(digests, names[have:blocks]),
         )
 
     def answered(self, request: RequestView, found: Found, pending: PendingMatch, decision: Decision) -> None:

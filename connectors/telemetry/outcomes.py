@@ -8,10 +8,6 @@ nothing to do. While the index is down, which the reasons of outcomes are the fi
 to `MOST` of them; more are dropped and counted. No outcome is written twice: a call that failed may have been
 carried out, so it is not repeated.
 
-With them wait the names of the blocks that were asked for, but of about `MOST_WANTED` blocks only: a long
-prompt has thousands, of 73 bytes each. Outcomes beyond that are told without, and don't count in the demand
-(kvstore.index.demand) at all, whose ratios so stay right for those that do.
-
 A request's match counts once, with the blocks that it had to ask the store for: the full blocks that the
 engine did not have itself. The reason is that of the first block that was not served, and stands for all that
 follow it.
@@ -37,8 +33,6 @@ from schemas.records import OutcomeOp
 
 #: Most outcomes that wait to be written.
 MOST: Final = 1024
-#: About the most blocks whose names wait with them, 19 MB; as many may be on their way.
-MOST_WANTED: Final = 1 << 18
 #: Number of waiting outcomes that are written before the period ends, and most that go with one call.
 BATCH: Final = 64
 #: Shortest time between two writes of fewer than `BATCH` outcomes, in seconds.
@@ -70,13 +64,6 @@ class _Noted:
     missing: Missing
     detail: str
     chain: Missing
-    #: None: too many blocks waited already.
-    wanted: Missing | None
-
-    @property
-    def holds(self) -> int:
-        """How many blocks' names it keeps in memory, at most."""
-        return 0 if self.wanted in (None, nothing_missing) else self.asked
 
     def outcome(self) -> Outcome:
         return Outcome(
@@ -105,10 +92,6 @@ class Outcomes:
         self._telling = False
         self._again = False
         self._next = 0.0
-        #: Blocks whose names were queued, ever, and taken from the queue; each belongs to one thread, so that
-        #: neither waits for the other.
-        self._queued = 0
-        self._taken = 0
         #: Whether the last call failed. Belongs to the call thread.
         self._doubtful = False
 
@@ -125,10 +108,8 @@ class Outcomes:
         missing: Missing = nothing_missing,
         detail: str = "",
         chain: Missing = nothing_missing,
-        wanted: Missing = nothing_missing,
     ) -> None:
-        """Queue an outcome; the arguments are those of kvstore.index.port.Outcome. `wanted` returns the
-        packed digests of all that a match asked for; while too many wait, it is dropped.
+        """Queue an outcome; the arguments are those of kvstore.index.port.Outcome.
 
         Nothing is queued if nothing was asked for, and `reason` is left out if all was served."""
         if asked <= 0:
@@ -137,7 +118,6 @@ class Outcomes:
             self._store.counters.add("outcomes_lost")
             return
         reason = reason if served < asked else ""
-        fits = self._queued - self._taken < MOST_WANTED
         noted = _Noted(
             space,
             self._store.clock(),
@@ -150,9 +130,7 @@ class Outcomes:
             missing,
             detail,
             chain,
-            wanted if fits else None,
         )
-        self._queued += noted.holds
         self._waiting.append(noted)
 
     def tick(self, *, idle: bool = False) -> None:
@@ -194,20 +172,17 @@ class Outcomes:
 
     def _tell_batch(self) -> bool:
         batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
-        # At once: a bug costs its batch.
-        self._taken += sum(one.holds for one in batch)
-        runs = groupby(batch, lambda one: (one.space, one.wanted is not None))
-        told = [self._tell_some(space, list(some), known) for (space, known), some in runs]
+        runs = groupby(batch, lambda one: one.space)
+        told = [self._tell_some(space, list(some)) for space, some in runs]
         return all(told)
 
-    def _tell_some(self, space: Space, noted: Sequence[_Noted], known: bool) -> bool:
-        """Write outcomes of one namespace; `known`: what they asked for is."""
+    def _tell_some(self, space: Space, noted: Sequence[_Noted]) -> bool:
+        """Write outcomes of one namespace."""
         kept: Sequence[_Noted] = ()
         if not self._answers(noted):
             kept = noted[: max(0, MOST - len(self._waiting))]
-            self._taken -= sum(one.holds for one in kept)
             self._waiting.extendleft(reversed(kept))
-        elif space.tell([one.outcome() for one in noted], _wanted(noted) if known else None):
+        elif space.tell([one.outcome() for one in noted]):
             self._doubtful = False
             return True
         if lost := len(noted) - len(kept):
@@ -226,10 +201,6 @@ class Outcomes:
         except KVStoreError:
             return False
         return True
-
-
-def _wanted(noted: Sequence[_Noted]) -> bytes:
-    return b"".join(one.wanted() for one in noted if one.wanted is not None)
 
 
 @dataclass(slots=True)

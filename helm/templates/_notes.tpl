@@ -73,9 +73,6 @@
 {{- if and (ne .Values.service.type "ClusterIP") (not $guarded) }}
 - service.type is {{ .Values.service.type }}: the page and the metrics, which ask for no password, can be reached from outside the cluster.
 {{- end }}
-{{- if eq (int .Values.janitor.replicas) 1 }}
-- janitor.replicas is 1: while its pod is moved nothing shows the cache, and what only a janitor does waits.
-{{- end }}
 {{- if not .Values.gc.enabled }}
 - gc.enabled is false: payloads of writers that died stay until somebody runs cache-admin gc.
 {{- else if not .Values.gc.delete }}

@@ -105,9 +105,6 @@ payloads.pvc.size is {{ $pvc.size }}: it is a quantity as Kubernetes writes it, 
 capacity ({{ .Values.capacity }}) is larger than payloads.pvc.size ({{ $pvc.size }}): the volume would be full before anything is evicted; make the claim larger, by a fifth or so, or the capacity smaller.
 {{- end }}
 {{- end }}
-{{- if and (not (has "ReadWriteMany" $pvc.accessModes)) (gt (int .Values.janitor.replicas) 1) }}
-payloads.pvc.accessModes is {{ join ", " $pvc.accessModes }}, which is one node's, and janitor.replicas is {{ .Values.janitor.replicas }}: set janitor.replicas to 1 and run the engines on that node, or take a StorageClass with ReadWriteMany.
-{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -1,21 +1,6 @@
 {{/* One sentence per line: what can't work about janitors, their pods and the cron jobs. */}}
 {{- define "kvstore.validate.janitor" -}}
 {{- $janitor := .Values.janitor }}
-{{- $pdb := $janitor.podDisruptionBudget }}
-{{- if and $pdb.enabled (gt (int $janitor.replicas) 1) }}
-{{- if kindIs "invalid" $pdb.minAvailable }}
-{{- if kindIs "invalid" $pdb.maxUnavailable }}
-janitor.podDisruptionBudget has neither maxUnavailable nor minAvailable: set one, or enabled to false.
-{{- else if has (toString $pdb.maxUnavailable) (list "0" "0%") }}
-janitor.podDisruptionBudget.maxUnavailable is {{ $pdb.maxUnavailable }}: no node with a janitor could ever be drained; 1 keeps the others.
-{{- end }}
-{{- else if or (eq (toString $pdb.minAvailable) "100%") (and (not (hasSuffix "%" (toString $pdb.minAvailable))) (ge (int $pdb.minAvailable) (int $janitor.replicas))) }}
-janitor.podDisruptionBudget.minAvailable is {{ $pdb.minAvailable }} of {{ $janitor.replicas }} replicas: no node with a janitor could ever be drained; let one be missing.
-{{- end }}
-{{- end }}
-{{- if and (ne $janitor.antiAffinity "none") (hasKey $janitor.affinity "podAntiAffinity") }}
-janitor.affinity has a podAntiAffinity, and janitor.antiAffinity is {{ $janitor.antiAffinity }}: set janitor.antiAffinity to none, since yours takes its place.
-{{- end }}
 {{- if and $janitor.tls.clientCASecret (not $janitor.tls.existingSecret) }}
 janitor.tls.clientCASecret is set, and janitor.tls.existingSecret is not: only TLS asks clients for certificates; name a Secret with the janitors' own.
 {{- end }}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvstore.breaker import Breaker
-from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, EngineIndex, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.index.verdicts import Opinion, Verdict, VerdictState
@@ -103,9 +102,9 @@ class BreakingIndex(EngineIndex):
                 namespace, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes
             )
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         with self._breaker.guard():
-            self._inner.tell(namespace, outcomes, raised)
+            self._inner.tell(namespace, outcomes)
 
     def session(
         self,

@@ -34,8 +34,6 @@ from schemas.records import EvictionRule, OutcomeOp, SegmentRecord
 if TYPE_CHECKING:
     from typing import Self
 
-    from kvstore.index.demand import Raised
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -269,12 +267,9 @@ class OutcomeSink(ABC):
     """Is told what became of requests."""
 
     @abstractmethod
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         """Remembers what became of requests (index.maintenance.Journal): in a ring of bounded length, in
         totals, and, for match outcomes that ended "absent", how much more capacity would have served them.
-
-        `raised` says which different blocks these outcomes' matches asked for (kvstore.index.demand). With it
-        they count in `Journal.demand`, without it they don't.
 
         Takes one round trip for up to 64 outcomes with 4,096 digests. Does nothing for an unknown namespace.
         """

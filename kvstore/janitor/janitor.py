@@ -1,4 +1,4 @@
-"""The janitor: keeps a store in bounds and in order, round after round, if it is the leader.
+"""The janitor: keeps a store in bounds and in order, round after round.
 
 A round, each step safe to be cut off anywhere and to be done by two at once:
     evict       down to the quotas, and what is too old          every round
@@ -12,8 +12,10 @@ A round, each step safe to be cut off anywhere and to be done by two at once:
     scrub       read and verify payloads (kvstore.janitor.scrub)   some every round
     erase       forget namespaces that are empty and unused      every round
 
-Between steps, and between the batches of long ones, the lease is renewed; a janitor that has lost it stops
-there. A step that fails is counted, and the others go on. Payloads that no record names are for `gc` to find.
+A fleet runs one. Two at once do no harm: they read payloads twice, and halve use counts twice as often.
+While it works it says so among the quotas, and engines leave all but eviction to it.
+
+A step that fails is counted, and the others go on. Payloads that no record names are for `gc` to find.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.format.keyring import NO_KEYS, Keyring
 from kvstore.index.maintenance import Account, FullIndex
-from kvstore.janitor.lease import RENEW, Leadership, LeaseLost
 from kvstore.janitor.log import Logbook
 from kvstore.janitor.reports import STEPS, JanitorState, Step
 from kvstore.janitor.scrub import Scrub
@@ -36,7 +38,7 @@ from kvstore.metrics import Counters
 from kvstore.payloads.evidence import Evidence
 from kvstore.payloads.port import PayloadStore
 from kvstore.store.housekeeping import Housekeeping
-from kvstore.store.rounds import JANITOR
+from kvstore.store.rounds import AT_WORK, AT_WORK_S
 from schemas.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,7 @@ _STEP_S = 30.0
 _AGE_S = 10.0
 _COOL_S = 3600.0
 _TRIM_S = 3600.0
-#: Seconds after which a step that comes at long intervals is tried again if it failed, and asked for again if
-#: another janitor has done it.
+#: Seconds after which a step that comes at long intervals is tried again if it failed.
 _RETRY_S = 60.0
 #: Failures in a row after which a step leaves the other namespaces alone: the cause isn't a single namespace.
 _PATIENCE = 3
@@ -60,15 +61,14 @@ _SWEEP_REST = 16
 _ERASE_STEP = 4096
 
 
+class _Stopped(Exception):
+    """The janitor is to stop."""
+
+
 @dataclass
-class _Cycle:
-    """Work that the fleet's janitors together do once in `every_s` for each namespace.
+class _Turn:
+    """Work that is done once in `every_s` for each namespace."""
 
-    A janitor that finishes a turn takes the lease `name` for `every_s`, so that its successor, or itself when
-    it is started again, does not start over. One that dies in a turn leaves no lease.
-    """
-
-    name: str
     every_s: float
     #: The earliest time at which there may be something to do, by the monotonic clock.
     next_s: float = float("-inf")
@@ -79,11 +79,7 @@ class _Cycle:
 
 
 class Janitor:
-    """Works in rounds while it holds the janitor's lease; any number of processes may run one.
-
-    `run` and `round` are for one thread, `state` is for any. `holder` is the name of this process among all
-    that take leases of this index, and the name that people see.
-    """
+    """Works in rounds. `run` and `round` are for one thread, `state` is for any."""
 
     def __init__(
         self,
@@ -92,7 +88,6 @@ class Janitor:
         evidence: Evidence,
         settings: Settings,
         *,
-        holder: str,
         keyring: Keyring = NO_KEYS,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -104,7 +99,6 @@ class Janitor:
         self._clock = clock
         self._monotonic = monotonic
         self._stop = threading.Event()
-        self._lead = Leadership(index, JANITOR, holder, settings.janitor.lease_s, monotonic=monotonic)
         self._book = Logbook(clock)
         self._scrubbing = Scrub(
             index,
@@ -137,91 +131,79 @@ class Janitor:
             "scrub": self._scrub,
             "erase": self._erase,
         }
-        self._cooling = _Cycle("janitor/cool", _COOL_S)
-        self._reconciling = _Cycle("janitor/reconcile", settings.janitor.reconcile_s)
+        #: Not at once, or a janitor that is started again and again would leave no counts.
+        self._cooling = _Turn(_COOL_S, monotonic() + _COOL_S)
+        self._reconciling = _Turn(settings.janitor.reconcile_s)
         #: The namespaces' accounts as read in this round, and when the present step is to end.
         self._accounts: list[Account] | None = None
         self._until = 0.0
+        #: When this janitor last said that it works, by the monotonic clock.
+        self._said_s = float("-inf")
         #: Namespaces in which something was met that makes no sense, since they were reconciled last.
         self._damaged: set[NamespaceId] = set()
         #: For how many more rounds each namespace is not swept, and how many that was to begin with.
         self._rests: dict[NamespaceId, tuple[int, int]] = {}
 
     def run(self, stop: threading.Event) -> None:
-        """Does round after round until `stop` is set, then gives the lease back. Never raises."""
+        """Does round after round until `stop` is set. Never raises."""
         self._stop = stop
-        janitor = self._settings.janitor
-        pause, due = min(janitor.interval_s, janitor.lease_s * RENEW), float("-inf")
+        interval_s = self._settings.janitor.interval_s
+        due = float("-inf")
         while not stop.is_set():
             began = self._monotonic()
             try:
-                if began < due:
-                    self._campaign()
-                elif self.round():
-                    due = began + janitor.interval_s
+                if began >= due:
+                    due = began + interval_s
+                    self.round()
+                else:
+                    self._say()
             except Exception:
                 # A janitor that has ended is worse than one whose round has failed.
                 log.exception("the janitor's round failed unexpectedly")
-            stop.wait(pause)
-        self._lead.resign()
+            stop.wait(min(interval_s, AT_WORK_S / 4))
+        with suppress(KVStoreError):
+            self._index.set_quota(AT_WORK, None)
 
-    def round(self) -> bool:
-        """Does one round if this janitor is the leader or becomes it, and returns whether it was.
-
-        Raises none of the store's errors: failures are in the state.
-        """
-        if not self._campaign():
-            return False
+    def round(self) -> None:
+        """Does one round. Raises none of the store's errors: failures are in the state."""
         began = self._monotonic()
         self._accounts = None
-        try:
+        with suppress(_Stopped):
             for step in STEPS:
                 self._proceed()
-                if not self._do(step):
-                    # If it is the index that failed, the other steps can't be done either.
-                    self._lead.recheck()
-                    self._proceed()
-                    if self._lead.problem:
-                        break
-        except LeaseLost as exc:
-            self._lost(exc)
+                # If it is the index that failed, the other steps can't be done either.
+                if not self._do(step) and not self._answers():
+                    break
         self._book.round_ended(self._monotonic() - began)
-        return True
 
     def state(self) -> JanitorState:
         """Returns what this janitor is doing and has done. Does no I/O."""
-        return self._book.state(self._lead, self._scrubbing.state)
-
-    # -- the lease -----------------------------------------------------------------------------------------
-
-    def _campaign(self) -> bool:
-        known, elections = self._lead.problem, self._lead.elections
-        try:
-            leads = self._lead.campaign()
-        except LeaseLost as exc:
-            self._lost(exc)
-            return False
-        if self._lead.problem and not known:
-            self._book.fault("lease", self._lead.problem)
-        if self._lead.elections > elections:
-            # Another janitor may have gone on meanwhile: a turn that was cut off here is not taken up again.
-            self._cooling.left = self._reconciling.left = None
-            self._book.elected()
-        return leads
+        return self._book.state(self._scrubbing.state)
 
     def _proceed(self) -> None:
+        """Comes between two batches. Raises _Stopped."""
         if self._stop.is_set():
-            self._lead.resign()
-        self._lead.proceed()
+            raise _Stopped
+        if self._monotonic() >= self._said_s + AT_WORK_S / 4:
+            self._say()
 
-    def _lost(self, exc: LeaseLost) -> None:
-        if not self._stop.is_set():
-            self._book.fault("lease", str(exc))
+    def _say(self) -> None:
+        """Says that a janitor works. An index that is full takes no word of it: then engines help."""
+        self._said_s = self._monotonic()
+        with suppress(KVStoreError):
+            self._index.set_quota(AT_WORK, int(self._clock()))
+
+    def _answers(self) -> bool:
+        try:
+            self._index.ping()
+        except KVStoreError:
+            return False
+        return True
 
     # -- a step --------------------------------------------------------------------------------------------
 
     def _do(self, step: Step) -> bool:
-        """Does one step if it is due; returns False if it failed. Raises LeaseLost."""
+        """Does one step if it is due; returns False if it failed. Raises _Stopped."""
         if not self._is_due(step):
             return True
         began = self._monotonic()
@@ -229,7 +211,7 @@ class Janitor:
         self._book.begin(step)
         try:
             self._steps[step]()
-        except LeaseLost:
+        except _Stopped:
             raise
         except KVStoreError as exc:
             self._book.failed(step, str(exc))
@@ -284,25 +266,22 @@ class Janitor:
         self._book.failed(step, problem, namespace=namespace)
         self._damaged.add(namespace)
 
-    def _in_turn(self, step: Step, cycle: _Cycle, work: Callable[[NamespaceId], None]) -> None:
-        """Goes on with the turn of `cycle`, or begins one unless another janitor had its turn recently."""
+    def _in_turn(self, step: Step, turn: _Turn, work: Callable[[NamespaceId], None]) -> None:
+        """Goes on with a turn, or begins one."""
         now = self._monotonic()
-        cycle.next_s = now + min(_RETRY_S, cycle.every_s)
-        if cycle.left is None:
-            if self._index.leaseholder(cycle.name) not in (None, self._lead.holder):
-                return
-            cycle.left, cycle.began_s = [account.namespace for account in self._known()], now
-        elif now >= cycle.began_s + cycle.every_s:
+        turn.next_s = now + min(_RETRY_S, turn.every_s)
+        if turn.left is None:
+            turn.left, turn.began_s = [account.namespace for account in self._known()], now
+        elif now >= turn.began_s + turn.every_s:
             # A namespace that fails for good must not end the turns of all others.
-            left = set(cycle.left)
-            cycle.left += [account.namespace for account in self._known() if account.namespace not in left]
-            cycle.began_s = now
-        cycle.left = self._each(step, cycle.left, work)
-        if not cycle.left:
-            self._index.lease(cycle.name, self._lead.holder, cycle.every_s)
-            cycle.left, cycle.next_s = None, now + cycle.every_s
+            left = set(turn.left)
+            turn.left += [account.namespace for account in self._known() if account.namespace not in left]
+            turn.began_s = now
+        turn.left = self._each(step, turn.left, work)
+        if not turn.left:
+            turn.left, turn.next_s = None, now + turn.every_s
         elif not self._book.is_failing(step):
-            cycle.next_s = now
+            turn.next_s = now
 
     # -- the steps -----------------------------------------------------------------------------------------
 

@@ -7,9 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from kvstore.janitor.lease import Leadership
 from kvstore.janitor.reports import STEPS, JanitorFault, JanitorState, ScrubState, Step, StepState
 
 log = logging.getLogger(__name__)
@@ -45,15 +43,9 @@ class Logbook:
         #: The oldest first. The key is all of a fault but when it was seen and how often.
         self._faults: OrderedDict[tuple[str, str, str, str], JanitorFault] = OrderedDict()
         self._problems: dict[Step, int] = dict.fromkeys(STEPS, 0)
-        self._since_s: float | None = None
         self._ended_s: float | None = None
         self._seconds: float | None = None
         self.rounds = 0
-
-    def elected(self) -> None:
-        """Notes that this janitor is the leader from now on."""
-        with self._lock:
-            self._since_s = self._clock()
 
     def round_ended(self, seconds: float) -> None:
         """Notes that a round is over, complete or not."""
@@ -102,9 +94,7 @@ class Logbook:
         with self._lock:
             return self._problems[step] > 0
 
-    def fault(
-        self, step: Step | Literal["lease"], problem: str, *, namespace: str = "", segment: str = ""
-    ) -> None:
+    def fault(self, step: Step, problem: str, *, namespace: str = "", segment: str = "") -> None:
         """Remembers a fault; one that is known already is counted as seen once more."""
         key = (step, namespace, segment, problem)
         with self._lock:
@@ -120,19 +110,11 @@ class Logbook:
             while len(self._faults) > _FAULTS:
                 self._faults.popitem(last=False)
 
-    def state(self, lead: Leadership, scrub: ScrubState) -> JanitorState:
+    def state(self, scrub: ScrubState) -> JanitorState:
         """Returns all of it as of one moment."""
-        leads = lead.leads
         with self._lock:
             return JanitorState(
                 at_s=self._clock(),
-                holder=lead.holder,
-                leaseholder=lead.holder if leads else lead.other,
-                leader=leads,
-                leader_since_s=self._since_s if leads else None,
-                elections=lead.elections,
-                losses=lead.losses,
-                lease_problem=lead.problem,
                 rounds=self.rounds,
                 last_round_s=self._ended_s,
                 last_round_seconds=self._seconds,

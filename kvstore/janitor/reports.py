@@ -70,8 +70,7 @@ class JanitorFault(StrictModel):
     #: When it was seen last, and how often so far.
     at_s: float
     times: int = 1
-    #: `lease`: the index didn't answer, or another janitor took over while this one was at work.
-    step: Step | Literal["lease"]
+    step: Step
     #: "" if the fault concerns none in particular.
     namespace: str = ""
     segment: str = ""
@@ -79,20 +78,9 @@ class JanitorFault(StrictModel):
 
 
 class JanitorState(StrictModel):
-    """The state of one janitor. One of several is the leader, and only that one works."""
+    """The state of one janitor."""
 
     at_s: float
-    #: The name of this janitor, and that of the one that has the lease as far as this one knows: "" if none
-    #: has, or if the index was not asked yet.
-    holder: str
-    leaseholder: str = ""
-    leader: bool = False
-    leader_since_s: float | None = None
-    #: How often this one became the leader, and how often it found that it no longer was.
-    elections: int = 0
-    losses: int = 0
-    #: What failed when the index was last asked for the lease; "" if it answered.
-    lease_problem: str = ""
     #: The number of rounds that have ended, when the last one did, and how long it took.
     rounds: int = 0
     last_round_s: float | None = None

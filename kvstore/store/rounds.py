@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
-import socket
 import threading
 import time
-from secrets import token_hex
+from collections.abc import Mapping
 
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.maintenance import Account
@@ -28,8 +26,15 @@ _REAP_S = 2.0
 _AGE_S = 1.0
 #: Seconds that a look at the quotas may take without a rest after it.
 _SHORT_S = 0.1
-#: The lease of the process that deletes payloads and sweeps: a janitor all the time, an engine for a moment.
-JANITOR = "janitor"
+#: The name among the quotas under which a janitor says when it worked last, in unix seconds; and for how long
+#: that counts, whichever clocks two machines go by. Engines read the quotas anyway.
+AT_WORK = "janitor"
+AT_WORK_S = 60.0
+
+
+def is_at_work(given: Mapping[str, int], now_s: float) -> bool:
+    """Tells from the quotas whether a janitor works."""
+    return abs(now_s - given.get(AT_WORK, 0)) < AT_WORK_S
 
 
 class Rounds:
@@ -40,8 +45,6 @@ class Rounds:
         self.housekeeping = Housekeeping(
             backends.maintenance, backends.payloads, backends.settings, backends.counters, backends.clock
         )
-        #: The name of this process as a holder of leases.
-        self._name = f"{socket.gethostname()}:{os.getpid()}:{token_hex(4)}"
         self._lock = threading.Lock()
         # The lock guards the fields below it.
         #: Bytes committed since the last look at the quotas, and bytes that there was room for then.
@@ -92,28 +95,24 @@ class Rounds:
         whose grace time is over, sweeps dangling entries. Returns how many segments it evicted. Raises what
         the index raises.
 
-        All but the eviction is left to a janitor if there is one, and otherwise done by one engine at a time.
+        All but the eviction is left to a janitor if there is one.
         """
         evicted = self._make_room()
         maintenance, housekeeping = self._backends.maintenance, self.housekeeping
-        if not maintenance.lease(JANITOR, self._name, self._backends.settings.janitor.lease_s):
+        if is_at_work(maintenance.quotas(), self._backends.clock()):
             return evicted
-        try:
-            until = time.monotonic() + _REAP_S
-            accounts, _ = maintenance.reachable()
-            # Each time in another order: neither a namespace that takes all the time nor one that fails may
-            # keep the same others from their turn for good.
-            for account in random.sample(accounts, len(accounts)):
-                try:
-                    self._tidy(account, until)
-                except DamagedIndex as exc:
-                    housekeeping.damaged[account.namespace] = str(exc)
-            # Last, since what is too old serves nobody already.
-            until = time.monotonic() + _AGE_S
-            evicted += housekeeping.age_out(lambda: time.monotonic() < until)
-        finally:
-            maintenance.release(JANITOR, self._name)
-        return evicted
+        until = time.monotonic() + _REAP_S
+        accounts, _ = maintenance.reachable()
+        # Each time in another order: neither a namespace that takes all the time nor one that fails may keep
+        # the same others from their turn for good, and two engines are seldom at the same one.
+        for account in random.sample(accounts, len(accounts)):
+            try:
+                self._tidy(account, until)
+            except DamagedIndex as exc:
+                housekeeping.damaged[account.namespace] = str(exc)
+        # Last, since what is too old serves nobody already.
+        until = time.monotonic() + _AGE_S
+        return evicted + housekeeping.age_out(lambda: time.monotonic() < until)
 
     def _tidy(self, account: Account, until: float) -> None:
         housekeeping = self.housekeeping

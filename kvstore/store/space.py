@@ -24,7 +24,6 @@ from kvstore.errors import (
 )
 from kvstore.format.segment import Slot
 from kvstore.index.contract import BadArgument
-from kvstore.index.demand import OwnDemand
 from kvstore.index.port import MOST_RUNS, Outcome, Run
 from kvstore.index.sessions import USE, Hint, HintEffect
 from kvstore.index.verdicts import Opinion
@@ -105,7 +104,6 @@ class Space:
         #: Copies of condemned payloads that this process may still make. A race on it makes one too many.
         self._copies_left = _MOST_COPIES
         self.writers = KnownWriters(backends, self.id, quarantine)
-        self._asked = OwnDemand()
         self._sessions = SpaceSessions(backends, namespace, self.registered)
         self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
         #: HintEffect by whoever loads, of all that keeps promised blocks from being loaded.
@@ -450,20 +448,15 @@ class Space:
         backends.counters.add("note_failures")
         return 0
 
-    def tell(self, outcomes: Sequence[Outcome], asked: bytes | None = None) -> bool:
-        """Puts outcomes of requests into the index's journal; returns False if that fails. Never raises.
-
-        `asked` are the packed digests of all blocks that the matches among them asked for; None: unknown, and
-        they don't count in the demand."""
+    def tell(self, outcomes: Sequence[Outcome]) -> bool:
+        """Puts outcomes of requests into the index's journal; returns False if that fails. Never raises."""
         try:
-            raised = None if asked is None else self._asked.add(asked, self.backends.clock())
-            self.backends.index.tell(self.id, outcomes, raised)
+            self.backends.index.tell(self.id, outcomes)
             return True
         except KVStoreError as exc:
             log.debug("tell failed: %s", exc)
         except Exception:
             log.exception("tell failed unexpectedly")
-        self._asked.forget()
         return False
 
     def save(

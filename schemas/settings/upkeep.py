@@ -67,8 +67,6 @@ class JanitorSettings(StrictModel):
 
     #: Time from one round of eviction, reaping and sweeping to the next.
     interval_s: Seconds = 5.0
-    #: Only one of several janitors works. Another takes over when it has not renewed its lease for so long.
-    lease_s: Seconds = 15.0
     #: Share of all segments, in percent, whose bytes are read and verified in a day.
     scrub_percent: float = Field(default=3.0, ge=0, le=100)
     #: Time from one comparison of the accounts with what there is to the next.

@@ -94,7 +94,6 @@ def ratio(asked: str, served: str) -> list[dict[str, str]]:
 UP, DOWN = "1x60", "0x60"
 #: Killed every four minutes, and away for two of them.
 FLAPS = "1 1 0 0 " * 15
-LEADS = both("kvstore_janitor_leader", "1x60", "0x60")
 ANSWERS = both("kvstore_up", UP, UP, backend="index")
 M = {"model_name": "m"}
 KV = {"model_name": "m", "connector": "kv"}
@@ -175,60 +174,24 @@ CASES = [
     ),
     Case("KVStoreIndexMemoryHigh", "no bound", both("kvstore_index_used_bytes", "95x60", "95x60"), 60),
     Case(
-        "KVStoreNoJanitorLeader",
-        "none of two",
-        [*both("kvstore_janitor_leader", "0x60", "0x60"), *ANSWERS],
-        11,
-        [{}],
-    ),
-    Case("KVStoreNoJanitorLeader", "one of two", [*LEADS, *ANSWERS], 60),
-    Case(
-        "KVStoreNoJanitorLeader",
-        "a change of leaders",
-        [*both("kvstore_janitor_leader", "1x5 0x55", "0x8 1x60"), *ANSWERS],
-        15,
-    ),
-    Case(
-        "KVStoreNoJanitorLeader",
-        "the index comes and goes, and none of two gets to lead",
-        [
-            *both("kvstore_janitor_leader", "0x60", "0x60"),
-            *both("kvstore_up", FLAPS, FLAPS, backend="index"),
-        ],
-        40,
-        [{}],
-    ),
-    Case(
-        "KVStoreNoJanitorLeader",
-        "the index is down",
-        [
-            *both("kvstore_janitor_leader", "0x60", "0x60"),
-            *both("kvstore_up", DOWN, DOWN, backend="index"),
-        ],
-        60,
-    ),
-    Case("KVStoreNoJanitorLeader", "servers that only show", ANSWERS, 60),
-    Case(
         "KVStoreJanitorStuck",
         "no round has ended since",
-        [*LEADS, *both("kvstore_janitor_round_timestamp_seconds", "0x60", "0x60")],
+        both("kvstore_janitor_round_timestamp_seconds", "0x60", "0x60"),
         30,
         [{}],
     ),
-    Case("KVStoreJanitorStuck", "a leader without a round", LEADS, 16, [{}]),
+    Case(
+        "KVStoreJanitorStuck",
+        "none without a round",
+        both("kvstore_janitor_rounds_total", "0x60", "0x60"),
+        16,
+        [{}],
+    ),
+    Case("KVStoreJanitorStuck", "servers that only show", ANSWERS, 60),
     Case(
         "KVStoreJanitorStuck",
         "rounds end, and another's last one is old",
-        [*LEADS, *both("kvstore_janitor_round_timestamp_seconds", "0+60x60", "0x60")],
-        60,
-    ),
-    Case(
-        "KVStoreJanitorStuck",
-        "nobody leads, which is another alert's",
-        [
-            *both("kvstore_janitor_leader", "0x60", "0x60"),
-            *both("kvstore_janitor_round_timestamp_seconds", "0x60", "0x60"),
-        ],
+        both("kvstore_janitor_round_timestamp_seconds", "0+60x60", "0x60"),
         60,
     ),
     Case(
@@ -846,7 +809,7 @@ def healthy() -> list[dict[str, str]]:
         *both("kvstore_up", *answers, backend="index"),
         *both("kvstore_up", *answers, backend="payloads"),
         *both("kvstore_info", f"1x{gone} _x2 1x{back}", f"1x{gone + 9} _x2 1x{back}", version="1"),
-        *both("kvstore_janitor_leader", f"1x{gone} _x2 0x{back}", f"0x{gone + 2} 1x{back}"),
+        *both("kvstore_janitor_rounds_total", f"0+9x{gone} _x2 0+9x{back}", "0+9x200"),
         *both("kvstore_janitor_round_timestamp_seconds", f"0+60x{gone}", "0+60x200"),
         *both("kvstore_janitor_scrubbed_bad_segments_total", "0x200", f"0x{gone + 9} _x2 0x{back}"),
         *both("kvstore_janitor_step_runs_total", f"0+9x{gone}", f"0+9x{gone} 0+9x{back}", step="reap"),

@@ -87,11 +87,6 @@ class Release:
     def janitors(self) -> list[Pod]:
         return self.cluster.of(self.name)
 
-    @property
-    def leaders(self) -> list[str]:
-        """The janitors that say that they lead."""
-        return [pod.name for pod in self.janitors if self.metrics(pod)["kvstore_janitor_leader"] == 1]
-
     def metrics(self, pod: Pod) -> dict[str, float]:
         """Sample -> value, asked of one janitor."""
         status, text = fetch(f"http://{pod.address}:9464/metrics")

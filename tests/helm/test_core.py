@@ -42,7 +42,6 @@ def given(**values: Any) -> dict[str, Any]:
 CLAIM = {"payloads": {"type": "pvc"}}
 ONE_NODE = {
     "payloads": {"type": "pvc", "pvc": {"accessModes": ["ReadWriteOnce"]}},
-    "janitor": {"replicas": 1},
 }
 FOLDER = {"payloads": {"type": "hostPath", "hostPath": {"path": "/mnt/nfs/kv", "sameOnAllNodes": True}}}
 
@@ -144,7 +143,7 @@ def test_changed_settings_restart_the_pods_and_the_same_ones_do_not() -> None:
         return str(annotations["checksum/settings"])
 
     first = checksum(given())
-    assert first == checksum(given(janitor__replicas=5, service__port=80))
+    assert first == checksum(given(janitor__replicas=0, service__port=80))
     assert first != checksum(given(capacity="1TiB"))
     assert first != checksum(given(settings={"grace_s": 300}))
 
@@ -268,65 +267,19 @@ def test_it_ends_before_it_is_killed() -> None:
     ("values", "strategy"),
     [
         (given(), {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}),
-        (
-            # There may be a janitor on every node.
-            given(janitor__antiAffinity="hard"),
-            {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}},
-        ),
         (ONE_NODE, {"type": "Recreate"}),
         (CLAIM, {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}),
     ],
-    ids=["default", "hard", "one node", "shared claim"],
+    ids=["default", "one node", "shared claim"],
 )
 def test_strategy(values: dict[str, Any], strategy: dict[str, Any]) -> None:
     assert deployment(values)["spec"]["strategy"] == strategy
 
 
-def test_anti_affinity() -> None:
-    soft = pod(given())["affinity"]["podAntiAffinity"]
-    (term,) = soft["preferredDuringSchedulingIgnoredDuringExecution"]
-    assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
-    selector = deployment(given())["spec"]["selector"]
-    assert term["podAffinityTerm"]["labelSelector"] == selector
-    hard = pod(given(janitor__antiAffinity="hard"))["affinity"]["podAntiAffinity"]
-    assert hard["requiredDuringSchedulingIgnoredDuringExecution"][0]["labelSelector"] == selector
-    assert "affinity" not in pod(given(janitor__antiAffinity="none"))
+def test_affinity() -> None:
+    assert "affinity" not in pod(given())
     node = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
-    assert pod(given(janitor__affinity=node))["affinity"].keys() == {"nodeAffinity", "podAntiAffinity"}
-
-
-def test_spread_counts_janitors() -> None:
-    (zones,) = pod(given())["topologySpreadConstraints"]
-    assert zones["labelSelector"] == deployment(given())["spec"]["selector"]
-    own = {
-        "maxSkew": 2,
-        "topologyKey": "rack",
-        "whenUnsatisfiable": "DoNotSchedule",
-        "labelSelector": {"matchLabels": {"a": "b"}},
-    }
-    assert pod(given(janitor__topologySpreadConstraints=[own]))["topologySpreadConstraints"] == [own]
-
-
-@pytest.mark.parametrize(
-    ("replicas", "budget", "spec"),
-    [
-        (2, {}, {"maxUnavailable": 1}),
-        (3, {"minAvailable": 2}, {"minAvailable": 2}),
-        (3, {"maxUnavailable": "50%"}, {"maxUnavailable": "50%"}),
-        (1, {}, None),
-        (0, {}, None),
-        (2, {"enabled": False}, None),
-    ],
-)
-def test_disruption_budget(replicas: int, budget: dict[str, Any], spec: dict[str, Any] | None) -> None:
-    values = given(janitor__replicas=replicas, janitor__podDisruptionBudget=budget)
-    found = [one for one in render(values) if one["kind"] == "PodDisruptionBudget"]
-    if spec is None:
-        assert not found
-        return
-    expected = spec | {"unhealthyPodEvictionPolicy": "AlwaysAllow"}
-    selector = pick(render(values), "Deployment")["spec"]["selector"]
-    assert found[0]["spec"] == expected | {"selector": selector}
+    assert pod(given(janitor__affinity=node))["affinity"] == node
 
 
 def test_where_pods_go_and_what_they_carry() -> None:

@@ -4,7 +4,6 @@ chart says: every rule and every query of a dashboard is evaluated, and finds wh
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import threading
 import time
@@ -28,10 +27,9 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.repair.follow import PayloadFollower, metrics_of
 from kvstore.admin.serve.exposed import exposed
 from kvstore.build import load_settings, open_index
-from kvstore.index.demand import OwnDemand
 from kvstore.index.port import Outcome
 from kvstore.index.sharding.index import ShardedIndex
-from kvstore.keys import DIGEST_BYTES, NamespaceId
+from kvstore.keys import NamespaceId
 from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES
 from tests.admin.conftest import Filled, fill
 from tests.admin.serve.process import ServeProcess
@@ -209,10 +207,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         follow = monitor("PodMonitor", "cache-kvstore-follow")["spec"]["podMetricsEndpoints"][0]
         index = open_index(load_settings(filled.settings, {}))
         assert isinstance(index, ShardedIndex)
-        # What is asked for lately is looked at seldom, so it is there from the beginning.
-        raised = OwnDemand().add(os.urandom(20 * DIGEST_BYTES), time.time())
-        asked = Outcome(time.time(), "r", "match", 20, 10, "absent", 10, b"")
-        index.tell(NamespaceId(filled.kv_id), [asked], raised)
         with (
             index,
             ServeProcess(folder / "a", options) as first,
@@ -245,7 +239,6 @@ def ready(world: World, index: ShardedIndex) -> None:
     """Until everything was scraped, and traffic was seen between two scrapes."""
     ask, serve = world.prometheus.query, world.servers[0]
     serve.until(lambda: [s.value for s in ask("up")] == [1.0] * 6)
-    serve.until(lambda: sum(s.value for s in ask(f'kvstore_janitor_leader{{release="{RELEASE}"}}')) == 1)
     serve.until(lambda: ask("kvstore_janitor_round_timestamp_seconds"))
     told(index, world.filled)
     serve.until(lambda: sum(s.value for s in ask("sum(increase(kvstore_asked_blocks_total[30s]))")) > 0)
@@ -339,9 +332,6 @@ UNSEEN = {
     "kvstore_pinned_bytes",
     "kvstore_saved_blocks_total",
     "kvstore_tier_used_bytes",
-    "kvstore_janitor_elections_total",
-    "kvstore_janitor_losses_total",
-    "kvstore_janitor_rounds_total",
     "kvstore_janitor_scrubbed_evicted_segments_total",
     "kvstore_janitor_scrubbed_payloads_total",
     "kvstore_janitor_step_done_total",

@@ -77,15 +77,14 @@ def blocks(release: Release, pod: Pod) -> float:
     return sum(value for name, value in release.metrics(pod).items() if name.startswith("kvstore_blocks{"))
 
 
-def test_two_janitors_are_ready_and_one_of_them_leads(release: Release) -> None:
-    assert len(release.janitors) == 2
+def test_the_janitor_is_ready(release: Release) -> None:
+    assert len(release.janitors) == 1
     for pod in release.cluster.pods:
         assert pod.restarts == 0, pod.describe()
         # What the first probes come too early for.
         early = ("Startup probe failed", "Readiness probe failed: HTTP probe failed with statuscode: 503")
         assert [event for event in pod.container.events if not event.startswith(early)] == []
         assert found_in(pod.container.log(), release) == []
-    assert len(release.leaders) == 1
     for pod in release.janitors:
         seen = release.metrics(pod)
         assert seen['kvstore_up{backend="index"}'] == 1
@@ -101,7 +100,7 @@ def test_the_service_is_found_by_its_names(release: Release) -> None:
     assert 'kvstore_up{backend="index"} 1.0' in text
 
 
-def test_a_real_prometheus_finds_both_by_the_rendered_monitor(release: Release, tmp_path: Path) -> None:
+def test_a_real_prometheus_finds_it_by_the_rendered_monitor(release: Release, tmp_path: Path) -> None:
     made = release.render({"monitoring": {"serviceMonitor": {"enabled": True}}})
     monitor = pick(made, "ServiceMonitor")
     targets = release.cluster.targets(monitor)
@@ -112,8 +111,7 @@ def test_a_real_prometheus_finds_both_by_the_rendered_monitor(release: Release, 
         def asked(expr: str) -> list[float]:
             return [sample.value for sample in prometheus.query(expr)]
 
-        release.redis.wait(lambda _: asked("sum(up)") == [2.0])
-        assert asked("sum(kvstore_janitor_leader)") == [1.0]
+        release.redis.wait(lambda _: asked("sum(up)") == [1.0])
         assert (
             asked('min(kvstore_up{backend="index"})') == asked('min(kvstore_up{backend="payloads"})') == [1.0]
         )
@@ -226,7 +224,7 @@ def test_payloads_on_a_claim_and_redis_with_tls(s3_server: S3Server, tmp_path: P
     """One node: a ReadWriteOnce claim, a janitor that is replaced by ending the old one first."""
     values: dict[str, Any] = {
         "payloads": {"type": "pvc", "s3": {}, "pvc": {"accessModes": ["ReadWriteOnce"]}},
-        "janitor": {"replicas": 1, "antiAffinity": "none", "readinessProbe": {"periodSeconds": 2}},
+        "janitor": {"readinessProbe": {"periodSeconds": 2}},
         "redis": {"builtIn": {"tls": {"enabled": True, "selfSigned": True}}},
     }
     with Release(tmp_path / "cluster", s3_server, values, name="one") as release:

@@ -170,7 +170,6 @@ WARNINGS: list[tuple[dict[str, Any], str]] = [
         "every pod of the cluster can connect to the janitor and to Redis",
     ),
     ({"service": {"type": "LoadBalancer"}}, "can be reached from outside the cluster"),
-    ({"janitor": {"replicas": 1}}, "janitor.replicas is 1"),
     ({"gc": {"enabled": False}}, "gc.enabled is false"),
     ({"gc": {"delete": False}}, "deletes none of it"),
     ({"fsck": {"enabled": False}}, "fsck.enabled is false"),

@@ -134,15 +134,14 @@ def main() -> None:
     for name in ("reachable", "cull", "drain", "reaped", "sweep", "cool", "reconcile", "evict", "erase"):
         setattr(index, name, watched(name, getattr(index, name)))
     payloads = Recorded(open_payloads(settings), index, diary)
-    janitor = Janitor(index, payloads, open_evidence(settings), settings, holder=plan.holder)
+    janitor = Janitor(index, payloads, open_evidence(settings), settings)
     inner, shown = janitor.round, Path(plan.folder, f"{plan.holder}.state")
 
-    def one_round() -> bool:
-        was_leader = inner()
+    def one_round() -> None:
+        inner()
         fresh = shown.with_suffix(".new")
         fresh.write_text(janitor.state().model_dump_json())
         fresh.rename(shown)
-        return was_leader
 
     janitor.round = one_round  # type: ignore[method-assign]
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

@@ -118,13 +118,12 @@ class World:
         """How many blocks of a chain can be matched."""
         return space.match(digests(chain(*[number] * blocks))).blocks
 
-    def janitor(self, holder: str = "a") -> Janitor:
+    def janitor(self) -> Janitor:
         return Janitor(
             self.index,
             FaultyPayloads(self.payloads, self.plan, self.clock.sleep),
             self.store.backends.evidence,
             self.settings,
-            holder=holder,
             clock=self.clock,
             monotonic=self.clock,
         )

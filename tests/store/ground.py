@@ -34,7 +34,6 @@ from kvstore.store.store import Store
 from schemas.namespace import GroupSpec, Parallel
 from schemas.settings import Settings
 from tests.store.world import SLOT_BYTES, buffers, chain, content, keys, match, namespace, slots
-from tests.waiting import until
 
 ONE = namespace()
 TWO = namespace(
@@ -54,7 +53,6 @@ HASTY: dict[str, Any] = {
     "grace_s": GRACE_S,
     "kv": {"match_ttl_s": 0.1, "load_deadline_s": 0.1},
     "claim_ttl_s": 0.5,
-    "janitor": {"lease_s": LEASE_S},
 }
 #: An index makes as many buckets as its capacity needs, and looking at all of them takes as long.
 _SMALL: dict[str, Any] = {"capacity_bytes": 1 << 26}
@@ -164,13 +162,9 @@ class Ground:
         time between."""
         with self.cache(**HASTY) as cache:
             if cache.index is not None:
-                # Always by the same name, and so never in its own way.
-                janitor = Janitor(
-                    cache.index, cache.payloads, cache.evidence, cache.settings, holder="survivor"
-                )
+                janitor = Janitor(cache.index, cache.payloads, cache.evidence, cache.settings)
                 for _ in range(2):
-                    # Somebody dead may have the lease for a while.
-                    until(janitor.round)
+                    janitor.round()
                 gc(cache, delete=True, older_than_s=SETTLED_S, clock=later)
 
     def leaks(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from kvstore.build import open_store
 from kvstore.errors import TransientError
 from kvstore.keys import NamespaceId
+from kvstore.store.rounds import AT_WORK, AT_WORK_S
 from tests.store.world import SLOT_BYTES, chain, make_store, namespace, slots
 
 
@@ -51,6 +53,18 @@ def test_what_can_not_go_by_age_keeps_nothing_else_from_its_turn(monkeypatch: py
         store.rounds.housekeep()
         assert [account.bygone for account in catalogue.accounts()] == [0]
         assert isinstance(store.rounds.housekeeping.unreachable, TransientError)
+
+
+def test_all_but_eviction_is_left_to_a_janitor_that_works() -> None:
+    with open_store({"payloads": "memory://left", "index": "memory://left"}) as store:
+        catalogue: Any = store.maintenance
+        space = store.open(namespace(), block_bytes=SLOT_BYTES)
+        space.save(slots(chain(1, 2)))
+        catalogue.invalidate(space.id)
+        for since_s, waits in ((0, 1), (AT_WORK_S / 2, 1), (-AT_WORK_S / 2, 1), (-9e9, 0)):
+            catalogue.set_quota(AT_WORK, int(time.time() - since_s))
+            store.rounds.housekeep()
+            assert [account.bygone for account in catalogue.accounts()] == [waits]
 
 
 @pytest.mark.parametrize(("look_s", "looks"), [(0.01, 25), (3.0, 2)])

@@ -432,7 +432,6 @@ def test_what_a_key_is_missing_for_is_left_alone(tmp_path: Path, mode: str) -> N
             cache.payloads,
             cache.evidence,
             load_settings({**settings, "janitor": {"scrub_percent": 100}}, {}),
-            holder="a",
             keyring=cache.keyring,
             clock=clock,
             monotonic=clock,

@@ -185,7 +185,8 @@ def _set_back(index: Path, version: int) -> None:
         for schema in SCHEMAS[:version]:
             db.executescript(schema)
         db.execute("ATTACH ? AS now", (str(now),))
-        for (table,) in db.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'").fetchall():
+        both = "main.sqlite_master JOIN now.sqlite_master USING (type, name)"
+        for (table,) in db.execute(f"SELECT name FROM {both} WHERE type = 'table'").fetchall():
             columns = ", ".join(row[1] for row in db.execute(f"PRAGMA main.table_info({table})"))
             db.execute(f"DELETE FROM main.{table}")
             db.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM now.{table}")

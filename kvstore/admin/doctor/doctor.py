@@ -123,7 +123,7 @@ def _checks(
         yield from _or_problem("disk", check_disk(cache))
         yield from _or_problem("namespaces", check_hashing(cache, sources.environ))
         yield from _or_problem("writers", check_writers(cache))
-        yield from _or_problem("capacity", check_quotas(cache))
+        yield from _or_problem("capacity", check_quotas(cache, clock))
         yield from _or_problem("upkeep", check_maintenance(cache, clock))
         yield from _or_problem("admission", check_sketch(cache, clock))
     if index_works and payloads_work:

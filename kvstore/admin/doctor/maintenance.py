@@ -13,7 +13,7 @@ from kvstore.admin.reports import QuotaLine
 from kvstore.index.maintenance import Account, FullIndex
 from kvstore.keys import parse_payload_name
 from kvstore.rules.units import size
-from kvstore.store.rounds import JANITOR
+from kvstore.store.rounds import is_at_work
 
 #: Seconds after the end of its grace time from which an evicted payload counts as overdue: nothing deletes
 #: it.
@@ -46,12 +46,13 @@ def check_contents(cache: Cache) -> Iterator[Check]:
         )
 
 
-def check_quotas(cache: Cache) -> Iterator[Check]:
+def check_quotas(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
     """Checks for quotas that are exceeded, and for pins that keep them from being met."""
     if cache.index is None:
         return
-    lines = quota_lines(cache.index.accounts(), cache.index.quotas(), cache.settings)
-    janitor = cache.index.leaseholder(JANITOR)
+    given = cache.index.quotas()
+    lines = quota_lines(cache.index.accounts(), given, cache.settings)
+    janitor = is_at_work(given, clock())
     troubled = False
     for line in lines:
         if line.state == "over":
@@ -60,7 +61,7 @@ def check_quotas(cache: Cache) -> Iterator[Check]:
                 name="capacity",
                 state="warning",
                 found=f"{line.scope} holds {size(line.used_bytes)} of {size(line.quota_bytes)}",
-                advice=_over(line, janitor),
+                advice=_over(line, janitor=janitor),
             )
         elif line.pinned_bytes > _PINNED_SHARE * line.quota_bytes:
             troubled = True
@@ -78,24 +79,24 @@ def check_quotas(cache: Cache) -> Iterator[Check]:
         yield Check(name="capacity", state="ok", found=found)
 
 
-def _over(line: QuotaLine, janitor: str | None) -> str:
+def _over(line: QuotaLine, *, janitor: bool) -> str:
     if line.pinned_bytes > _PINNED_SHARE * line.quota_bytes:
         return (
             "most of it is pinned, and what is pinned is not evicted: `cache-admin unpin`, or a larger quota"
         )
-    if janitor is None:
+    if not janitor:
         return (
             "engines evict when they save, and none does just now: run `cache-admin serve`, or "
             "`cache-admin evict --keep SIZE` once; have the engines the same settings as this tool?"
         )
-    return f"{janitor} does the upkeep and has not evicted yet; if this stays so, see its log"
+    return "a janitor does the upkeep and has not evicted yet; if this stays so, see its log"
 
 
 def check_maintenance(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
-    """Checks whether evicted payloads are deleted in time, and by which process."""
+    """Checks whether evicted payloads are deleted in time, and whether a janitor works."""
     if cache.index is None:
         return
-    index, janitor = cache.index, cache.index.leaseholder(JANITOR)
+    index, janitor = cache.index, is_at_work(cache.index.quotas(), clock())
     accounts = sorted(index.accounts(), key=lambda account: -account.trashed)
     trashed = sum(account.trashed for account in accounts)
     late = [
@@ -103,7 +104,7 @@ def check_maintenance(cache: Cache, clock: Callable[[], float]) -> Iterator[Chec
         for account in accounts[:_LOOKED_AT]
         if account.trashed and index.reapable(account.namespace, clock() - _OVERDUE_S, 1)
     ]
-    who = f"{janitor} does the upkeep" if janitor else "no janitor; engines do the upkeep when they save"
+    who = "a janitor does the upkeep" if janitor else "no janitor; engines do the upkeep when they save"
     if not late:
         found = f"{who}; {trashed} evicted segments wait to be deleted" if trashed else who
         yield Check(name="upkeep", state="ok", found=found)

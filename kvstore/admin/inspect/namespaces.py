@@ -21,7 +21,6 @@ from kvstore.admin.inspect.reports import (
 from kvstore.admin.reports import NamespaceSummary
 from kvstore.index.maintenance import Account, FullIndex
 from kvstore.keys import NamespaceId
-from kvstore.store.rounds import JANITOR
 
 #: What each field of a namespace is, and why it may differ between engines that were meant to share.
 _MEANINGS = {
@@ -121,12 +120,11 @@ class Overview:
     texts: Mapping[NamespaceId, str] = field(default_factory=dict)
     #: Quotas that operators have set.
     given: Mapping[str, int] = field(default_factory=dict)
-    janitor: str | None = None
 
     @classmethod
     def of(cls, index: FullIndex) -> Self:
         """Asks the index. Raises what it raises."""
-        return cls(index.accounts(), index.namespaces(), index.quotas(), index.leaseholder(JANITOR))
+        return cls(index.accounts(), index.namespaces(), index.quotas())
 
 
 def waiting_in(accounts: Iterable[Account]) -> Waiting:

@@ -59,20 +59,6 @@ class NamespaceStatus(NamespaceSummary):
     oldest_use_s: float | None
 
 
-class WindowDemand(StrictModel):
-    """What was asked for lately, all namespaces together: in the last `window_s` seconds, or up to a bucket
-    more."""
-
-    window_s: int
-    asked_blocks: int
-    served_blocks: int
-    #: An estimate, with a standard error of 1.6 %.
-    distinct_blocks: int
-    hit_ratio: float
-    #: The most that a cache of what was asked for in this time, and of nothing before it, could serve.
-    ceiling_ratio: float
-
-
 class StatusReport(StrictModel):
     """`cache-admin status`. Without an index `total` is None: unknown is not zero."""
 
@@ -86,15 +72,12 @@ class StatusReport(StrictModel):
     capacity_bytes: int
     total: Amount | None
     upkeep: Waiting
-    #: The holder of the janitor's lease (`cache-admin serve`); None: there is none, and engines evict when
-    #: they save.
-    janitor: str | None
+    #: Whether a janitor works (`cache-admin serve`). Without one engines do its work when they save.
+    janitor: bool
     #: Every quota, the store's last.
     quotas: tuple[QuotaLine, ...]
     tenants: tuple[TenantStatus, ...]
     namespaces: tuple[NamespaceStatus, ...]
-    #: What is asked of the fifty largest namespaces; empty if the index can't be asked.
-    demand: tuple[WindowDemand, ...] = ()
 
 
 SortKey = Literal["last-use", "created", "bytes"]

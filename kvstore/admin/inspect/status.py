@@ -9,12 +9,12 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.counting import amount_of
 from kvstore.admin.curate.quota import quota_lines
 from kvstore.admin.inspect.namespaces import Overview, summaries, waiting_in
-from kvstore.admin.inspect.reports import NamespaceStatus, StatusReport, TenantStatus, WindowDemand
+from kvstore.admin.inspect.reports import NamespaceStatus, StatusReport, TenantStatus
 from kvstore.admin.reports import BackendState, QuotaLine
 from kvstore.errors import KVStoreError
-from kvstore.index.demand import together
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Account, FullIndex
+from kvstore.store.rounds import is_at_work
 
 #: How many namespaces, the largest, are asked what they would evict first: a round trip each.
 ASKED_NAMESPACES = 50
@@ -28,12 +28,10 @@ def status(cache: Cache, now_s: float) -> StatusReport:
     index = cache.index_state()
     held = Overview()
     lines: tuple[NamespaceStatus, ...] = ()
-    demand: tuple[WindowDemand, ...] = ()
     if index.state == "ok" and cache.index is not None:
         try:
             held = Overview.of(cache.index)
             lines = _statuses(cache.index, held, quota_lines(held.accounts, held.given, cache.settings))
-            demand = _demand(cache.index, held.accounts, now_s)
         except KVStoreError as exc:
             index = BackendState(url=index.url, state="unreachable", problem=str(exc))
             held = Overview()
@@ -47,27 +45,10 @@ def status(cache: Cache, now_s: float) -> StatusReport:
         capacity_bytes=quotas[-1].quota_bytes if quotas else cache.settings.capacity_bytes,
         total=amount_of(held.accounts) if known else None,
         upkeep=waiting_in(held.accounts),
-        janitor=held.janitor,
+        janitor=is_at_work(held.given, now_s),
         quotas=quotas,
         tenants=_tenants(held.accounts, quotas),
         namespaces=lines,
-        demand=demand,
-    )
-
-
-def _demand(index: FullIndex, accounts: Sequence[Account], now_s: float) -> tuple[WindowDemand, ...]:
-    largest = sorted(accounts, key=lambda account: -account.usage.nbytes)[:ASKED_NAMESPACES]
-    found = together(index.demand(account.namespace, now_s) for account in largest)
-    return tuple(
-        WindowDemand(
-            window_s=one.window_s,
-            asked_blocks=one.asked,
-            served_blocks=one.served,
-            distinct_blocks=one.distinct,
-            hit_ratio=one.hit_ratio,
-            ceiling_ratio=one.ceiling_ratio,
-        )
-        for one in found
     )
 
 

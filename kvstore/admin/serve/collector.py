@@ -14,7 +14,6 @@ from kvstore.admin.serve.history import History
 from kvstore.admin.serve.reports import BlockTotals, Held, ServedNamespace, ServedQuota
 from kvstore.admin.serve.sessions import SessionRounds
 from kvstore.errors import DamagedIndex, DeadlineExceeded
-from kvstore.index.demand import Demand, together
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Account, FullIndex
 from kvstore.keys import NamespaceId
@@ -53,8 +52,6 @@ class Look:
     unreadable: int = 0
     #: Bytes of memory that the index uses and may use (0: there is no bound); None: it doesn't tell.
     memory: tuple[int, int] | None = None
-    #: What was asked for lately of the namespaces that are told apart, together.
-    demand: tuple[Demand, ...] = ()
 
 
 class IndexCollector:
@@ -79,8 +76,6 @@ class IndexCollector:
         self._monotonic = monotonic
         self._growth = Growth()
         self._highlighted_at: float | None = None
-        self._demanded_at: float | None = None
-        self._demand: tuple[Demand, ...] = ()
         #: Models by namespace. An id stands for the namespace's whole JSON, so its model never changes.
         self._models: dict[NamespaceId, str] = {}
         #: The namespaces that are told apart.
@@ -114,10 +109,6 @@ class IndexCollector:
         rows = quotas(accounts, self._settings, given)
         limits = {quota.scope: quota.nbytes for quota in rows}
         total = _held(accounts)
-        if self._demanded_at is None or self._monotonic() - self._demanded_at >= HIGHLIGHTS_S:
-            on_time()
-            self._demand = self._demand_for(index, named, now)
-            self._demanded_at = self._monotonic()
         look = Look(
             at_s=now,
             seconds=self._monotonic() - began,
@@ -132,7 +123,6 @@ class IndexCollector:
             damaged=self._damaged,
             unreadable=index.unreadable,
             memory=index.memory(),
-            demand=self._demand,
         )
         self._history.sample(now, total.stored_bytes)
         self._named, self._capacity = named, look.capacity_bytes
@@ -187,15 +177,6 @@ class IndexCollector:
         stored = index.namespaces()
         for account in accounts:
             self._models[account.namespace] = readable(described(stored.get(account.namespace))[1])
-
-    def _demand_for(self, index: FullIndex, named: Sequence[Account], now_s: float) -> tuple[Demand, ...]:
-        found = []
-        for account in named:
-            try:
-                found.append(index.demand(account.namespace, now_s))
-            except DamagedIndex as exc:
-                self._damaged[account.namespace] = str(exc)
-        return together(found)
 
     def _turn_of(self, others: Sequence[Account]) -> Sequence[Account]:
         """Returns some of them, and others the next time."""

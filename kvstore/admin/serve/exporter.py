@@ -32,7 +32,6 @@ KEPT_S = 2.0
 _NAMESPACE = ("cache_namespace", "kind", "model", "tenant")
 _OTHER = ("other", "", "", "")
 _ELSE = "other"
-_WINDOWS = {900: "15m", 3600: "1h", 86400: "24h"}
 
 _HELD: Mapping[str, tuple[str, Callable[[Held], float]]] = {
     "stored_bytes": ("Bytes of visible segments", lambda held: held.stored_bytes),
@@ -168,13 +167,6 @@ def _of_look(look: Look) -> Iterator[Metric]:
         if look.others:
             gauge.add_metric(_OTHER, of_held(look.others_held))
         yield gauge
-    ceiling = _gauge("ceiling_ratio", "Most that a cache of what was asked for lately could serve", "window")
-    served = _gauge("window_served_ratio", "Of what was asked for lately, the part that came", "window")
-    for demand in look.demand:
-        if demand.asked:
-            ceiling.add_metric([_WINDOWS[demand.window_s]], demand.ceiling_ratio)
-            served.add_metric([_WINDOWS[demand.window_s]], demand.hit_ratio)
-    yield from (ceiling, served)
     yield from _counted(look)
 
 
@@ -207,13 +199,6 @@ def _add_reasons(
 
 
 def _of_janitor(state: JanitorState) -> Iterator[Metric]:
-    yield GaugeMetricFamily("kvstore_janitor_leader", "1 if this janitor is the one that works", state.leader)
-    yield CounterMetricFamily(
-        "kvstore_janitor_elections", "How often this one became the leader", state.elections
-    )
-    yield CounterMetricFamily(
-        "kvstore_janitor_losses", "How often it found that it no longer was", state.losses
-    )
     yield CounterMetricFamily("kvstore_janitor_rounds", "Rounds that ended", state.rounds)
     if state.last_round_s is not None:
         yield GaugeMetricFamily(
@@ -240,11 +225,8 @@ def _of_janitor(state: JanitorState) -> Iterator[Metric]:
     }
     for name, (text, value) in scrubbed.items():
         yield CounterMetricFamily(f"kvstore_janitor_scrubbed_{name}", text, value)
-    # A janitor that no longer leads has left this to another, and would export its old number for ever.
     yield GaugeMetricFamily(
-        "kvstore_janitor_scrub_behind_segments",
-        "Segments whose turn has come, not read yet; 0 of a janitor that does not lead",
-        scrub.behind if state.leader else 0,
+        "kvstore_janitor_scrub_behind_segments", "Segments whose turn has come, not read yet", scrub.behind
     )
 
 

@@ -13,13 +13,10 @@ All that ask a backend are daemons: a process that is told to end is not kept by
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.resources import files
-from secrets import token_hex
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.serve.door import Guests, Refusal
@@ -99,7 +96,7 @@ class Serving:
                     janitor.round()
                     ended = threading.Event()
                     ended.set()
-                    janitor.run(ended)  # gives the lease back
+                    janitor.run(ended)  # takes its word back
             except KVStoreError as exc:
                 log.warning("no round: %s", exc)
         self.monitor.look()
@@ -149,14 +146,12 @@ class Serving:
         """Returns the janitor; None while the index is a file that nobody has made: nothing is to be done."""
         index = self.monitor.index()
         if index is not None and self._janitor is None:
-            holder = f"{socket.gethostname()}/{os.getpid()}/{token_hex(2)}"
             cache = self._cache
             self._janitor = Janitor(
                 index,
                 cache.brief_payloads,
                 cache.brief_evidence,
                 cache.settings,
-                holder=holder,
                 keyring=self._keyring,
             )
         return self._janitor

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from kvstore.admin.advise import advise, live
+from kvstore.admin.advise import advise
 from kvstore.admin.advise.reports import PriceList, ReadSpeed
 from kvstore.admin.advise.worth import Given
 from kvstore.admin.bench.reports import BenchReport
@@ -45,27 +45,23 @@ _INDEX, _PAYLOADS = "redis://redis:6379/0", "s3://my-bucket/kvstore"
         "cache-admin advise /var/log/kvstore-trace --gpu-hour 2.50 --html advice.html",
         "cache-admin advise trace.jsonl --prefill-tokens-s 10000 --gpus 4 --bench bench.json",
         "cache-admin advise /var/log/kvstore-trace --json",
-        "cache-admin advise --since 24h --gpu-hour 2.50 --html advice.html",
+        "cache-admin advise /var/log/kvstore-trace --since 24h --gpu-hour 2.50",
     ),
     see_also=("simulate", "bench", "vllm-config"),
 )
 def _advise(
     call: Call,
     recordings: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             metavar="RECORDING...",
             help="Files that engines have recorded (settings: kv.observe, trace), or of Mooncake's form; or "
-            "folders of *.jsonl. Without one: the live store, with --since.",
+            "folders of *.jsonl.",
         ),
-    ] = None,
+    ],
     since: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME",
-            help="From then on, such as 24h, 7d or 2026-11-01: of a recording, or "
-            "without one of the store that the settings name.",
-        ),
+        typer.Option(metavar="TIME", help="Only requests from then on, such as 24h, 7d or 2026-11-01."),
     ] = None,
     gpu_hour: Annotated[
         float | None, typer.Option(min=0, metavar="PRICE", help="Of one GPU for an hour. Default: 3.")
@@ -135,15 +131,8 @@ def _advise(
     up to all that was asked for; says from which bandwidth on loading is faster than computing, how large
     Redis must be, and the settings to paste, or why not. Needs no cache; --index and --payloads go into those
     settings.
-
-    With --since and no recording: what the store of the settings has been worth, and whether its capacity is
-    right, from what its index knows, and from recordings of its engines where they are on this machine.
     """
-    if not recordings and since is None:
-        raise typer.BadParameter(
-            "name a recording, or with --since ask the live store", param_hint="RECORDING"
-        )
-    from_s = None if since is None else moment_of("--since", since, now_s := time.time())
+    from_s = None if since is None else moment_of("--since", since, time.time())
     given = {
         "gpu_hour": gpu_hour,
         "gb_month": gb_month,
@@ -154,39 +143,21 @@ def _advise(
     }
     known = {name: value for name, value in given.items() if value is not None}
     prices = PriceList(**(ASSUMED | known), assumed=tuple(sorted(ASSUMED.keys() - known)))
+    index, payloads = _pasted(call.sources.index or _INDEX, call.sources.payloads or _PAYLOADS)
     question = advise.Question(
         settings=replace(call.sources, index="memory://advice", payloads="memory://advice").settings(),
         given=Given(prices, gpus, prefill_tokens_s, None if encode_ms is None else encode_ms / 1000),
-        index=_INDEX,
-        payloads=_PAYLOADS,
+        index=index,
+        payloads=payloads,
         reads=[*_measured(bench), *_said(bandwidth)],
         points=points,
     )
-    if not recordings:
-        assert from_s is not None
-        _advise_live(call, from_s, now_s, question, html)
-        return
-    index, payloads = _pasted(call.sources.index or _INDEX, call.sources.payloads or _PAYLOADS)
-    question = replace(question, index=index, payloads=payloads)
     assumed = Assumed(None if block_bytes is None else byte_count("--block-bytes", block_bytes), block_tokens)
     with progress.shown() as shows:
         report = advise.advise([Path(one) for one in recordings], assumed, question, shows, since_s=from_s)
     if html is not None:
         _write(html, advise_text.page(report))
     call.print(report, advise_text.advise)
-
-
-def _advise_live(
-    call: Call, from_s: float, now_s: float, question: advise.Question, html: str | None
-) -> None:
-    with call.cache() as cache, progress.shown() as shows:
-        settings = cache.settings
-        index, payloads = _anonymous(settings.index_url), _anonymous(settings.origin)
-        question = replace(question, settings=settings, index=index, payloads=payloads)
-        report = live.live(cache, from_s, question, shows, now_s)
-    if html is not None:
-        _write(html, advise_text.live_page(report))
-    call.print(report, advise_text.live)
 
 
 def _pasted(index: str, payloads: str) -> tuple[str, str]:

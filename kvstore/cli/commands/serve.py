@@ -90,7 +90,7 @@ def _serve(
     """Look after the cache until it is stopped, and show it: a page, metrics, probes.
 
     The janitor evicts down to the quotas, deletes what was evicted, sweeps, checks the accounts, and reads a
-    few percent of the payloads a day to find damage. Of any number of them one works and the others stand by.
+    few percent of the payloads a day to find damage. A fleet runs one.
 
     `/` is a page for people, `/metrics` is for Prometheus, `/healthz` and `/readyz` for probes, `/api/status`
     is the page as JSON. Only this machine is listened to unless --listen says otherwise; then say who may

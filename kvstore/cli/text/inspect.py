@@ -74,26 +74,11 @@ def status(report: StatusReport) -> Renderables:
     yield pair("stored", f"{amount(report.total)}, {count(len(report.namespaces), 'namespace')}")
     if waits := _waits(report.upkeep):
         yield pair("", waits)
-    yield from _demand(report)
-    yield pair("janitor", report.janitor or "none; engines evict when they save")
+    yield pair("janitor", "at work" if report.janitor else "none; engines evict when they save")
     # The store's own stands above.
     yield from _quota_table([line for line in report.quotas if line.scope != "store" or line.state != "ok"])
     yield from _tenant_table(report)
     yield from _namespace_table(report)
-
-
-def window(seconds: int) -> str:
-    """Returns a window of time in words."""
-    return {900: "the last 15 minutes", 3600: "the last hour", 86400: "the last 24 hours"}[seconds]
-
-
-def _demand(report: StatusReport) -> Renderables:
-    label = "asked for"
-    for one in report.demand:
-        if one.asked_blocks:
-            served = f"{one.hit_ratio:.1%} served, ceiling {one.ceiling_ratio:.1%}"
-            yield pair(label, f"{one.asked_blocks:,} blocks in {window(one.window_s)}: {served}")
-            label = ""
 
 
 def _waits(waiting: Waiting) -> str:

@@ -40,10 +40,7 @@ def probe(report: ProbeReport) -> Renderables:
 
 
 def _janitor(state: JanitorState) -> Renderables:
-    who = "leader" if state.leader or state.rounds else f"standby: {state.leaseholder or 'nobody'} works"
-    yield pair("janitor", f"{who}, {count(state.rounds, 'round')}")
-    if state.lease_problem:
-        yield pair("", state.lease_problem)
+    yield pair("janitor", count(state.rounds, "round"))
     begun = [step for step in state.steps if step.runs]
     if begun:
         yield ""

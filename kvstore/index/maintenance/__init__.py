@@ -15,7 +15,7 @@ What an index may lack:
     Ages          say how old what is served may be
     Salts         tell what requests with different salts have stored, and forbid a salt
     Sessions      lists what is remembered of clients' sessions (kvstore.index.sessions)
-    Leases        say which of several janitors has its turn
+    Leases        say who brings a namespace into other shards
     Heat          watches which segments begin loads
     Repair        makes good what fsck found
     Journal       remembers what was committed, evicted and asked for, and what more room would bring
@@ -32,7 +32,17 @@ Not here, and why: anything that needs several namespaces at one moment (in a Re
 different nodes; kvstore.index.eviction plans over them, and its plan is safe to carry out twice), payloads.
 """
 
-from kvstore.index.maintenance.abilities import CLOCKS_DIFFER_S, Ages, Heat, Leases, Pins, Quotas, Salts
+from kvstore.index.maintenance.abilities import (
+    CLOCKS_DIFFER_S,
+    Ages,
+    Heat,
+    Leases,
+    Pins,
+    Quotas,
+    Reconciled,
+    Repair,
+    Salts,
+)
 from kvstore.index.maintenance.catalogue import (
     Account,
     Catalogue,
@@ -52,7 +62,6 @@ from kvstore.index.maintenance.journal import (
     position_order,
 )
 from kvstore.index.maintenance.removal import Candidate, Erased, Removal
-from kvstore.index.maintenance.repair import Reconciled, Repair
 from kvstore.index.port import EngineIndex
 from kvstore.index.sessions import Sessions
 

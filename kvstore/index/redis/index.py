@@ -50,9 +50,6 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     kvs:{ns}:faults          stream   those of them whose reason means that something doesn't work, under the
                                       same ids; about a quarter as many
     kvs:{ns}:seen            hash     totals of outcomes, by the names in Journal.seen
-    kvs:{ns}:asked:<bucket>  hash     asked, served (blocks), registers (4096 bytes): what was asked for in a
-                                      time (kvstore.index.demand); expires. <bucket> is "<seconds>:<number
-                                      since 1970>"
     kvs:{ns}:ghosts          zset     first digest of a segment that a quota evicted -> how much quotas had
                                       evicted before, in units of 4 KiB, + slots (at most 4095) / 4096;
                                       journal.ghosts of them

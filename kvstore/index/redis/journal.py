@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from kvstore.errors import DamagedIndex
 from kvstore.index.contract import (
     OPERATIONS_KEPT,
     BadArgument,
@@ -21,7 +20,6 @@ from kvstore.index.contract import (
     remembered,
     totals,
 )
-from kvstore.index.demand import Bucket, Raised, buckets, in_windows, kept_s
 from kvstore.index.eviction import ghost_bytes
 from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations
 from kvstore.index.numbers import MOST, real, whole
@@ -64,23 +62,20 @@ class RedisJournal(RedisPart, Journal, Operations):
     """The part of RedisIndex that reads the journal, and `tell`, which writes outcomes; operations."""
 
     @understood
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
-        if raised is not None:
-            raised.check()
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         batch: list[Outcome] = []
         digests = 0
         for outcome in outcomes:
             missing = count_digests(outcome.missing)
             if batch and (len(batch) == _TELL_SLICE or digests + missing > _TELL_DIGESTS):
-                self._tell(namespace, batch, raised)
-                raised = raised and raised.after()
+                self._tell(namespace, batch)
                 batch, digests = [], 0
             batch.append(outcome)
             digests += missing
         if batch:
-            self._tell(namespace, batch, raised)
+            self._tell(namespace, batch)
 
-    def _tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None) -> None:
+    def _tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         sums: Counter[str] = Counter()
         kept: list[bytes | str | int] = []
         absent: list[bytes | int] = []
@@ -92,11 +87,6 @@ class RedisJournal(RedisPart, Journal, Operations):
                 kept += [one.asked, one.served, reason_kept(one), one.position, first]
             if missing := missed(one):
                 absent += [one.asked - one.served, missing]
-        asked: list[bytes | str | int] = ["", "", ""]
-        if raised is not None:
-            asked = [sums["asked"], sums["served"], raised.registers]
-            for length, bucket in buckets(raised.at_s):
-                asked += [f"{length}:{bucket}", kept_s(length)]
         flat = [word for pair in sums.items() if pair[1] for word in pair]
         self._run(
             _TELL,
@@ -106,8 +96,6 @@ class RedisJournal(RedisPart, Journal, Operations):
             len(flat) // 2,
             len(kept) // 9,
             len(absent) // 2,
-            len(asked),
-            *asked,
             *flat,
             *kept,
             *absent,
@@ -180,14 +168,6 @@ class RedisJournal(RedisPart, Journal, Operations):
         return seen | ({"evicted": evicted} if evicted else {})
 
     @understood
-    def asked(self, namespace: NamespaceId, now_s: float) -> dict[tuple[int, int], Bucket]:
-        names = in_windows(now_s)
-        kept = [key(namespace, f"asked:{length}:{bucket}") for length, bucket in names]
-        answers = self._client.many([("HMGET", one, "asked", "served", "registers") for one in kept])
-        found = {name: _bucket(answer) for name, answer in zip(names, answers, strict=True)}
-        return {name: one for name, one in found.items() if one is not None}
-
-    @understood
     def record_operation(self, verb: str, what: str) -> None:
         self._client.run(_OPERATION, OPERATIONS, OPERATIONS_KEPT, _OPERATIONS_S, self._by, verb, what)
 
@@ -204,17 +184,6 @@ class RedisJournal(RedisPart, Journal, Operations):
             with suppress(ValueError):
                 steps.append((whole(step, most=_STEPS), whole(blocks, least=-MOST)))
         return [Ghosts(ghost_bytes(step), blocks) for step, blocks in sorted(steps)]
-
-
-def _bucket(answer: Sequence[bytes | None] | DamagedIndex) -> Bucket | None:
-    """Returns what a bucket counts; None if it isn't there, or is nothing that `tell` wrote."""
-    if isinstance(answer, DamagedIndex):
-        raise answer
-    asked, served, registers = answer
-    try:
-        return Bucket(whole(asked, least=-MOST), whole(served or 0, least=-MOST), registers or b"")
-    except ValueError:
-        return None
 
 
 def _after(position: str) -> str:

@@ -19,7 +19,6 @@ from kvstore.index.contract import (
     SWEEP_MIN,
     check_segments,
 )
-from kvstore.index.demand import BUCKETS_S, kept_s
 from kvstore.index.maintenance import Entry, Erased, Reconciled, Usage
 from kvstore.index.numbers import MOST_S, real, whole
 from kvstore.index.redis.catalogue import usage_of
@@ -245,8 +244,7 @@ class RedisMaintenance(RedisPart):
 
     def _erase(self, namespace: NamespaceId, limit: int, *, aside: bool = False) -> int:
         state, dropped, looked = 1, 0, 0
-        asked = [word for length in BUCKETS_S for word in (length, kept_s(length))]
-        how = (_SWEEP_SLICE, "1" if aside else "", *asked)
+        how = (_SWEEP_SLICE, "1" if aside else "")
         budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
         while state == 1 and dropped < limit and looked < budget:
             told, some, seen = self._run(_ERASE, namespace, limit - dropped, *how)

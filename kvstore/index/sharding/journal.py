@@ -7,14 +7,13 @@ after each part of it in its shard.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import merge
 from itertools import islice
 
 from kvstore.index.contract import BadArgument
-from kvstore.index.demand import Bucket, united
 from kvstore.index.maintenance import Event, Ghosts, Operation
 from kvstore.index.port import Outcome
 from kvstore.index.sharding.requests import ShardedRequests
@@ -73,13 +72,6 @@ class ShardedJournal(ShardedRequests):
         for some in self._each(self._shards(namespace), self._leaf.seen):
             counted.update(some)
         return counted
-
-    def asked(self, namespace: NamespaceId, now_s: float) -> dict[tuple[int, int], Bucket]:
-        members = defaultdict[tuple[int, int], list[Bucket]](list)
-        for some in self._each(self._shards(namespace), lambda name: self._leaf.asked(name, now_s)):
-            for place, one in some.items():
-                members[place].append(one)
-        return {place: united(some) for place, some in members.items()}
 
     def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:
         """More room is shared by all shards: what one of them would have served with a number of bytes, it

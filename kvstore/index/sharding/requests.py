@@ -2,6 +2,7 @@
 
     by the chain's tag        match, find, note, tell
     by the segment's tag      claim, commit, touch, evict, session
+    under the namespace's id  verdicts about writers
     in all shards             register, a hint about a session, owned, find of blocks whose chain isn't known
 
 What goes to one shard takes one call of the leaf, as without shards; a match may take none (NearRuns). What
@@ -11,22 +12,34 @@ end.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from kvstore.errors import KVStoreError
 from kvstore.index.contract import check_commit, check_segments, count_digests
-from kvstore.index.demand import Raised
 from kvstore.index.port import MOST_RUNS, Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
-from kvstore.index.sharding.layouts import FailedShards, split
+from kvstore.index.sharding.layouts import FailedShards, ShardedLayouts, split
 from kvstore.index.sharding.names import of_chain, of_segment, shard_names
-from kvstore.index.sharding.verdicts import ShardedVerdicts
-from kvstore.keys import DIGEST_BYTES, NO_SESSION, NamespaceId, SegmentId, SessionId, split_digests
+from kvstore.index.verdicts import Opinion, Verdict, VerdictState
+from kvstore.keys import (
+    DIGEST_BYTES,
+    NO_SESSION,
+    NamespaceId,
+    PlaceId,
+    SegmentId,
+    SessionId,
+    WriterId,
+    split_digests,
+)
 from schemas.records import EvictionRule, SegmentRecord
 
+log = logging.getLogger(__name__)
 
-class ShardedRequests(ShardedVerdicts):
+
+class ShardedRequests(ShardedLayouts):
     """The part of ShardedIndex that engines use."""
 
     def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
@@ -167,20 +180,14 @@ class ShardedRequests(ShardedVerdicts):
 
         return max(self._each(self._shards(namespace), bits))
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
-        """What was raised goes to one of the shards: ShardedJournal.asked looks at all."""
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         layout = self._layout(namespace)
         shards = shard_names(namespace, layout.shards)
         parts = defaultdict[NamespaceId, list[Outcome]](list)
         for one in outcomes:
             count_digests(one.missing)
             parts[_told(shards, one, items=layout.items)].append(one)
-        first = next(iter(parts), None)
-
-        def tell(name: NamespaceId) -> None:
-            self._leaf.tell(name, parts[name], raised if raised is None or name == first else raised.after())
-
-        self._each(parts, tell)
+        self._each(parts, lambda name: self._leaf.tell(name, parts[name]))
 
     def session(
         self,
@@ -220,6 +227,34 @@ class ShardedRequests(ShardedVerdicts):
 
     def close(self) -> None:
         self._leaf.close()
+
+    def verdicts(
+        self, namespace: NamespaceId, writers: Sequence[WriterId] | None = None
+    ) -> Mapping[WriterId, Verdict]:
+        with self._guard(namespace, may_probe=False):
+            return self._leaf.verdicts(namespace, writers)
+
+    def judge(
+        self,
+        namespace: NamespaceId,
+        writer: WriterId,
+        opinion: Opinion,
+        *,
+        by: PlaceId,
+        stands: bool,
+        name: str = "",
+    ) -> VerdictState:
+        with self._guard(namespace):
+            state = self._leaf.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
+        if state == "failed":
+            # Where its commits are refused. A shard that is down now, or that a reshard makes later, takes
+            # them: readers don't.
+            try:
+                shards = [one for one in self._shards(namespace) if one != namespace]
+                self._each(shards, lambda one: self._leaf.judge(one, writer, "differs", by=by, stands=True))
+            except KVStoreError as exc:
+                log.warning("not every shard of %s refuses writer %s: %s", namespace, writer.hex(), exc)
+        return state
 
 
 def _share(allowance: Allowance, shards: int) -> Allowance:

@@ -300,7 +300,7 @@ def erase_rest(db: sqlite3.Connection, place: NamespaceNumbers) -> None:
     """Deletes the rows of a namespace that `erase_some` leaves."""
     for number in (place.generation, *invalidated_generations(db, place)):
         db.execute("DELETE FROM parts WHERE namespace = ?", (number,))
-    for table in ("generations", "claims", "hot", "totals", "credits", "asked", "retained", "sessions"):
+    for table in ("generations", "claims", "hot", "totals", "credits", "retained", "sessions"):
         db.execute(f"DELETE FROM {table} WHERE namespace = ?", (place.key,))
     of_id = "(SELECT id FROM namespaces WHERE key = ?)"
     for kind in (LIVES, SHARDS):

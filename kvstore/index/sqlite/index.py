@@ -27,13 +27,11 @@ from kvstore.index.contract import (
     count_digests,
     use_minute,
 )
-from kvstore.index.demand import Raised
 from kvstore.index.port import Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import base_of
-from kvstore.index.sketch import Marks, Window
-from kvstore.index.sqlite import uses as sqlite_uses
+from kvstore.index.sketch import LINE_BYTES, Marks, Window, note
 from kvstore.index.sqlite.commits import RankCommit
 from kvstore.index.sqlite.evictions import evict, evict_incomplete
 from kvstore.index.sqlite.file import IndexFile, IndexMemory
@@ -68,6 +66,9 @@ from schemas.records import EvictionRule, SegmentRecord
 from schemas.settings import JournalSettings
 
 _JOURNAL = JournalSettings()
+# The sketch of uses has one row per line. The algorithm stands in kvstore.index.sketch.
+_USES_LINE = "SELECT bits FROM uses WHERE namespace = ? AND parity = ? AND line = ? AND sketch = ?"
+_USES_LINES = "SELECT bits FROM uses WHERE namespace = ? AND parity = ? AND sketch = ?"
 
 # Selects a block's entry together with its segment: dangling entries don't join and so are not found.
 _LOOKUP = (
@@ -304,24 +305,22 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
             return 0
         marks = Marks.of(digests)
         with self._database.reading("note") as db:
-            noted, lines = sqlite_uses.look(db, self._known(db, "note", namespace).key, marks, window)
+            noted, lines = _look_at_uses(db, self._known(db, "note", namespace).key, marks, window)
         # A prompt that is asked for all day is written once a window; its other notes wait for no writer.
         if lines:
             with self._database.writing("note") as db:
                 key = self._known(db, "note", namespace).key
-                noted, lines = sqlite_uses.look(db, key, marks, window)
-                sqlite_uses.write(db, key, window, lines)
+                noted, lines = _look_at_uses(db, key, marks, window)
+                _write_uses(db, key, window, lines)
         return noted
 
     def sketch_bits(self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int) -> int:
         window = Window.at(now_s, window_s, sketch_bytes)
         with self._database.reading("sketch_bits") as db:
             place = place_of(db, namespace)
-            return 0 if place is None else sqlite_uses.bits(db, place.key, window)
+            return 0 if place is None else _bits_of_uses(db, place.key, window)
 
-    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
-        if raised is not None:
-            raised.check()
+    def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             count_digests(outcome.missing)
         if not outcomes:
@@ -329,7 +328,7 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
         with self._database.writing("tell") as db:
             place = place_of(db, namespace)
             if place is not None:
-                self._writing.told(db, place, outcomes, raised)
+                self._writing.told(db, place, outcomes)
 
     def _oldest(self, db: sqlite3.Connection, namespace: NamespaceId) -> float:
         """Returns the unix second up to which what was created is too old to serve anybody."""
@@ -379,3 +378,41 @@ def _recency(
         (place.generation, segment),
     ).fetchone()
     return row
+
+
+def _look_at_uses(
+    db: sqlite3.Connection, key: int, marks: Marks, window: Window
+) -> tuple[int, dict[int, int]]:
+    """Returns how many leading blocks were noted before, and the lines to write so that all blocks are."""
+    before = 1 - window.parity
+    return note(
+        marks,
+        window.lines,
+        lambda line: _uses_line(db, (key, window.parity, line, window.now)),
+        lambda line: _uses_line(db, (key, before, line, window.before)),
+    )
+
+
+def _write_uses(db: sqlite3.Connection, key: int, window: Window, lines: dict[int, int]) -> None:
+    """Writes lines into this window's sketch, over the lines that an older window has left there."""
+    db.executemany(
+        "INSERT OR REPLACE INTO uses VALUES (?, ?, ?, ?, ?)",
+        [
+            (key, window.parity, line, window.now, bits.to_bytes(LINE_BYTES))
+            for line, bits in sorted(lines.items())
+        ],
+    )
+
+
+def _bits_of_uses(db: sqlite3.Connection, key: int, window: Window) -> int:
+    """Returns how many bits are set in the fuller one of the two windows."""
+    found = []
+    for parity, sketch in ((window.parity, window.now), (1 - window.parity, window.before)):
+        rows = db.execute(_USES_LINES, (key, parity, sketch))
+        found.append(sum(int.from_bytes(row[0]).bit_count() for row in rows))
+    return max(found)
+
+
+def _uses_line(db: sqlite3.Connection, where: tuple[int, int, int, str]) -> int:
+    row = db.execute(_USES_LINE, where).fetchone()
+    return int.from_bytes(row[0]) if row else 0

@@ -26,7 +26,6 @@ from kvstore.index.contract import (
     remembered,
     totals,
 )
-from kvstore.index.demand import Bucket, Raised, buckets, kept_s, merged
 from kvstore.index.eviction import ghost_bytes, ghost_step
 from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations, Usage
 from kvstore.index.port import Outcome
@@ -102,15 +101,6 @@ class SqliteJournal(SqlitePart, Journal, Operations):
                 "SELECT at, by, verb, what FROM operations ORDER BY number DESC LIMIT ?", (max(0, limit),)
             ).fetchall()
         return [Operation(*row) for row in rows]
-
-    def asked(self, namespace: NamespaceId, now_s: float) -> dict[tuple[int, int], Bucket]:
-        with self._database.reading("demand") as db:
-            rows = db.execute(
-                "SELECT length, bucket, asked, served, registers FROM asked "
-                "WHERE namespace = (SELECT key FROM namespaces WHERE id = ?)",
-                (namespace,),
-            ).fetchall()
-        return {(length, bucket): Bucket(*counts) for length, bucket, *counts in rows}
 
     def ghosts(self, namespace: NamespaceId) -> list[Ghosts]:
         with self._database.reading("ghosts") as db:
@@ -188,23 +178,14 @@ class Writing:
         whole = (0, usage.blocks, usage.nbytes)
         self._events(db, key, [("invalidate", None, None, None, *whole, "invalidated")])
 
-    def told(
-        self,
-        db: sqlite3.Connection,
-        place: NamespaceNumbers,
-        outcomes: Sequence[Outcome],
-        raised: Raised | None,
-    ) -> None:
-        """Records what became of requests: in totals, in the ring of outcomes, for ghosts as credits, and by
-        when it was asked for."""
+    def told(self, db: sqlite3.Connection, place: NamespaceNumbers, outcomes: Sequence[Outcome]) -> None:
+        """Records what became of requests: in totals, in the ring of outcomes, and for ghosts as credits."""
         sums: Counter[str] = Counter()
         credits: Counter[int] = Counter()
         for outcome in outcomes:
             sums.update(totals(outcome))
             if missing := missed(outcome):
                 credits.update(_credits(db, place.key, missing, outcome.asked - outcome.served))
-        if raised is not None:
-            _asked(db, place.key, sums["asked"], sums["served"], raised)
         db.executemany(
             "INSERT INTO totals VALUES (?, ?, ?) "
             "ON CONFLICT (namespace, name) DO UPDATE SET amount = amount + excluded.amount",
@@ -268,24 +249,6 @@ class Writing:
                 "(SELECT digest FROM ghosts WHERE namespace = ? ORDER BY stamp, digest LIMIT ?)",
                 (key, key, count - self.settings.ghosts),
             )
-
-
-def _asked(db: sqlite3.Connection, key: int, asked: int, served: int, raised: Raised) -> None:
-    """Counts what was asked for, and forgets buckets that no window has any more."""
-    for length, bucket in buckets(raised.at_s):
-        where = (key, length, bucket)
-        query = "SELECT registers FROM asked WHERE namespace = ? AND length = ? AND bucket = ?"
-        row = db.execute(query, where).fetchone()
-        registers = merged(row[0] if row else b"", raised.registers)
-        db.execute(
-            "INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET asked = asked + "
-            "excluded.asked, served = served + excluded.served, registers = excluded.registers",
-            (*where, asked, served, registers),
-        )
-        if row is None:
-            oldest = bucket - kept_s(length) // length
-            query = "DELETE FROM asked WHERE namespace = ? AND length = ? AND bucket < ?"
-            db.execute(query, (key, length, oldest))
 
 
 def _number(position: str) -> int:

@@ -25,7 +25,6 @@
     operations   ring of what operators did in the whole store
     totals, credits             counters of outcomes; blocks by ghost step
     writers      verdicts about writers (kvstore.index.verdicts); `state`: 0 proven, 1 disputed, 2 failed
-    asked        what was asked for lately, by buckets of time: `bucket` is the time over `length`, in seconds
 
 In every table but segments, parts, forbidden and writers `namespace` is namespaces.key.
 """
@@ -176,7 +175,7 @@ CREATE TABLE fates (
     PRIMARY KEY (namespace, number)) WITHOUT ROWID;
 """
 
-# What is asked for, by buckets of time (kvstore.index.demand).
+# Gone with _SCHEMA_10.
 _SCHEMA_8 = """
 CREATE TABLE asked (
     namespace INTEGER NOT NULL, length INTEGER NOT NULL, bucket INTEGER NOT NULL, asked INTEGER NOT NULL,
@@ -196,11 +195,15 @@ UPDATE parts SET agreement = CAST(substr(agreement, 1, 8) || x'02' || substr(agr
     || substr(agreement, 33) AS BLOB) WHERE substr(agreement, 9, 1) = x'01';
 """
 
-#: What each version added to the one before. The first process of this release that opens an older file
+_SCHEMA_10 = """
+DROP TABLE asked;
+"""
+
+#: What each version changed in the one before. The first process of this release that opens an older file
 #: brings it up to date; releases older than a file refuse it.
 SCHEMAS = (
     *(_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6, _SCHEMA_7, _SCHEMA_8),
-    _SCHEMA_9,
+    *(_SCHEMA_9, _SCHEMA_10),
 )
 #: Raised with every change of the schema (golden test: tests/index/sqlite/test_index.py).
 SCHEMA_VERSION = len(SCHEMAS)

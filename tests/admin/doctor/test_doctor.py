@@ -25,6 +25,7 @@ from kvstore.build import load_settings, open_index
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import namespace_id, writer_id
+from kvstore.store.rounds import AT_WORK
 from tests.admin.conftest import Admin, Filled, fill, kv_slots, kv_space
 from tests.servers.redis import RedisServer
 from tests.servers.s3.hostile import HostileServer
@@ -313,9 +314,9 @@ def test_a_store_over_its_capacity(either: Filled) -> None:
     assert (check.state, check.found) == ("warning", "store holds 40.0 KiB of 20.0 KiB")
     assert "cache-admin serve" in check.advice
     with opened(either) as index:
-        index.lease("janitor", "host-7", 3600)
+        index.set_quota(AT_WORK, int(time.time()))
     [check] = named(examine(either, environ={"KVSTORE_CAPACITY_BYTES": "20KiB", **TINY}), "capacity")
-    assert check.advice.startswith("host-7 does the upkeep")
+    assert check.advice.startswith("a janitor does the upkeep")
     [check] = named(examine(either), "capacity")
     assert (check.state, check.found) == ("ok", "the store holds 40.0 KiB of 64.0 MiB")
 
@@ -350,7 +351,7 @@ def test_a_trash_that_nobody_empties(either: Filled) -> None:
     assert (check.state, either.kv_id in check.found) == ("warning", True)
     assert "cache-admin serve" in check.advice
     with opened(either) as index:
-        index.lease("janitor", "host-7", 3600)
+        index.set_quota(AT_WORK, int(time.time()))
     [check] = named(examine(either), "upkeep")
     assert (check.state, "see its log" in check.advice) == ("warning", True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -32,13 +31,12 @@ from kvstore.admin.serve.reports import ServingReport
 from kvstore.admin.serve.server import Serving
 from kvstore.build import load_settings
 from kvstore.errors import Throttled, TransientError
-from kvstore.index.demand import OwnDemand
 from kvstore.index.eviction import Scope
 from kvstore.index.port import Outcome
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.janitor.janitor import Janitor
-from kvstore.janitor.reports import STEPS, JanitorFault, JanitorState, ScrubState, StepState
+from kvstore.janitor.reports import STEPS, JanitorFault, JanitorState, StepState
 from kvstore.keys import NO_SALT, NO_SESSION, NamespaceId, SegmentId, SessionId, new_segment_id, session_id
 from kvstore.payloads import bucket
 from kvstore.payloads.s3.store import S3Payloads
@@ -111,8 +109,7 @@ class World:
             position=served,
             missing=b"",
         )
-        different = random.Random(asked).randbytes(16 * asked)
-        self.index.tell(name, [outcome], OwnDemand().add(different, self.now))
+        self.index.tell(name, [outcome])
 
     def metrics(self, janitor: JanitorState | None = None) -> dict[str, Metric]:
         text, _ = Exporter(self.monitor, lambda: janitor).text("")
@@ -134,9 +131,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 def a_janitor(now: float) -> JanitorState:
     steps = tuple(StepState(step=step, runs=number + 2, failures=number) for number, step in enumerate(STEPS))
     fault = JanitorFault(at_s=now, step="scrub", namespace=A, segment="ab" * 8, problem="checksum\nwrong")
-    return JanitorState(
-        at_s=now, holder="me", leader=True, rounds=7, last_round_s=now, steps=steps, faults=(fault,)
-    )
+    return JanitorState(at_s=now, rounds=7, last_round_s=now, steps=steps, faults=(fault,))
 
 
 # -- totals and history --------------------------------------------------------------------------------------
@@ -564,14 +559,6 @@ def test_ten_scrapers_cost_one(world: World) -> None:
     assert " 3.0" in exporter.text("text/plain")[0].decode().split("kvstore_segments{")[1].splitlines()[0]
 
 
-def test_who_no_longer_leads_is_not_behind(world: World) -> None:
-    # Its count stands still from then on, and the largest of all janitors' is alerted upon.
-    for leads, behind in ((True, 900), (False, 0)):
-        state = a_janitor(world.now).model_copy(update={"leader": leads, "scrub": ScrubState(behind=900)})
-        [sample] = world.metrics(state)["kvstore_janitor_scrub_behind_segments"].samples
-        assert sample.value == behind
-
-
 # -- hostile texts -------------------------------------------------------------------------------------------
 
 HOSTILE = (
@@ -629,16 +616,6 @@ def everything(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Metri
     world.tell(kv, 4, 2, "absent")
     world.look()
     return world.metrics(a_janitor(world.now))
-
-
-def test_the_ceiling_is_told_by_window(world: World) -> None:
-    kv = world.register(kv_space())
-    for _ in range(2):
-        world.tell(kv, 40, 30, "absent")
-    world.look()
-    for window in ("15m", "1h", "24h"):
-        assert world.value("kvstore_window_served_ratio", window=window) == 0.75
-        assert world.value("kvstore_ceiling_ratio", window=window) == pytest.approx(0.5, abs=0.05)
 
 
 def documented() -> dict[str, str]:
@@ -749,11 +726,11 @@ def test_once_does_a_round_and_prints_what_there_is(admin: Admin, filled: Filled
     assert report.janitor is not None
     assert report.janitor.rounds == 1
     assert {step.step for step in report.janitor.steps if step.runs} >= {"evict", "reap", "sweep"}
-    assert report.janitor.leaseholder == "" or not report.janitor.leader
+    assert "janitor" not in {quota.scope for quota in report.quotas}
     text = admin("serve", "--once", *filled.options)
     assert text.code == 0
     assert "5 segments, 14 blocks, 2 namespaces" in text.out
-    assert "leader, 1 round" in text.out
+    assert "1 round" in text.out
 
 
 def test_once_shows_this_nodes_fast_tier(admin: Admin, tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,17 +130,6 @@ def test_what_is_served_in_full_counts_and_is_not_kept(store: Store, space: Spac
     finish(scheduler, request)
     assert told(store, space) == []
     assert store.maintenance.seen(space.id) == {"requests": 1, "asked": 6, "served": 6}
-
-
-def test_what_requests_share_is_one_block_of_the_demand(store: Store, space: Space) -> None:
-    scheduler = half(store, space)
-    for name in "abc":
-        request = FakeRequest(name, list(range(8)))
-        answer(scheduler, request, 16)
-        finish(scheduler, request)
-    told(store, space)
-    # What the engine has itself, the first two, is not asked of the store.
-    assert {(one.asked, one.distinct) for one in store.maintenance.demand(space.id, time.time())} == {(18, 6)}
 
 
 def test_an_answer_that_never_came_is_told_as_late(opened: Any) -> None:
@@ -459,75 +446,6 @@ def test_a_bug_costs_its_batch_and_not_what_follows(store: Store, space: Space) 
     assert recorded.batches == [["b"]]
 
 
-def match(outcomes: Outcomes, space: Space, number: int) -> weakref.ref[Any]:
-    """Note a match of eight blocks, two of them served. Returns a reference to what holds their names."""
-    wanted = partial(digests, chain(*range(8 * number, 8 * number + 8)))
-    outcomes.note(space, "r", "match", asked=8, served=2, reason="absent", wanted=wanted)
-    return weakref.ref(wanted)
-
-
-def asked(store: Store, space: Space) -> tuple[int, int, int]:
-    """What has arrived of the demand: blocks asked for, served, and different ones."""
-    assert store.transfers.drain(PATIENCE_S)
-    demand = store.maintenance.demand(space.id, time.time())[-1]
-    return demand.asked, demand.served, demand.distinct
-
-
-def test_names_of_a_bounded_number_of_blocks_wait_and_what_has_none_is_no_demand(
-    store: Store, space: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("connectors.telemetry.outcomes.MOST_WANTED", 20)
-    outcomes = Outcomes(store)
-    held = []
-    for number in range(10):
-        held.append(match(outcomes, space, number))
-        outcomes.note(space, "a", "save", asked=8, served=8, reason="")
-    # The third one fills it; those that follow are let go at once.
-    assert [one() is not None for one in held] == [True] * 3 + [False] * 7
-    outcomes.tick(idle=True)
-    assert asked(store, space) == (24, 6, pytest.approx(24, abs=3))
-    assert store.maintenance.seen(space.id)["asked"] == 80
-    # There is room again.
-    for number in (10, 11):
-        assert match(outcomes, space, number)() is not None
-        outcomes.tick(idle=True)
-        assert store.transfers.drain(PATIENCE_S)
-    assert asked(store, space) == (40, 10, pytest.approx(40, abs=4))
-
-
-def test_the_room_for_names_outlives_an_index_that_is_down_and_a_bug(
-    store: Store, space: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("connectors.telemetry.outcomes.MOST_WANTED", 20)
-    outcomes = Outcomes(with_parts(store, index_breaker=Breaker("index", store.settings.breaker)))
-    ping = store.maintenance.ping
-
-    def down() -> None:
-        raise TransientError("down")
-
-    store.maintenance.ping = down  # type: ignore[method-assign]
-    note(outcomes, space, "x", reason="unavailable")
-    held = [match(outcomes, space, number) for number in range(2)]
-    for _ in range(3):
-        outcomes.tick(idle=True)
-        assert store.transfers.drain(PATIENCE_S)
-    held += [match(outcomes, space, number) for number in (2, 3)]
-    # They still wait, so of the last two only one finds room.
-    assert [one() is not None for one in held] == [True, True, True, False]
-    store.maintenance.ping = ping  # type: ignore[method-assign]
-    outcomes.tick(idle=True)
-    assert asked(store, space) == (25, 6, pytest.approx(24, abs=3))
-
-    def broken() -> bytes:
-        raise ZeroDivisionError
-
-    for _ in range(3):
-        outcomes.note(space, "a", "match", asked=8, served=0, reason="absent", wanted=broken)
-        outcomes.tick(idle=True)
-        assert store.transfers.drain(PATIENCE_S)
-    assert match(outcomes, space, 4)() is not None
-
-
 def test_outcomes_of_two_namespaces_go_where_they_belong(store: Store, space: Space) -> None:
     other = open_space(store, model="another")
     other.register()
@@ -698,8 +616,6 @@ def test_items_are_told_one_by_one(store: Store, tmp_path: Path) -> None:
     ]
     seen = store.maintenance.seen(open_space(store).id)
     assert seen == {"requests": 3, "asked": 3, "served": 1, "miss:mismatch": 1, "miss:absent": 1}
-    demand = store.maintenance.demand(open_space(store).id, time.time())
-    assert {(one.asked, one.served, one.distinct) for one in demand} == {(3, 1, 3)}
     # In the engine's own cache now: nothing is asked for.
     engine.run(ItemRequest("s", ["here"]))
     assert store.maintenance.seen(open_space(store).id)["requests"] == 3

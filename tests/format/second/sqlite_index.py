@@ -30,7 +30,8 @@ class SqliteStore:
     def __init__(self, path: Path) -> None:
         self.db = sqlite3.connect(path, isolation_level=None, timeout=2)
         need(
-            self._pragma("application_id") == 0x6B767369 and self._pragma("user_version") == 9, "not an index"
+            self._pragma("application_id") == 0x6B767369 and self._pragma("user_version") == 10,
+            "not an index",
         )
 
     def _pragma(self, name: str) -> int:

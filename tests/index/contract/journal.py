@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,6 @@ from typing import Any, get_args
 
 import pytest
 
-from kvstore.index.demand import OwnDemand, Raised, estimate, merged
 from kvstore.index.eviction import GHOST_LEAST, ghost_bytes
 from kvstore.index.maintenance import Event, Ghosts
 from kvstore.index.port import DETAIL_CHARS, MISSING_DIGESTS, REQUEST_CHARS, EngineIndex, Outcome
@@ -268,63 +266,6 @@ class JournalConformance(Maintained):
             name = index.register(namespace(which), expected_blocks=1)
             assert catalogue.outcomes(name, 10) == []
             assert dict(catalogue.seen(name)) == {}
-
-    def test_demand_is_what_was_asked_for_lately(
-        self, index: EngineIndex, catalogue: Any, name: NamespaceId
-    ) -> None:
-        now_s, blocks = CREATED_S + 100.0, chain(2000)
-        engines = OwnDemand(), OwnDemand()
-        index.tell(name, [outcome("match", 2000, 0, "absent")], engines[0].add(blocks, now_s - 7200))
-        for engine in engines:
-            told = [
-                outcome("match", 2000, 2000, ""),
-                outcome("save", 5, 5, ""),
-                outcome("load", 9, 4, "late"),
-            ]
-            index.tell(name, told, engine.add(blocks, now_s))
-        # More than one round trip takes.
-        index.tell(name, [outcome("match", 1, 1, "")] * 150, engines[0].add(chain(150), now_s))
-        # Without saying of what.
-        index.tell(name, [outcome("match", 500, 0, "absent")])
-        quarter, hour, day = catalogue.demand(name, now_s)
-        assert quarter == replace(hour, window_s=900)
-        assert 0 < hour.seconds <= 300 and 7200 < day.seconds <= 7200 + 3600
-        assert (hour.asked, hour.served, day.asked, day.served) == (4150, 4140, 6150, 4140)
-        assert hour.distinct == day.distinct == pytest.approx(2000, rel=0.065)
-        assert hour.ceiling_ratio == pytest.approx(1 - 2000 / 4150, abs=0.04)
-        assert not any(one.asked for one in catalogue.demand(name, now_s + 2 * 86400))
-        assert not any(one.asked or one.distinct for one in catalogue.demand(UNKNOWN, now_s))
-
-    def test_of_all_engines_the_highest_rank_counts(
-        self, index: EngineIndex, catalogue: Any, name: NamespaceId
-    ) -> None:
-        at_s = float(CREATED_S)
-        digests = [chain(700, seed=str(number)) for number in range(8)]
-
-        def work(number: int) -> None:
-            engine = OwnDemand()
-            for some in (*digests[:number], digests[number]):
-                index.tell(name, [outcome("match", 700, 700, "")], engine.add(some, at_s))
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, range(8)))
-        every = merged(b"", OwnDemand().add(b"".join(digests), at_s).registers)
-        assert catalogue.demand(name, at_s)[0].distinct == round(estimate([every]))
-
-    def test_registers_are_raised_in_any_order_and_as_often_as_they_are_told(
-        self, index: EngineIndex, catalogue: Any, name: NamespaceId
-    ) -> None:
-        draw, at_s, every = random.Random(1), float(CREATED_S), b""
-        for count in (1, 3000, 300, 1):
-            numbers = [0, 4095, *draw.choices(range(4096), k=count), 4095, 0]
-            raised = b"".join(one.to_bytes(2, "big") + bytes([draw.randint(1, 12)]) for one in numbers)
-            every = merged(every, raised)
-            index.tell(name, [outcome("match", 1, 1, "")], Raised(at_s, raised))
-            assert catalogue.demand(name, at_s)[0].distinct == round(estimate([every]))
-
-    def test_registers_that_cannot_be_are_refused(self, index: EngineIndex, name: NamespaceId) -> None:
-        with pytest.raises(ValueError, match="registers"):
-            index.tell(name, [outcome()], Raised(1.0, b"ab"))
 
     @pytest.mark.parametrize("text", ["x" * 500, "\ud800\udfff", "\x00\r\n*3", "\U0001f600" * 200, "{}:%s"])
     def test_a_clients_text_is_kept_as_it_is_but_no_more_than_a_part(

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from kvstore.errors import (
     NamespaceUnknown,
 )
-from kvstore.index.demand import OwnDemand
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import MOST_RUNS, CommitState, Index, Outcome
@@ -119,7 +118,7 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
     use(index, name, chain(5), at_s=CREATED_S, sketch_bytes=1024)
     use(index, name, chain(4, seed="n", after=chain(2)), at_s=CREATED_S, sketch_bytes=1024)
     told = [Outcome(CREATED_S + 0.25, "r\udc80", "match", 9, 8, "absent", 8, chain(1, seed="g"))]
-    index.tell(name, told, OwnDemand().add(chain(9), CREATED_S))
+    index.tell(name, told)
     index.tell(name, [Outcome(CREATED_S + 0.5, "s", "load", 2, 1, "corrupt", 1, chain(1, seed="d"))])
     index.sweep(name, 1)
     index.set_quota("store", 10**12)
@@ -155,12 +154,6 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
     assert text == GOLDEN.read_text(), f"the schema is now:\n{text}"
 
 
-def _registers(value: bytes) -> dict[int, int]:
-    """The registers that hold something."""
-    assert len(value) == 4096
-    return {number: rank for number, rank in enumerate(value) if rank}
-
-
 def _dump(raw: redis.Redis) -> Iterator[str]:
     """Every key with its type, encoding, whether it expires, and contents."""
     retained = {one for key in raw.keys("*:kept") for one in raw.zrange(key, 0, -1)}
@@ -181,8 +174,6 @@ def _dump(raw: redis.Redis) -> Iterator[str]:
             )
             if label.endswith(":writers"):
                 contents = [(k, v[:1] + b"TIME" + v[5:]) for k, v in contents]
-            if ":asked:" in label:
-                contents = [(k, _registers(v) if k == b"registers" else v) for k, v in contents]
             if "sessions:WINDOW" in label:
                 contents = [(k, v[:4] + b"TIME" + v[8:] if any(v[4:8]) else v) for k, v in contents]
         elif kind == "zset":

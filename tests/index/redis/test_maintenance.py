@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import CapacityExceeded, NamespaceUnknown
-from kvstore.index.demand import Raised
 from kvstore.index.eviction import GHOST_LEAST, ghost_bytes, ghost_step, worth
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState, Outcome
@@ -244,19 +243,6 @@ def test_what_is_complete_or_gone_is_not_counted_as_incomplete(
     assert raw.zrange(f"kvs:{{{name}}}:parts", 0, -1) == [unlisted]
     raw.zadd(f"kvs:{{{name}}}:parts", {unlisted: 1.0})
     assert index.erase(name, 1000) == "erased"
-
-
-def test_what_was_asked_for_goes_with_its_namespace(
-    index: RedisIndex, raw: redis.Redis, name: NamespaceId
-) -> None:
-    now_s = time.time()
-    for ago_s in (0, 4000, 93_000):
-        index.tell(name, [Outcome(now_s, "r", "match", 1, 1, "", 0, b"")], Raised(now_s - ago_s))
-    # This one would have expired a day ago.
-    raw.delete(f"kvs:{{{name}}}:asked:300:{int((now_s - 93_000) // 300)}")
-    assert len(list(raw.scan_iter(match=f"kvs:{{{name}}}:asked:*"))) >= 4
-    assert index.erase(name, 1000) == "erased"
-    assert list(raw.scan_iter(match=f"kvs:{{{name}}}:*")) == []
 
 
 def test_generations_are_drained_in_turn(index: RedisIndex, raw: redis.Redis, name: NamespaceId) -> None:

@@ -160,7 +160,6 @@ VERBS: dict[str, Callable[[RedisIndex], Any]] = {
     "pin": lambda index: index.pin(NAME, [SEGMENT], most_bytes=1),
     "unpin": lambda index: index.unpin(NAME, [SEGMENT]),
     "unlist": lambda index: index.unlist(NAME, [SEGMENT]),
-    "asked": lambda index: index.asked(NAME, 1.0),
     "warnings": lambda index: index.warnings(),
 }
 

@@ -144,9 +144,9 @@ def test_the_schema_is_pinned(index: SqliteIndex, path: str) -> None:
 def test_a_file_of_a_newer_release_is_a_config_error(index: SqliteIndex, path: str) -> None:
     index.close()
     raw = sqlite3.connect(path)
-    raw.execute("PRAGMA user_version = 10")
+    raw.execute("PRAGMA user_version = 11")
     raw.close()
-    with pytest.raises(ConfigError, match=r"schema 10.*knows 9.*delete"):
+    with pytest.raises(ConfigError, match=r"schema 11.*knows 10.*delete"):
         SqliteIndex(path)
 
 

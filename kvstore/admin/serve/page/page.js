@@ -151,10 +151,6 @@ function attention(report) {
       lines.push(["warning", `Over quota: ${quota.scope} holds ${size(quota.used_bytes)} of ${size(quota.quota_bytes)}.`]);
     }
   }
-  if (report.janitor?.lease_problem) lines.push(["bad", `The janitor can't renew its lease: ${report.janitor.lease_problem}`]);
-  if (report.janitor && !report.janitor.leader && !report.janitor.leaseholder && report.index.state === "ok" && report.at_s - report.started_s > SILENT_S) {
-    lines.push(["warning", "No janitor is at work."]);
-  }
   for (const step of report.janitor?.steps ?? []) {
     if (step.failing) lines.push(["warning", `The janitor's step "${step.step}" fails: ${step.problem}`]);
   }
@@ -179,8 +175,7 @@ function parts(report) {
   });
   const janitor = report.janitor;
   if (!janitor) items.push(part("Janitor", "", "none", "this server only watches", ""));
-  else if (janitor.leader) items.push(part("Janitor", "ok", "leader", janitor.holder, `since ${clock(janitor.leader_since_s)}`));
-  else items.push(part("Janitor", janitor.leaseholder ? "ok" : "", "standby", janitor.leaseholder ? `${janitor.leaseholder} works` : janitor.holder, ""));
+  else items.push(part("Janitor", "ok", "at work", "", `${count(janitor.rounds, "round")} since ${clock(report.started_s)}`));
   $("parts").replaceChildren(...items);
 }
 
@@ -346,7 +341,7 @@ function janitor(report) {
   const round = one.last_round_s === null ? "no round yet" : `${count(one.rounds, "round")}, the last ${age(report.at_s - one.last_round_s)} ago in ${duration(one.last_round_seconds ?? 0)}`;
   const scrub = one.scrub;
   const read = scrub.payloads ? `; ${count(scrub.payloads, "payload")} (${size(scrub.read_bytes)}) read and verified, ${whole.format(scrub.bad)} bad` : "";
-  figure("janitor-says", `${one.leader ? "Leader" : "Standby"}: ${round}${read}.`);
+  figure("janitor-says", `${round}${read}.`);
   table("steps", [
     ["Step", (step) => step.step],
     ["Runs", (step) => whole.format(step.runs), "right", (step) => step.runs],

@@ -1,5 +1,5 @@
 -- erase: KEYS[1] meta, ARGV about how many entries to drop, about how many entries and buckets to look at, 1 to drop
--- what a reshard has put aside instead, whatever is stored in it, or '', and of each length of "asked:"'s buckets of time: how many seconds it is, and how many they are kept.
+-- what a reshard has put aside instead, whatever is stored in it, or ''.
 -- Answers {0 all is gone, 1 call again, 2 something is stored; entries dropped, looked at}.
 --
 -- Race closed: that nothing is stored and what is removed are one step. Where it stopped counts only while
@@ -45,13 +45,6 @@ if at < buckets then
   redis.call('HDEL', meta, 'erased')
   redis.call('HSET', meta, 'erased', string.format('%d:%s', at, changes))
   return {1, dropped, math.ceil(looked)}
-end
-for i = 4, #ARGV, 2 do
-  local length, kept_s = tonumber(ARGV[i]), tonumber(ARGV[i + 1])
-  -- One more on either side: engines' clocks differ. What is left expires.
-  for number = math.floor((now - kept_s) / length) - 1, math.floor(now / length) + 1 do
-    redis.call('UNLINK', prefix .. 'asked:' .. string.format('%d:%d', length, number))
-  end
 end
 redis.call('UNLINK', lru, pins, hot, parts, ghosts, salts, held, prefix .. 'ghost', prefix .. 'seen', prefix .. 'events',
   prefix .. 'outcomes', prefix .. 'faults', owner, kept, retained, sessions[1], sessions[2])

@@ -1,9 +1,6 @@
--- tell: KEYS[1] meta, ARGV how many outcomes and how many faults are kept, numbers of the three last lists, how
--- many words follow about what was asked for, and they: blocks asked for and served, the registers that they
--- raised (3 bytes each: number, rank), and of each bucket of time what follows "asked:" in its key and for how
--- many seconds it is kept; '' thrice and no bucket: nothing is known of it. Then the lists: totals
--- (name, amount), outcomes to keep (whether it is a fault, 8 fields), chains that were absent (how many blocks
--- from the first missing one on, packed digests of these).
+-- tell: KEYS[1] meta, ARGV how many outcomes and how many faults are kept, the lengths of three lists, and the
+-- lists: totals (name, amount), outcomes to keep (whether it is a fault, 8 fields), chains that were absent (how
+-- many blocks from the first missing one on, packed digests of these).
 --
 -- Race closed: an outcome is counted and kept in one step; and a ghost's credit is computed from the bytes
 -- evicted at that moment.
@@ -12,7 +9,7 @@
 if redis.call('HEXISTS', meta, 'bucket_bits') == 0 then return 0 end
 
 local most, totals, kept, absent = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local at = 7 + tonumber(ARGV[6])
+local at = 6
 for _ = 1, totals do
   counted(ARGV[at], ARGV[at + 1], prefix .. 'seen')
   at = at + 2
@@ -30,37 +27,6 @@ for _ = 1, kept do
   at = at + 9
 end
 
--- A register is the highest rank of all: kvstore.index.demand.
-local raised, REGISTERS = ARGV[9], 4096
-for bucket = 10, 5 + tonumber(ARGV[6]), 2 do
-  local key = prefix .. 'asked:' .. ARGV[bucket]
-  counted('asked', tonumber(ARGV[7]), key)
-  counted('served', tonumber(ARGV[8]), key)
-  redis.call('EXPIRE', key, ARGV[bucket + 1])
-  local now = #raised > 0 and redis.call('HGET', key, 'registers')
-  if now == false or type(now) == 'string' and #now ~= REGISTERS then now = string.rep('\0', REGISTERS) end
-  if now and #raised > 0 then
-    local rose, numbers = {}, {}
-    for i = 1, #raised, 3 do
-      local high, low, rank = string.byte(raised, i, i + 2)
-      local number = high * 256 + low
-      if number < REGISTERS and rank > math.max(string.byte(now, number + 1), rose[number] or 0) then
-        if not rose[number] then numbers[#numbers + 1] = number end
-        rose[number] = rank
-      end
-    end
-    if #numbers > 0 then
-      -- By what changes: taking all registers apart is a millisecond of each engine in each second.
-      table.sort(numbers)
-      local pieces, from = {}, 1
-      for _, number in ipairs(numbers) do
-        pieces[#pieces + 1] = string.sub(now, from, number) .. string.char(rose[number])
-        from = number + 2
-      end
-      redis.call('HSET', key, 'registers', table.concat(pieces) .. string.sub(now, from))
-    end
-  end
-end
 if absent == 0 or redis.call('EXISTS', ghosts) == 0 then return 1 end
 
 local LEAST, QUARTERS = 2 ^ 26, {1, 2 ^ 0.25, 2 ^ 0.5, 2 ^ 0.75}

@@ -1,7 +1,4 @@
--- application_id 0x6b767369, user_version 9, journal_mode wal
-CREATE TABLE asked (
-    namespace INTEGER NOT NULL, length INTEGER NOT NULL, bucket INTEGER NOT NULL, asked INTEGER NOT NULL,
-    served INTEGER NOT NULL, registers BLOB NOT NULL, PRIMARY KEY (namespace, length, bucket)) WITHOUT ROWID;
+-- application_id 0x6b767369, user_version 10, journal_mode wal
 CREATE TABLE blocks (
     namespace INTEGER NOT NULL, digest BLOB NOT NULL, segment BLOB NOT NULL, slot INTEGER NOT NULL,
     PRIMARY KEY (namespace, digest)) WITHOUT ROWID;
