@@ -17,8 +17,8 @@ Engines whose weights have the same name share blocks, including engines that we
 `identity.weights` set to that name. An empty name stands for the weights that the engine was started with,
 for use after a sleep that kept them.
 
-Nothing in a request can name weights: else a client could make an engine store its blocks under the name of
-other weights.
+Requests can't name weights: else a client could make an engine store its blocks under the name of other
+weights.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class AgreedName:
-    """The name that all ranks were told, and when the first rank on this machine was; None if none is here.
+    """The name that all ranks were told. `at_ns` is when the first rank on this machine was told it, or None
+    without a rank here.
 
     All ranks are told in one call, so those on other machines were told when those here were."""
 
@@ -86,7 +87,7 @@ class AgreedName:
 
 
 def agreed(namings: Mapping[int, Naming], ranks: int) -> AgreedName | None:
-    """Returns what all ranks agree on; None while some rank has not been told, or was told another name."""
+    """Returns the name on which all ranks agree, or None while some rank has none or another."""
     names = {one.name for one in namings.values()}
     if len(namings) < ranks or len(names) != 1:
         return None

@@ -4,10 +4,11 @@ A request is looked up when it arrives. If the scheduler then passes it over, be
 segments that were found and are not in the folder of a tiered payload store yet are fetched into it, heads
 first and request by request. When the request starts, or ends before that, it is forgotten here.
 
-What a client says will be asked for (connectors.ahead.sessions) comes after that, and is forgotten when a
-request has loaded it or after HINT_S. It may fill half of the budget; what has no room then is left out.
+Segments that a client's hint names (connectors.ahead.sessions) come after those. They are forgotten when a
+request has loaded them, or after HINT_S. Hints may fill half of the budget; segments without room are left
+out.
 
-What keeps this from costing anything:
+Four rules keep prefetching free of cost:
 
     requests under way   nothing is begun while a load of this engine reads from beyond the folder, and no
                          more than AHEAD_THREADS payloads are on their way when one begins: Transfers.ahead,
@@ -20,11 +21,11 @@ What keeps this from costing anything:
                          or they or this process are asked for fewer reads; a segment that fails twice
                          is given up
 
-What this engine has computed, saved or loaded lately is in the folder as well, and the folder is larger than
-the engine's own cache, so that what is fetched is hardly ever what the engine has itself.
+The folder also keeps blocks that this engine has computed, saved or loaded lately, and is larger than the
+engine's own cache. So a fetched block is hardly ever one that the engine has itself.
 
-Any thread may call; nothing waits, and nothing here does I/O but `_bring`, on threads of Transfers.ahead.
-`_lock` guards all fields from there on, and those of requests and segments.
+Any thread may call, and no call waits. Only `_bring` does I/O, on threads of Transfers.ahead. `_lock` guards
+all fields from there on, and those of requests and segments.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ class NoPrefetch:
     def answered(
         self, request_id: str, space: Space, runs: Iterable[Run], tiers: dict[SegmentId, Tier]
     ) -> None:
-        """What was found of a request is in these runs, and lies where `tiers` says, which is overwritten as
+        """Records the runs that were found for a request. `tiers` says where they lie, and is overwritten as
         segments arrive."""
 
     def come_to(self, request_id: str) -> None:
-        """The scheduler has come to a request in this step, was told "later", and will ask again."""
+        """The scheduler has come to a request in this step, got the answer "later", and will ask again."""
 
     def step(self) -> None:
         """The scheduler has decided a step: it has passed over all requests that have not started yet."""
@@ -128,16 +129,16 @@ class Prefetch(NoPrefetch):
         self._lock = threading.Lock()
         self._requests: dict[str, WaitingRequest] = {}
         self._segments: dict[SegmentId, Segment] = {}
-        #: Those of them that are not begun, in the order of the requests' arrival.
+        #: Segments whose fetch has not begun, in the order of the requests' arrival.
         self._queue: dict[SegmentId, Segment] = {}
-        #: Likewise of segments that only hints name: they come after those.
+        #: Likewise segments that only hints name; they come after `_queue`.
         self._later: dict[SegmentId, Segment] = {}
         self._hinted = Hinted(budget_bytes)
         #: Segments of which some payloads are there and others were not asked for yet.
         self._parted: deque[Segment] = deque()
         #: Number of payloads that are being fetched.
         self._running = 0
-        #: What `_segments` count in the budget.
+        #: Bytes that `_segments` count in the budget.
         self._held = 0
         #: Bytes that were fetched for nothing, and when they cease to count.
         self._waste: deque[tuple[float, int]] = deque()
@@ -148,8 +149,8 @@ class Prefetch(NoPrefetch):
 
     @property
     def held(self) -> int:
-        """Returns a number that is 0 when no request waits or loads and nothing is on its way. What hints
-        have brought counts no more."""
+        """Returns a number that is 0 when no request waits or loads and no fetch is on its way. Payloads that
+        hints have brought no longer count."""
         with self._lock:
             coming = sum(one.under_way for one in self._segments.values())
             return len(self._requests) + coming + len(self._loads) + self._running
@@ -300,7 +301,8 @@ class Prefetch(NoPrefetch):
                 return
 
     def _next(self) -> Segment | None:
-        """Returns the segment of which a payload is fetched next; None if there is none, or no room."""
+        """Returns the segment whose payload is fetched next, or None without such a segment or without
+        room."""
         while self._parted:
             if (one := self._parted.popleft()).rest:
                 return one

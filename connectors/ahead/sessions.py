@@ -1,12 +1,12 @@
 """Brings what sessions have stored to the node's folder, where a request's hint asks for it.
 
 A gateway knows that a conversation goes on before its next request comes: a tool is about to return. It sends
-a small request of that session, with the hint `prefetch`, to the engine that it is going to ask. What the
-index lists as only that session's is fetched (connectors.ahead.prefetch), and what the request itself is
-matched with, unless that is loaded already.
+a small request of that session, with the hint `prefetch`, to the engine that it is going to ask. The engine
+then fetches (connectors.ahead.prefetch) the segments that the index lists as that session's alone. It also
+fetches the match of the request itself, unless that is loaded already.
 
-The request that carries the hint has nothing to do with that and doesn't wait for it: nothing is asked for
-before the scheduler knows what it loads of that request, and nothing is fetched while it loads.
+The request that carries the hint does not wait for the fetch. The index is asked only once the scheduler
+knows what that request loads, and no fetch begins while the request loads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvstore.keys import SessionId
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 
-#: Returns the runs that a request was matched with; None while the answer is out.
+#: Returns the runs that a request was matched with, or None while the answer is out.
 Matched = Callable[[], Iterable[Run] | None]
 
 
 class HintedSessions:
-    """The requests whose hint nobody has followed yet. Call `use` before anything else.
+    """Requests whose hints are still to be followed. Call `use` before anything else.
 
     Belongs to the scheduler's thread, but for the calls of the index."""
 
@@ -45,7 +45,7 @@ class HintedSessions:
 
     def arrived(self, request_id: str, hints: Hints, matched: Matched) -> None:
         """A request has come, and is being looked up if it is to be loaded."""
-        # What is asked for no more is not worth a fetch.
+        # A session that ends asks for nothing more, so a fetch would be wasted.
         if self._on and hints.prefetch and not hints.end:
             self._requests[request_id] = hints.session, matched
 

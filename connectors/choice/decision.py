@@ -27,12 +27,12 @@ from kvstore.rules.tiers import Tier
 from kvstore.rules.weighed import PATIENCE, Weighed
 
 Objective = Literal["ttft", "throughput"]
-#: What a second of waiting for a load counts, in seconds of the accelerator. With `throughput` a request
-#: waits at most PATIENCE times as long as it would take to compute what is loaded.
+#: Weight of a second of waiting for a load, in seconds of the accelerator. With `throughput` a request waits
+#: at most PATIENCE times as long as it would take to compute what is loaded.
 WAIT: Final[Mapping[Objective, float]] = {"ttft": 1.0, "throughput": 1 / PATIENCE}
 
-#: Why as much is loaded as is: it is faster than computing; it isn't (nothing is loaded, or all the same, to
-#: know what it takes); part of it is; nothing is known yet of what computing takes; kv.load says so; another
+#: Reasons for how much is loaded: loading is faster; computing is faster; the load is tried all the same, to
+#: measure it; only a part is faster to load; the cost of computing is unknown; kv.load says so; another
 #: engine has handed the prompt over; too few blocks.
 Why = Literal[
     "faster", "computing_is_faster", "tried", "part", "unknown", "always", "never", "handed_over", "too_few"
@@ -70,18 +70,18 @@ class Decision:
     #: Tokens that were found beyond those.
     found: int
     why: Why
-    #: What loading `tokens` takes, in seconds.
+    #: Estimated seconds of loading `tokens`.
     load_s: float = 0.0
-    #: What loading all that was found takes.
+    #: Estimated seconds of loading all that was found.
     load_all_s: float = 0.0
-    #: What computing all that was found takes, and what computing a token does; None if it isn't known, or
-    #: makes no difference.
+    #: Estimated seconds of computing all that was found, and the cost line of a token. Each is None if it is
+    #: unknown, or if it makes no difference.
     compute_s: float | None = None
     prefill: Prefill | None = None
 
     @property
     def weighed(self) -> Weighed | None:
-        """Returns what was weighed: of all that was found; None if nothing was."""
+        """Returns the weighed times of all that was found, or None if nothing was weighed."""
         if self.compute_s is None or not self.found:
             return None
         return Weighed(self.load_all_s, self.compute_s, self.found)

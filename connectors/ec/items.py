@@ -1,6 +1,6 @@
-"""What this engine knows about encoder outputs: which are staged on this node, which can't be had and why.
+"""This engine's knowledge of encoder outputs: which are staged on this node, which can't be had, and why.
 
-An item is what it is, under its content key, whatever clients call it. Its outcome is
+An item is identified by its content key, whatever clients call it. Its outcome is
 
     None       it is being looked up and fetched
     ready      staged and verified: it can be promised
@@ -8,8 +8,9 @@ An item is what it is, under its content key, whatever clients call it. Its outc
     saving     encoded here and handed to the workers to be saved
     absent     or another reason (kvstore.rules.reasons.MISS_REASONS): it is unavailable now
 
-What is staged is given up when something of its namespace was erased (`cache-admin erase`): all of it, which
-costs others a fetch, and again until a look began after all that was erased could have been computed.
+After an erasure in its namespace (`cache-admin erase`) the whole staging folder is emptied, which costs other
+items a fetch. That repeats until a look begins after the last forbidden moment, when no forbidden item can be
+computed any more.
 
 All state belongs to the scheduler's thread, except that a fetch finishes on a transfer thread by setting
 its item's `outcome` once, and that erasures are looked for on a call thread.
@@ -51,7 +52,7 @@ _ERASED_S = 1.0
 
 @dataclass(slots=True)
 class Item:
-    """What is known about one item."""
+    """The state of one item."""
 
     #: Monotonic time of its last look-up, or of the decision to save it.
     asked_at: float
@@ -102,7 +103,7 @@ class Items:
         self._items: OrderedDict[ContentKey, Item] = OrderedDict()
         #: Monotonic time from which the next look for erasures is due.
         self._due = time.monotonic()
-        #: What was forbidden when the staging folder was emptied for the last time; the call thread's.
+        #: Forbidden times for which the staging folder was emptied last; belongs to the call thread.
         self._done: dict[SaltId, float] = {}
 
     @guarded(None)
@@ -182,7 +183,7 @@ class Items:
             return True
         age = now - item.asked_at
         if self._consumer:
-            # What was absent may be stored by now, and what was being saved soon is.
+            # An absent item may be stored by now, and an item that was being saved soon is.
             return item.outcome == "saving" or age > self._settings.absent_ttl_s
         # Consumers rely on a producer's answer, so each request has it checked.
         return age > self._settings.absent_ttl_s or (item.asked_by != request_id and age > _AGAIN_S)

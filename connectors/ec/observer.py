@@ -1,4 +1,4 @@
-"""What the EC connector's half in the scheduler reports: each event once, to all that it concerns.
+"""Reports of the EC connector's half in the scheduler: each event once, to every place that it concerns.
 
     statistics   vLLM's: the workers' share is added to that of this half
     journal      what became of an item that was asked for, or saved, in the index (telemetry.outcomes)
@@ -44,7 +44,7 @@ class ECObserver:
         self._space: Space | None = None
         #: Requests whose items the workers are saving.
         self._saving: dict[ContentKey, str] = {}
-        #: What the workers have reported since the last `take`.
+        #: Statistics that the workers have reported since the last `take`.
         self._reported: Report | None = None
 
     def entered(self, space: Space | None) -> None:
@@ -126,7 +126,7 @@ class ECObserver:
         self._outcomes.tick(idle=idle)
 
     def take(self) -> Report | None:
-        """Returns what both halves have done since the last call; None if nothing."""
+        """Returns the statistics of both halves since the last call, or None without any."""
         self._tier_states.tell()
         own = self.tally.take(False, self._gauges)
         reported, self._reported = self._reported, None

@@ -65,8 +65,8 @@ class Promises:
         return True
 
     def hand_over(self, staged: StagedItem, name: str) -> StagedItem | None:
-        """Keep a promised item until the workers report its load. Returns it as they are to load it; None if
-        it was not promised."""
+        """Keep a promised item until the workers report its load. Returns the item as they are to load it, or
+        None if it was not promised."""
         handed = self._promised.get(name)
         if handed is not None or name not in self._promised:
             return handed

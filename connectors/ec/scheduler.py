@@ -26,9 +26,9 @@ With `admission.second_use` an absent item is saved only if an earlier request h
 noted together with its look-up, once per request, however often the request looks it up while it waits. An
 encoder-only producer saves everything.
 
-All state belongs to the scheduler's thread. What is done beside all that has followers
-(connectors.engine.guard), whose faults cost what they do alone. Two things stand bare: what was promised is
-handed to the workers, and what they have loaded is let go.
+All state belongs to the scheduler's thread. Followers (connectors.engine.guard) do the rest, and a fault
+costs only the work of its follower. Two steps stand bare: promised items are handed to the workers, and items
+that they have loaded are let go.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class ECScheduler:
         self._announcements = followers.guard(Announcements(engine.media))
         self._observer = followers.guard(ECObserver(store, followers), ECObserver.restart)
         self._contents = Contents(engine.media)
-        #: What the request that is being scheduled calls its items, and their keys; None: not to be cached.
+        #: The scheduled request's names of its items -> their keys, or None if an item is not to be cached.
         self._asking: dict[str, ContentKey | None] = {}
-        #: Items that it brings the description of only and was promised, and those that are encoded though
-        #: they are staged, since nobody has compared what their writer writes.
+        #: Promised items of which that request brings only the description; and staged items that are encoded
+        #: all the same, because their writer is unproven.
         self._described: set[ContentKey] = set()
         self._doubted: set[ContentKey] = set()
         #: Identifiers in the workers' encoder caches.
@@ -108,7 +108,7 @@ class ECScheduler:
         self._waits: dict[str, dict[ContentKey, float]] = {}
         #: Requests that are to fail.
         self._unavailable: set[str] = set()
-        #: What this step's workers are to load and to save: see ECStoreMetadata.
+        #: Items that this step's workers are to load and to save: see ECStoreMetadata.
         self._loads: dict[str, StagedItem] = {}
         self._saves: dict[str, ContentKey] = {}
         self._saves_held: dict[str, ContentKey] = {}
@@ -407,7 +407,7 @@ class ECScheduler:
         self._items.saving(key)
 
     def _key(self, request: RequestView, index: int) -> ContentKey | None:
-        """Returns the content key of a request's item; None if it is not to be cached."""
+        """Returns the content key of a request's item, or None if the item is not to be cached."""
         content = self._contents.of(request, index) if self._cacheable(request, index) else None
         return item_key(content, request.cache_salt) if content is not None else None
 
@@ -464,7 +464,7 @@ class ECScheduler:
             self._observer.heard(meta)
 
     def take_stats(self) -> Report | None:
-        """Returns what both halves have done since the last call; None if nothing."""
+        """Returns the statistics of both halves since the last call, or None without any."""
         return self._observer.take()
 
     @guarded(None)
@@ -493,12 +493,13 @@ class ECScheduler:
         return {name: one for name, [one, *more] in found.items() if one is not None and not more}
 
     def enter(self, weights: str | None) -> None:
-        """Go on with new weights, which have replaced the engine's in place; None for weights without a name.
+        """Go on with weights that have replaced the engine's in place. `weights` is None if they have no
+        name.
 
-        What is known, staged or asked for belongs to the old weights and is forgotten. For weights without a
-        name the store is left alone, and for those with which this engine differs from all writers. The
-        namespace of weights that nobody has named (connectors.weights) is emptied when it is left, since no
-        other engine can use it.
+        Items that are known, staged or asked for belong to the old weights and are forgotten. The store is
+        left alone for weights without a name, and for weights with which this engine differs from all
+        writers. The namespace of weights that nobody has named (connectors.weights) is emptied when it is
+        left, since no other engine can use it.
         """
         self._leave()
         self._ahead.restart()

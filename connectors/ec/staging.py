@@ -93,7 +93,8 @@ class StagingFolder:
             return self._keep(name)
 
     def open(self, name: str) -> int | None:
-        """Opens a pinned item's file. Returns its descriptor, for the caller to close; None if that fails."""
+        """Opens a pinned item's file. Returns its descriptor, for the caller to close, or None if that
+        fails."""
         try:
             return open_file(self._root / name, os.O_RDONLY)
         except OSError:

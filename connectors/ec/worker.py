@@ -150,7 +150,7 @@ class ECWorker:
             self._encoded.append(queue)
 
     def _copied(self, tensor: torch.Tensor) -> HostCopy | ItemCopy | None:
-        """Returns a copy on its way to the host; None if there is no room."""
+        """Returns a copy on its way to the host, or None if there is no room."""
         return HostCopy(tensor) if self._memory is None else self._memory.save(tensor)
 
     def _dropped(self, key: ContentKey) -> None:

@@ -214,7 +214,7 @@ def _load(vllm_config: Any) -> Any:
 
 
 def _source(model: Any, load: Any) -> Source | None:
-    """Returns where a model's files are; None if they aren't on this machine."""
+    """Returns where a model's files are, or None if they aren't on this machine."""
     try:
         return source_of(str(model.model), model.revision, getattr(load, "download_dir", None))
     except NotKnown:

@@ -88,7 +88,8 @@ class BlockNames:
         return made
 
     def tail(self, tokens: int, hash_function: Callable[[Any], bytes]) -> bytes | None:
-        """Returns the name of the partial block at the end of `tokens` tokens; None if it can't have one."""
+        """Returns the name of the partial block at the end of `tokens` tokens, or None if it can't have
+        one."""
         if tokens > self.named_tokens:
             return None
         name = self._request.name_of_tail(tokens, self._hash_tokens, hash_function)

@@ -33,7 +33,7 @@ def follow(one: Follower) -> None:
 
 
 def weights_are(name: str | None) -> None:
-    """Tell all followers the name of the engine's weights; None if they have none. Runs on the scheduler's
+    """Tell all followers the name of the engine's weights, or None if they have none. Runs on the scheduler's
     thread."""
     for one in list(_followers):
         one.enter(name)

@@ -91,8 +91,8 @@ class RequestView:
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
-        """Returns the trace that a client has put it into, as W3C's headers; None if in none, or if vLLM does
-        not trace. A client can send anything in them."""
+        """Returns the W3C trace headers that a client has sent, or None without them, or if vLLM does not
+        trace. A client can send anything in them."""
         return self._request.trace_headers
 
     @property
@@ -164,7 +164,7 @@ class RequestView:
         del request._all_token_ids[rest:]
         del request.block_hashes[rest // hash_tokens :]
         request.num_prompt_tokens = rest
-        # What would follow the shortened prompt is not what follows the prompt.
+        # Tokens after the shortened prompt don't continue the whole prompt, so only one is sampled.
         request.max_tokens = 1
         return True
 
@@ -232,7 +232,8 @@ class StepView:
         return self._output.kv_connector_block_state is not None
 
     def block_ids(self, request_id: str) -> Sequence[Sequence[int]] | None:
-        """Returns a request's block tables, one per KV cache group of vLLM's; None if the step lacks it."""
+        """Returns a request's block tables, one per KV cache group of vLLM's, or None if the step lacks the
+        request."""
         return self._output.kv_connector_block_state.get_block_ids(request_id)
 
     @property

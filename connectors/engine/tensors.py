@@ -135,7 +135,7 @@ def _lock_pages(memory: torch.Tensor) -> None:
 class Copied:
     """A gather or a scatter that is under way. On the CPU it is done already."""
 
-    #: CUDA event that is recorded after the copy; None on the CPU.
+    #: CUDA event that is recorded after the copy, or None on the CPU.
     done: Any = None
     #: A gather's device buffer, kept alive until `done`.
     buffer: torch.Tensor | None = None

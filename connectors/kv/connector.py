@@ -102,7 +102,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | None = None
         self._block_pool: BlockPool | None = None
-        #: What the workers said at the start.
+        #: The workers' handshakes at the start.
         self._ranks: dict[tuple[int, int], KVStoreHandshake] = {}
         refuse_unsupported_kv(vllm_config)
         self._groups = local_groups(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
@@ -253,7 +253,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _events(self, space: Space, groups: list[Group], hash_tokens: int) -> Events | None:
-        """Returns the sender of KV events; None if nobody listens."""
+        """Returns the sender of KV events, or None if the engine's configuration doesn't enable them."""
         config = self._vllm_config.kv_events_config
         if config is None or not config.enable_kv_cache_events:
             return None

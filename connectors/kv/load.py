@@ -176,8 +176,8 @@ class Loading:
         return self._audits.tries(weighed)
 
     def _found(self, tracked: Tracked) -> Found | None:
-        """Returns what can be loaded of the request, and asks for that if need be; None while the answer is
-        out."""
+        """Returns what can be loaded of the request, or None while the answer is out. Asks for it if need
+        be."""
         if tracked.receiving is not None:
             found = self._handoffs.poll(tracked.receiving)
             given_up = tracked.load_failed or self._requests.retired or tracked.receiving.over()
@@ -198,7 +198,8 @@ class Loading:
         same = self._groups[0].spec.block_tokens == self._hash_tokens
         first = note.digests if note is not None and note.blocks == len(hashes) and same else None
         matcher, space, session = self._matcher, self._space, tracked.hints.session
-        # What is stored of a prompt that is handed over isn't saved, and the other engine waits for it.
+        # Stored blocks of a handed-over prompt aren't saved, and the other engine waits for them: a stale
+        # answer would have it wait in vain.
         fresh = tracked.sending is not None
 
         def job() -> None:
@@ -231,7 +232,7 @@ class Loading:
             return self._matcher.nothing("error")
 
     def _matched(self, tracked: Tracked) -> Found | None:
-        """Returns the request's match, and asks for it if need be; None while the answer is out."""
+        """Returns the request's match, or None while the answer is out. Asks for it if need be."""
         pending = tracked.match
         now = time.monotonic()
         stale = pending is not None and (
@@ -306,10 +307,10 @@ class Loading:
         stop_token: int,
     ) -> GroupLoad | None:
         """Returns the load of the blocks that vLLM has allocated in one group for the tokens from
-        `first_token` up to `stop_token`; None if there are none.
+        `first_token` up to `stop_token`, or None without such blocks.
 
-        Every block that isn't null is to be filled. One that the match doesn't cover, which would mean that
-        vLLM and kvstore.rules.prefix disagree, fails at the worker, and the request is computed.
+        Every block that isn't null is to be filled. If vLLM and kvstore.rules.prefix disagreed, the match
+        would not cover a block. Such a block fails at the worker, and the request is computed.
         """
         size, ratio = group.rule.block_tokens, group.rule.block_tokens // self._hash_tokens
         wanted = range(-(-first_token // size), -(-stop_token // size))

@@ -44,15 +44,14 @@ class Found:
     reason: str
     #: Most tokens that could have been found.
     limit: int = 0
-    #: If not all was found: a group that lacks a block, and the first one that it lacks (in a window the last
-    #: one).
+    #: If blocks are missing: a group that lacks a block, and its first missing block (in a window the last).
     lacks: tuple[int, int] = (0, 0)
-    #: Segments of `runs` -> where their payloads lay when that was last looked at. Whoever brings a payload
-    #: nearer overwrites its entry, on any thread.
+    #: Segments of `runs` -> where their payloads lay at the last look. Any thread that brings a payload
+    #: nearer overwrites its entry.
     tiers: dict[SegmentId, Tier] = field(default_factory=dict)
-    #: What it takes to load, stretch by stretch.
+    #: Its stretches, by which the time to load it is estimated.
     stretches: tuple[Stretch, ...] = ()
-    #: What a token of it took the engines that saved it to compute, in microseconds; 0: unknown.
+    #: Microseconds in which the engines that saved it computed a token of it; 0: unknown.
     token_us: float = 0.0
 
 
@@ -225,7 +224,7 @@ class _Spans:
         self._packed: dict[int, bytes] = {}
         self._known: defaultdict[int, dict[int, Run | None]] = defaultdict(dict)
         self._calls = 0
-        #: Why some call had no answer; None while all had one.
+        #: Why some call had no answer, or None while all calls had answers.
         self.failure: str | None = None
 
     def present(self, group: int, blocks: range) -> list[bool]:

@@ -48,7 +48,7 @@ class GroupLoad:
     tables: dict[int, list[int]]
     #: Segments of `runs` -> where their payloads lay when they were promised.
     tiers: dict[SegmentId, Tier] = field(default_factory=dict)
-    #: What a block counts for in bytes, on every rank, when reads are measured.
+    #: Bytes that a block counts for, on every rank, when reads are measured.
     block_bytes: int = 0
 
 
@@ -58,8 +58,8 @@ class Load:
 
     request_id: str
     groups: list[GroupLoad]
-    #: What computing it takes instead, from the token `first` up to `stop`: for a rank to see when that is
-    #: faster. None: it is loaded in any case.
+    #: Cost of computing it instead, from the token `first` up to `stop`: by it a rank sees when computing is
+    #: faster. Without it, the load is made in any case.
     prefill: Prefill | None = None
     first: int = 0
     stop: int = 0

@@ -16,8 +16,8 @@ reset
 vLLM's reset succeeds only if no request holds a block, so after a clean one no request has anything that was
 computed before it. That is the proof that nothing old gets a new name (docs/adr/0017).
 
-Nobody else reads the namespace of unnamed weights, so it is emptied when the engine leaves it. Everything
-here belongs to the scheduler's thread.
+No other engine reads the namespace of unnamed weights, so this engine empties it on leaving. Everything here
+belongs to the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CurrentNamespace:
     def told(self, namings: Mapping[int, Naming]) -> bool | None:
         """Take the names that some ranks were told for their weights, until all ranks agree on one.
 
-        Returns what `name` then does; None before that."""
+        Returns the result of `name` then, or None before that."""
         self._namings.update(namings)
         naming = agreed(self._namings, self._ranks)
         if naming is None:

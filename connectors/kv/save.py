@@ -83,7 +83,7 @@ class Progress:
     #: Number of blocks that were counted as not worth saving, and the first token of the first of them.
     refused: int = 0
     refused_from: int = 0
-    #: What is stored of it, by group, as far as is known; [] if nothing of it may be replaced.
+    #: Its stored runs, by group, as far as they are known; [] if none of them may be replaced.
     runs: list[Sequence[Run]] = field(default_factory=list)
 
     def found(self, stored: Sequence[int], runs: Sequence[Sequence[Run]]) -> None:
@@ -124,7 +124,7 @@ class _Segment:
     lost: bool = False
     #: Segments that it is to replace.
     olds: tuple[SegmentId, ...] = ()
-    #: What it is to its own request.
+    #: The run of its own request's chain that it holds.
     run: Run | None = None
 
 
@@ -151,10 +151,10 @@ class Saving:
     _segments: dict[SegmentId, _Segment] = field(default_factory=dict)
     #: Blocks, by group and hash, that some rank has dropped and another may have claimed in the index.
     _claimed: set[tuple[int, bytes]] = field(default_factory=set)
-    #: Segments that one under way is to replace.
+    #: Segments that a save under way is to replace.
     _joining: set[SegmentId] = field(default_factory=set)
-    #: Those that one was to replace, what was met last at the end. What is still there stays: it is pinned,
-    #: retained, or another session's own, and each request would write a copy of it.
+    #: Segments that a save was to replace, the last one met at the end. A segment that is still there stays:
+    #: it is pinned, retained, or another session's own, and each request would write a copy of it.
     _joined: OrderedDict[SegmentId, None] = field(default_factory=OrderedDict)
 
     def start(
@@ -228,7 +228,7 @@ class Saving:
         interval = -(-self.window_interval // align) * align
 
         def needed(block: int) -> bool:
-            # Of all regular places after the block, the first one's window reaches back the furthest.
+            # The first regular place after the block has the window that reaches back the furthest.
             regular = -(-(block + 1) * size // interval) * interval
             return any(
                 group.rule.skipped_tokens(end) // size <= block < -(-end // size) for end in (regular, *ends)
@@ -407,7 +407,7 @@ class Saving:
             self._claimed.update(state.hashes)
         for progress, first in state.counted:
             progress.saved[state.group] = min(progress.saved[state.group], first)
-            # What a window or a state leaves behind can't be saved again in any case.
+            # Blocks that a window or a state leaves behind can't be saved again in any case.
             progress.lost |= self.groups[state.group].rule.reach == "prefix"
         return [progress for progress, _ in state.counted]
 

@@ -143,7 +143,7 @@ class KVScheduler:
             regrets=self._regrets,
             sessions=self._sessions,
         )
-        #: What the next step tells the workers: KVStoreMetadata's `lost_blocks` and `handed_over`.
+        #: Parts of the next step's message to the workers: KVStoreMetadata's `lost_blocks` and `handed_over`.
         self._lost_blocks: set[str] = set()
         self._handed_over: dict[str, float] = {}
         self._admission = followers.guard(Admission(store, engine.hash_tokens))
@@ -369,7 +369,7 @@ class KVScheduler:
             if (tracked := self.requests.get(request_id)) is not None:
                 self._observer.begun(tracked.request, tracked.way)
         lost_blocks, self._lost_blocks = self._lost_blocks.union(step.preempted), set()
-        # What is lost comes first: `plan_step` saves it again.
+        # Flushes come first: those that are dropped here lose blocks, which `plan_step` saves again.
         flushes = self.save_planner.take_flushes(step, handed_over) if self.save_planner.flushes else []
         planned += flushes
         saves = list(self.save_planner.plan_step(step)) if self.requests.unsaved else []
@@ -445,7 +445,8 @@ class KVScheduler:
     def reset_cache(self) -> bool:
         """Follow a reset of the engine's KV cache, perhaps around new weights in place: see CurrentNamespace.
 
-        Nothing that was stored before is loaded after it, and loads under way are abandoned. Returns True.
+        Blocks that were stored before the reset are not loaded after it, and loads under way are abandoned.
+        Returns True.
         """
         self._namespace.reset()
         self._provenance.clear()
@@ -500,7 +501,7 @@ class KVScheduler:
 
     @guarded(None)
     def take_stats(self) -> KVStoreStats | None:
-        """Returns what happened since the last call; None if nothing has."""
+        """Returns the statistics since the last call, or None without any."""
         return self._observer.take_stats(self.saving.under_way > 0, self._gauges)
 
     def _gauges(self) -> dict[str, float]:

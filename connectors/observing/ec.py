@@ -130,7 +130,7 @@ class EncodedItems:
             )
             trace.describe(self._name, self._namespace, self._nbytes, gpus=self._gpus)
         content = blake3(feature.identifier.encode("utf-8", "surrogatepass")).digest()
-        # What is encoded, the engine's own cache lacks.
+        # The engine encodes only items that its own cache lacks.
         trace.record(self._name, digest(item_key(content, view.cache_salt)), time.time(), local=0)
 
     def close(self) -> None:

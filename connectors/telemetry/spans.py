@@ -33,7 +33,7 @@ from kvstore.rules.tiers import Tier
 MOST_SPANS: Final = 64
 
 Attributes = dict[str, str | int | float | bool]
-#: What ranks do with each piece of a load, in order.
+#: Stages of each piece of a load on its ranks, in order.
 StageName = Literal["read", "verify", "copy"]
 Mark = Literal["began"] | StageName
 
@@ -56,7 +56,7 @@ class StageTimes:
 
 @dataclass(slots=True)
 class LoadTimes:
-    """What ranks did for one load: the pieces that came, their bytes in pages by tier, and when."""
+    """One load on its ranks: the pieces that came, their bytes in pages by tier, and the stages' times."""
 
     stages: dict[StageName, StageTimes] = field(default_factory=dict)
     nbytes: dict[Tier, int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class RequestSpans:
     load_times: LoadTimes | None = None
     #: Spans that were one too many.
     lost: int = 0
-    #: What its spans hang on, for whoever sends them.
+    #: Parent context of its spans; belongs to the sender.
     context: object = None
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class RequestSpans:
             self.waits = 0.0
 
 
-#: What is sent: a request's spans, or one that belongs to a request which was sent before.
+#: Spans to send: those of a request, or a single span of a request that was sent before.
 Sent = RequestSpans | tuple[RequestSpans, Span]
 
 

@@ -186,7 +186,7 @@ class KVStoreTier(SecondaryTierManager):
             if late:
                 self._store.counters.miss("deadline", len(job.pending))
         else:
-            # What was absent before is stored now.
+            # Chunks that were absent before are stored now.
             self._lookups.changed(job.stored)
             if job.stored and self._events is not None:
                 self._events.append(
@@ -203,9 +203,9 @@ class KVStoreTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Retire: the engine forgets its KV blocks, perhaps because its weights have changed in place.
 
-        What the store holds under this namespace may then be wrong for this engine, and what the engine
-        computes from now on would be wrong for others, so the store is left alone until the engine is
-        started anew. What has not ended by now fails; all that this waits for is copies within memory.
+        Stored blocks of this namespace may then be wrong for this engine, and blocks that it computes from
+        now on would be wrong for others. So the store is left alone until the engine is started anew. Jobs
+        that have not ended by now fail. This method waits only for copies within memory.
         """
         log.warning("reset: this engine uses the store no more, since its weights may have changed in place")
         self._retired = True

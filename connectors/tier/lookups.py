@@ -1,7 +1,7 @@
-"""Which chunks the store has, asked in batches off the scheduler's thread.
+"""Asks the index which chunks the store has, in batches off the scheduler's thread.
 
 vLLM asks chunk by chunk, often for hundreds in one step, and asks again in the next step while the answer is
-"later". What is asked in a step goes to the index with one job at the end of the step.
+"later". One job takes all questions of a step to the index, at the end of the step.
 
 Everything here belongs to the thread that holds vLLM's lock of the tiers (the scheduler's, unless another
 tier is polled between steps) but `_answers`: call threads append to it, that thread takes from it (a deque:
@@ -33,9 +33,9 @@ Found = Literal["hit", "miss", "later"]
 
 @dataclass(slots=True)
 class _Asked:
-    """What is known about one chunk."""
+    """The state of one chunk."""
 
-    #: The batch that asks for it; None once it is answered or given up.
+    #: The batch that asks for it, or None once the question is answered or given up.
     batch: int | None
     #: Monotonic time at which an open question is given up, or an answer is too old.
     until: float

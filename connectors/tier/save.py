@@ -152,7 +152,7 @@ class Saves:
                 self._jobs.report(row.owner, [row.key], done=done, stored=stored)
 
     def _copied(self, rows: Sequence[Row[Job]]) -> Chunk | None:
-        """Returns staging with the rows copied to it; None if there is no room, or a row is vLLM's again."""
+        """Returns staging with the rows copied to it, or None without room, or if a row is vLLM's again."""
         owners = list(dict.fromkeys(row.owner for row in rows))
         try:
             held = self._staging.acquire(len(rows) * self._primary.row_bytes, min(job.end for job in owners))

@@ -26,7 +26,7 @@ class Engine:
 
     block_tokens: int
     mla: bool
-    #: What the last stage hands on.
+    #: Rows that the last stage hands on.
     hidden: Rows
     dtype: Any
     tp: int

@@ -62,8 +62,9 @@ class SessionTeller:
 def tell(
     store: Store, space: Space, session: SessionId, salt: SaltId, segments: list[SegmentId], hint: Hint
 ) -> None:
-    """Have the index told of a session's use, after what it was told of before: a use that came after the end
-    would have the session go on. What is one too many is counted and lost. From any thread."""
+    """Queues a report of a session's use to the index, after all earlier reports: a use that came after the
+    end would have the session go on. A report that doesn't fit into the queue is counted and lost. Any thread
+    may call."""
 
     def call() -> None:
         space.session(session, segments, hint, salt=salt)

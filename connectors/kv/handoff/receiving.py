@@ -64,7 +64,8 @@ class Receiving:
         self._answer = answer
 
     def take(self, now: float, *, ttl_s: float, again_s: float) -> Found | None:
-        """Returns what was found. What is older than `ttl_s` is asked for again, for `again_s` at least."""
+        """Returns the match, if there is one. A match older than `ttl_s` is asked for again, for `again_s` at
+        least."""
         if self.found is not None and now - self._found_at > ttl_s:
             # The request has been waiting for free blocks of the engine meanwhile.
             self.forget()
@@ -104,8 +105,8 @@ class Receiver:
         backoff: int,
         left_out: int,
     ) -> None:
-        """`fits` is KVEngine's. Of a prompt's last tokens the prefill engine has not computed `backoff`, and
-        this one must not load `left_out`."""
+        """`fits` is KVEngine's. The prefill engine has not computed the last `backoff` tokens of a prompt,
+        and this engine must not load the last `left_out`."""
         self.use(space)
         self._rules = rules
         self._names = names
@@ -120,7 +121,7 @@ class Receiver:
         self._engine = ENGINE + space.id
 
     def begin(self, request: RequestView, names: BlockNames) -> Receiving | None:
-        """Returns what a request that has just arrived waits for; None if nothing was handed over to it."""
+        """Returns the hand-off that a new request waits for, or None if nothing was handed over to it."""
         params = request.kv_transfer_params
         if not params.get("do_remote_prefill"):
             return None

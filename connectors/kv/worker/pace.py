@@ -17,17 +17,18 @@ from connectors.engine.guard import otherwise
 from connectors.kv.messages import KVStoreWorkerMetadata
 from kvstore.rules.tiers import Tier
 
-#: A load is cut if computing the rest is faster even if that takes longer than estimated by this factor: what
-#: is cut can't be taken up again, and a load that does as planned must not be cut by noise.
+#: A load is cut if computing the rest is faster even if that takes longer than estimated by this factor: a
+#: cut load can't be taken up again, and noise must not cut a load that does as planned.
 _SURE: Final = 1.25
 #: A read that is overdue is expected to take so many times as long as it is overdue. With 1, the best guess
 #: if nothing is known of why, a load on a store that stalls is cut when computing would be over.
 _HANGS: Final = 4.0
 
 
-#: What is read at once of a load that may be cut takes about this long, in seconds, so that it is soon seen
-#: how fast it is, and there is something to keep. But what more reads wait for their first bytes may cost a
-#: load no more than this share of its time, once that is known, and a quick load is not cut into pieces.
+#: A load that may be cut is read in rounds of about `_PIECES_S` seconds, so that its speed shows soon and
+#: there is something to keep. Waiting for the first bytes of more rounds may cost a load no more than the
+#: share `_PRICE` of its time, once that is known. A load of less than `_WORTH_S` seconds is not cut into
+#: pieces.
 _PIECES_S: Final = 0.1
 _PRICE: Final = 0.05
 _WORTH_S: Final = 0.5

@@ -3,8 +3,8 @@
 A load that fails in part reports the blocks that are not there, and vLLM recomputes from the first of
 them, or the whole request if that isn't possible (connectors.engine.layout.fails_by_request). Every load ends
 by its deadline, even if a read hangs for ever: its ticket expires, and the bytes of the hung read are thrown
-away when they come, because by then the blocks may belong to another request. What is being copied to them is
-waited for, by whoever reports the load: it may stand on the device behind a whole step.
+away when they come, because by then the blocks may belong to another request. The thread that reports the
+load waits for copies under way: they may stand on the device behind a whole step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KVReads:
         by_request: bool,
         followers: Followers,
     ) -> None:
-        """`by_request`: report failed requests instead of failed blocks. What measures is one of the
+        """`by_request`: report failed requests instead of failed blocks. The meters (Pace) are one of the
         `followers`."""
         self._store = store
         self._memory = memory
@@ -410,7 +410,7 @@ class KVReads:
         first = self._failed_loads.setdefault(name, {})
         self._reasons[name] = ticket.reason
         for group, blocks in ticket.failed:
-            # Of a load that is cut, nothing is used where vLLM computes all of it.
+            # Where vLLM computes all of a request, it uses nothing of a load that is cut.
             begins = 0 if ticket.cut and self._by_request else blocks.start
             first[group.group] = min(begins, first.get(group.group, begins))
             cut = slice(blocks.start - group.first, blocks.stop - group.first)
