@@ -86,9 +86,10 @@ def block_key(block_hash: bytes, group: int = 0) -> ContentKey:
 
 
 def salt_id(salt: str) -> SaltId:
-    """Returns what names a request's `cache_salt` in headers and in the index; empty for an empty one.
+    """Returns the id of a request's `cache_salt` in headers and in the index; empty for an empty salt.
 
-    A salt is any string, lone surrogates included. Whoever can guess the salt can tell it from its id.
+    A salt is any string, lone surrogates included. An attacker who guesses the salt can recognise it by its
+    id.
     """
     if not salt:
         return NO_SALT
@@ -118,10 +119,10 @@ def sessions_of_salt(salt: SaltId) -> bytes:
 
 
 def session_id(salt: SaltId, name: str) -> SessionId:
-    """Returns what names a session in the index: one client can't name another's that has another salt.
+    """Returns the id of a session in the index: a client can't name a session of another salt.
 
     A name is any string of 1 to SESSION_NAME_CHARS characters, lone surrogates included. Raises ValueError
-    for an empty or a longer one. Whoever can guess the salt and the name can tell them from the id.
+    for an empty or a longer one. An attacker who guesses salt and name can recognise them by the id.
     """
     if not 0 < len(name) <= SESSION_NAME_CHARS:
         raise ValueError(f"a session's name of {len(name)} characters; it has 1 to {SESSION_NAME_CHARS}")
@@ -134,7 +135,7 @@ def item_key(content: bytes, salt: str = "") -> ContentKey:
     """Returns the content key of one encoder item: of the digest of its processed input, of `CONTENT_BYTES`,
     and of the `cache_salt` of the request that brings it, any string, lone surrogates included.
 
-    What a client calls the item has no part in it. Raises ValueError for a digest of another length.
+    A client's name for the item has no part in it. Raises ValueError for a digest of another length.
     """
     if len(content) != CONTENT_BYTES:
         raise ValueError(f"digest of {len(content)} bytes; {CONTENT_BYTES} are needed")
@@ -198,8 +199,8 @@ def new_segment_id(chain: bytes = b"") -> SegmentId:
 
 
 def chain_like(segment: SegmentId) -> bytes:
-    """Returns what has the tag of a segment's chain, for who looks in that chain and doesn't know its first
-    digest. Of a segment of a release without tags, that of any."""
+    """Returns a digest with the tag of a segment's chain, for callers that look in that chain and don't know
+    its first digest. The segments of a release without tags have any tag."""
     return bytes(TAG_AT) + segment[-1:] + bytes(DIGEST_BYTES - TAG_AT - 1)
 
 

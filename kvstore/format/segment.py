@@ -88,7 +88,7 @@ class Header:
 
     meta: SegmentMeta
     part: PartRecord
-    #: What decrypts the slots of an encrypted segment.
+    #: Decrypts the slots of an encrypted segment.
     cipher: PayloadCipher | None = None
 
     def __len__(self) -> int:
@@ -100,7 +100,8 @@ class Header:
         return SaltId(bytes.fromhex(self.meta.salt or ""))
 
     def opener(self, number: int) -> Opener | None:
-        """Returns what `decode_slot` needs to decrypt slot `number`; None if it is not encrypted."""
+        """Returns the opener with which `decode_slot` decrypts slot `number`, or None if it is not
+        encrypted."""
         return None if self.cipher is None else partial(_decrypt, self.cipher, number)
 
 

@@ -44,7 +44,7 @@ class ErasedCopies:
         self._keyring = keyring
         self._turn = threading.Lock()
         # The lock guards the fields below it.
-        #: What was forbidden in a namespace when it was gone through for the last time.
+        #: Namespace -> the forbidden times with which its last walk has dealt.
         self._done: dict[NamespaceId, Mapping[SaltId, float]] = {}
         self._steps: Iterator[None] | None = None
 

@@ -1,5 +1,5 @@
-"""What the log is told of loads and saves that fail: a store that is down for a day fails some with every
-prompt."""
+"""Log lines of loads and saves that fail, one per reason and minute: a store that is down for a day fails
+some with every prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Failures:
                 self._said[reason] = at_s, more + blocks
                 return reason
             self._said[reason] = now, 0
-        # What has no place in the tree of errors is wrapped in its root.
+        # An error from outside the tree of errors is wrapped in the tree's root.
         bug = problem if type(problem) is KVStoreError or not isinstance(problem, KVStoreError) else None
         since = f", and {more} since this was last said" if more else ""
         of = f" of segment {segment.hex()}" if segment else ""

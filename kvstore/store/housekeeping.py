@@ -134,11 +134,10 @@ class Housekeeping:
         self._proceed = proceed
         self._failed = failed
         #: Why the last eviction left some namespaces out, such as a node of the index that doesn't answer.
-        #: What they hold counts in no quota meanwhile, so that less is evicted than should be, and never
-        #: more.
+        #: Their bytes count in no quota meanwhile, so eviction removes too little rather than too much.
         self.unreachable: KVStoreError | None = None
-        #: Namespaces that the last eviction left alone because the index holds something there that makes no
-        #: sense, and what. It is `reconcile` that puts it right.
+        #: Namespaces that the last eviction left alone because their index is damaged -> what is wrong there.
+        #: `reconcile` repairs it.
         self.damaged: dict[NamespaceId, str] = {}
         self._ageing = Ageing(index, settings, clock)
         #: Entries that this object's evictions have left dangling and that no sweep has made up for yet.
@@ -168,7 +167,7 @@ class Housekeeping:
             found = self.quotas()
         room = min(quota.high - quota.used for quota in found)
         if salts:
-            # What a salt holds is looked at again when it can have filled a part of its quota.
+            # The next look at the salts comes when one can have filled a part of its quota.
             room = min(room, salts.smallest)
         return evicted, max(0, room)
 

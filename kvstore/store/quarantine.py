@@ -94,11 +94,11 @@ class Quarantine:
     ) -> bool:
         """Evicts a segment that failed verification, here at once, and in the index. Never raises.
 
-        Its payload is deleted after the grace time. `condemned` says that it is to go at once, and is called
-        before the index is told; it must not raise. If the index can't be told now, it is told before the
-        next save, which would otherwise find the blocks "present". It is told of no more than the bound
-        allows: False is returned for what is beyond. What it says at once had been evicted already doesn't
-        count in that: a match that was not fresh has led to it.
+        Its payload is deleted after the grace time, or at once if `condemned` is given. `condemned` is called
+        before the index is told, and must not raise. If the index can't be told now, it is told before the
+        next save, which would otherwise find the blocks "present". The index is told of no more segments than
+        the bound allows; beyond that this returns False. A segment that the index had evicted already doesn't
+        count: a match that was not fresh has led to it.
         """
         if segment not in self:
             self._backends.counters.add("quarantined_segments")

@@ -71,8 +71,8 @@ class RecordedLines:
         if words[-1] in seen:
             known = len(words)
         else:
-            # What is remembered of a chain begins with its first block, so the search finds its end. Even if
-            # it did not, it would find blocks that the line has.
+            # The remembered blocks of a chain begin with its first block, so the search finds their end. Even
+            # if they did not, it would find blocks that the line has.
             beyond = len(words) - 1
             while known < beyond:
                 middle = (known + beyond + 1) // 2

@@ -58,8 +58,8 @@ class Rounds:
 
         Looks at the quotas again when a part of the room is filled, so that a dozen processes that all save
         and don't know of each other stay within it together. Where there is no room, it looks after every
-        commit; but a look that takes long, as one at thousands of namespaces does, is followed by as long a
-        rest. What is saved meanwhile is no more than what other threads save during the look.
+        commit. A look at thousands of namespaces takes long, so as long a rest follows it. During the rest,
+        other threads save no more than they save during the look.
         """
         now = self._backends.clock()
         with self._lock:

@@ -59,7 +59,7 @@ class Joins:
     olds: tuple[Replaced, ...] = ()
     blocks: int = 0
     #: When the oldest of them was created, by the index's clock: blocks that are written anew stay as old as
-    #: they were. Of its own request's alone nobody knows that.
+    #: they were. That time is unknown if all of them are its own request's.
     created_s: int = NEVER_CREATED_S
 
 
@@ -87,7 +87,7 @@ class Part:
     created_s: int
     rank: int = 0
     ranks: int = 1
-    #: What computing all of it took, in microseconds; 0: unknown.
+    #: Microseconds that computing all of it took; 0: unknown.
     cost_us: float = 0
     #: Ids of the requests' salt and session.
     salt: SaltId = NO_SALT
@@ -130,18 +130,19 @@ class SegmentWriter:
         claim = self._registered(
             lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
         )
-        # One that adds nothing, because what it replaces is longer than itself, has no rivals.
+        # A save that adds nothing, because the segments that it replaces are longer, has no rivals.
         left_out, present = 0, part.joins.blocks
         if present < len(slots) and not claim.granted and not (insist and claim.present < len(slots)):
             outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
             return Saved(outcome, claim.present, 0, 0)
         if claim.present < joins.blocks and joins.created_s == NEVER_CREATED_S:
-            # They were erased, perhaps, and then nothing would tell that these blocks were computed before.
+            # The replaced segments may have been erased. Then nothing would show that these blocks were
+            # computed before.
             self._give_back(part, digests)
             return Saved("refused", claim.present, 0, 0)
         # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
         # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
-        # What is stored beyond what this replaces leaves nothing to join.
+        # Blocks that are stored beyond the replaced segments leave nothing to join.
         if part.ranks == 1 and claim.present > present:
             left_out = present = claim.present
         rest = slots[left_out:]

@@ -1,12 +1,13 @@
-"""What a process tells the index of clients' sessions in one namespace, and how much they may retain.
+"""A process's reports to the index of clients' sessions in one namespace, and how much they may retain.
 
 At most `sessions.retain_share` of every quota that bounds a namespace is retained: of its own, its tenant's,
 the store's and, of what was saved under a salt, that salt's. Within a namespace the index holds to that.
-None of it is one client's alone, as far as clients can be told apart: a salt has at most SALT_SHARE of what a
-namespace may retain, requests without a salt together UNSALTED_SHARE, and a session SESSION_SHARE.
+Clients share it, as far as they can be told apart: a salt has at most SALT_SHARE of what a namespace may
+retain, requests without a salt together UNSALTED_SHARE, and a session SESSION_SHARE.
 
-Namespaces of one tenant, and of the store, share what is theirs: what the others retain is asked for once a
-minute, of so many at a time, and until then those that weren't asked count as the others do on average.
+Namespaces of one tenant share the tenant's quota, and all namespaces the store's. So once a minute a process
+asks the index how much some of the other namespaces retain. Namespaces that it has not asked about yet count
+as the others do on average.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OTHERS = 64
 
 
 class _Held(NamedTuple):
-    """What another namespace retained when it was asked."""
+    """The bytes that another namespace retained at a look."""
 
     tenant: str
     nbytes: int
@@ -64,14 +65,14 @@ class SpaceSessions:
         # The lock guards the fields below it.
         self._given: dict[str, int] = {}
         self._held: dict[NamespaceId, _Held] = {}
-        #: Bytes retained in the tenant's other namespaces, and in all others; None before the first look.
+        #: Bytes retained in the tenant's other namespaces, and in all others, or None before the first look.
         self._elsewhere: tuple[int, int] | None = None
         self._looked_s = float("-inf")
 
     def tell(
         self, session: SessionId, segments: Sequence[SegmentId], hint: Hint, salt: SaltId
     ) -> HintEffect | None:
-        """Notes a use, and what is told besides; see Space.session."""
+        """Records a use, and the hint that comes with it; see Space.session."""
         backends = self._backends
         try:
             allowance = self.allowance(session, salt)
@@ -85,7 +86,7 @@ class SpaceSessions:
         return None
 
     def owned(self, session: SessionId) -> list[Run] | None:
-        """Returns what only a session has used; see Space.owned. None if the index can't say."""
+        """Returns the runs that only a session has used, or None if the index can't say; see Space.owned."""
         try:
             found = self._backends.index.owned(self._id, session)
         except KVStoreError as exc:

@@ -484,9 +484,9 @@ class Space:
     ) -> Saved:
         """Stores a run of consecutive blocks of one chain (or one item) as one segment.
 
-        `depth` is the chain position of `slots[0]`. Of blocks that don't begin their chain `chain` is
-        required: it begins with the chain's first digest, by which a shard is asked for them. Raises
-        BadArgument without it, and then also if `segment` has not the tag of that digest.
+        `depth` is the chain position of `slots[0]`. Blocks that don't begin their chain require `chain`,
+        which begins with the chain's first digest: that decides which shard has them. Raises BadArgument
+        without it, and then also if `segment` has another tag than that digest.
 
         Blocks at the start that are stored already are left out, unless there are several ranks, which need
         not find the same. All ranks of one segment give the same `segment`, keys, `created_s` (unix time;

@@ -30,8 +30,8 @@ Readers that don't know such a line skip it.
 
 A file is complete by itself: when it holds half of `trace.most_bytes` another is begun, and the one before it
 is deleted. A disk that fails ends a file early, and nothing is deleted until the bytes are needed. A process
-that dies leaves at most its last line torn, which a reader skips. Of requests nothing
-but digests is recorded: no tokens, no names of requests or sessions.
+that dies leaves at most its last line torn, which a reader skips. A recorded request is digests only: no
+tokens, no names of requests or sessions.
 
 Locking: `_lock` guards the queue, `_file_lock` everything about the file; the latter is never taken on the
 thread of a caller of `record`.
@@ -317,7 +317,7 @@ class _Files:
             self._flushed = True
 
     def close(self) -> None:
-        """Ends the file, if there is one. What could not be written is lost. Never raises."""
+        """Ends the file, if there is one. Lines that could not be written are lost. Never raises."""
         out, self._out = self._out, None
         if out is not None:
             try:

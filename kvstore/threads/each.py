@@ -19,11 +19,11 @@ class _Nothing:
 
 
 class _Stopped(StoreClosed):
-    """What a thing waited for is not waited for any more."""
+    """The `for_each` of this thread has been stopped while a thing waited."""
 
 
 _NOTHING = _Nothing()
-#: Set when no other thing is begun.
+#: Set when `for_each` begins no other thing.
 _stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
 
 
