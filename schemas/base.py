@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-#: Sizes in bytes, dimensions and counts that somebody else says are below this. What lies beyond is no number
-#: of ours, and arithmetic with it could take for ever.
+#: Bound of sizes in bytes, dimensions and counts that come from outside. A larger number is surely wrong, and
+#: arithmetic with it could take for ever.
 MAX_NUMBER = 1 << 40
 
 
@@ -61,14 +61,14 @@ def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
-    """Returns the model that a field's type is or has as an alternative; None if there is none."""
+    """Returns the model that a field's type is or has as an alternative, or None if there is none."""
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((found for arg in get_args(annotation) if (found := model_of(arg))), None)
 
 
 def _is_secret(path: str) -> bool:
-    # What stands under `signing` by mistake may be a key itself.
+    # A value that stands under `signing` by mistake may be a key itself.
     return any(word in path.lower() for word in ("password", "secret", "token", "credential", "signing."))
 
 

@@ -24,7 +24,8 @@ class PromptEntry(StrictModel):
     text: str | None = Field(default=None, min_length=1)
     #: A file with the text, from the prompts' file on.
     file: str | None = Field(default=None, min_length=1)
-    #: What the chat template makes the prompt of. Instead of `content` a message may name a `file`.
+    #: Messages from which the chat template makes the prompt. Instead of `content` a message may name a
+    #: `file`.
     messages: tuple[dict[str, Any], ...] | None = Field(default=None, min_length=1, max_length=1024)
     #: Definitions of tools, for the chat template.
     tools: tuple[dict[str, Any], ...] | None = Field(default=None, min_length=1, max_length=1024)
@@ -54,12 +55,12 @@ class PromptFile(StrictModel):
 
 
 class PackedPrompt(StrictModel):
-    """What a pack says of one prompt."""
+    """A pack's entry of one prompt."""
 
     name: PromptName
     tokens: int = Field(ge=1, lt=MAX_NUMBER)
-    #: The first 16 bytes of the hash of each full block, in hex, one after the other: what the index knows
-    #: blocks by, but for their group.
+    #: The first 16 bytes of the hash of each full block, in hex, one after the other: the index knows blocks
+    #: by these bytes, but for their group.
     blocks: str = Field(pattern=r"^([0-9a-f]{32})+$")
 
     @property
@@ -70,7 +71,7 @@ class PackedPrompt(StrictModel):
 
 
 class Pack(StrictModel):
-    """What makes an archive a pack."""
+    """The manifest that makes an archive a pack."""
 
     format: Literal[1] = 1
     #: Release of vLLM that computed it.

@@ -73,8 +73,8 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class _Compact(Sequence[_T_co]):
-    """What equals a tuple and takes no more memory than its packed form. An answer of the index can bring
-    thousands of records of 2 kB whose tuples would take 2 MiB each."""
+    """A sequence that equals a tuple and takes no more memory than its packed form. An answer of the index
+    can bring thousands of records of 2 kB whose tuples would take 2 MiB each."""
 
     __slots__ = ()
 

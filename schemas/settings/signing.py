@@ -32,9 +32,9 @@ class SigningSettings(StrictModel):
     """
 
     #: Folder of keys, such as a mounted Kubernetes Secret: one file per key, whose name is the key's id (1 to
-    #: 32 letters, digits, `.`, `_`, `-`) and whose content is 32 random bytes in hex or base64. What any of
-    #: them has signed is believed. Read once, when a process starts. Left out: nothing is signed, and
-    #: signatures are not looked at.
+    #: 32 letters, digits, `.`, `_`, `-`) and whose content is 32 random bytes in hex or base64. A payload
+    #: that any of these keys has signed is believed. Read once, when a process starts. Left out: nothing is
+    #: signed, and signatures are not looked at.
     keys: Annotated[str | None, BeforeValidator(_no_key)] = None
     #: Id of the key that signs what this process writes.
     key: Annotated[str | None, BeforeValidator(_no_key)] = Field(
@@ -43,7 +43,8 @@ class SigningSettings(StrictModel):
     #: `refuse`: payloads without a signature are misses, and are evicted. `accept`: they are believed, as
     #: without keys; for the time in which a store that was not signed becomes one that is.
     unsigned: Literal["refuse", "accept"] = "refuse"
-    #: Encrypt what this process writes with AES-256-GCM. What is read is decrypted in any case.
+    #: Encrypt payloads that this process writes, with AES-256-GCM. Payloads that it reads are decrypted in
+    #: any case.
     encrypt: bool = False
 
     @model_validator(mode="after")
