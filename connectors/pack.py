@@ -2,9 +2,9 @@
 
     python -m connectors.pack    reads a job from stdin, and answers on stdout until stdin ends
 
-One process holds engine and connector, so that steps without requests, with which a connector ends what it
-began, can be made here. Prompts are computed one after the other: what would be dropped by a full queue of
-saves is then saved when it is asked for again.
+One process holds engine and connector. So it can make steps without requests, with which a connector ends its
+saves. The engine computes one prompt after the other. It computes a prompt again if a full queue of saves has
+dropped blocks.
 """
 
 from __future__ import annotations

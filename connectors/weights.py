@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-#: Prefix of the names of weights that nobody has named.
+#: Prefix of the names of unnamed weights.
 UNNAMED = "unnamed-"
 _NAME = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 
@@ -61,7 +61,7 @@ def this_machine() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The name that one rank was told for its weights, and when."""
+    """The name that one rank got for its weights, and when."""
 
     name: str
     #: Nanoseconds by the steady clock of the rank's machine, which says nothing to other machines.
@@ -77,10 +77,8 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class AgreedName:
-    """The name that all ranks were told. `at_ns` is when the first rank on this machine was told it, or None
-    without a rank here.
-
-    All ranks are told in one call, so those on other machines were told when those here were."""
+    """The name that all ranks got. `at_ns` is when the first rank on this machine got it, or None without a
+    rank here. One call names all ranks' weights, so ranks on other machines got the name at the same time."""
 
     name: str
     at_ns: int | None
@@ -101,8 +99,8 @@ class NamedWeights:
     def name_weights(self, name: str) -> int:
         """Name the weights that this worker has now. To be called after the reset and the update.
 
-        Returns how many KVStoreConnectors were told; they act on it after the next step. Raises ValueError if
-        `name` can't be one.
+        Returns how many KVStoreConnectors got the name; they act on it after the next step. Raises ValueError
+        if `name` can't be one.
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

@@ -1,8 +1,9 @@
-"""Brings what waiting requests are to load to the node's folder, so that they find it near when they start.
+"""Brings payloads that waiting requests are to load to the node's folder, where the requests find them when
+they start.
 
-A request is looked up when it arrives. If the scheduler then passes it over, because the engine is full, the
-segments that were found and are not in the folder of a tiered payload store yet are fetched into it, heads
-first and request by request. When the request starts, or ends before that, it is forgotten here.
+A request is matched when it arrives. If the engine is full, the scheduler passes the request over. Segments
+of the match that are not yet in the folder of a tiered payload store are then fetched into it, heads first
+and request by request. When the request starts, or ends before that, it is forgotten here.
 
 Segments that a client's hint names (connectors.ahead.sessions) come after those. They are forgotten when a
 request has loaded them, or after HINT_S. Hints may fill half of the budget; segments without room are left
@@ -100,7 +101,7 @@ class NoPrefetch:
         """A request's load has ended, one way or the other."""
 
     def hinted(self, space: Space, runs: Iterable[Run], tiers: Mapping[SegmentId, Tier]) -> None:
-        """A client says that these runs, which lie where `tiers` says, will be asked for: heads first."""
+        """A client says that requests will need these runs, which lie where `tiers` says: heads first."""
 
     def restart(self) -> None:
         """Forget all requests and hints: what was found is void."""
@@ -165,7 +166,7 @@ class Prefetch(NoPrefetch):
     ) -> None:
         with self._lock:
             waiting = self._requests.get(request_id)
-            # One that is looked up again, because the answer was old, was served here before.
+            # A request with a second match, because the first was old, was served here before.
             if waiting is None or waiting.found is not None:
                 return
             waiting.found = space, runs, tiers
@@ -242,7 +243,7 @@ class Prefetch(NoPrefetch):
     # ---- the steps of the above, which hold the lock --------------------------------------------
 
     def _forget(self, request_id: str) -> None:
-        """Lets go of a request, and of the segments that no other one waits for."""
+        """Lets go of a request, and of the segments that no other request waits for."""
         self._fresh.pop(request_id, None)
         if (waiting := self._requests.pop(request_id, None)) is None:
             return
@@ -251,7 +252,7 @@ class Prefetch(NoPrefetch):
                 self._let_go(one)
 
     def _let_go(self, one: Segment) -> None:
-        """Fetches no more of a segment, and takes it off the table, if nobody wants it any more."""
+        """Fetches no more of a segment, and takes it off the table, once it is unwanted."""
         if not one.wanted:
             one.rest.clear()
             self._settle(one)
@@ -259,7 +260,7 @@ class Prefetch(NoPrefetch):
             self._later[one.segment] = one
 
     def _settle(self, one: Segment) -> None:
-        """Takes a segment off the table, and counts it, once it is loaded or nobody wants it."""
+        """Takes a segment off the table, and counts it, once it is loaded or unwanted."""
         if one.running or (one.wanted and not one.used) or self._segments.get(one.segment) is not one:
             return
         del self._segments[one.segment]

@@ -50,14 +50,14 @@ class HintedSessions:
             self._requests[request_id] = hints.session, matched
 
     def step(self) -> None:
-        """Follow the hints of all requests that this step has started, or passed over, and that are looked
-        up."""
+        """Follow the hints of all requests that this step has started or passed over and that have their
+        match."""
         for request_id, (_, matched) in list(self._requests.items()):
             if matched() is not None:
                 self.gone(request_id)
 
     def gone(self, request_id: str) -> None:
-        """A request has ended, perhaps before it was looked up: follow its hint."""
+        """A request has ended, perhaps before its match was there: follow its hint."""
         if (one := self._requests.pop(request_id, None)) is None:
             return
         session, matched = one
@@ -66,7 +66,7 @@ class HintedSessions:
             self._store.counters.add("session_failures")
 
     def restart(self) -> None:
-        """Forget all requests: what is stored is void."""
+        """Forget all requests: their matches are void."""
         self._requests.clear()
 
     def _bring(self, space: Space, session: SessionId, matched: list[Run]) -> None:

@@ -40,7 +40,7 @@ _HORIZON: Final = 8192
 _STEEPEST: Final = 4.0
 #: Most steps under way that are remembered; no engine has more.
 _DEPTH: Final = 64
-#: Tokens after which a step's weight in the line has halved: prompts of different depths are seldomer.
+#: Tokens after which a step's weight in the line has halved: prompts of different depths are rarer.
 _LINE_HORIZON: Final = 32768
 #: Depths that differ by much less than this, in tokens, tell no slope.
 _SPREAD: Final = 512.0

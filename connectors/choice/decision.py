@@ -1,16 +1,16 @@
-"""Chooses how much of what was found is loaded: what pays, by present estimates. Pure.
+"""Chooses how much of a match is loaded: as much as pays, by present estimates. Pure.
 
 vLLM computes the rest of a prompt when its load has ended, not meanwhile. So of the tokens from `computed`
 to `prompt`, of which those up to k are loaded,
 
     time(k) = load(k) + compute(k .. prompt)           time(computed) = compute(computed .. prompt)
 
-and the k with the least is taken. Attention makes deep tokens the dearer ones, so that the first blocks of a
-match pay least: where all lies in one tier the best k is all or nothing, and where a prefix lies nearer than
-the rest it may be that prefix.
+and the k with the least is taken. Attention makes deep tokens dearer, so that the first blocks of a match pay
+least. If the whole match lies in one tier, the best k is all or nothing. If a prefix lies nearer than the
+rest, the best k may be that prefix.
 
-With `kv.objective: throughput` load(k) counts by `WAIT`: while a request waits for bytes the engine
-computes others', so that a second of waiting costs less than a second of the accelerator.
+With `kv.objective: throughput` load(k) counts by `WAIT`: while a request waits for bytes the engine computes
+other requests, so that a second of waiting costs less than a second of the accelerator.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Why = Literal[
     "faster", "computing_is_faster", "tried", "part", "unknown", "always", "never", "handed_over", "too_few"
 ]
 
-#: More than this between a segment's beginning and what is read of it is not read through (s3.gap_bytes): the
-#: header is a request of its own then.
+#: A larger gap than this between a segment's beginning and the blocks to read is not read through
+#: (s3.gap_bytes): the header is a request of its own then.
 _GAP_BYTES: Final = 1 << 20
-#: Most stretches of a match that are looked at one by one: choosing must not take longer for a long prompt.
+#: Most stretches of a match that are weighed one by one: choosing must not take longer for a long prompt.
 MOST_STRETCHES: Final = 64
 
 
@@ -101,8 +101,8 @@ def choose(
 ) -> Decision:
     """Returns what to load of `stretches`, which are in order; the last one ends where the match does.
 
-    `ahead` returns how many bytes of a tier are queued before a new load, `detour_s` is what any load takes
-    besides its bytes, `wait` one of WAIT.
+    `ahead` returns how many bytes of a tier are queued before a new load. `detour_s` is the time that any
+    load takes besides its bytes. `wait` is one of WAIT.
     """
     best, best_at, best_load_s = prefill.seconds(computed, prompt), computed, 0.0
     load_s, found = detour_s, computed

@@ -34,7 +34,7 @@ Regretted = Callable[[float, float, bool], None]
 
 
 class Followed(Protocol):
-    """The properties of a request that are looked at, some of them step after step."""
+    """The properties of a request that regret depends on; some are read step after step."""
 
     @property
     def request_id(self) -> str: ...
@@ -86,7 +86,7 @@ class Regrets:
     @property
     @otherwise(bool)
     def computing(self) -> bool:
-        """Whether some request computes what the store has: only then steps need to be told."""
+        """Whether some request computes what the store has: only then steps need to be reported."""
         return bool(self._computing)
 
     @property

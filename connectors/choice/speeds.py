@@ -12,12 +12,12 @@ long, is measured in windows. A window ends when much more has arrived than is u
 
 Each measurement corrects the estimate so that it would have predicted it. The correction goes to latency and
 to bandwidth by their shares in the prediction, as small as possible in logarithms (a normalised least mean
-squares step): a load of a few blocks mostly tells the latency, a long one the bandwidth. Where the last few
-measurements are of different sizes they tell both, and the estimate is what fits them best, by least squares,
-since two of them alone would say nothing sensible on a network that is not quite even. A measurement much
-slower than predicted counts in full at once; so does the first one, and one after a while without any. Other
-measurements count by half. Milliseconds are ignored, since anything may cause them: they are a large share of
-a short read, and would distort the estimate of a long load.
+squares step): a load of a few blocks mostly tells the latency, a long one the bandwidth. If the last few
+measurements differ in size, they tell both, and the estimate is their best fit by least squares. Two
+measurements alone would mislead on a network that is not quite even. A measurement much slower than predicted
+counts in full at once; so does the first one, and one after a while without any. Other measurements count by
+half. Milliseconds are ignored, since anything may cause them: they are a large share of a short read, and
+would distort the estimate of a long load.
 
 Reads that are still under way are evidence too: at best all of them end now, and if even that is slower
 than predicted, so is the tier.
@@ -39,7 +39,7 @@ from typing import Final
 from kvstore.rules.tiers import TIERS, Tier
 
 #: Shortest window of a burst that goes on, and the longest of one that is as expected, in seconds; and how
-#: many times the bytes under way must have arrived in it, since nobody knows how far those are.
+#: many times the bytes under way must have arrived in it, since the progress of bytes under way is unknown.
 _WINDOW_S: Final = 0.25
 _LONG_S: Final = 4.0
 _MUCH: Final = 2
@@ -47,15 +47,15 @@ _MUCH: Final = 2
 #: it is on the processor, what a network lets through at once. For a small read that is much.
 _NOISE: Final = 0.1
 _BLUR_S: Final = 0.005
-#: A measurement that is slower than predicted by this factor counts in full. One that is faster by the second
-#: is of another network than those before it, as that is.
+#: A measurement that is slower than predicted by `_SLOWER` counts in full. Such a measurement, or one that is
+#: faster by `_CHANGED`, shows that earlier measurements are of another network.
 _SLOWER: Final = 1.5
 _CHANGED: Final = 4
-#: So does one after so many seconds without any.
+#: A measurement after so many seconds without any counts in full, too.
 _OLD_S: Final = 1.0
-#: Measurements tell latency from bandwidth if one has so many times the bytes of another, by round. The last
-#: few of the last seconds are looked at. With each new one those before it lose some of their weight, and
-#: more of it if it shows that the tier has become faster, until they don't count any more.
+#: Measurements tell latency from bandwidth if one has so many times the bytes of another, by round. Only the
+#: last few of the last seconds count. Each new measurement takes some weight from those before it, and more
+#: if it shows that the tier has become faster. A measurement with little weight left is dropped.
 _APART: Final = 4
 _POINTS: Final = 8
 _LATELY_S: Final = 10.0
@@ -227,12 +227,12 @@ class Meter:
         self._points = _Points()
         #: Whether the last few measurements tell latency from bandwidth.
         self.tells_apart = False
-        #: Reads that were asked for and have not ended.
+        #: Queued reads that have not ended.
         self._reads: dict[Hashable, _Read] = {}
         #: Probes that have begun and have not ended.
         self._probes: dict[Hashable, _Read] = {}
-        #: The burst's present window: when it began, bytes that have arrived in it, the latencies of their
-        #: reads, and whether it is the first one, which begins with those of a read.
+        #: The burst's present window: when it began, bytes that have arrived in it, and the latencies of
+        #: their reads. `_first`: it is the burst's first window, which begins with the latencies of a read.
         self._window_at = self._moved_at = 0.0
         self._arrived = self._ended = 0
         self._first = True
@@ -267,7 +267,7 @@ class Meter:
                 probe.alone = False
 
     def begin_probe(self, read: Hashable, nbytes: int, now: float, requests: int = 1) -> None:
-        """Records that a read has begun that nobody waits for."""
+        """Records that a probe has begun, for which no request waits."""
         for other in self._probes.values():
             # A block beside much more delays that by little, and is delayed.
             other.alone &= _APART * nbytes <= other.nbytes
@@ -422,7 +422,7 @@ class Expected:
         self._speeds: dict[Tier, Speed] = dict(FIRST)
         self._planned = dict.fromkeys(TIERS, 0)
         self._fresh_at = dict.fromkeys(TIERS, -math.inf)
-        #: Probes that were asked for since the last measurement.
+        #: Probes that were sent since the last measurement.
         self._asked = dict.fromkeys(TIERS, 0)
 
     def take(self, rank: int, measured: Mapping[Tier, Measured], now: float) -> None:

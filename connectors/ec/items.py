@@ -13,7 +13,7 @@ items a fetch. That repeats until a look begins after the last forbidden moment,
 computed any more.
 
 All state belongs to the scheduler's thread, except that a fetch finishes on a transfer thread by setting
-its item's `outcome` once, and that erasures are looked for on a call thread.
+its item's `outcome` once, and that a call thread looks for erasures.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Item:
     name: str = ""
     #: The request that had it looked up.
     asked_by: str = ""
-    #: Its last user, as far as the index was told, and its segment, which is known by the time it is staged.
+    #: Its last user, as the index knows it, and its segment, which is known by the time it is staged.
     user: User = NOBODY
     segment: SegmentId | None = None
-    #: Where it was found, if nobody had compared then what its writer writes.
+    #: Where it was found, if its writer was unproven then.
     doubted: Run | None = None
     #: Whether other requests have asked for it before; known by the time the outcome is.
     asked_before: bool = False
@@ -73,7 +73,7 @@ class Item:
     reading: bool = False
     #: Whether the workers have loaded it since it was fetched.
     used: bool = False
-    #: Held for a moment by whoever sets the outcome: its fetch, or the scheduler at its deadline.
+    #: Held for a moment by the thread that sets the outcome: its fetch's, or the scheduler's at its deadline.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_over(self) -> bool:
@@ -141,7 +141,7 @@ class Items:
         return item.outcome is None or self._staging.holds(item.name)
 
     def forget(self, key: ContentKey) -> None:
-        """Forget the item: the store is asked anew when it is wanted next."""
+        """Forget the item: its next request asks the store anew."""
         self._items.pop(key, None)
 
     def forget_all(self) -> None:
@@ -160,7 +160,7 @@ class Items:
     def look(self, key: ContentKey, request_id: str, user: User, *, not_before: float | None = None) -> Item:
         """Returns the item; looks it up unless the answer is known, and gives it up at its deadline.
 
-        An answer "unavailable" counts only if the store was asked at or after `not_before`.
+        An answer "unavailable" counts only if the question was asked at or after `not_before`.
         """
         now = time.monotonic()
         item = self._items.get(key)

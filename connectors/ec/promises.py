@@ -3,11 +3,11 @@
     promised   until the scheduler's pass ends; an item that it does not schedule after all is asked for again
     loading    handed to the workers, until they report it; if the step never reaches one, for `_PIN_S`
 
-One promise serves all that ask for the item in a pass: clients may call it by several names in one request,
-and the workers, who load it under each of them, report it once.
+One promise serves all requests for the item in a pass. Clients may give it several names in one request; the
+workers load it under each name and report it once.
 
-vLLM ends the engine over an item that does not come. So what is handed to the workers is kept open here, too:
-they find it though somebody has emptied the folder.
+vLLM ends the engine over an item that does not come. So the file of an item that the workers load is kept
+open here, too: they find it even after somebody has emptied the folder.
 
 Everything here runs on the scheduler's thread.
 """

@@ -63,7 +63,7 @@ class ItemUses:
         space, segment = self._space, item.segment
         if space is None or segment is None or item.asked_by == request.request_id:
             return
-        # Once it is nobody's it stays so.
+        # An item that has lost its owner stays without.
         item.user = user if user.session else NOBODY
         if user.session:
             tell(self._store, space, user.session, user.salt, [segment], USE)
@@ -71,7 +71,7 @@ class ItemUses:
             self._store.transfers.call(lambda: space.touch([segment]))
 
     def ends(self, request: RequestView, items: Iterable[Item | None]) -> None:
-        """A request has ended, well or not; these are the items that were looked up for it."""
+        """A request has ended, well or not; `items` are the items of its look-ups."""
         known = self._known.pop(request.request_id, None) or self._read(request)
         if self._space is None:
             return

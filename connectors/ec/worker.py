@@ -66,7 +66,7 @@ class ECWorker:
         self._saved: dict[ContentKey, str] = {}
         self._tally = Tally(store.counters, RENAMED)
         self._proofs = ItemProofs(store.transfers)
-        #: Whether the log has been told that outputs can't be cached: all of a model's are alike.
+        #: Whether the log says already that outputs can't be cached: all outputs of a model are alike.
         self._said = False
 
     def use(self, metadata: ECStoreMetadata) -> None:

@@ -167,7 +167,7 @@ _listeners: weakref.WeakSet[LoadListener] = weakref.WeakSet()
 
 
 def listen(one: LoadListener) -> None:
-    """Register `one` to be told of every later load, for as long as it lives."""
+    """Register `one` for every later load, for as long as it lives."""
     _listeners.add(one)
 
 

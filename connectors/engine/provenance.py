@@ -42,7 +42,7 @@ class Origin:
     sound_tokens: int = ALL_TOKENS
     #: Whether it is known to be something else, or may well be, from there on.
     wrong: bool = False
-    #: Leading items whose first block was looked at.
+    #: Leading items whose first block was examined.
     settled: int = 0
     #: Leading tokens whose computation was followed.
     followed_tokens: int = 0
@@ -125,7 +125,7 @@ class Provenance:
         """Follow a step that computes the tokens of a request from `computed` to `done`. `hashes` are vLLM's
         of its blocks. `foreign`: another connector has loaded what is beyond the engine's own tokens.
 
-        Steps must be told in the order in which the scheduler has decided about the requests in them.
+        Calls must follow the order in which the scheduler has decided about the requests of the steps.
         """
         items = names.items
         origin.followed_tokens = done

@@ -3,7 +3,7 @@
 A name that vLLM changes in them is changed here, in the tests' stand-ins (tests/fake_vllm.py) and in the
 table that says why it is read (tests/connectors/vllm_contract.py). All other modules use the names of this
 one, which are vLLM's present names where those are clear. A name that only some of the supported versions
-have is read with a default, here too, and no other is: where a request's adapter can't be seen any more,
+have is read with a default. All other names have no default: if a request's adapter can't be seen any more,
 "none" would be a guess that serves wrong blocks, while an error costs a miss (connectors.engine.guard).
 
 The views read on demand and keep nothing: a request moves on between two steps, a session's prompt grows, and
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-#: Most hints of one request that are looked at.
+#: Most hints of one request that are read.
 MOST_HINTS: Final = 16
 
 
@@ -123,8 +123,8 @@ class RequestView:
 
     @property
     def session_id(self) -> object:
-        """Returns what a client calls its session: anything, None if nothing was said. If its prompt goes on,
-        what came with the first part."""
+        """Returns the client's name of its session, which may be anything, or None without one. If the prompt
+        goes on, the name came with its first part."""
         return self._request.session_id
 
     @property

@@ -127,7 +127,7 @@ def _lock_pages(memory: torch.Tensor) -> None:
             f"staging_bytes: {memory.nbytes} bytes of host memory can't be locked for the GPU (CUDA error "
             f"{int(answer)}); is `ulimit -l` or the container's memory too small?"
         )
-    # Memory that is freed and still locked can't be locked again by whoever gets its addresses.
+    # Freed memory that is still locked can't be locked again by the next owner of its addresses.
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
@@ -332,4 +332,4 @@ class HostCopy:
         return raw.data, SAFETENSORS_DTYPES[self._host.dtype], tuple(self._host.shape)
 
     def release(self) -> None:
-        """Does nothing: its memory is nobody else's."""
+        """Does nothing: it shares its memory with nobody."""

@@ -29,7 +29,7 @@ NEWEST = (0, 33)
 
 
 def check_vllm_version(version: str | None = None) -> None:
-    """Raise ConfigError for a vLLM that is too old, and log a warning for one that nobody has tried.
+    """Raise ConfigError for a vLLM that is too old, and log a warning for an untried one.
 
     `version` defaults to the running vLLM's. Releases of one minor version count as one.
     """

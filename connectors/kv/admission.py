@@ -1,9 +1,9 @@
 """Decides which blocks of a request are worth saving (settings: `admission`).
 
-With `second_use` a prompt's blocks are noted in the index when the request arrives, and blocks that an
-earlier request has asked for, on any engine, are worth saving. A request is noted once: when it is matched
-again after a preemption, it would otherwise count as its own first use. A session's prompt grows; each growth
-is noted once.
+With `second_use` a prompt's blocks are noted in the index when the request arrives. Blocks that an earlier
+request has asked for, on any engine, are worth saving. A request is noted once: when it is matched again
+after a preemption, it would otherwise count as its own first use. A session's prompt grows; each growth is
+noted once.
 
 Everything here belongs to the scheduler's thread, except that a call thread sets a note's answer.
 """

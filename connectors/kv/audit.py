@@ -1,8 +1,8 @@
 """Declines one load in so many, so that the engine computes what the store has, and both can be compared.
 
-A checksum says that bytes are what was written. It can't say that what was written was right: there may have
-been a broken accelerator, a layout that an update of vLLM has changed, a namespace that lacks a property on
-which the bytes depend. So one in `kv.audit_every` loads that could be promised is declined. The request
+A checksum says that bytes are as they were written. It can't say that the written bytes were right: an
+accelerator may be broken, an update of vLLM may have changed a layout, or the namespace may lack a property
+on which the bytes depend. So one in `kv.audit_every` loads that could be promised is declined. The request
 computes its blocks, and each rank compares them with the stored blocks (connectors.kv.worker.audits). A
 difference beyond the engine's arithmetic means that one of both sides is wrong. The segment is then evicted,
 so that no engine loads it, and its payload is kept for a while. The second wrong segment of a namespace ends

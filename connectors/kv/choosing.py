@@ -30,8 +30,8 @@ from schemas.settings import KVSettings
 _AGAIN_S: Final = 0.25
 #: A tier of which blocks are declined is probed if nothing was read from it for so many seconds.
 _UNSEEN_S: Final = 0.5
-#: Every other probe reads what takes this long by the present estimate, in seconds and in latencies, but no
-#: fewer blocks than these, and no more than a run has. The others read one block.
+#: Target duration of every second probe by the present estimate, in seconds and in latencies, and its fewest
+#: blocks; a run is the limit. The other probes read one block.
 _PROBE_S: Final = 0.1
 _LATENCIES: Final = 2.0
 _PROBE_BLOCKS: Final = 4

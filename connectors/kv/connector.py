@@ -8,8 +8,8 @@ vLLM finds that name where this package is installed (connectors.plugin); where 
 "kv_connector_module_path": "connectors.kv".
 
 The class is a facade: each method calls the half that runs in this process, `KVScheduler` or `KVWorker`.
-Loads are always asynchronous (the engine never runs a step that waits for bytes), and what a failed one
-should have brought is recomputed, so `kv_load_failure_policy` must be "recompute".
+Loads are always asynchronous: the engine never runs a step that waits for bytes. The blocks of a failed load
+are recomputed, so `kv_load_failure_policy` must be "recompute".
 """
 
 from __future__ import annotations
@@ -180,10 +180,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVStoreWorkerMetadata | None:
         return self._on_worker.take_report()
 
-    # get_finished_count is not overridden: every rank loads its part of every load and reports each, so a
-    # load has ended when all ranks have said so, which is vLLM's default. Nor is
-    # get_kv_connector_kv_cache_events: a block is known to be stored when all ranks have reported it, which
-    # only the scheduler half sees.
+    # get_finished_count is not overridden: every rank loads its part of every load and reports it. So a load
+    # has ended when all ranks have said so, which is vLLM's default. Nor is get_kv_connector_kv_cache_events:
+    # a block is known to be stored when all ranks have reported it, which only the scheduler half sees.
 
     def name_weights(self, name: str) -> None:
         """Name the weights that this worker has now: see connectors.weights."""

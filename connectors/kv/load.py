@@ -138,7 +138,7 @@ class Loading:
             tracked.uses_of = match.runs
             tracked.uses = self._sessions.matched(tracked.hints, tracked.progress.salt, match.runs)
         # Blocks that this engine is saving, or another has saved since, are left out when saves are planned.
-        # A segment that nobody has compared yet is not replaced, whether its load pays or not.
+        # A segment of an unproven writer is not replaced, whether its load pays or not.
         joinable = tracked.sending is None and not (unproven or audited)
         joinable = joinable and not self._space.writers.unproven(chain.from_iterable(match.runs))
         tracked.progress.found(match.stored, match.runs if joinable else ())
@@ -287,9 +287,9 @@ class Loading:
         self._observer.load_planned(request, tracked.way, groups, external)
         if (decision := tracked.decision) is not None and decision.weighed is not None:
             self._regrets.loads(request.request_id, decision.weighed, to_load=decision.why != "tried")
-        # The match is used up: after a preemption the index is asked again.
+        # The match is used up: after a preemption the request needs another.
         tracked.match = tracked.receiving = None
-        # One that is made to learn what it takes is nothing to wait for.
+        # Requests don't wait for a load that is made to measure it.
         if self._engine.prefix_caching and (decision is None or decision.why != "tried"):
             full = list(tracked.names.all()[first // self._hash_tokens : stop // self._hash_tokens])
             self._arriving.update(dict.fromkeys(full, request.request_id))
@@ -391,12 +391,12 @@ class Loading:
         self._waited_in_vain(request_id)
         for other in self._requests:
             if not self._requests.keepers.loads(other.request.request_id):
-                other.match = None  # it may name the same bad segment, so the index is asked again
+                other.match = None  # it may name the same bad segment
                 if other.receiving is not None:
                     other.receiving.forget()
 
     def ended(self, request_id: str) -> None:
-        """Follow a load that has ended, one way or the other, and let nobody wait for it any more."""
+        """Follow a load that has ended, one way or the other, and end all waits for it."""
         self._requests.keepers.release(Keeper.LOAD, (request_id,))
         if (tracked := self._requests.get(request_id)) is not None and tracked.load_tokens:
             self._observer.loaded(tracked.load_tokens, tracked.load_cost_us)

@@ -1,9 +1,9 @@
 """Finds how much of a request the store can serve, usually with one index call per group, on a call thread.
 
-For groups that need the whole prefix, the index is asked for the longest one (`Index.match`), and the
-shortest answer is the limit. Up to there the blocks of the other groups are looked up from the end
-(`Index.find`), in spans, until kvstore.rules.prefix finds a boundary on which all groups agree. A request
-whose blocks were saved together costs one such span per group.
+For groups that need the whole prefix, the index returns the longest stored prefix (`Index.match`). The
+shortest answer is the limit. Up to there the index is searched for blocks of the other groups (`Index.find`),
+in spans from the end, until kvstore.rules.prefix finds a boundary on which all groups agree. A request whose
+blocks were saved together costs one such span per group.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _token_us(runs: Sequence[Sequence[Run]], sizes: Sequence[int]) -> float:
 
 
 class _Spans:
-    """The blocks of one request that have been looked up so far, by group."""
+    """The blocks of one request that the index was asked for so far, by group."""
 
     def __init__(
         self,
@@ -228,7 +228,8 @@ class _Spans:
         self.failure: str | None = None
 
     def present(self, group: int, blocks: range) -> list[bool]:
-        """Returns which of `blocks` are there. Unknown ones are looked up, together with some before them."""
+        """Returns which of `blocks` are stored. Asks the index for unknown blocks, together with some before
+        them."""
         known = self._known[group]
         unknown = [block for block in blocks if block not in known]
         if unknown:
@@ -255,7 +256,7 @@ class _Spans:
             known[block] = run if fits else None
 
     def is_there(self, group: int, block: int) -> bool:
-        """Returns whether a block was looked up and found."""
+        """Returns whether a look-up has found a block."""
         return self._known[group].get(block) is not None
 
     def runs(self, group: int, blocks: range) -> list[Run]:

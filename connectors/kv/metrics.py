@@ -1,8 +1,8 @@
 """Reports what the KV connector did through vLLM's own statistics: its log line and its Prometheus metrics.
 
-Each half has a store with counters of its own, and reports those: the scheduler half what was asked for,
-found and not found; a rank what was to be read and written of its part. So nothing is counted twice, and each
-rank counts its part of what several ranks share. docs/metrics.md is the table of what is reported.
+Each half has a store with counters of its own, and reports those. The scheduler half reports requested, found
+and missing blocks. A rank reports reads and writes of its part. So nothing is counted twice, and each rank
+counts its part of blocks that several ranks share. docs/metrics.md is the table of what is reported.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class CurrentNamespace:
         self._leave()
 
     def told(self, namings: Mapping[int, Naming]) -> bool | None:
-        """Take the names that some ranks were told for their weights, until all ranks agree on one.
+        """Take the names that some ranks got for their weights, until all ranks agree on one.
 
         Returns the result of `name` then, or None before that."""
         self._namings.update(namings)
@@ -180,7 +180,7 @@ class CurrentNamespace:
         self._leave()
 
     def empty_left(self) -> None:
-        """Empty the namespaces that were left, on a thread that nobody waits for."""
+        """Empty the namespaces that were left, on a thread for errands."""
         for space in self._left:
             if not self._store.transfers.errand(0, lambda s=space: empty(s)):  # type: ignore[misc]
                 return

@@ -98,12 +98,12 @@ class Tracked:
     doubted: bool = False
     #: Whether it is decided that its load is made, or declined for an audit.
     audit_decided: bool = False
-    #: Whether the journal has been told how much of it was found.
+    #: Whether the journal knows how much of it was found.
     told: bool = False
     #: Its hints on its session, and the segments of its match, if the index learns of them when it ends.
     hints: Hints = NOTHING
     uses: list[SegmentId] = field(default_factory=list)
-    #: The runs of the match of which its session was told.
+    #: The runs of the match in the report of its session.
     uses_of: Sequence[Sequence[Run]] | None = None
     #: The hand-off of its prompt to another engine.
     sending: Sending | None = None
@@ -131,21 +131,21 @@ class Tracked:
 
 
 class Keeper(Enum):
-    """The one whose report frees the blocks of a request that ends."""
+    """The party whose report frees the blocks of a request that ends."""
 
     #: vLLM frees them at once.
     NOBODY = "nobody"
     #: The workers write to them, until they report that the load has ended.
     LOAD = "load"
-    #: The workers save what they have not read yet of a prompt that is handed over, and report that.
+    #: The workers save the unread blocks of a prompt that is handed over, and report that.
     HANDOFF = "hand-off"
 
 
 class Keepers:
     """The keeper of each request's blocks, while the request runs and after its end.
 
-    vLLM frees a request's blocks once: a second report for the same request would end the engine. So each has
-    one keeper, and changes it in these steps alone:
+    vLLM frees a request's blocks once: a second report for the same request would end the engine. So each
+    request has one keeper, and changes it in these steps alone:
 
         nobody ── a load is planned ──> load ── the workers report its end ──> nobody
         nobody ── the request ends well and hands over its prompt ──> hand-off ── all is read ──> nobody
@@ -240,8 +240,8 @@ class Requests:
         return tracked
 
     def come_to(self, request: Request, computed: int) -> Tracked:
-        """Returns what is known of a request that the scheduler is about to start, or to start over after a
-        preemption, with a local hit of `computed` tokens."""
+        """Returns the state of a request that the scheduler is about to start, or to start over after a
+        preemption. It has a local hit of `computed` tokens."""
         tracked = self.track(request)
         self.unsaved[tracked.request.request_id] = tracked
         tracked.prompt_ended = tracked.undecided = False
@@ -293,7 +293,7 @@ class Requests:
         return self._settings.identity.lora == "trust" or request.lora_request is None
 
     def wants_match(self, tracked: Tracked) -> bool:
-        """Returns whether the store is to be asked for a request's blocks."""
+        """Returns whether to ask the store for a request's blocks."""
         request = tracked.request
         return (
             self._engine.can_load

@@ -1,14 +1,14 @@
 """Cuts the blocks that a KV connector saves into segments, group by group.
 
 Full blocks are saved whenever enough for a segment are computed; the rest of a prompt is saved when the
-prompt ends. Two kinds can't wait that long: a block that its window leaves behind is gone at the next step,
-so it goes with this one, and so does a state that vLLM offers (Mamba mode "align").
+prompt ends. Two kinds can't wait that long. A block that its window leaves behind is gone at the next step,
+so this step saves it. The same holds for a state that vLLM offers (Mamba mode "align").
 
 A segment that is cut after short ones replaces those if they are no larger (connectors.planning.joins_due):
 their blocks are in the request's table, loaded or computed. So a chain that grows turn by turn does not lie
 in as many segments as turns.
 
-A null block, which stands for one that was left behind, is never saved.
+A null block, which stands for a block left behind, is never saved.
 
 A save may have to wait in a worker (connectors.kv.worker.writes), and is dropped there once its request has
 lost its blocks. A request that counts a block as saved which then isn't counts it as unsaved again. A later
@@ -145,7 +145,7 @@ class Saving:
     window_interval: int = 0
     #: Cost of computing a token, in microseconds; 0 while it isn't known (connectors.choice.cost).
     token_us: float = 0.0
-    #: Blocks that this engine is saving, by group and hash -> their segment, so that requests of a batch that
+    #: Blocks that this engine is saving, by group and hash -> their segment. So requests of a batch that
     #: share a prefix save it once. Emptied as the workers report.
     _busy: dict[tuple[int, bytes], SegmentId] = field(default_factory=dict)
     _segments: dict[SegmentId, _Segment] = field(default_factory=dict)
@@ -367,7 +367,8 @@ class Saving:
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
             cost = self._cost_us(number, len(keys)) + _cost_of(olds, piece)
             chained = self.groups[number].rule.reach == "prefix"
-            # As old as what it joins. Else nobody here knows its age by the index's clock.
+            # It is as old as the segments that it joins. Without them, its age by the index's clock is
+            # unknown here.
             aged_s = joins.created_s
             made = SegmentRecord((), len(own), "none", aged_s, piece.start, 0, cost, progress.salt)
             self._segments[segment] = _Segment(
@@ -453,7 +454,7 @@ class Saving:
                 self._joining.difference_update(state.olds)
 
     def drop(self, save: Save) -> None:
-        """Give up a planned save, which is `lost`, before any rank is told of it."""
+        """Give up a planned save, which is `lost`, before any rank gets it."""
         if (state := self._segments.pop(save.segment, None)) is not None:
             self._joining.difference_update(state.olds)
             self.counters.saved("dropped", len(save.added))
@@ -465,7 +466,7 @@ class Saving:
 
     def restart(self, never_sent: Iterable[Save], abandon: Callable[[SegmentId], None]) -> None:
         """Make all blocks belong to another namespace from now on: blocks that are being saved for the former
-        one may be saved again. `never_sent` are planned saves of which no rank will be told."""
+        one may be saved again. `never_sent` are planned saves that no rank will get."""
         for save in never_sent:
             self._segments.pop(save.segment, None)
         for state in self._segments.values():

@@ -295,7 +295,7 @@ class Exports:
             (Counter, self._counters, counters),
             (Gauge, self._gauges, gauges),
         ):
-            # With several front ends, the one that was told last knows the state.
+            # With several front ends, the front end with the latest report knows the state.
             options = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
             for metric in metrics:
                 made = metric_types[kind](

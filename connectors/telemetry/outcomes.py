@@ -8,9 +8,9 @@ nothing to do. While the index is down, which the reasons of outcomes are the fi
 to `MOST` of them; more are dropped and counted. No outcome is written twice: a call that failed may have been
 carried out, so it is not repeated.
 
-With them wait the names of the blocks that were asked for, but of about `MOST_WANTED` blocks only: a long
-prompt has thousands, of 73 bytes each. Outcomes beyond that are told without, and don't count in the demand
-(kvstore.index.demand) at all, whose ratios so stay right for those that do.
+The names of the requested blocks wait with the outcomes, but for about `MOST_WANTED` blocks only: a long
+prompt has thousands, of 73 bytes each. Outcomes beyond that go without names and don't count in the demand
+(kvstore.index.demand), whose ratios so stay right for the rest.
 
 A request's match counts once, with the blocks that it had to ask the store for: the full blocks that the
 engine did not have itself. The reason is that of the first block that was not served, and stands for all that

@@ -177,8 +177,8 @@ class NoSpans:
         """Begin a request's spans; `headers` are the client's."""
 
     def matched(self, request_id: str, asked_at: float, answered_at: float, tokens: int, reason: str) -> None:
-        """The index was asked and has answered, at those `time.monotonic` times: `tokens` can be loaded, and
-        `reason` says why no more. Both times are 0 if it wasn't asked."""
+        """The engine asked the index, which has answered, at these `time.monotonic` times: `tokens` can be
+        loaded, and `reason` says why no more. Both times are 0 without a question."""
 
     def decided(self, request_id: str, decision: Decision) -> None:
         """This was decided upon that answer."""
@@ -214,7 +214,7 @@ class NoSpans:
         """Send what is queued, if that is quick, and end."""
 
 
-#: Opens what records spans; it is given what is told of spans that are lost, on any thread.
+#: Opens a recorder of spans. Its argument is called with the number of lost spans, on any thread.
 OpenSpans = Callable[[Callable[[int], None]], NoSpans]
 
 
@@ -229,7 +229,7 @@ class Spans(NoSpans):
     on = True
 
     def __init__(self, sender: Sender, lost: Callable[[int], None]) -> None:
-        """`lost` is told of spans that are not sent; any thread may call it."""
+        """`lost` gets the number of spans that are not sent; any thread may call it."""
         self._sender = sender
         self._lost = lost
         self._namespace = ""

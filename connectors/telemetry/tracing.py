@@ -31,7 +31,7 @@ _LAST_S: Final = 2.0
 def open_spans(vllm_config: Any, lost: Callable[[int], None]) -> NoSpans:
     """Returns what records the spans of an engine's requests, or nothing if vLLM isn't told to trace.
 
-    `lost` is told how many spans are not sent; any thread may call it.
+    `lost` gets the number of spans that are not sent; any thread may call it.
     """
     endpoint = vllm_config.observability_config.otlp_traces_endpoint
     if endpoint is None:

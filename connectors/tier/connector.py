@@ -6,9 +6,9 @@
           "index": "redis://HOST:6379/0", "payloads": "s3://BUCKET/PREFIX"}]}}'
 
 vLLM moves KV blocks between the GPU and its CPU tier, in chunks; this moves chunks between the CPU tier and
-the store. All of it lives in the scheduler's process, and every method runs on the scheduler's thread or,
-from vLLM 0.33 on and beside a tier that is polled between steps, on the thread that polls; vLLM's lock of the
-manager keeps them apart. Only `shutdown` waits for I/O, for queued saves and a bounded time. A facade over
+the store. All of it lives in the scheduler's process. Every method runs on the scheduler's thread, or on the
+thread that polls: from vLLM 0.33 on, beside a tier that is polled between steps. vLLM's lock of the manager
+keeps the threads apart. Only `shutdown` waits for I/O, for queued saves and a bounded time. A facade over
 `Lookups`, `Loads` and `Saves`.
 
 vLLM pins the CPU tier's rows for a job until the job is reported, so every job is reported by

@@ -61,7 +61,7 @@ class Lookups:
         self._ttl_s = settings.match_ttl_s
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}
-        #: Chunks that were asked for, by request.
+        #: Requested chunks, by request.
         self._keys_of: dict[str, set[bytes]] = {}
         #: How many different chunks have been fetched, by request.
         self._fetched: dict[str, int] = {}
@@ -74,7 +74,7 @@ class Lookups:
         return len(self._asked)
 
     def restart(self) -> None:
-        """Forget all chunks and requests: they are asked for anew."""
+        """Forget all chunks and requests: vLLM asks for them anew."""
         self._asked.clear()
         self._keys_of.clear()
         self._fetched.clear()
@@ -135,9 +135,10 @@ class Lookups:
             self._answers.append((batch, keys, [None] * len(keys)))
 
     def failed(self, keys: Collection[bytes]) -> None:
-        """Have the requests that asked for these compute them: loading has failed. Others may try again.
+        """Have the requests that asked for these chunks compute them: loading has failed. Other requests may
+        try again.
 
-        Without this, a request would be told "hit" again and wait for the next failing load, for ever.
+        Without this, a request would get the answer "hit" again and wait for the next failing load, for ever.
         """
         for key in keys:
             if (asked := self._asked.get(key)) is not None:

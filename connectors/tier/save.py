@@ -135,7 +135,8 @@ class Saves:
                 for row, view in zip(rows, self._views(held, rows), strict=True)
             ]
             try:
-                # vLLM doesn't tell where its chain begins. Each chunk is looked up by itself, in every shard.
+                # vLLM doesn't tell where its chain begins. Each chunk needs a look-up by itself, in every
+                # shard.
                 chain = digest(slots[0].key)
                 saved = self._space.save(slots, depth=self._depth(rows[0]), chain=chain)
             finally:

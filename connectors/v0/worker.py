@@ -72,7 +72,8 @@ class V0Worker:
     ) -> Any:
         """Put the step's KV into the caches and return what its forward pass would, or None if that must run.
 
-        `keys[i]` is what else identifies prompt i, None if it must not be looked up. Raises Unsupported.
+        `keys[i]` identifies prompt i besides its tokens; it is None if the store must not be asked for the
+        prompt. Raises Unsupported.
         """
         self._found = {}
         prompts = [prompt for prompt in step.prompts if prompt is not None]

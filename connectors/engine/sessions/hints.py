@@ -40,19 +40,19 @@ _PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
 class Hints:
     """A request's hints on its session."""
 
-    #: NO_SESSION if it has none; then nothing else is said.
+    #: NO_SESSION if it has none; then all other hints are empty.
     session: SessionId = NO_SESSION
     end: bool = False
-    #: How long the session is to be retained after this request, in seconds; None: nothing was said.
+    #: How long the session is to be retained after this request, in seconds; None: it has no such hint.
     retain_s: float | None = None
     priority: Priority | None = None
     prefetch: bool = False
-    #: How many things were said that make no sense.
+    #: How many hints make no sense.
     ignored: int = 0
 
     @classmethod
     def of(cls, request: RequestView) -> Hints:
-        """Returns what a request says, once: as it arrives. Never raises."""
+        """Returns a request's hints, which are read once, as it arrives. Never raises."""
         params = request.kv_transfer_params
         try:
             actions = request.kv_hints
@@ -63,7 +63,7 @@ class Hints:
 
     @property
     def says(self) -> bool:
-        """Whether anything is said beside the session's name that the index has to know."""
+        """Whether there is a hint beside the session's name that the index has to know."""
         return self.end or self.retain_s is not None or self.priority is not None
 
 
@@ -72,7 +72,7 @@ Action = tuple[object, object, object]
 
 
 def read(name: object, salt: str, params: Mapping[str, Any], actions: Sequence[Action] = ()) -> Hints:
-    """Returns what a request of the session `name` says, in its `kv_transfer_params` and in its envelope's
+    """Returns the hints of a request of the session `name`, in its `kv_transfer_params` and in its envelope's
     actions. Never raises."""
     if name is None and "kv_hints" not in params and not actions:
         return NOTHING

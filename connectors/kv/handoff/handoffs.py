@@ -209,13 +209,13 @@ class Handoffs(NoHandoffs):
         return self.handle(request, sending)
 
     def handle(self, request: RequestView, sending: Sending) -> dict[str, Any]:
-        """Returns what the decode engine must be told, under the names that proxies know."""
+        """Returns the parameters for the decode engine, under the names that proxies know."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine,
             "remote_request_id": request.request_id,
-            # Some routers take an empty list for a failure; nobody reads blocks from this engine, though.
+            # Some routers take an empty list for a failure. No engine reads blocks from this engine, though.
             "remote_block_ids": [[] for _ in self._rules],
             "remote_host": _NO_HOST,
             "remote_port": 0,

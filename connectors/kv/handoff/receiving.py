@@ -53,7 +53,7 @@ class Receiving:
     _answer: Found | str | None = None
 
     def ask(self, now: float) -> bool:
-        """Returns whether the index is to be asked now; the caller then asks it and calls `answered`."""
+        """Returns whether to ask the index now; the caller then asks it and calls `answered`."""
         if self._asking or now < self._next or self.over():
             return False
         self._asking = True
@@ -87,7 +87,7 @@ class Receiving:
         return time.monotonic() >= self.end or self._failures >= _MOST_FAILURES
 
     def forget(self) -> None:
-        """Forget what was found, because it may be gone or bad by now, so that it is asked for again."""
+        """Forget the match, because it may be gone or bad by now; the index is then asked again."""
         self.found = None
         self._next = 0.0
 
@@ -187,7 +187,8 @@ class Receiver:
             for number, rule in enumerate(self._rules)
         ]
         firsts = [self._names.packed(names, number, range(1)) for number in range(len(self._rules))]
-        # Chains of groups whose blocks end alike lie together; others' last blocks are looked for everywhere.
+        # Chains of groups whose blocks end alike lie together. Last blocks of other chains are looked for
+        # everywhere.
         together = firsts[0] if len(set(map(tag_of, firsts))) == 1 else b""
         found = self._space.find(b"".join(last), together, fresh=True)
         if found is None:

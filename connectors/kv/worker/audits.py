@@ -207,7 +207,8 @@ class KVAudits:
         return "alike" if alike else "wrong"
 
     def _condemn(self, space: Space, piece: _Piece, chunk: Chunk) -> None:
-        """Delete the segment, and keep its payload and what was computed here for whoever looks into it."""
+        """Delete the segment, and keep its payload and the blocks computed here for people who look into
+        it."""
         run, group = piece.run, self._memory.groups[piece.group]
         views = chunk.views(run.count, self._memory.caches[piece.group].slot_bytes)
         slots = [

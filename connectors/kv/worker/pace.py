@@ -65,7 +65,7 @@ class Pace:
             self._meters[tier].begin(read, self._clock())
 
     def held(self, read: Hashable, tier: Tier, held_s: float) -> None:
-        """Record that a read is about to end, because the store is asked for fewer. `held_s` is Meter's."""
+        """Record that a read is about to end, because the store asks for fewer reads. `held_s` is Meter's."""
         with self._lock:
             self._meters[tier].held(read, self._clock(), held_s)
 
@@ -88,8 +88,8 @@ class Pace:
 
     @otherwise(bool)
     def late(self, left: Mapping[Tier, int], compute_s: float) -> bool:
-        """Returns whether waiting for the bytes `left` of a load, and for what is before it, takes longer
-        than the `compute_s` seconds that computing them takes."""
+        """Returns whether computing a load, in `compute_s` seconds, is faster than waiting for its bytes
+        `left` and for the bytes before it."""
         with self._lock:
             now, rest, behind = self._clock(), 0.0, 0.0
             for tier, nbytes in left.items():
@@ -105,8 +105,8 @@ class Pace:
         """Returns in how many reads at most `nbytes` of a load that may be cut should come, if not in one for
         each segment.
 
-        One round of them while nobody knows what latency costs: more rounds would take the longer for it, and
-        that would be taken for a lack of bandwidth, which asks for more rounds.
+        They come in one round while the cost of latency is unknown. More rounds would take longer for their
+        latency, which would look like a lack of bandwidth and cause still more rounds.
         """
         requests = PART_REQUESTS[tier]
         with self._lock:

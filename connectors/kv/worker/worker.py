@@ -120,7 +120,7 @@ class KVWorker:
 
     @guarded((False, False))
     def _troubles(self) -> tuple[bool, bool]:
-        """Returns whether payloads can't be read now, and whether fewer reads are asked for."""
+        """Returns whether payloads can't be read now, and whether the store asks for fewer reads."""
         health = self._store.health
         return not health.payloads_answer(), health.reads_are_scarce
 
