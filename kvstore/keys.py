@@ -44,13 +44,14 @@ NO_SESSION = SessionId(b"")
 SESSION_ID_BYTES = 16
 #: Bytes at a session id's start that its salt decides alone.
 SESSION_SALT_BYTES = 4
-#: Longer names of sessions are none.
+#: A session's name has at most so many characters.
 SESSION_NAME_CHARS = 256
 DIGEST_BYTES = 16
 SEGMENT_ID_BYTES = 8
 GROUP_BYTES = 2
-#: The byte of a chain's first digest that is the tag: the last one that the group has no part in, so that
-#: chains of a request's groups lie together, and none of those that say in which bucket an entry is.
+#: The byte of a chain's first digest that is the tag. It is the last byte without a part of the group, so
+#: that chains of a request's groups lie together. It is also none of the bytes that say in which bucket an
+#: entry is.
 TAG_AT = 13
 CONTENT_BYTES = 32
 MAX_GROUPS = 1 << 16
@@ -170,7 +171,7 @@ def digests(block_hashes: Sequence[bytes], group: int = 0) -> bytes:
         return b""
     if not 0 <= group < MAX_GROUPS:
         raise OverflowError(f"group {group}; at most {MAX_GROUPS} are told apart")
-    # Every length is looked at: a long and a short one would add up, and shift what lies between.
+    # Every length is checked: a long and a short hash would add up, and shift the hashes between them.
     widths = set(map(len, block_hashes))
     width = widths.pop()
     if widths or width < DIGEST_BYTES:
@@ -192,7 +193,7 @@ def new_segment_id(chain: bytes = b"") -> SegmentId:
     """Returns random bytes and a tag. `chain` begins with the first digest of the chain whose blocks are
     saved, be they its first ones or not, or is the item's digest.
 
-    Without one the tag is random as well: for what nobody is to find by its chain.
+    Without `chain` the tag is random as well: for segments that are not to be found by their chain.
     """
     tag = bytes([tag_of(chain)]) if chain else secrets.token_bytes(1)
     return SegmentId(secrets.token_bytes(SEGMENT_ID_BYTES - 1) + tag)

@@ -16,8 +16,9 @@ Two kinds of checksum, so that no byte of a payload can change unnoticed:
              dtype, shape), so a slot is good under its own description only. It covers the stored bytes,
              not the raw ones, so that damage is found before a decompressor sees it.
 
-A signed segment has a MAC of its header besides, and of each slot a digest or, if it is encrypted, the tag:
-kvstore/format/keyring.py. A salted one names its salt's id. Both are of format 2, all others of format 1.
+A signed segment also has a MAC of its header, and a digest of each slot or, if it is encrypted, the slot's
+tag: kvstore/format/keyring.py. A salted segment names its salt's id. Both are of format 2, all other segments
+of format 1.
 
 A slot's codec (kvstore/format/codecs.py) says how its bytes are stored.
 
@@ -250,9 +251,9 @@ def parse_header(
 ) -> Header:
     """Checks who wrote a whole header (`header_length` bytes), then parses and cross-checks it.
 
-    Raises NamespaceMismatch if it belongs to another namespace than `namespace`, CorruptPayload
-    (UnsignedPayload) if it is damaged or not to be believed, UnreadablePayload if that can't be told with
-    this keyring or by this version. The slots' bytes are not looked at.
+    Raises NamespaceMismatch if it belongs to another namespace than `namespace`. Raises CorruptPayload
+    (UnsignedPayload) if it is damaged or not to be believed. Raises UnreadablePayload if this keyring or this
+    version can't judge it. The slots' bytes are not read.
     """
     length = header_length(data)
     if len(data) < length:

@@ -1,12 +1,12 @@
-"""Copies of what was erased: each node's fast tier gives them up by itself.
+"""Copies of erased payloads: each node's fast tier deletes them by itself.
 
 An erasure (`cache-admin erase`) reaches the index and the shared payloads. A node's own folder may hold
 copies, and payloads that it has yet to upload. So every process with such a folder looks from time to time
-whether anything was forbidden in the namespaces that the folder has, and goes through them if so: what isn't
-visible and was computed, by its own header, until then and under that salt is deleted, from the shared store
-as well.
+for forbidden times in the folder's namespaces. If there are any, it walks through the folder's payloads. It
+deletes a payload, from the shared store as well, if its segment isn't visible and its own header names a
+forbidden salt and time.
 
-It goes through them again until one walk began after all that is forbidden could have been computed.
+It walks again until a walk began after the last forbidden time.
 """
 
 from __future__ import annotations

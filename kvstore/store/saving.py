@@ -1,13 +1,13 @@
-"""How one rank's part of a segment is saved.
+"""Saves one rank's part of a segment.
 
 Order, so that a crash after any step is harmless (invariants 1, 4 and 8 of docs/format.md):
     1. claim      another engine's copy would be a waste        crash: the claim expires
     2. put        the payload is complete and durable           crash: a stray payload
     3. commit     the index names it, all ranks at once         crash: done
 
-A save may replace the short segments before it, whose blocks it begins with, so that a chain that grows by
-a few blocks a turn does not lie in as many segments as turns. They go in step 3 of their successor, so that
-a block is served by one or the other at any time. A crash before that leaves them as they were.
+A save may replace the short segments before it, whose blocks it begins with. So a chain that grows by a few
+blocks a turn does not lie in as many segments as turns. Replaced segments go in step 3 of their successor, so
+that one of both serves a block at any time. A crash before that leaves them as they were.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ MOST_WAITED_S = 300.0
 SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
 
-#: Later than all times of a record: the age of nothing, or of what is not known to be older than its save.
+#: Later than all times of a record: it stands for no segment, or for blocks that are not known to be older
+#: than their save.
 NEVER_CREATED_S = (1 << 32) - 1
 
 

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 #: Share that one salt may retain of what a namespace may.
 SALT_SHARE = 0.5
-#: Share that is retained by then where requests without a salt retain nothing more: the rest is for salted
-#: ones. Without salts nobody can tell which sessions are one client's.
+#: Requests without a salt retain nothing more once this share is retained: the rest is for salted requests.
+#: Without salts it is unknown which sessions are one client's.
 UNSALTED_SHARE = 0.75
 #: Share that one session may retain of what a namespace may.
 SESSION_SHARE = 0.5
@@ -167,7 +167,8 @@ class SpaceSessions:
     def _asked(
         self, others: Mapping[NamespaceId, str], known: Mapping[NamespaceId, _Held]
     ) -> list[NamespaceId]:
-        """Returns whom to ask: of the tenant's and of all others those that were asked longest ago."""
+        """Returns the namespaces to ask about: half of them the tenant's, half others, oldest answers
+        first."""
         order = sorted(others, key=lambda one: known[one].asked_s if one in known else float("-inf"))
         mine = [one for one in order if others[one] == self._tenant]
         rest = [one for one in order if others[one] != self._tenant]

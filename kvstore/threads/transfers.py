@@ -145,7 +145,7 @@ class Transfers:
             return self._closing or self._count_writes() < self._settings.queue_jobs
 
     def errand(self, nbytes: int, job: Job) -> bool:
-        """Queues a job that nobody waits for and that holds `nbytes` of memory. Returns False as `write`."""
+        """Queues a background job that holds `nbytes` of memory. Returns False as `write`."""
         with self._ready:
             if self._held["errands"] + nbytes > self._settings.errand_bytes:
                 return False
@@ -155,8 +155,8 @@ class Transfers:
             return True
 
     def ahead(self, job: Job) -> bool:
-        """Queues a job that nobody waits for and that gives way to reads. Returns False as `call`; a job
-        that has not begun when the store closes will not run either."""
+        """Queues a background job that gives way to reads. Returns False as `call`; a job that has not begun
+        when the store closes will not run either."""
         return self._put(self._ahead, _Queued(job))
 
     def _write(self, item: _Queued, after: Callable[[], object] | None) -> bool:
@@ -363,8 +363,8 @@ class _Parts(Generic[_T]):
 class Crew:
     """Threads that help their callers. They start with the first call that has more than one part.
 
-    The caller does parts too, so a call proceeds even if every helper is busy or the crew is closed, and
-    nothing here needs a bound: a helper that comes too late finds nothing to do.
+    The caller does parts too, so a call proceeds even if every helper is busy or the crew is closed. The
+    queue needs no bound: a helper that comes too late finds nothing to do.
     """
 
     def __init__(self, helpers: int, name: str = "kvstore") -> None:
