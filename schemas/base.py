@@ -82,8 +82,8 @@ _PLAIN = re.compile(r"(?:(?:^|&)(?:endpoint=https?(?::|%3[Aa])//[\w.:-]+/?|regio
 def redact(value: Any) -> Any:
     """Returns `value` fit for a log: the user information, query and fragment of a URL become ***.
 
-    Works on a text that was merely meant as a URL too, where a password holds a character that should
-    have been escaped, or a colon or slash is missing: whatever isn't surely harmless is hidden.
+    Works on a text that was merely meant as a URL, too: a password may hold a character that should have been
+    escaped, or a colon or slash may be missing. Every part that isn't surely harmless is hidden.
     """
     if not isinstance(value, str):
         return value

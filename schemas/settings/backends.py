@@ -38,11 +38,12 @@ class RedisSettings(StrictModel):
     #: has room for `max_lag_s` beside `near_s`, `kv.match_ttl_s` and `kv.load_deadline_s`, or else the
     #: master.
     read_from: Literal["auto", "replicas", "master"] = "auto"
-    #: How far a replica may be behind its master; one further behind is not read, nor one that can't be told.
+    #: How far a replica may be behind its master. A replica that is further behind is not read, nor one whose
+    #: lag is unknown.
     max_lag_s: Seconds = Field(default=2.0, ge=1.0)
-    #: For how long a process remembers which beginnings of prompts were stored, and asks for what follows
-    #: them alone; 5 is a good choice where prompts begin alike. 0: every prompt is asked for from its first
-    #: block on.
+    #: For how long a process remembers which beginnings of prompts were stored, and asks only for the blocks
+    #: behind them; 5 is a good choice where prompts begin alike. 0: a process asks for every prompt from its
+    #: first block on.
     near_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     #: Most connections of one process; a call waits up to `timeout_s` for a free one.
     max_connections: int = Field(default=16, ge=1)
@@ -121,9 +122,9 @@ class S3Settings(StrictModel):
     attempts: int = Field(default=3, ge=1, le=10)
     #: Pause before the second attempt; the pauses double, with full jitter.
     backoff_s: Seconds = 0.1
-    #: The longest pause between attempts; and for how long a call of an engine or the janitor waits for its
-    #: turn, in all, while the server asks for fewer requests (503 SlowDown). One whose turn comes later is
-    #: not made. Tools wait for as long as it takes.
+    #: The longest pause between attempts. Also the longest time, in all, that a call of an engine or the
+    #: janitor waits for its turn while the server asks for fewer requests (503 SlowDown). A call whose turn
+    #: comes later is not made. Tools wait for as long as it takes.
     max_backoff_s: Seconds = 2.0
     #: A longer read is split into ranged GETs of about this size, `concurrency` of them at a time.
     range_bytes: Bytes = Field(default=8 << 20, ge=64 << 10)

@@ -81,7 +81,7 @@ class KVSettings(StrictModel):
     save_decode: bool = False
     #: Longest time from a request's arrival to the index's answer; past it the request is a miss.
     match_deadline_s: Seconds = 0.5
-    #: A match older than this is asked again before it is promised.
+    #: For a match older than this the index is asked again before the match is promised.
     match_ttl_s: Seconds = 10.0
     #: Longest time from a load's submission to its last byte; past it the rest is recomputed.
     load_deadline_s: Seconds = 30.0
@@ -120,12 +120,12 @@ class KVSettings(StrictModel):
 class ECSettings(StrictModel):
     """The EC connector."""
 
-    #: As `kv.observe`, of encoder outputs: what is encoded, by what clients call it.
+    #: As `kv.observe`, for encoder outputs: record the encoded items by their clients' names.
     observe: bool = False
     #: Longest time from the first look at an item to its verified bytes on this node; past it the item is
     #: encoded.
     fetch_deadline_s: Seconds = 2.0
-    #: An item found absent is asked for again after this long.
+    #: Time after which the index is asked again for an absent item.
     absent_ttl_s: Seconds = 1.0
     #: Folder for fetched items, on this node; default: a fresh one in the system's temporary folder.
     staging_dir: str | None = None

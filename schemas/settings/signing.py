@@ -25,8 +25,8 @@ def _no_key(value: Any) -> Any:
 
 
 class SigningSettings(StrictModel):
-    """Payloads that prove who wrote them, so that whoever may write to the bucket, the folder or an archive
-    can't plant any; and payloads that nobody can read without a key.
+    """Payloads that prove who wrote them, so that no other writer to the bucket, the folder or an archive can
+    plant any; and payloads that can't be read without a key.
 
     Every engine, janitor and tool of a store needs the same folder of keys.
     """
