@@ -46,7 +46,7 @@ def check_name(name: str) -> None:
     """Raise ValueError if `name` can't be a name of weights. The empty name can."""
     if name and (not _NAME.fullmatch(name) or name.startswith(UNNAMED)):
         raise ValueError(
-            f"name of weights: at most 128 printable ASCII characters, and not {UNNAMED}...; not {name!r}"
+            f"expected a name of at most 128 printable ASCII characters, and not {UNNAMED}...; got {name!r}"
         )
 
 

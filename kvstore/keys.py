@@ -8,7 +8,7 @@ digest        16 bytes, the key in the index: the first 16 bytes of the content 
               hash's first 128 bits, so groups can't alias more easily than hashes collide.
 salt id       16 bytes: the first of SHA-256 of a request's `cache_salt`; empty without one.
 session id    16 bytes: 4 that all sessions of a salt share, then 12 of SHA-256 of the salt's id and the
-              session's name. Names stay in the process that was told them.
+              session's name. Names stay in the process that gets them.
 segment id    7 fresh random bytes per save, so deleting an old copy can never hit a newer one, and a tag:
               byte TAG_AT of its chain's first digest, by which an index in shards knows where the segment is.
 payload name  `<namespace id>/<2 hex>/<segment id>.<rank>`
@@ -82,7 +82,7 @@ def block_key(block_hash: bytes, group: int = 0) -> ContentKey:
     Raises ValueError if it is shorter.
     """
     if len(block_hash) < DIGEST_BYTES:
-        raise ValueError(f"block hash of {len(block_hash)} bytes; at least {DIGEST_BYTES} are needed")
+        raise ValueError(f"got a block hash of {len(block_hash)} bytes, expected at least {DIGEST_BYTES}")
     return ContentKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
 
 
@@ -126,7 +126,7 @@ def session_id(salt: SaltId, name: str) -> SessionId:
     for an empty or a longer one. An attacker who guesses salt and name can recognise them by the id.
     """
     if not 0 < len(name) <= SESSION_NAME_CHARS:
-        raise ValueError(f"a session's name of {len(name)} characters; it has 1 to {SESSION_NAME_CHARS}")
+        raise ValueError(f"got a session name of {len(name)} characters, expected 1 to {SESSION_NAME_CHARS}")
     text = len(salt).to_bytes(1, "big") + salt + name.encode("utf-8", "surrogatepass")
     rest = SESSION_ID_BYTES - SESSION_SALT_BYTES
     return SessionId(sessions_of_salt(salt) + hashlib.sha256(b"kvstore session\x00" + text).digest()[:rest])
@@ -139,7 +139,7 @@ def item_key(content: bytes, salt: str = "") -> ContentKey:
     A client's name for the item has no part in it. Raises ValueError for a digest of another length.
     """
     if len(content) != CONTENT_BYTES:
-        raise ValueError(f"digest of {len(content)} bytes; {CONTENT_BYTES} are needed")
+        raise ValueError(f"got a digest of {len(content)} bytes, expected {CONTENT_BYTES}")
     text = content + salt.encode("utf-8", "surrogatepass")
     return ContentKey(hashlib.sha256(b"kvstore item 2\x00" + text).digest() + bytes(GROUP_BYTES))
 
@@ -170,7 +170,7 @@ def digests(block_hashes: Sequence[bytes], group: int = 0) -> bytes:
     if not block_hashes:
         return b""
     if not 0 <= group < MAX_GROUPS:
-        raise OverflowError(f"group {group}; at most {MAX_GROUPS} are told apart")
+        raise OverflowError(f"got group {group}, expected less than {MAX_GROUPS}")
     # Every length is checked: a long and a short hash would add up, and shift the hashes between them.
     widths = set(map(len, block_hashes))
     width = widths.pop()

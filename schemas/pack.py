@@ -35,9 +35,9 @@ class PromptEntry(StrictModel):
     def _is_one(self) -> Self:
         given = [self.text, self.file, self.messages, self.tokens]
         if sum(one is not None for one in given) != 1:
-            raise ValueError(f"prompt {self.name!r} has one of text, file, messages and tokens")
+            raise ValueError(f"prompt {self.name!r} needs exactly one of text, file, messages and tokens")
         if self.tools is not None and self.messages is None:
-            raise ValueError(f"prompt {self.name!r} has tools, which go with messages")
+            raise ValueError(f"prompt {self.name!r} has tools without messages: leave them out")
         return self
 
 
@@ -50,7 +50,7 @@ class PromptFile(StrictModel):
     def _names_differ(self) -> Self:
         names = [one.name for one in self.prompts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"several prompts are called {', '.join(twice)}")
+            raise ValueError(f"several prompts are called {', '.join(twice)}; give each its own name")
         return self
 
 

@@ -92,10 +92,10 @@ class NoPrefetch:
         """The scheduler has decided a step: it has passed over all requests that have not started yet."""
 
     def gone(self, request_id: str, loads: Mapping[SegmentId, Tier] = _NOTHING) -> None:
-        """A request waits no more: it starts, loading these segments from where they lie, or has ended."""
+        """A request ends its wait: it starts, loading these segments from where they lie, or has ended."""
 
     def taken(self, request_id: str) -> None:
-        """A request waits no more: all that was fetched for it is being read from the folder."""
+        """A request ends its wait: all segments that were fetched for it are being read from the folder."""
 
     def load_ended(self, request_id: str) -> None:
         """A request's load has ended, one way or the other."""

@@ -1,8 +1,8 @@
 """Tells the EC connector of requests that wait for their turn, so that it can fetch their items meanwhile.
 
 vLLM tells a KV connector of every request that arrives; an EC connector hears of one only when the scheduler
-comes to it. On an engine that has both, the KV connector's scheduler half passes it on, in the same process,
-once it is known how much of the prompt will be loaded: an item in that part is not needed at all.
+comes to it. On an engine that has both, the KV connector's scheduler half passes it on in the same process,
+once the length of the load is known: an item in that part is not needed at all.
 
 Everything here belongs to the scheduler's thread.
 """

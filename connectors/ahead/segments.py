@@ -104,13 +104,13 @@ class Hinted:
         return True
 
     def discard(self, one: Segment) -> None:
-        """Names a segment no more, if it was named."""
+        """Drops a segment's name, if it has one."""
         if self._segments.pop(one.segment, None) is not None:
             self._nbytes -= one.nbytes
         one.hinted_until = 0.0
 
     def over(self, now: float) -> Iterator[Segment]:
-        """Yields the segments whose time is over, which are named no more."""
+        """Yields the segments whose time is over, and drops their names."""
         while (one := next(iter(self._segments.values()), None)) is not None and one.hinted_until <= now:
             self.discard(one)
             yield one

@@ -1,8 +1,8 @@
 """A producer's announcement of a request's items in `ec_transfer_params`, for consumers to read.
 
 Each identifier has the item's `item_indices`, as vLLM's proxies use them. An item that is or will be stored
-also has the `metadata` with which a consumer needs no media, and the namespace that it is saved to. Its
-digest (connectors.engine.contents) lets consumers find it that haven't seen the media.
+also has `metadata`, with which a consumer needs no media, and the namespace of its save. Its digest
+(connectors.engine.contents) lets consumers find it that haven't seen the media.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Items:
             began = index.now(self._space.id)
             forbidden = index.forbidden(self._space.id)
         except KVStoreError as exc:
-            log.debug("erasures are looked for later: %s", exc)
+            log.debug("the look for erasures is put off: %s", exc)
             return
         if forbidden and forbidden != self._done:
             self._staging.clear()

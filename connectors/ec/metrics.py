@@ -56,7 +56,7 @@ COUNTERS: Final = (
     Metric("saves", "Encoder outputs offered to the store", "outcome", SAVE_OUTCOMES),
     Metric("save_failures", "Saves that failed, by reason", "reason", MISS_REASONS),
     Metric("saved_bytes", "Bytes of segments written"),
-    Metric("outcomes_lost", "Outcomes of items that the journal could not be told"),
+    Metric("outcomes_lost", "Outcomes of items that did not reach the journal"),
     Metric("tier", "Events of the local tier", "event", TIER_EVENTS),
     *PREFETCHED,
     Metric("events", "Other events of the store", "event", EVENTS),

@@ -160,7 +160,7 @@ class ECScheduler:
         """Returns whether a request brings the media of all its items; one that doesn't fails."""
         if all(map(self._engine.media.is_here, request.mm_features)):
             return True
-        return self._give_up(request, "its items can't be looked up")
+        return self._give_up(request, "the look-up of its items failed")
 
     @guarded(None)
     def _available(self, request: Request, computed: int) -> bool | None:
@@ -187,7 +187,7 @@ class ECScheduler:
         feature = request.mm_features[index]
         here, key = self._engine.media.is_here(feature), self._asking.get(feature.identifier)
         if key is None:
-            return here or self._give_up(request, "nothing tells what its item is")
+            return here or self._give_up(request, "its item's content is unknown")
         width = self._engine.widths().get(feature.modality)
         self._promises.expect(key, request.get_num_encoder_embeds(index), width)
         if feature.identifier in self._resident and here and self._engine.consumer:
@@ -498,8 +498,8 @@ class ECScheduler:
 
         Items that are known, staged or asked for belong to the old weights and are forgotten. The store is
         left alone for weights without a name, and for weights with which this engine differs from all
-        writers. The namespace of weights that nobody has named (connectors.weights) is emptied when it is
-        left, since no other engine can use it.
+        writers. This engine empties the namespace of unnamed weights (connectors.weights) on leaving, since
+        no other engine can use it.
         """
         self._leave()
         self._ahead.restart()

@@ -1,7 +1,7 @@
 """Tells the EC connector of new weights under a running engine.
 
-vLLM has a hook by which a KV connector learns of a reset of the engine's caches, which comes with a change of
-weights in place. It has no such hook for an EC connector. On an engine with both, the KV connector's
+vLLM has a hook that tells a KV connector of a reset of the engine's caches. Such a reset comes with a change
+of weights in place. It has no such hook for an EC connector. On an engine with both, the KV connector's
 scheduler half passes the name of the weights on, in the same process.
 """
 

@@ -7,8 +7,8 @@ have is read with a default. All other names have no default: if a request's ada
 "none" would be a guess that serves wrong blocks, while an error costs a miss (connectors.engine.guard).
 
 The views read on demand and keep nothing: a request moves on between two steps, a session's prompt grows, and
-a hand-off may shorten one. A connector makes a request's view once and keeps it with what it knows of the
-request, and makes a step's once per step, so that a step in which nothing happens costs no more.
+a hand-off may shorten one. A connector makes a request's view once and keeps it with the request's state. It
+makes a step's view once per step, so that an idle step costs no more.
 """
 
 from __future__ import annotations

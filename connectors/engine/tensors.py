@@ -78,7 +78,7 @@ class Staging:
 
     @property
     def used_bytes(self) -> int:
-        """Returns how many bytes somebody holds."""
+        """Returns how many bytes are held."""
         return self._arena.used
 
     def try_acquire(self, nbytes: int) -> Chunk | None:
@@ -296,7 +296,7 @@ def _by_block(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     if cache.shape[0] == num_blocks:
         return cache
     if cache.shape[0] % num_blocks:
-        raise ValueError(f"cache of {cache.shape[0]} kernel blocks, {num_blocks} blocks")
+        raise ValueError(f"got {cache.shape[0]} kernel blocks, expected a multiple of {num_blocks}")
     # [blocks * ratio, heads, n, content] -> [blocks, heads, ratio, n, content]: tokens stay in order.
     return cache.unflatten(0, (num_blocks, -1)).transpose(1, 2)
 

@@ -1,15 +1,15 @@
 """Declines one load in so many, so that the engine computes what the store has, and both can be compared.
 
 A checksum says that bytes are as they were written. It can't say that the written bytes were right: an
-accelerator may be broken, an update of vLLM may have changed a layout, or the namespace may lack a property
-on which the bytes depend. So one in `kv.audit_every` loads that could be promised is declined. The request
-computes its blocks, and each rank compares them with the stored blocks (connectors.kv.worker.audits). A
-difference beyond the engine's arithmetic means that one of both sides is wrong. The segment is then evicted,
-so that no engine loads it, and its payload is kept for a while. The second wrong segment of a namespace ends
-this engine's use of the namespace: the engine itself may be wrong, and must not store more.
+accelerator may be broken, an update of vLLM may have changed a layout, or the namespace may lack a relevant
+property. So one in `kv.audit_every` loads that could be promised is declined. The request computes its
+blocks, and each rank compares them with the stored blocks (connectors.kv.worker.audits). A difference beyond
+the engine's arithmetic means that one of both sides is wrong. The segment is then evicted, so that no engine
+loads it, and its payload is kept for a while. The second wrong segment of a namespace ends this engine's use
+of the namespace: the engine itself may be wrong, and must not store more.
 
 Estimates that decline loads may be wrong, too. So one in as many loads that don't seem to pay is made all the
-same, unless it is expected to take several times as long as computing. Both measure regret
+same. It is left out if it is expected to take several times as long as computing. Both measure regret
 (connectors.choice.regret).
 
 Everything here belongs to the scheduler's thread.

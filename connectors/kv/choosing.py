@@ -3,7 +3,7 @@
 The reading side of the scheduler half asks once per request; everything here is arithmetic on its thread.
 A load that is declined because a tier looks slow would never show that the tier is fast again. So while
 nothing else measures the tier, a few blocks are read beside a request that computes them (a probe). Probes
-repeat while the request computes, and delay nobody: the next request profits.
+repeat while the request computes, and delay no request: the next request profits.
 """
 
 from __future__ import annotations

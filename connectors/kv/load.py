@@ -306,8 +306,8 @@ class Loading:
         first_token: int,
         stop_token: int,
     ) -> GroupLoad | None:
-        """Returns the load of the blocks that vLLM has allocated in one group for the tokens from
-        `first_token` up to `stop_token`, or None without such blocks.
+        """Returns the load of the blocks that vLLM has allocated in one group from `first_token` up to
+        `stop_token`, or None without such blocks.
 
         Every block that isn't null is to be filled. If vLLM and kvstore.rules.prefix disagreed, the match
         would not cover a block. Such a block fails at the worker, and the request is computed.

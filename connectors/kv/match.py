@@ -2,8 +2,8 @@
 
 For groups that need the whole prefix, the index returns the longest stored prefix (`Index.match`). The
 shortest answer is the limit. Up to there the index is searched for blocks of the other groups (`Index.find`),
-in spans from the end, until kvstore.rules.prefix finds a boundary on which all groups agree. A request whose
-blocks were saved together costs one such span per group.
+in spans from the end. The search ends when kvstore.rules.prefix finds a boundary on which all groups agree. A
+request whose blocks were saved together costs one such span per group.
 """
 
 from __future__ import annotations

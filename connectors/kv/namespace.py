@@ -1,9 +1,8 @@
 """Tells to which namespace an engine's KV blocks belong, from reset to reset.
 
 vLLM resets a connector's cache when the weights change in place, before it or after: at an update by a
-trainer, a sleep that drops them, a reload. Blocks that the store holds under the engine's namespace then
-don't fit the engine any more, and blocks that it computes from now on must not be stored there. So after a
-reset
+trainer, a sleep that drops them, a reload. Stored blocks of the engine's namespace then don't fit the engine
+any more. Blocks that it computes from now on must not be stored there. So after a reset
 
     if no block of the engine's own cache is left
         the engine goes on in a namespace whose weights have a name that no other engine uses, or, with

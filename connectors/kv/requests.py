@@ -157,7 +157,7 @@ class Keepers:
         self._of: dict[str, Keeper] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests have blocks that somebody keeps."""
+        """Returns how many requests have blocks with a keeper."""
         return len(self._of)
 
     def of(self, request_id: str) -> Keeper:

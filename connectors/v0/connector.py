@@ -116,9 +116,9 @@ class KVStoreConnectorV0(_BASE):
 
         A subclass may know better, for example the hashes of a request's images: what it returns becomes a
         part of the prompt's name. It must be the same on every rank, and the same only for requests whose KV
-        is the same. By default, prompts with images, prompt adapters or embeddings are not cached, because
-        v0 says nothing about them that would be the same in another engine; those with a LoRA adapter are
-        cached only with identity.lora = "trust", by its name and path.
+        is the same. By default, prompts with images, prompt adapters or embeddings are not cached. v0 says
+        nothing about them that would be the same in another engine; those with a LoRA adapter are cached only
+        with identity.lora = "trust", by its name and path.
         """
         unknown = ("multi_modal_kwargs", "prompt_adapter_requests", "encoder_input_tokens")
         if any(_some(getattr(model_input, name, None)) for name in (*unknown, "inputs_embeds")):

@@ -267,12 +267,12 @@ def parse_header(
     try:
         text = bytes(data[8:])
         if text.count(b",") + text.count(b"[") + text.count(b"{") > _MOST_VALUES:
-            raise ValueError("more values than any header has")
+            raise ValueError("the header has too many values")
         document = from_json(text)
         metadata = document.pop("__metadata__")
         del metadata["xxh3"]
         if len(metadata) > _MOST_FIELDS:
-            raise ValueError("more members than any header has")
+            raise ValueError("the header has too many members")
         _check_format(from_json(metadata.get("format", "1")))
         texts = (
             "mac",
@@ -291,7 +291,7 @@ def parse_header(
     except (ValueError, ValidationError, KeyError, AttributeError, TypeError, RecursionError) as exc:
         raise CorruptPayload("header makes no sense") from exc
     if meta.key != signer:
-        raise CorruptPayload("header is signed otherwise than it says")
+        raise CorruptPayload("header names another key than the one that signed it")
     _check_namespace(meta, namespace)
     if list(document) != [slot.key for slot in meta.slots]:
         raise CorruptPayload("tensors and slots of the header differ")

@@ -61,10 +61,10 @@ class ErasedCopies:
             self._steps = None
         except KVStoreError as exc:
             self._steps = None
-            log.debug("copies of what was erased are looked for later: %s", exc)
+            log.debug("the look for copies of erased payloads is put off: %s", exc)
         except Exception:
             self._steps = None
-            log.exception("copies of what was erased could not be looked for")
+            log.exception("the look for copies of erased payloads failed")
         finally:
             self._turn.release()
         return False

@@ -134,7 +134,7 @@ class Quarantine:
             self._backends.evidence.deny(name)
             return True
         except KVStoreError as exc:
-            log.warning("what is bad may still come back from the payloads, for now: %s", exc)
+            log.warning("a bad payload may still come back, for now: %s", exc)
         except Exception:
             log.exception("evidence could not be put: an unexpected failure")
         with self._lock:

@@ -80,9 +80,9 @@ class SpaceSessions:
                 lambda: backends.index.session(self._id, session, segments, hint=hint, allowance=allowance)
             )
         except KVStoreError as exc:
-            log.debug("session not told: %s", exc)
+            log.debug("session not reported: %s", exc)
         except Exception:
-            log.exception("a session could not be told of: an unexpected failure")
+            log.exception("a session could not be reported: an unexpected failure")
         return None
 
     def owned(self, session: SessionId) -> list[Run] | None:
@@ -90,10 +90,10 @@ class SpaceSessions:
         try:
             found = self._backends.index.owned(self._id, session)
         except KVStoreError as exc:
-            log.debug("what a session owns is not known: %s", exc)
+            log.debug("the segments of a session are unknown: %s", exc)
             return None
         except Exception:
-            log.exception("what a session owns is not known: an unexpected failure")
+            log.exception("the segments of a session are unknown: an unexpected failure")
             return None
         runs = [Run(record.depth, segment, 0, record.slots, record) for segment, record in found.items()]
         return sorted(runs, key=lambda run: run.start)
@@ -140,7 +140,7 @@ class SpaceSessions:
                 self._given = given
             accounts, unreachable = index.reachable()
         except KVStoreError as exc:
-            log.debug("what may be retained is not known: %s", exc)
+            log.debug("the room for retained segments is unknown: %s", exc)
             return
         others = {
             one.namespace: one.tenant for one in accounts if one.namespace != self._id and one.usage.nbytes
@@ -151,7 +151,7 @@ class SpaceSessions:
             try:
                 nbytes = index.retained(one).get(NO_SALT, 0)
             except KVStoreError as exc:
-                log.debug("what namespace %s retains is not known: %s", one, exc)
+                log.debug("the retained bytes of namespace %s are unknown: %s", one, exc)
             else:
                 known[one] = _Held(others[one], nbytes, now)
         of_tenant, of_others = (

@@ -353,7 +353,7 @@ class Space:
             self.writers.settle(writer, opinion, self.written_by(run))
 
         if not self.backends.transfers.call(tell):
-            log.warning("no room to tell the verdict about writer %s: other engines find out", writer.hex())
+            log.warning("the queue is full, so the verdict about writer %s is not reported", writer.hex())
         log.log(
             logging.INFO if opinion == "alike" else logging.ERROR,
             "writer %s of namespace %s: what it has stored is %s this engine computes",

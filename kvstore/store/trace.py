@@ -16,8 +16,8 @@ store it in `parts`; `gpus` is how many an engine has, where it is known. A requ
 seconds since `began_s`, and `n`, the number of its space. Its chain of blocks, from the first one on, is `d`,
 8 bytes of each digest: the last eight, because the first ones don't tell the groups of a hybrid model apart.
 With `like` [line, blocks] the chain begins with the first `blocks` blocks of the request on that line of this
-file, counted from 0, and `d` is what follows them. Prompts share long prefixes, so this makes a trace of
-chats a fraction as long.
+file, counted from 0. `d` then has the blocks behind them. Prompts share long prefixes, so this makes a trace
+of chats a fraction as long.
 
 `session` is 8 bytes of a session's id, the last ones, because sessions of one salt share the first. A line
 with a session and no blocks has the hints on it in that namespace at that moment, at least one of: `end`,

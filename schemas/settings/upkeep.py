@@ -35,8 +35,8 @@ class EvictionSettings(StrictModel):
     def _without_watermarks(cls, tree: Any) -> Any:
         if isinstance(tree, dict) and (found := sorted({"high", "low"} & tree.keys())):
             raise ValueError(
-                f"{' and '.join(found)}: no settings any more, eviction begins where a hundredth of a quota, "
-                "at most 1 GiB, is left; leave them out, and lower the quota if more is to stay free"
+                f"{' and '.join(found)}: no settings any more. Eviction begins when a hundredth of a quota, "
+                "at most 1 GiB, is left. Leave them out; to keep more free, lower the quota"
             )
         return tree
 

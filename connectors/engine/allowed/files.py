@@ -130,7 +130,7 @@ def source_of(name: str, revision: str | None, cache: str | None) -> Source:
         else:
             pinned = path.name == revision
             return Source(path, refs=None if pinned else path.parent.parent / "refs", pinned=pinned)
-    raise NotKnown(f"the files of {name} are not on this machine's disk, so they can't be told from others")
+    raise NotKnown(f"the files of {name} are not on this machine's disk, so a digest is impossible")
 
 
 def _is_snapshot(path: Path) -> bool:

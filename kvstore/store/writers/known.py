@@ -142,7 +142,7 @@ class KnownWriters:
 
     @property
     def own_failed(self) -> bool:
-        """Tells whether this engine's own writer has failed: what it saves is of no use to anybody."""
+        """Tells whether this engine's own writer has failed: its saves are then of no use to any engine."""
         return self._is_failed(self._backends.writer.id)
 
     def refusals(self) -> int:
@@ -184,7 +184,7 @@ class KnownWriters:
         try:
             known = self._backends.index.verdicts(self._namespace, asked)
         except KVStoreError as exc:
-            log.debug("verdicts about %d writers are asked for later: %s", len(asked), exc)
+            log.debug("verdicts about %d writers come later: %s", len(asked), exc)
             return
         except Exception:
             log.exception("verdicts could not be read: an unexpected failure")
@@ -210,10 +210,10 @@ class KnownWriters:
                 self._namespace, writer, opinion, by=self._backends.writer.place, stands=stands, name=name
             )
         except KVStoreError as exc:
-            log.warning("the verdict about writer %s could not be told: %s", writer.hex(), exc)
+            log.warning("the verdict about writer %s could not be reported: %s", writer.hex(), exc)
             return
         except Exception:
-            log.exception("a verdict could not be told: an unexpected failure")
+            log.exception("a verdict could not be reported: an unexpected failure")
             return
         self._backends.counters.add(f"verdicts{{{state}}}")
         if state == "failed":
