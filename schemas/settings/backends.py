@@ -159,9 +159,9 @@ class Tiers(StrictModel):
     #: `through`: a save is over when the shared store has it. `back`: a save is over when the folder has it.
     #: It is uploaded afterwards; until then other nodes miss it, and it is lost if this node's disk is.
     write: Literal["through", "back"] = "through"
-    #: Most bytes that a connector of an engine fetches ahead to the folder, for requests that wait for their
-    #: turn. Bytes count until a request begins to load them. A quarter of the folder is never exceeded. Hints
-    #: of sessions may use half of the bytes. 0: nothing is fetched ahead.
+    #: Most bytes that a connector fetches ahead to the folder, for requests that wait for their turn. Bytes
+    #: count until a request begins to load them. A quarter of the folder is never exceeded. Hints of sessions
+    #: may use half of the bytes. 0: nothing is fetched ahead.
     prefetch_bytes: Bytes = Field(default=4 << 30, ge=0)
 
     @field_serializer("fast", "slow", when_used="json")

@@ -40,7 +40,7 @@ class IdentitySettings(StrictModel):
     #: are nearly tied.
     any_tp: bool = False
     #: Engines of different minor releases of vLLM share KV blocks. A release may fill a page of the same
-    #: shape in another way, which no check detects, so make sure first that yours don't.
+    #: shape in another way, unnoticed, so make sure first that yours don't.
     any_vllm: bool = False
 
 

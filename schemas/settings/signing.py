@@ -43,8 +43,7 @@ class SigningSettings(StrictModel):
     #: `refuse`: payloads without a signature are misses, and are evicted. `accept`: they are believed, as
     #: without keys; for the time in which a store that was not signed becomes one that is.
     unsigned: Literal["refuse", "accept"] = "refuse"
-    #: Encrypt payloads that this process writes, with AES-256-GCM. Payloads that it reads are decrypted in
-    #: any case.
+    #: Encrypt payloads that this process writes, with AES-256-GCM. Reads decrypt in any case.
     encrypt: bool = False
 
     @model_validator(mode="after")
