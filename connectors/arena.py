@@ -1,4 +1,5 @@
-"""Runs of bytes in one range that never grows: who takes three blocks' worth has three blocks' worth.
+"""Runs of bytes in one range that never grows: a caller that takes three blocks' worth has three blocks'
+worth.
 
 First fit from the low end, and neighbours that are free are one run again. Runs are given back in any order;
 there are a dozen or a few hundred of them, so that a list is enough.
@@ -48,7 +49,7 @@ class Arena:
         return start
 
     def give(self, start: int) -> None:
-        """Give a run back by its start. Raises KeyError if nobody has it."""
+        """Give a run back by its start. Raises KeyError if it is not taken."""
         length = self._taken.pop(start)
         self.used -= length
         end = start + length

@@ -6,12 +6,12 @@ order. The distance of a block is the largest, over its layers and heads, of the
     |computed - stored| / (|stored| + a tenth of the head's mean |stored|)
 
 with |x| as the Euclidean norm over the content. The second summand keeps tokens whose state is almost nothing
-from deciding. The median does so for single tokens: in a model with experts rounding can send one to another
-expert, and its state is then far off and right all the same. So a single wrong token isn't seen, and a wrong
-head of a single layer is. Blocks of other tokens are about 1 to 1.4 apart, rounding a few thousandths (bf16)
-or millionths (float32), so that the bounds by dtype leave room on either side. Within them the tolerance is
-learned: once enough blocks of a group have been compared, `_MARGIN` times the largest distance among those
-that were alike is the tolerance, if that is less.
+from deciding. The median keeps single tokens from deciding: in a model with experts rounding can send a token
+to another expert, and its state is then far off and right all the same. So a comparison misses a single wrong
+token, and finds a wrong head of a single layer. Blocks of other tokens are about 1 to 1.4 apart. Rounding
+makes a few thousandths (bf16) or millionths (float32). So the bounds by dtype leave room on either side.
+Within the bounds the tolerance is learned, once enough blocks of a group have been compared: `_MARGIN` times
+the largest distance among the blocks that were alike, if that is less.
 """
 
 from __future__ import annotations

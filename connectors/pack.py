@@ -2,9 +2,9 @@
 
     python -m connectors.pack    reads a job from stdin, and answers on stdout until stdin ends
 
-One process holds engine and connector, so that steps without requests, with which a connector ends what it
-began, can be made here. Prompts are computed one after the other: what would be dropped by a full queue of
-saves is then saved when it is asked for again.
+One process holds engine and connector. So it can make steps without requests, with which a connector ends its
+saves. The engine computes one prompt after the other. It computes a prompt again if a full queue of saves has
+dropped blocks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> tuple[Any, Map
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    # What concerns the server alone is refused, as is what was mistyped: either would go unnoticed.
+    # Options of the server alone are refused, as are mistyped options: both would go unnoticed.
     parser = FlexibleArgumentParser(prog="ENGINE", usage="MODEL [an engine's arguments of `vllm serve`]")
     EngineArgs.add_cli_args(parser)
     parser.add_argument("model_tag", nargs="?")
@@ -101,7 +101,7 @@ def _engine(words: Sequence[str], settings: Mapping[str, Any]) -> tuple[Any, Map
     given = parser.parse_args(list(words))
     if given.model_tag is not None:
         given.model = given.model_tag
-    # What an engine saves doesn't depend on how many of it there are, or on which of them it is.
+    # An engine's segments don't depend on the number of its replicas, or on its place among them.
     for name in vars(given):
         if name.startswith("data_parallel_"):
             setattr(given, name, parser.get_default(name))
@@ -168,7 +168,7 @@ def _asked(llm: Any, chat: Mapping[str, Any], prompt: Mapping[str, Any]) -> list
         [output] = llm.chat(
             [prompt["messages"]],
             params,
-            # What a conversation begins with, whoever speaks next.
+            # The prompt is the beginning of a conversation, whoever speaks next.
             add_generation_prompt=False,
             tools=_tools(llm, prompt["tools"]),
             use_tqdm=False,

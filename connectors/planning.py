@@ -63,8 +63,8 @@ def split_run(run: Run, most: int) -> list[Run]:
 
 
 def piece_blocks(counts: Sequence[int], pieces: int) -> int:
-    """Returns how many blocks a piece of runs of so many blocks may have, for them to be split into at most
-    so many pieces, but at least one each, as even as can be."""
+    """Returns the most blocks of a piece, so that runs of `counts` blocks become at most `pieces` pieces, as
+    even as can be. Each run becomes at least one piece."""
     pieces = max(pieces, len(counts))
     least, most = -(-sum(counts) // pieces), max(counts)
     while least < most:
@@ -115,12 +115,12 @@ def saves_due(saved: int, done: int, segment_blocks: int, *, final: bool) -> tup
 def joins_due(new: int, tail: Sequence[Run], segment_blocks: int) -> list[Run]:
     """Returns those of the segments before `new` blocks that are written anew with them, in order.
 
-    `tail` is of `tail_of`. As a binary counter carries: the last one joins if it is no larger than all that
-    comes after it, so that a block is in a segment of twice the size each time that it is written again. One
-    of three quarters of `segment_blocks` or more is whole and stays. A chain that grows by 1 to 100 blocks a
-    turn then lies in 1.0 to 1.3 times as many segments as one that is saved at once, and is written 1.2 to 4
-    times. With a bound of one half it is up to 2.0 and 1 to 3.5 times; without a bound 1.0 and 1.3 to 4
-    (trials.benchmarks.bench_turns).
+    `tail` is of `tail_of`. They join as a binary counter carries: the last segment joins if it is no larger
+    than all blocks after it. So each time that a block is written again, it is in a segment of twice the
+    size. A segment of three quarters of `segment_blocks` or more is whole and stays. A chain that grows by 1
+    to 100 blocks a turn then lies in 1.0 to 1.3 times as many segments as a chain saved at once. It is
+    written 1.2 to 4 times. With a bound of one half it is up to 2.0 and 1 to 3.5 times; without a bound 1.0
+    and 1.3 to 4 (trials.benchmarks.bench_turns).
     """
     joined = 0
     for run in reversed(tail):

@@ -1,7 +1,7 @@
 """A plug-in for vLLM by which it finds the connectors by name alone, without a module path.
 
-vLLM calls `register` in each of its processes, whether or not the connectors are used there, and an error
-would end every engine of that environment. So this module imports nothing but vLLM's two registries, and does
+vLLM calls `register` in each of its processes, whether or not the connectors are used there. An error would
+end every engine of that environment. So this module imports nothing but vLLM's two registries, and does
 without those that it doesn't find. vLLM finds the plug-in once the package is installed; `VLLM_PLUGINS`, if
 that is set, must name it (`kvstore`).
 """
@@ -44,7 +44,7 @@ def register() -> None:
             missing.append(f"{name} ({type(exc).__name__}: {exc})")
     if missing:
         log.warning(
-            "kvstore: this vLLM has no registry where it is looked for, so these connectors are not known by "
-            "name: %s. Engines start without them; docs/vllm-versions.md says which vLLM they are made for",
+            "kvstore: this vLLM has no registry of connectors in the expected place, so it doesn't know "
+            "these by name: %s. Engines start without them; docs/vllm-versions.md names the right vLLM",
             "; ".join(missing),
         )

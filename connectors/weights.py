@@ -17,8 +17,8 @@ Engines whose weights have the same name share blocks, including engines that we
 `identity.weights` set to that name. An empty name stands for the weights that the engine was started with,
 for use after a sleep that kept them.
 
-Nothing in a request can name weights: else a client could make an engine store its blocks under the name of
-other weights.
+Requests can't name weights: else a client could make an engine store its blocks under the name of other
+weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-#: Prefix of the names of weights that nobody has named.
+#: Prefix of the names of unnamed weights.
 UNNAMED = "unnamed-"
 _NAME = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 
@@ -46,7 +46,7 @@ def check_name(name: str) -> None:
     """Raise ValueError if `name` can't be a name of weights. The empty name can."""
     if name and (not _NAME.fullmatch(name) or name.startswith(UNNAMED)):
         raise ValueError(
-            f"name of weights: at most 128 printable ASCII characters, and not {UNNAMED}...; not {name!r}"
+            f"expected a name of at most 128 printable ASCII characters, and not {UNNAMED}...; got {name!r}"
         )
 
 
@@ -61,7 +61,7 @@ def this_machine() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The name that one rank was told for its weights, and when."""
+    """The name that one rank got for its weights, and when."""
 
     name: str
     #: Nanoseconds by the steady clock of the rank's machine, which says nothing to other machines.
@@ -77,16 +77,15 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class AgreedName:
-    """The name that all ranks were told, and when the first rank on this machine was; None if none is here.
-
-    All ranks are told in one call, so those on other machines were told when those here were."""
+    """The name that all ranks got. `at_ns` is when the first rank on this machine got it, or None without a
+    rank here. One call names all ranks' weights, so ranks on other machines got the name at the same time."""
 
     name: str
     at_ns: int | None
 
 
 def agreed(namings: Mapping[int, Naming], ranks: int) -> AgreedName | None:
-    """Returns what all ranks agree on; None while some rank has not been told, or was told another name."""
+    """Returns the name on which all ranks agree, or None while some rank has none or another."""
     names = {one.name for one in namings.values()}
     if len(namings) < ranks or len(names) != 1:
         return None
@@ -100,8 +99,8 @@ class NamedWeights:
     def name_weights(self, name: str) -> int:
         """Name the weights that this worker has now. To be called after the reset and the update.
 
-        Returns how many KVStoreConnectors were told; they act on it after the next step. Raises ValueError if
-        `name` can't be one.
+        Returns how many KVStoreConnectors got the name; they act on it after the next step. Raises ValueError
+        if `name` can't be one.
         """
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

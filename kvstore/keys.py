@@ -8,7 +8,7 @@ digest        16 bytes, the key in the index: the first 16 bytes of the content 
               hash's first 128 bits, so groups can't alias more easily than hashes collide.
 salt id       16 bytes: the first of SHA-256 of a request's `cache_salt`; empty without one.
 session id    16 bytes: 4 that all sessions of a salt share, then 12 of SHA-256 of the salt's id and the
-              session's name. Names stay in the process that was told them.
+              session's name. Names stay in the process that gets them.
 segment id    7 fresh random bytes per save, so deleting an old copy can never hit a newer one, and a tag:
               byte TAG_AT of its chain's first digest, by which an index in shards knows where the segment is.
 payload name  `<namespace id>/<2 hex>/<segment id>.<rank>`
@@ -44,13 +44,14 @@ NO_SESSION = SessionId(b"")
 SESSION_ID_BYTES = 16
 #: Bytes at a session id's start that its salt decides alone.
 SESSION_SALT_BYTES = 4
-#: Longer names of sessions are none.
+#: A session's name has at most so many characters.
 SESSION_NAME_CHARS = 256
 DIGEST_BYTES = 16
 SEGMENT_ID_BYTES = 8
 GROUP_BYTES = 2
-#: The byte of a chain's first digest that is the tag: the last one that the group has no part in, so that
-#: chains of a request's groups lie together, and none of those that say in which bucket an entry is.
+#: The byte of a chain's first digest that is the tag. It is the last byte without a part of the group, so
+#: that chains of a request's groups lie together. It is also none of the bytes that say in which bucket an
+#: entry is.
 TAG_AT = 13
 CONTENT_BYTES = 32
 MAX_GROUPS = 1 << 16
@@ -81,14 +82,15 @@ def block_key(block_hash: bytes, group: int = 0) -> ContentKey:
     Raises ValueError if it is shorter.
     """
     if len(block_hash) < DIGEST_BYTES:
-        raise ValueError(f"block hash of {len(block_hash)} bytes; at least {DIGEST_BYTES} are needed")
+        raise ValueError(f"got a block hash of {len(block_hash)} bytes, expected at least {DIGEST_BYTES}")
     return ContentKey(block_hash + group.to_bytes(GROUP_BYTES, "big"))
 
 
 def salt_id(salt: str) -> SaltId:
-    """Returns what names a request's `cache_salt` in headers and in the index; empty for an empty one.
+    """Returns the id of a request's `cache_salt` in headers and in the index; empty for an empty salt.
 
-    A salt is any string, lone surrogates included. Whoever can guess the salt can tell it from its id.
+    A salt is any string, lone surrogates included. An attacker who guesses the salt can recognise it by its
+    id.
     """
     if not salt:
         return NO_SALT
@@ -118,13 +120,13 @@ def sessions_of_salt(salt: SaltId) -> bytes:
 
 
 def session_id(salt: SaltId, name: str) -> SessionId:
-    """Returns what names a session in the index: one client can't name another's that has another salt.
+    """Returns the id of a session in the index: a client can't name a session of another salt.
 
     A name is any string of 1 to SESSION_NAME_CHARS characters, lone surrogates included. Raises ValueError
-    for an empty or a longer one. Whoever can guess the salt and the name can tell them from the id.
+    for an empty or a longer one. An attacker who guesses salt and name can recognise them by the id.
     """
     if not 0 < len(name) <= SESSION_NAME_CHARS:
-        raise ValueError(f"a session's name of {len(name)} characters; it has 1 to {SESSION_NAME_CHARS}")
+        raise ValueError(f"got a session name of {len(name)} characters, expected 1 to {SESSION_NAME_CHARS}")
     text = len(salt).to_bytes(1, "big") + salt + name.encode("utf-8", "surrogatepass")
     rest = SESSION_ID_BYTES - SESSION_SALT_BYTES
     return SessionId(sessions_of_salt(salt) + hashlib.sha256(b"kvstore session\x00" + text).digest()[:rest])
@@ -134,10 +136,10 @@ def item_key(content: bytes, salt: str = "") -> ContentKey:
     """Returns the content key of one encoder item: of the digest of its processed input, of `CONTENT_BYTES`,
     and of the `cache_salt` of the request that brings it, any string, lone surrogates included.
 
-    What a client calls the item has no part in it. Raises ValueError for a digest of another length.
+    A client's name for the item has no part in it. Raises ValueError for a digest of another length.
     """
     if len(content) != CONTENT_BYTES:
-        raise ValueError(f"digest of {len(content)} bytes; {CONTENT_BYTES} are needed")
+        raise ValueError(f"got a digest of {len(content)} bytes, expected {CONTENT_BYTES}")
     text = content + salt.encode("utf-8", "surrogatepass")
     return ContentKey(hashlib.sha256(b"kvstore item 2\x00" + text).digest() + bytes(GROUP_BYTES))
 
@@ -168,8 +170,8 @@ def digests(block_hashes: Sequence[bytes], group: int = 0) -> bytes:
     if not block_hashes:
         return b""
     if not 0 <= group < MAX_GROUPS:
-        raise OverflowError(f"group {group}; at most {MAX_GROUPS} are told apart")
-    # Every length is looked at: a long and a short one would add up, and shift what lies between.
+        raise OverflowError(f"got group {group}, expected less than {MAX_GROUPS}")
+    # Every length is checked: a long and a short hash would add up, and shift the hashes between them.
     widths = set(map(len, block_hashes))
     width = widths.pop()
     if widths or width < DIGEST_BYTES:
@@ -191,15 +193,15 @@ def new_segment_id(chain: bytes = b"") -> SegmentId:
     """Returns random bytes and a tag. `chain` begins with the first digest of the chain whose blocks are
     saved, be they its first ones or not, or is the item's digest.
 
-    Without one the tag is random as well: for what nobody is to find by its chain.
+    Without `chain` the tag is random as well: for segments that are not to be found by their chain.
     """
     tag = bytes([tag_of(chain)]) if chain else secrets.token_bytes(1)
     return SegmentId(secrets.token_bytes(SEGMENT_ID_BYTES - 1) + tag)
 
 
 def chain_like(segment: SegmentId) -> bytes:
-    """Returns what has the tag of a segment's chain, for who looks in that chain and doesn't know its first
-    digest. Of a segment of a release without tags, that of any."""
+    """Returns a digest with the tag of a segment's chain, for callers that look in that chain and don't know
+    its first digest. The segments of a release without tags have any tag."""
     return bytes(TAG_AT) + segment[-1:] + bytes(DIGEST_BYTES - TAG_AT - 1)
 
 

@@ -1,5 +1,5 @@
 """The shapes that cross a boundary: settings, identity, stored metadata, index records.
 
-Everything here is frozen and strict: an unknown key is an error, never ignored. Nothing here does
-I/O, and nothing imports torch or vLLM.
+Everything here is frozen and strict: an unknown key is an error, never ignored. The package does no I/O, and
+imports neither torch nor vLLM.
 """

@@ -35,5 +35,5 @@ class Manifest(StrictModel):
     segments: int = Field(ge=0)
     payloads: int = Field(ge=0)
     payload_bytes: int = Field(ge=0)
-    #: What the archive holds of which prompts, if it is a pack.
+    #: The prompts that the archive holds, if it is a pack.
     pack: Pack | None = None

@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-#: Sizes in bytes, dimensions and counts that somebody else says are below this. What lies beyond is no number
-#: of ours, and arithmetic with it could take for ever.
+#: Bound of sizes in bytes, dimensions and counts that come from outside. A larger number is surely wrong, and
+#: arithmetic with it could take for ever.
 MAX_NUMBER = 1 << 40
 
 
@@ -61,14 +61,14 @@ def _keys_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
-    """Returns the model that a field's type is or has as an alternative; None if there is none."""
+    """Returns the model that a field's type is or has as an alternative, or None if there is none."""
     if isinstance(annotation, type):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((found for arg in get_args(annotation) if (found := model_of(arg))), None)
 
 
 def _is_secret(path: str) -> bool:
-    # What stands under `signing` by mistake may be a key itself.
+    # A value that stands under `signing` by mistake may be a key itself.
     return any(word in path.lower() for word in ("password", "secret", "token", "credential", "signing."))
 
 
@@ -82,8 +82,8 @@ _PLAIN = re.compile(r"(?:(?:^|&)(?:endpoint=https?(?::|%3[Aa])//[\w.:-]+/?|regio
 def redact(value: Any) -> Any:
     """Returns `value` fit for a log: the user information, query and fragment of a URL become ***.
 
-    Works on a text that was merely meant as a URL too, where a password holds a character that should
-    have been escaped, or a colon or slash is missing: whatever isn't surely harmless is hidden.
+    Works on a text that was merely meant as a URL, too: a password may hold a character that should have been
+    escaped, or a colon or slash may be missing. Every part that isn't surely harmless is hidden.
     """
     if not isinstance(value, str):
         return value

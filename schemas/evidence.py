@@ -13,11 +13,11 @@ _Salt = Annotated[str, Field(pattern="^([0-9a-f]{32})?$")]
 
 
 class RefusalsObject(StrictModel):
-    """What was erased or invalidated in one namespace. It outlives the index. Times are those of the index's
+    """Erasures and invalidations of one namespace. They outlive the index. Times are those of the index's
     clock, unix seconds."""
 
     format: Literal[1] = 1
-    #: Id of a salt in hex, or "" for all of the namespace -> until when what was erased was created.
+    #: Id of a salt in hex, or "" for all of the namespace -> segments created up to this time were erased.
     erased_s: dict[_Salt, _Time]
-    #: When all of it was invalidated for the last time; 0: never.
+    #: When the whole namespace was invalidated for the last time; 0: never.
     invalidated_s: _Time

@@ -24,7 +24,8 @@ class PromptEntry(StrictModel):
     text: str | None = Field(default=None, min_length=1)
     #: A file with the text, from the prompts' file on.
     file: str | None = Field(default=None, min_length=1)
-    #: What the chat template makes the prompt of. Instead of `content` a message may name a `file`.
+    #: Messages from which the chat template makes the prompt. Instead of `content` a message may name a
+    #: `file`.
     messages: tuple[dict[str, Any], ...] | None = Field(default=None, min_length=1, max_length=1024)
     #: Definitions of tools, for the chat template.
     tools: tuple[dict[str, Any], ...] | None = Field(default=None, min_length=1, max_length=1024)
@@ -34,9 +35,9 @@ class PromptEntry(StrictModel):
     def _is_one(self) -> Self:
         given = [self.text, self.file, self.messages, self.tokens]
         if sum(one is not None for one in given) != 1:
-            raise ValueError(f"prompt {self.name!r} has one of text, file, messages and tokens")
+            raise ValueError(f"prompt {self.name!r} needs exactly one of text, file, messages and tokens")
         if self.tools is not None and self.messages is None:
-            raise ValueError(f"prompt {self.name!r} has tools, which go with messages")
+            raise ValueError(f"prompt {self.name!r} has tools without messages: leave them out")
         return self
 
 
@@ -49,17 +50,17 @@ class PromptFile(StrictModel):
     def _names_differ(self) -> Self:
         names = [one.name for one in self.prompts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"several prompts are called {', '.join(twice)}")
+            raise ValueError(f"several prompts are called {', '.join(twice)}; give each its own name")
         return self
 
 
 class PackedPrompt(StrictModel):
-    """What a pack says of one prompt."""
+    """A pack's entry of one prompt."""
 
     name: PromptName
     tokens: int = Field(ge=1, lt=MAX_NUMBER)
-    #: The first 16 bytes of the hash of each full block, in hex, one after the other: what the index knows
-    #: blocks by, but for their group.
+    #: The first 16 bytes of the hash of each full block, in hex, one after the other: the index knows blocks
+    #: by these bytes, but for their group.
     blocks: str = Field(pattern=r"^([0-9a-f]{32})+$")
 
     @property
@@ -70,7 +71,7 @@ class PackedPrompt(StrictModel):
 
 
 class Pack(StrictModel):
-    """What makes an archive a pack."""
+    """The manifest that makes an archive a pack."""
 
     format: Literal[1] = 1
     #: Release of vLLM that computed it.

@@ -65,7 +65,7 @@ _UNIFORM, _SALTED = 1, 2
 SALT_ID_BYTES = 16
 #: Bytes of the id of a writer: one start of one engine, or another process that saves.
 WRITER_ID_BYTES = 8
-#: The id of a writer that nobody knows.
+#: The id of an unknown writer.
 NO_WRITER: Final = bytes(WRITER_ID_BYTES)
 
 
@@ -73,8 +73,8 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class _Compact(Sequence[_T_co]):
-    """What equals a tuple and takes no more memory than its packed form. An answer of the index can bring
-    thousands of records of 2 kB whose tuples would take 2 MiB each."""
+    """A sequence that equals a tuple and takes no more memory than its packed form. An answer of the index
+    can bring thousands of records of 2 kB whose tuples would take 2 MiB each."""
 
     __slots__ = ()
 
@@ -150,7 +150,7 @@ def _total(sizes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _PackedParts(_Compact[PartRecord]):
-    """The parts in a packed record of the right length, each unpacked when it is asked for."""
+    """The parts in a packed record of the right length, each unpacked on access."""
 
     data: bytes
     begin: int

@@ -70,15 +70,15 @@ class SegmentMeta(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.rank >= self.ranks:
-            raise ValueError(f"rank {self.rank} of {self.ranks}")
+            raise ValueError(f"got rank {self.rank}, expected less than {self.ranks}")
         signed, encrypted = self.key is not None, self.data_key is not None
         if (self.mac is not None) != signed or (encrypted and not signed):
-            raise ValueError("a signature and its key go together")
+            raise ValueError("a signature without its key, or a key without its signature")
         if (self.format == 2) != (signed or self.salt is not None):
             raise ValueError("format and contents disagree")
         if any(
             (slot.blake3 is not None) != (signed and not encrypted) or (slot.tag is not None) != encrypted
             for slot in self.slots
         ):
-            raise ValueError("a slot is signed or encrypted otherwise than its segment")
+            raise ValueError("a slot and its segment differ in signature or encryption")
         return self

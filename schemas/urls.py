@@ -187,7 +187,7 @@ def redis_location(value: str) -> RedisLocation:
         return replace(known, path=unquote(there), db=_socket_db(mark + query))
     if mark:
         raise ValueError(
-            f"a {scheme} URL takes no options ('?' or '#'): what there is to set is under redis, such as "
+            f"a {scheme} URL takes no options ('?' or '#'): its settings are under redis, such as "
             "redis.password, redis.tls_ca, redis.timeout_s; special characters of a password must be "
             "percent-encoded"
         )

@@ -1,13 +1,15 @@
-"""Brings what waiting requests are to load to the node's folder, so that they find it near when they start.
+"""Brings payloads that waiting requests are to load to the node's folder, where the requests find them when
+they start.
 
-A request is looked up when it arrives. If the scheduler then passes it over, because the engine is full, the
-segments that were found and are not in the folder of a tiered payload store yet are fetched into it, heads
-first and request by request. When the request starts, or ends before that, it is forgotten here.
+A request is matched when it arrives. If the engine is full, the scheduler passes the request over. Segments
+of the match that are not yet in the folder of a tiered payload store are then fetched into it, heads first
+and request by request. When the request starts, or ends before that, it is forgotten here.
 
-What a client says will be asked for (connectors.ahead.sessions) comes after that, and is forgotten when a
-request has loaded it or after HINT_S. It may fill half of the budget; what has no room then is left out.
+Segments that a client's hint names (connectors.ahead.sessions) come after those. They are forgotten when a
+request has loaded them, or after HINT_S. Hints may fill half of the budget; segments without room are left
+out.
 
-What keeps this from costing anything:
+Four rules keep prefetching free of cost:
 
     requests under way   nothing is begun while a load of this engine reads from beyond the folder, and no
                          more than AHEAD_THREADS payloads are on their way when one begins: Transfers.ahead,
@@ -20,11 +22,11 @@ What keeps this from costing anything:
                          or they or this process are asked for fewer reads; a segment that fails twice
                          is given up
 
-What this engine has computed, saved or loaded lately is in the folder as well, and the folder is larger than
-the engine's own cache, so that what is fetched is hardly ever what the engine has itself.
+The folder also keeps blocks that this engine has computed, saved or loaded lately, and is larger than the
+engine's own cache. So a fetched block is hardly ever one that the engine has itself.
 
-Any thread may call; nothing waits, and nothing here does I/O but `_bring`, on threads of Transfers.ahead.
-`_lock` guards all fields from there on, and those of requests and segments.
+Any thread may call, and no call waits. Only `_bring` does I/O, on threads of Transfers.ahead. `_lock` guards
+all fields from there on, and those of requests and segments.
 """
 
 from __future__ import annotations
@@ -80,26 +82,26 @@ class NoPrefetch:
     def answered(
         self, request_id: str, space: Space, runs: Iterable[Run], tiers: dict[SegmentId, Tier]
     ) -> None:
-        """What was found of a request is in these runs, and lies where `tiers` says, which is overwritten as
+        """Records the runs that were found for a request. `tiers` says where they lie, and is overwritten as
         segments arrive."""
 
     def come_to(self, request_id: str) -> None:
-        """The scheduler has come to a request in this step, was told "later", and will ask again."""
+        """The scheduler has come to a request in this step, got the answer "later", and will ask again."""
 
     def step(self) -> None:
         """The scheduler has decided a step: it has passed over all requests that have not started yet."""
 
     def gone(self, request_id: str, loads: Mapping[SegmentId, Tier] = _NOTHING) -> None:
-        """A request waits no more: it starts, loading these segments from where they lie, or has ended."""
+        """A request ends its wait: it starts, loading these segments from where they lie, or has ended."""
 
     def taken(self, request_id: str) -> None:
-        """A request waits no more: all that was fetched for it is being read from the folder."""
+        """A request ends its wait: all segments that were fetched for it are being read from the folder."""
 
     def load_ended(self, request_id: str) -> None:
         """A request's load has ended, one way or the other."""
 
     def hinted(self, space: Space, runs: Iterable[Run], tiers: Mapping[SegmentId, Tier]) -> None:
-        """A client says that these runs, which lie where `tiers` says, will be asked for: heads first."""
+        """A client says that requests will need these runs, which lie where `tiers` says: heads first."""
 
     def restart(self) -> None:
         """Forget all requests and hints: what was found is void."""
@@ -128,16 +130,16 @@ class Prefetch(NoPrefetch):
         self._lock = threading.Lock()
         self._requests: dict[str, WaitingRequest] = {}
         self._segments: dict[SegmentId, Segment] = {}
-        #: Those of them that are not begun, in the order of the requests' arrival.
+        #: Segments whose fetch has not begun, in the order of the requests' arrival.
         self._queue: dict[SegmentId, Segment] = {}
-        #: Likewise of segments that only hints name: they come after those.
+        #: Likewise segments that only hints name; they come after `_queue`.
         self._later: dict[SegmentId, Segment] = {}
         self._hinted = Hinted(budget_bytes)
         #: Segments of which some payloads are there and others were not asked for yet.
         self._parted: deque[Segment] = deque()
         #: Number of payloads that are being fetched.
         self._running = 0
-        #: What `_segments` count in the budget.
+        #: Bytes that `_segments` count in the budget.
         self._held = 0
         #: Bytes that were fetched for nothing, and when they cease to count.
         self._waste: deque[tuple[float, int]] = deque()
@@ -148,8 +150,8 @@ class Prefetch(NoPrefetch):
 
     @property
     def held(self) -> int:
-        """Returns a number that is 0 when no request waits or loads and nothing is on its way. What hints
-        have brought counts no more."""
+        """Returns a number that is 0 when no request waits or loads and no fetch is on its way. Payloads that
+        hints have brought no longer count."""
         with self._lock:
             coming = sum(one.under_way for one in self._segments.values())
             return len(self._requests) + coming + len(self._loads) + self._running
@@ -164,7 +166,7 @@ class Prefetch(NoPrefetch):
     ) -> None:
         with self._lock:
             waiting = self._requests.get(request_id)
-            # One that is looked up again, because the answer was old, was served here before.
+            # A request with a second match, because the first was old, was served here before.
             if waiting is None or waiting.found is not None:
                 return
             waiting.found = space, runs, tiers
@@ -241,7 +243,7 @@ class Prefetch(NoPrefetch):
     # ---- the steps of the above, which hold the lock --------------------------------------------
 
     def _forget(self, request_id: str) -> None:
-        """Lets go of a request, and of the segments that no other one waits for."""
+        """Lets go of a request, and of the segments that no other request waits for."""
         self._fresh.pop(request_id, None)
         if (waiting := self._requests.pop(request_id, None)) is None:
             return
@@ -250,7 +252,7 @@ class Prefetch(NoPrefetch):
                 self._let_go(one)
 
     def _let_go(self, one: Segment) -> None:
-        """Fetches no more of a segment, and takes it off the table, if nobody wants it any more."""
+        """Fetches no more of a segment, and takes it off the table, once it is unwanted."""
         if not one.wanted:
             one.rest.clear()
             self._settle(one)
@@ -258,7 +260,7 @@ class Prefetch(NoPrefetch):
             self._later[one.segment] = one
 
     def _settle(self, one: Segment) -> None:
-        """Takes a segment off the table, and counts it, once it is loaded or nobody wants it."""
+        """Takes a segment off the table, and counts it, once it is loaded or unwanted."""
         if one.running or (one.wanted and not one.used) or self._segments.get(one.segment) is not one:
             return
         del self._segments[one.segment]
@@ -300,7 +302,8 @@ class Prefetch(NoPrefetch):
                 return
 
     def _next(self) -> Segment | None:
-        """Returns the segment of which a payload is fetched next; None if there is none, or no room."""
+        """Returns the segment whose payload is fetched next, or None without such a segment or without
+        room."""
         while self._parted:
             if (one := self._parted.popleft()).rest:
                 return one

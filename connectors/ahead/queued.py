@@ -1,8 +1,8 @@
 """Tells the EC connector of requests that wait for their turn, so that it can fetch their items meanwhile.
 
 vLLM tells a KV connector of every request that arrives; an EC connector hears of one only when the scheduler
-comes to it. On an engine that has both, the KV connector's scheduler half passes it on, in the same process,
-once it is known how much of the prompt will be loaded: an item in that part is not needed at all.
+comes to it. On an engine that has both, the KV connector's scheduler half passes it on in the same process,
+once the length of the load is known: an item in that part is not needed at all.
 
 Everything here belongs to the scheduler's thread.
 """
@@ -27,12 +27,12 @@ _listeners: weakref.WeakSet[QueueListener] = weakref.WeakSet()
 
 
 def listen(one: QueueListener) -> None:
-    """Register `one` to be told of every later request, for as long as it lives."""
+    """Register `one` for every later request, for as long as it lives."""
     _listeners.add(one)
 
 
 class QueuedItems:
-    """The requests with items of which nobody was told."""
+    """The requests with items that are still to be reported."""
 
     def __init__(self) -> None:
         self._requests: dict[str, tuple[RequestView, Callable[[], int | None]]] = {}
@@ -51,7 +51,7 @@ class QueuedItems:
         self._requests.clear()
 
     def step(self) -> None:
-        """Tell of the requests that this step has passed over, as soon as they are looked up."""
+        """Report the requests that this step has passed over, as soon as they have their match."""
         for request, tokens in list(self._requests.values()):
             if (count := tokens()) is not None:
                 self.gone(request.request_id)

@@ -1,6 +1,6 @@
-"""What is fetched ahead: segments, the requests that wait for them, and the hints that name them.
+"""Segments to fetch ahead, the requests that wait for them, and the hints that name them.
 
-Whoever uses these objects holds one lock for all of them.
+A caller holds one lock for all of these objects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WaitingRequest:
     request_id: str
     #: Whether the scheduler has passed it over.
     passed: bool = False
-    #: What was found of it, when that is known.
+    #: Its match, once known: the space, the runs, and the tier of each segment.
     found: tuple[Space, Iterable[Run], dict[SegmentId, Tier]] | None = None
     #: Segments that are to be fetched for it, or were.
     segments: list[Segment] = field(default_factory=list)
@@ -47,8 +47,8 @@ class Segment:
     nbytes: int
     #: Number of its payloads that aren't known to be in the folder.
     missing: int
-    #: What it counts in the budget: nothing before it is begun, then all of it, and when it is there what was
-    #: fetched of it.
+    #: Bytes that it counts in the budget: 0 before its fetch begins, then all of its bytes, and at the end
+    #: those that were fetched.
     held: int = 0
     #: Bytes that were fetched.
     brought: int = 0
@@ -58,7 +58,7 @@ class Segment:
     failed: bool = False
     #: Whether a request has begun to load it.
     used: bool = False
-    #: Requests that may load it -> what says for them where it lies.
+    #: Requests that may load it -> their mapping of segments to tiers.
     waiting: dict[str, dict[SegmentId, Tier]] = field(default_factory=dict)
     #: Until when a hint names it; 0: none does.
     hinted_until: float = 0.0
@@ -104,13 +104,13 @@ class Hinted:
         return True
 
     def discard(self, one: Segment) -> None:
-        """Names a segment no more, if it was named."""
+        """Drops a segment's name, if it has one."""
         if self._segments.pop(one.segment, None) is not None:
             self._nbytes -= one.nbytes
         one.hinted_until = 0.0
 
     def over(self, now: float) -> Iterator[Segment]:
-        """Yields the segments whose time is over, which are named no more."""
+        """Yields the segments whose time is over, and drops their names."""
         while (one := next(iter(self._segments.values()), None)) is not None and one.hinted_until <= now:
             self.discard(one)
             yield one

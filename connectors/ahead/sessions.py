@@ -1,12 +1,12 @@
 """Brings what sessions have stored to the node's folder, where a request's hint asks for it.
 
 A gateway knows that a conversation goes on before its next request comes: a tool is about to return. It sends
-a small request of that session, with the hint `prefetch`, to the engine that it is going to ask. What the
-index lists as only that session's is fetched (connectors.ahead.prefetch), and what the request itself is
-matched with, unless that is loaded already.
+a small request of that session, with the hint `prefetch`, to the engine that it is going to ask. The engine
+then fetches (connectors.ahead.prefetch) the segments that the index lists as that session's alone. It also
+fetches the match of the request itself, unless that is loaded already.
 
-The request that carries the hint has nothing to do with that and doesn't wait for it: nothing is asked for
-before the scheduler knows what it loads of that request, and nothing is fetched while it loads.
+The request that carries the hint does not wait for the fetch. The index is asked only once the scheduler
+knows what that request loads, and no fetch begins while the request loads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvstore.keys import SessionId
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 
-#: Returns the runs that a request was matched with; None while the answer is out.
+#: Returns the runs that a request was matched with, or None while the answer is out.
 Matched = Callable[[], Iterable[Run] | None]
 
 
 class HintedSessions:
-    """The requests whose hint nobody has followed yet. Call `use` before anything else.
+    """Requests whose hints are still to be followed. Call `use` before anything else.
 
     Belongs to the scheduler's thread, but for the calls of the index."""
 
@@ -45,19 +45,19 @@ class HintedSessions:
 
     def arrived(self, request_id: str, hints: Hints, matched: Matched) -> None:
         """A request has come, and is being looked up if it is to be loaded."""
-        # What is asked for no more is not worth a fetch.
+        # A session that ends asks for nothing more, so a fetch would be wasted.
         if self._on and hints.prefetch and not hints.end:
             self._requests[request_id] = hints.session, matched
 
     def step(self) -> None:
-        """Follow the hints of all requests that this step has started, or passed over, and that are looked
-        up."""
+        """Follow the hints of all requests that this step has started or passed over and that have their
+        match."""
         for request_id, (_, matched) in list(self._requests.items()):
             if matched() is not None:
                 self.gone(request_id)
 
     def gone(self, request_id: str) -> None:
-        """A request has ended, perhaps before it was looked up: follow its hint."""
+        """A request has ended, perhaps before its match was there: follow its hint."""
         if (one := self._requests.pop(request_id, None)) is None:
             return
         session, matched = one
@@ -66,7 +66,7 @@ class HintedSessions:
             self._store.counters.add("session_failures")
 
     def restart(self) -> None:
-        """Forget all requests: what is stored is void."""
+        """Forget all requests: their matches are void."""
         self._requests.clear()
 
     def _bring(self, space: Space, session: SessionId, matched: list[Run]) -> None:

@@ -1,1 +1,1 @@
-"""What loading takes, what computing takes, and which is chosen. Pure: no I/O, no threads, no vLLM."""
+"""Estimates of loading and of computing, and the choice between them. Pure: no I/O, no threads, no vLLM."""

@@ -8,10 +8,10 @@ nothing about them and are left out: decoding reads all weights for one token pe
     a step's cost per token = its time / all of its tokens
     estimate                = their mean, older steps counting less: half after about `_HORIZON` tokens
 
-Attention makes a token dearer the more precede it. What loading a part of a prompt is worth depends on that,
-so there is a second estimate, a line through the same steps: token = a + b x depth, where a step's depth is
-the mean of its tokens'. Its slope is what steps of different depths show, and nothing if they hardly differ:
-then it is the mean again.
+Attention makes a token dearer the more tokens precede it, and the worth of loading a part of a prompt depends
+on that. So a second estimate is a line through the same steps: token = a + b x depth, where a step's depth is
+the mean depth of its tokens. Steps of different depths determine the slope. Where depths hardly differ, the
+slope is 0 and the line is the mean again.
 
 Both have known errors: decoded tokens in the same step count as if they belonged to a prompt. Encoding,
 sampling and a connector's own copies are included, and so is whatever else the machine was busy with. Small
@@ -40,7 +40,7 @@ _HORIZON: Final = 8192
 _STEEPEST: Final = 4.0
 #: Most steps under way that are remembered; no engine has more.
 _DEPTH: Final = 64
-#: Tokens after which a step's weight in the line has halved: prompts of different depths are seldomer.
+#: Tokens after which a step's weight in the line has halved: prompts of different depths are rarer.
 _LINE_HORIZON: Final = 32768
 #: Depths that differ by much less than this, in tokens, tell no slope.
 _SPREAD: Final = 512.0
@@ -84,13 +84,13 @@ class TokenCost:
         self._sent.clear()
 
     def prefill(self) -> Prefill | None:
-        """Returns the line; None while nothing is known."""
+        """Returns the line, or None before the first measured step."""
         if not self._w:
             return None
         x, y = self._x / self._w, self._y / self._w
         variance = max(0.0, self._xx / self._w - x * x)
         slope = (self._xy / self._w - x * y) / (variance + _SPREAD**2)
-        # A token at no depth costs something, and a deep one no less.
+        # A token at depth 0 costs something, and a deeper token costs no less.
         slope = min(max(slope, 0.0), y / x / 1.02 if x > 0 else 0.0)
         return Prefill(y - slope * x, slope)
 

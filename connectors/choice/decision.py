@@ -1,16 +1,16 @@
-"""Chooses how much of what was found is loaded: what pays, by present estimates. Pure.
+"""Chooses how much of a match is loaded: as much as pays, by present estimates. Pure.
 
 vLLM computes the rest of a prompt when its load has ended, not meanwhile. So of the tokens from `computed`
 to `prompt`, of which those up to k are loaded,
 
     time(k) = load(k) + compute(k .. prompt)           time(computed) = compute(computed .. prompt)
 
-and the k with the least is taken. Attention makes deep tokens the dearer ones, so that the first blocks of a
-match pay least: where all lies in one tier the best k is all or nothing, and where a prefix lies nearer than
-the rest it may be that prefix.
+and the k with the least is taken. Attention makes deep tokens dearer, so that the first blocks of a match pay
+least. If the whole match lies in one tier, the best k is all or nothing. If a prefix lies nearer than the
+rest, the best k may be that prefix.
 
-With `kv.objective: throughput` load(k) counts by `WAIT`: while a request waits for bytes the engine
-computes others', so that a second of waiting costs less than a second of the accelerator.
+With `kv.objective: throughput` load(k) counts by `WAIT`: while a request waits for bytes the engine computes
+other requests, so that a second of waiting costs less than a second of the accelerator.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kvstore.rules.tiers import Tier
 from kvstore.rules.weighed import PATIENCE, Weighed
 
 Objective = Literal["ttft", "throughput"]
-#: What a second of waiting for a load counts, in seconds of the accelerator. With `throughput` a request
-#: waits at most PATIENCE times as long as it would take to compute what is loaded.
+#: Weight of a second of waiting for a load, in seconds of the accelerator. With `throughput` a request waits
+#: at most PATIENCE times as long as it would take to compute what is loaded.
 WAIT: Final[Mapping[Objective, float]] = {"ttft": 1.0, "throughput": 1 / PATIENCE}
 
-#: Why as much is loaded as is: it is faster than computing; it isn't (nothing is loaded, or all the same, to
-#: know what it takes); part of it is; nothing is known yet of what computing takes; kv.load says so; another
+#: Reasons for how much is loaded: loading is faster; computing is faster; the load is tried all the same, to
+#: measure it; only a part is faster to load; the cost of computing is unknown; kv.load says so; another
 #: engine has handed the prompt over; too few blocks.
 Why = Literal[
     "faster", "computing_is_faster", "tried", "part", "unknown", "always", "never", "handed_over", "too_few"
 ]
 
-#: More than this between a segment's beginning and what is read of it is not read through (s3.gap_bytes): the
-#: header is a request of its own then.
+#: A larger gap than this between a segment's beginning and the blocks to read is not read through
+#: (s3.gap_bytes): the header is a request of its own then.
 _GAP_BYTES: Final = 1 << 20
-#: Most stretches of a match that are looked at one by one: choosing must not take longer for a long prompt.
+#: Most stretches of a match that are weighed one by one: choosing must not take longer for a long prompt.
 MOST_STRETCHES: Final = 64
 
 
@@ -70,18 +70,18 @@ class Decision:
     #: Tokens that were found beyond those.
     found: int
     why: Why
-    #: What loading `tokens` takes, in seconds.
+    #: Estimated seconds of loading `tokens`.
     load_s: float = 0.0
-    #: What loading all that was found takes.
+    #: Estimated seconds of loading all that was found.
     load_all_s: float = 0.0
-    #: What computing all that was found takes, and what computing a token does; None if it isn't known, or
-    #: makes no difference.
+    #: Estimated seconds of computing all that was found, and the cost line of a token. Each is None if it is
+    #: unknown, or if it makes no difference.
     compute_s: float | None = None
     prefill: Prefill | None = None
 
     @property
     def weighed(self) -> Weighed | None:
-        """Returns what was weighed: of all that was found; None if nothing was."""
+        """Returns the weighed times of all that was found, or None if nothing was weighed."""
         if self.compute_s is None or not self.found:
             return None
         return Weighed(self.load_all_s, self.compute_s, self.found)
@@ -101,8 +101,8 @@ def choose(
 ) -> Decision:
     """Returns what to load of `stretches`, which are in order; the last one ends where the match does.
 
-    `ahead` returns how many bytes of a tier are queued before a new load, `detour_s` is what any load takes
-    besides its bytes, `wait` one of WAIT.
+    `ahead` returns how many bytes of a tier are queued before a new load. `detour_s` is the time that any
+    load takes besides its bytes. `wait` is one of WAIT.
     """
     best, best_at, best_load_s = prefill.seconds(computed, prompt), computed, 0.0
     load_s, found = detour_s, computed

@@ -7,16 +7,16 @@ A request of which the store has blocks that its engine lacks loads them, comput
     regret   what it took, less the better of computing all and loading all: the one that was done is known,
              the other is what was expected of it when it was decided. Never less than 0
 
-So a slow network shows at once: a load took longer than computing would have. That it has become fast is
-different: while nothing is loaded only estimates say so. That is why a few requests do the other thing. Of
-loads one in `kv.audit_every` is not made, and of those that don't seem to pay one in as many is
-(connectors.kv.audit). What it took is known of these, and the decision is held against it:
+So a slow network shows at once: a load takes longer than computing would have. A network that has become fast
+does not show: while nothing is loaded, only estimates say so. That is why a few requests go the other way
+(connectors.kv.audit). One load in `kv.audit_every` is declined, and one in as many loads that don't seem to
+pay is made. The measured time of such a request is held against the decision:
 
     measured regret   what was expected of the decided way, less what the other one took
 
-With `kv.objective: throughput` a second of waiting for a load counts less, here as in the decision. What is
-measured is time that passes, a batch's other requests included, and what is expected is what passed of late.
-Everything here belongs to the scheduler's thread.
+With `kv.objective: throughput` a second of waiting for a load counts less, here as in the decision. Measured
+times are wall-clock times, so they include a batch's other requests. Expected times come from recent
+measurements. Everything here belongs to the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Regretted = Callable[[float, float, bool], None]
 
 
 class Followed(Protocol):
-    """The properties of a request that are looked at, some of them step after step."""
+    """The properties of a request that regret depends on; some are read step after step."""
 
     @property
     def request_id(self) -> str: ...
@@ -86,7 +86,7 @@ class Regrets:
     @property
     @otherwise(bool)
     def computing(self) -> bool:
-        """Whether some request computes what the store has: only then steps need to be told."""
+        """Whether some request computes what the store has: only then steps need to be reported."""
         return bool(self._computing)
 
     @property

@@ -4,21 +4,20 @@
 
 where its reads, so many at a time, follow each other in rounds.
 
-Reads overlap, so a single one says little of the tier: of eight that share a network each looks eight times
-too slow, and of eight that a disk serves in turn the first looks right and the last too slow. What is
-measured instead is a burst: from the moment when something is asked of an idle tier to the moment when
-nothing is left to do. It includes all that a load waits for, also threads, staging and verification. A burst
-that is not as expected, or goes on for long, is measured in windows, which end when much more has arrived
-than is under way.
+Reads overlap, so a single read says little of the tier. Each of eight reads that share a network looks eight
+times too slow. If a disk serves eight reads in turn, the first looks right and the last too slow. So a meter
+measures a burst: from the first read of an idle tier until no read is left. A burst includes all that a load
+waits for: threads, staging and verification, too. A burst that departs from the prediction, or goes on for
+long, is measured in windows. A window ends when much more has arrived than is under way.
 
 Each measurement corrects the estimate so that it would have predicted it. The correction goes to latency and
 to bandwidth by their shares in the prediction, as small as possible in logarithms (a normalised least mean
-squares step): a load of a few blocks mostly tells the latency, a long one the bandwidth. Where the last few
-measurements are of different sizes they tell both, and the estimate is what fits them best, by least squares,
-since two of them alone would say nothing sensible on a network that is not quite even. A measurement much
-slower than predicted counts in full at once; so does the first one, and one after a while without any. Others
-count by half. Milliseconds don't count, which may be anybody's: of a read of a few blocks they are a large
-share, and would be taken for one of a long load.
+squares step): a load of a few blocks mostly tells the latency, a long one the bandwidth. If the last few
+measurements differ in size, they tell both, and the estimate is their best fit by least squares. Two
+measurements alone would mislead on a network that is not quite even. A measurement much slower than predicted
+counts in full at once; so does the first one, and one after a while without any. Other measurements count by
+half. Milliseconds are ignored, since anything may cause them: they are a large share of a short read, and
+would distort the estimate of a long load.
 
 Reads that are still under way are evidence too: at best all of them end now, and if even that is slower
 than predicted, so is the tier.
@@ -40,7 +39,7 @@ from typing import Final
 from kvstore.rules.tiers import TIERS, Tier
 
 #: Shortest window of a burst that goes on, and the longest of one that is as expected, in seconds; and how
-#: many times the bytes under way must have arrived in it, since nobody knows how far those are.
+#: many times the bytes under way must have arrived in it, since the progress of bytes under way is unknown.
 _WINDOW_S: Final = 0.25
 _LONG_S: Final = 4.0
 _MUCH: Final = 2
@@ -48,15 +47,15 @@ _MUCH: Final = 2
 #: it is on the processor, what a network lets through at once. For a small read that is much.
 _NOISE: Final = 0.1
 _BLUR_S: Final = 0.005
-#: A measurement that is slower than predicted by this factor counts in full. One that is faster by the second
-#: is of another network than those before it, as that is.
+#: A measurement that is slower than predicted by `_SLOWER` counts in full. Such a measurement, or one that is
+#: faster by `_CHANGED`, shows that earlier measurements are of another network.
 _SLOWER: Final = 1.5
 _CHANGED: Final = 4
-#: So does one after so many seconds without any.
+#: A measurement after so many seconds without any counts in full, too.
 _OLD_S: Final = 1.0
-#: Measurements tell latency from bandwidth if one has so many times the bytes of another, by round. The last
-#: few of the last seconds are looked at. With each new one those before it lose some of their weight, and
-#: more of it if it shows that the tier has become faster, until they don't count any more.
+#: Measurements tell latency from bandwidth if one has so many times the bytes of another, by round. Only the
+#: last few of the last seconds count. Each new measurement takes some weight from those before it, and more
+#: if it shows that the tier has become faster. A measurement with little weight left is dropped.
 _APART: Final = 4
 _POINTS: Final = 8
 _LATELY_S: Final = 10.0
@@ -93,9 +92,9 @@ class Speed:
         return rounds * self.latency_s + nbytes / self.bytes_per_s
 
 
-#: What is assumed before anything was measured, rather too slow than too fast: a load that doesn't pay costs
-#: its request more than a few blocks cost that are read beside it to measure. (Of a bucket it is what one
-#: connection to S3 brings, and a first byte.)
+#: Speeds assumed before any measurement, rather too slow than too fast. A load that doesn't pay costs its
+#: request more than a few blocks that are read beside it to measure. (A bucket's is that of one connection to
+#: S3 and its first byte.)
 FIRST: Final[Mapping[Tier, Speed]] = {
     "memory": Speed(0.0005, 1e9),
     "folder": Speed(0.001, 500e6),
@@ -181,7 +180,8 @@ class _Points:
                 one.weight *= keep
 
     def speed(self) -> Speed | None:
-        """Returns what fits them best: weighted least squares of relative errors; None if they don't tell."""
+        """Returns the best fit by weighted least squares of relative errors, or None if the points are too
+        alike."""
         points = [one for one in self._points if one.weight > _LEAST]
         if not points:
             return None
@@ -196,7 +196,7 @@ class _Points:
         r1, b1 = _dot(rounds, ones), _dot(nbytes, ones)
         det = rr * bb - rb * rb
         lat, spb = (r1 * bb - b1 * rb) / det, (b1 * rr - r1 * rb) / det
-        # Noise may say that one of both is nothing, or less: then the other one is all.
+        # Noise may make the latency or the seconds per byte 0 or less: then the other explains everything.
         lat, spb = (lat if spb > 0 else r1 / rr), (spb if lat > 0 else b1 / bb)
         least_lat, least_spb = small.seconds / small.rounds / 100, large.seconds / large.nbytes / 100
         return Speed(max(lat, least_lat), 1 / max(spb, least_spb))
@@ -227,12 +227,12 @@ class Meter:
         self._points = _Points()
         #: Whether the last few measurements tell latency from bandwidth.
         self.tells_apart = False
-        #: Reads that were asked for and have not ended.
+        #: Queued reads that have not ended.
         self._reads: dict[Hashable, _Read] = {}
         #: Probes that have begun and have not ended.
         self._probes: dict[Hashable, _Read] = {}
-        #: The burst's present window: when it began, bytes that have arrived in it, the latencies of their
-        #: reads, and whether it is the first one, which begins with those of a read.
+        #: The burst's present window: when it began, bytes that have arrived in it, and the latencies of
+        #: their reads. `_first`: it is the burst's first window, which begins with the latencies of a read.
         self._window_at = self._moved_at = 0.0
         self._arrived = self._ended = 0
         self._first = True
@@ -267,7 +267,7 @@ class Meter:
                 probe.alone = False
 
     def begin_probe(self, read: Hashable, nbytes: int, now: float, requests: int = 1) -> None:
-        """Records that a read has begun that nobody waits for."""
+        """Records that a probe has begun, for which no request waits."""
         for other in self._probes.values():
             # A block beside much more delays that by little, and is delayed.
             other.alone &= _APART * nbytes <= other.nbytes
@@ -310,7 +310,7 @@ class Meter:
 
     def held(self, read: Hashable, now: float, held_s: float) -> None:
         """Learns from a read that fails because the store asks for fewer: at best it would have arrived
-        `held_s` from now. Nothing, if that is no later than predicted, or it was given up."""
+        `held_s` from now. Does nothing if that is no later than predicted, or if the read was given up."""
         one, settled = self._reads.get(read), self._settled
         if one is None or one.began is None:
             return
@@ -354,7 +354,7 @@ class Meter:
         self.count += 1
         for read in hung:
             self._remove(read)
-        # What goes on has taken its time already.
+        # Reads that go on began earlier, so the new window begins with the oldest of them.
         rest = [began for read, began in begun if read in self._reads]
         self._begin_window(min(rest, default=now), first=True)
 
@@ -399,7 +399,7 @@ class Meter:
         slower = likely > _SLOWER * predicted
         at_once = slower or now - self._learned_at > _OLD_S
         if slower or likely * _CHANGED < predicted:
-            # What was measured before is of another network.
+            # Earlier points describe a network that has changed.
             self._points.clear()
         self.better = likely < predicted / _SLOWER
         self._points.add(point, _FADES if self.better else _KEEPS)
@@ -413,7 +413,8 @@ class Meter:
 
 
 class Expected:
-    """What an engine's scheduler half expects of each tier: the slowest rank's word, and what is queued."""
+    """Speeds that an engine's scheduler half expects of each tier, by the slowest rank, and bytes queued
+    there."""
 
     def __init__(self, ranks: int = 1) -> None:
         self._ranks = ranks
@@ -421,7 +422,7 @@ class Expected:
         self._speeds: dict[Tier, Speed] = dict(FIRST)
         self._planned = dict.fromkeys(TIERS, 0)
         self._fresh_at = dict.fromkeys(TIERS, -math.inf)
-        #: Probes that were asked for since the last measurement.
+        #: Probes that were sent since the last measurement.
         self._asked = dict.fromkeys(TIERS, 0)
 
     def take(self, rank: int, measured: Mapping[Tier, Measured], now: float) -> None:

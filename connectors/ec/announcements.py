@@ -1,8 +1,8 @@
-"""What a producer announces about a request's items in `ec_transfer_params`, for consumers to read.
+"""A producer's announcement of a request's items in `ec_transfer_params`, for consumers to read.
 
 Each identifier has the item's `item_indices`, as vLLM's proxies use them. An item that is or will be stored
-also has the `metadata` with which a consumer needs no media, the namespace that it is saved to, and the
-digest of what it is (connectors.engine.contents), without which nobody finds it who hasn't seen the media.
+also has `metadata`, with which a consumer needs no media, and the namespace of its save. Its digest
+(connectors.engine.contents) lets consumers find it that haven't seen the media.
 """
 
 from __future__ import annotations

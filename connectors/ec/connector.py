@@ -61,7 +61,7 @@ class ECStoreConnector(ECConnectorBase):
         if role is ECConnectorRole.SCHEDULER:
             namespace = ec_namespace(vllm_config, settings)
             store = open_for(settings, "EC connector", namespace, saves=self.is_producer)
-            # An engine of one rank runs in this very process, unless it is told otherwise.
+            # An engine of one rank runs in this very process, unless its configuration says otherwise.
             store.backends.writer.computes_on([accelerator_id()])
             engine = engine_of(vllm_config, consumer=self.is_consumer, producer=self.is_producer)
             self._scheduler = ECScheduler(store, store.open(namespace), engine)

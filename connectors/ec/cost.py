@@ -2,8 +2,8 @@
 
 vLLM encodes all items of a step, then hands them over for saving one by one. So the time is measured from the
 end of the connector's own work to the first item handed over; on CUDA between two events on the engine's
-stream, since the engine's thread only enqueues the work. The items share it by their rows, which is exact for
-an encoder that takes as long for one row as for another, and close for others.
+stream, since the engine's thread only enqueues the work. The items share it by their rows. That is exact for
+an encoder that takes as long for one row as for another, and close for other encoders.
 """
 
 from __future__ import annotations

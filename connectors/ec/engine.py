@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ECEngine:
-    """What an engine does with encoder outputs, and what they look like in it."""
+    """An engine's use of encoder outputs, and their dtype and widths in it."""
 
     media: Media
     #: safetensors' name of the encoder outputs' dtype.

@@ -1,6 +1,6 @@
-"""What this engine knows about encoder outputs: which are staged on this node, which can't be had and why.
+"""This engine's knowledge of encoder outputs: which are staged on this node, which can't be had, and why.
 
-An item is what it is, under its content key, whatever clients call it. Its outcome is
+An item is identified by its content key, whatever clients call it. Its outcome is
 
     None       it is being looked up and fetched
     ready      staged and verified: it can be promised
@@ -8,11 +8,12 @@ An item is what it is, under its content key, whatever clients call it. Its outc
     saving     encoded here and handed to the workers to be saved
     absent     or another reason (kvstore.rules.reasons.MISS_REASONS): it is unavailable now
 
-What is staged is given up when something of its namespace was erased (`cache-admin erase`): all of it, which
-costs others a fetch, and again until a look began after all that was erased could have been computed.
+After an erasure in its namespace (`cache-admin erase`) the whole staging folder is emptied, which costs other
+items a fetch. That repeats until a look begins after the last forbidden moment, when no forbidden item can be
+computed any more.
 
 All state belongs to the scheduler's thread, except that a fetch finishes on a transfer thread by setting
-its item's `outcome` once, and that erasures are looked for on a call thread.
+its item's `outcome` once, and that a call thread looks for erasures.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _ERASED_S = 1.0
 
 @dataclass(slots=True)
 class Item:
-    """What is known about one item."""
+    """The state of one item."""
 
     #: Monotonic time of its last look-up, or of the decision to save it.
     asked_at: float
@@ -61,10 +62,10 @@ class Item:
     name: str = ""
     #: The request that had it looked up.
     asked_by: str = ""
-    #: Its last user, as far as the index was told, and its segment, which is known by the time it is staged.
+    #: Its last user, as the index knows it, and its segment, which is known by the time it is staged.
     user: User = NOBODY
     segment: SegmentId | None = None
-    #: Where it was found, if nobody had compared then what its writer writes.
+    #: Where it was found, if its writer was unproven then.
     doubted: Run | None = None
     #: Whether other requests have asked for it before; known by the time the outcome is.
     asked_before: bool = False
@@ -72,7 +73,7 @@ class Item:
     reading: bool = False
     #: Whether the workers have loaded it since it was fetched.
     used: bool = False
-    #: Held for a moment by whoever sets the outcome: its fetch, or the scheduler at its deadline.
+    #: Held for a moment by the thread that sets the outcome: its fetch's, or the scheduler's at its deadline.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_over(self) -> bool:
@@ -102,7 +103,7 @@ class Items:
         self._items: OrderedDict[ContentKey, Item] = OrderedDict()
         #: Monotonic time from which the next look for erasures is due.
         self._due = time.monotonic()
-        #: What was forbidden when the staging folder was emptied for the last time; the call thread's.
+        #: Forbidden times for which the staging folder was emptied last; belongs to the call thread.
         self._done: dict[SaltId, float] = {}
 
     @guarded(None)
@@ -121,7 +122,7 @@ class Items:
             began = index.now(self._space.id)
             forbidden = index.forbidden(self._space.id)
         except KVStoreError as exc:
-            log.debug("erasures are looked for later: %s", exc)
+            log.debug("the look for erasures is put off: %s", exc)
             return
         if forbidden and forbidden != self._done:
             self._staging.clear()
@@ -140,7 +141,7 @@ class Items:
         return item.outcome is None or self._staging.holds(item.name)
 
     def forget(self, key: ContentKey) -> None:
-        """Forget the item: the store is asked anew when it is wanted next."""
+        """Forget the item: its next request asks the store anew."""
         self._items.pop(key, None)
 
     def forget_all(self) -> None:
@@ -159,7 +160,7 @@ class Items:
     def look(self, key: ContentKey, request_id: str, user: User, *, not_before: float | None = None) -> Item:
         """Returns the item; looks it up unless the answer is known, and gives it up at its deadline.
 
-        An answer "unavailable" counts only if the store was asked at or after `not_before`.
+        An answer "unavailable" counts only if the question was asked at or after `not_before`.
         """
         now = time.monotonic()
         item = self._items.get(key)
@@ -182,7 +183,7 @@ class Items:
             return True
         age = now - item.asked_at
         if self._consumer:
-            # What was absent may be stored by now, and what was being saved soon is.
+            # An absent item may be stored by now, and an item that was being saved soon is.
             return item.outcome == "saving" or age > self._settings.absent_ttl_s
         # Consumers rely on a producer's answer, so each request has it checked.
         return age > self._settings.absent_ttl_s or (item.asked_by != request_id and age > _AGAIN_S)

@@ -45,8 +45,8 @@ class ItemMemory:
         self._read: deque[tuple[Any, Chunk]] = deque()
 
     def load(self, item: StagedItem) -> torch.Tensor | None:
-        """Returns a staged item on the device, where it is once the engine's stream comes to it; None if
-        there is no room. Raises OSError if its file can't be read."""
+        """Returns a staged item on the device, or None if there is no room. The item is complete once the
+        engine's stream comes to it. Raises OSError if its file can't be read."""
         while self._read and self._read[0][0].query():
             self._loads.release(self._read.popleft()[1])
         if (chunk := self._loads.try_acquire(item.nbytes)) is None:
@@ -73,7 +73,7 @@ class ItemMemory:
         return tensor
 
     def save(self, tensor: torch.Tensor) -> ItemCopy | None:
-        """Returns a copy that is under way to the host; None if there is no room.
+        """Returns a copy that is under way to the host, or None if there is no room.
 
         It copies the view, never its storage: items that were encoded together share one."""
         view = tensor.detach()
@@ -110,7 +110,7 @@ class ItemCopy:
 
 
 def memory_of(vllm_config: Any, settings: Settings, device: torch.device) -> ItemMemory | None:
-    """Returns the memory of an engine's rank; None on the CPU. Raises ConfigError if it can't be locked.
+    """Returns the memory of an engine's rank, or None on the CPU. Raises ConfigError if it can't be locked.
 
     There is room for what the steps in flight encode, within `ec.staging_bytes`."""
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""What the EC connector's two halves tell each other, step by step."""
+"""Messages between the EC connector's two halves, step by step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StagedItem:
 
 @dataclass
 class ECStoreMetadata(ECConnectorMetadata):
-    """What the scheduler tells the workers with every step."""
+    """The scheduler's orders to the workers, with every step."""
 
     #: Canonical JSON of the namespace; given whenever there is something to do.
     namespace: str | None = None
@@ -61,7 +61,7 @@ class ECStoreMetadata(ECConnectorMetadata):
     saves: dict[str, ContentKey] = field(default_factory=dict)
     #: The same, of items that an earlier step encoded and the workers still have.
     held: dict[str, ContentKey] = field(default_factory=dict)
-    #: Whose requests bring them, of those of both that have a salt or a session.
+    #: Users of items in `saves` and `held`, if their requests have a salt or a session.
     users: dict[ContentKey, User] = field(default_factory=dict)
     #: Staged items that this step encodes all the same, to be compared: by identifier.
     proofs: dict[str, StagedItem] = field(default_factory=dict)
@@ -71,15 +71,15 @@ class ECStoreMetadata(ECConnectorMetadata):
 
 @dataclass
 class ECStoreWorkerMetadata(ECConnectorWorkerMetadata):
-    """What the workers tell the scheduler."""
+    """The workers' report to the scheduler."""
 
     #: Keys of items that were loaded, so that they need not stay staged.
     loaded: set[ContentKey] = field(default_factory=set)
-    #: What happened since the last report.
+    #: Statistics since the last report.
     stats: Report | None = None
     #: Outcomes (kvstore.rules.reasons.SAVE_OUTCOMES) of the saves that have ended, by key.
     saved: dict[ContentKey, str] = field(default_factory=dict)
-    #: Items that were compared -> whether they are what this engine encodes; None: that can't be told.
+    #: Compared items -> whether this engine encodes the same, or None if that can't be told.
     compared: dict[ContentKey, bool | None] = field(default_factory=dict)
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:

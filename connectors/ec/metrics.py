@@ -52,14 +52,14 @@ COUNTERS: Final = (
     Metric("fetched_items", "Encoder outputs fetched, by where their payload lay", "tier", TIERS),
     Metric("unavailable_requests", "Requests failed for an item that could be neither had nor computed"),
     Metric("loaded_bytes", "Bytes of encoder outputs handed to the workers"),
-    Metric("saved_compute_seconds", "What encoding the outputs that were handed to the workers took"),
+    Metric("saved_compute_seconds", "Time that it took to encode the outputs handed to the workers"),
     Metric("saves", "Encoder outputs offered to the store", "outcome", SAVE_OUTCOMES),
     Metric("save_failures", "Saves that failed, by reason", "reason", MISS_REASONS),
     Metric("saved_bytes", "Bytes of segments written"),
-    Metric("outcomes_lost", "Outcomes of items that the journal could not be told"),
+    Metric("outcomes_lost", "Outcomes of items that did not reach the journal"),
     Metric("tier", "Events of the local tier", "event", TIER_EVENTS),
     *PREFETCHED,
-    Metric("events", "What else the store did", "event", EVENTS),
+    Metric("events", "Other events of the store", "event", EVENTS),
     Metric(
         "verdicts", "Writers that this engine has compared, by what holds of them now", "verdict", VERDICTS
     ),

@@ -1,4 +1,4 @@
-"""What the EC connector's half in the scheduler reports: each event once, to all that it concerns.
+"""Reports of the EC connector's half in the scheduler: each event once, to every place that it concerns.
 
     statistics   vLLM's: the workers' share is added to that of this half
     journal      what became of an item that was asked for, or saved, in the index (telemetry.outcomes)
@@ -44,7 +44,7 @@ class ECObserver:
         self._space: Space | None = None
         #: Requests whose items the workers are saving.
         self._saving: dict[ContentKey, str] = {}
-        #: What the workers have reported since the last `take`.
+        #: Statistics that the workers have reported since the last `take`.
         self._reported: Report | None = None
 
     def entered(self, space: Space | None) -> None:
@@ -57,7 +57,7 @@ class ECObserver:
         """Forget the saves under way."""
         self._saving.clear()
 
-    # ---- items that were asked for --------------------------------------------------------------
+    # ---- requested items -----------------------------------------------------------------------
 
     def loaded(self, request_id: str, staged: StagedItem, *, again: bool) -> None:
         """The workers load the item; `again` says that they have loaded it before, from the same fetch."""
@@ -72,7 +72,7 @@ class ECObserver:
         self.missed(request_id, key, "")
 
     def encoded(self, request_id: str, key: ContentKey, item: Item | None, reason: str = "") -> None:
-        """The engine encodes the item in this step; the item's outcome, if it was looked up, says why."""
+        """The engine encodes the item in this step. The item's outcome says why, if there was a look-up."""
         self.tally.add("items{encoder}")
         if item is not None and item.outcome != "saving":
             reason = reason or ("mismatch" if item.outcome == "ready" else str(item.outcome))
@@ -80,7 +80,7 @@ class ECObserver:
             self.missed(request_id, key, reason)
 
     def encoded_unasked(self, request_id: str, *, unnamed: bool) -> None:
-        """The engine encodes an item that the store isn't asked for; `unnamed`: it can't tell what it is."""
+        """The engine encodes an item without asking the store; `unnamed`: the item's content is unknown."""
         self.tally.add("items{encoder}")
         if unnamed:
             self.tally.add("misses{unnamed}")
@@ -103,7 +103,7 @@ class ECObserver:
         self._note(request_id, key, "save", "not_admitted", served=False)
 
     def saving(self, request_id: str, key: ContentKey) -> None:
-        """The workers are told to save the item."""
+        """The workers are to save the item."""
         self._saving[key] = request_id
         while len(self._saving) > _MOST_SAVING:
             del self._saving[next(iter(self._saving))]
@@ -122,11 +122,11 @@ class ECObserver:
     # ---- the rest -------------------------------------------------------------------------------
 
     def tick(self, *, idle: bool = False) -> None:
-        """Let the journal be told what is due (see Outcomes.tick)."""
+        """Send due outcomes to the journal (see Outcomes.tick)."""
         self._outcomes.tick(idle=idle)
 
     def take(self) -> Report | None:
-        """Returns what both halves have done since the last call; None if nothing."""
+        """Returns the statistics of both halves since the last call, or None without any."""
         self._tier_states.tell()
         own = self.tally.take(False, self._gauges)
         reported, self._reported = self._reported, None

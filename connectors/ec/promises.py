@@ -3,11 +3,11 @@
     promised   until the scheduler's pass ends; an item that it does not schedule after all is asked for again
     loading    handed to the workers, until they report it; if the step never reaches one, for `_PIN_S`
 
-One promise serves all that ask for the item in a pass: clients may call it by several names in one request,
-and the workers, who load it under each of them, report it once.
+One promise serves all requests for the item in a pass. Clients may give it several names in one request; the
+workers load it under each name and report it once.
 
-vLLM ends the engine over an item that does not come. So what is handed to the workers is kept open here, too:
-they find it though somebody has emptied the folder.
+vLLM ends the engine over an item that does not come. So the file of an item that the workers load is kept
+open here, too: they find it even after somebody has emptied the folder.
 
 Everything here runs on the scheduler's thread.
 """
@@ -65,8 +65,8 @@ class Promises:
         return True
 
     def hand_over(self, staged: StagedItem, name: str) -> StagedItem | None:
-        """Keep a promised item until the workers report its load. Returns it as they are to load it; None if
-        it was not promised."""
+        """Keep a promised item until the workers report its load. Returns the item as they are to load it, or
+        None if it was not promised."""
         handed = self._promised.get(name)
         if handed is not None or name not in self._promised:
             return handed

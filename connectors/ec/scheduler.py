@@ -1,9 +1,9 @@
 """The EC connector in the scheduler, which promises only what is verified and on this node.
 
-vLLM ends the engine if a promised encoder output does not arrive, so nothing is promised that could
-still fail: an item is looked up, read and verified on the store's threads while its request is
-deferred (`ensure_cache_available`), and `has_cache_item` says yes only once the bytes lie in the
-staging folder, pinned until the workers have taken them.
+vLLM ends the engine if a promised encoder output does not arrive. So a promise must not be able to fail: the
+store's threads look an item up, read it and verify it while its request is deferred
+(`ensure_cache_available`). `has_cache_item` says yes only once the bytes lie in the staging folder, pinned
+until the workers have taken them.
 
 A request waits, for at most `ec.fetch_deadline_s`,
 
@@ -18,17 +18,17 @@ Stored items of requests that wait for their turn are fetched to the node's fold
 KV connector tells of those (connectors.ec.ahead).
 
 An item is looked up, promised and stored under its content key: what it is, and the salt of the request that
-brings it (connectors.engine.contents). vLLM's names of items, which clients choose, only lead from its
-questions to the key that the asking request has for them, and from its encoder caches to what is really in
-there: never from one request to another's item.
+brings it (connectors.engine.contents). vLLM's names of items come from clients. They lead only from vLLM's
+questions to the asking request's own keys, and from its encoder caches to their real contents: never from one
+request to another's item.
 
-With `admission.second_use` an absent item is saved only if an earlier request has asked for it. Its use is
-noted together with its look-up, once per request, however often the request looks it up while it waits. An
-encoder-only producer saves everything.
+With `admission.second_use` an absent item is saved only if an earlier request has asked for it. The look-up
+also notes its use, once per request, however often the request repeats it while it waits. An encoder-only
+producer saves everything.
 
-All state belongs to the scheduler's thread. What is done beside all that has followers
-(connectors.engine.guard), whose faults cost what they do alone. Two things stand bare: what was promised is
-handed to the workers, and what they have loaded is let go.
+All state belongs to the scheduler's thread. Followers (connectors.engine.guard) do the rest, and a fault
+costs only the work of its follower. Two steps stand bare: promised items are handed to the workers, and items
+that they have loaded are let go.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class ECScheduler:
         self._announcements = followers.guard(Announcements(engine.media))
         self._observer = followers.guard(ECObserver(store, followers), ECObserver.restart)
         self._contents = Contents(engine.media)
-        #: What the request that is being scheduled calls its items, and their keys; None: not to be cached.
+        #: The scheduled request's names of its items -> their keys, or None if an item is not to be cached.
         self._asking: dict[str, ContentKey | None] = {}
-        #: Items that it brings the description of only and was promised, and those that are encoded though
-        #: they are staged, since nobody has compared what their writer writes.
+        #: Promised items of which that request brings only the description; and staged items that are encoded
+        #: all the same, because their writer is unproven.
         self._described: set[ContentKey] = set()
         self._doubted: set[ContentKey] = set()
         #: Identifiers in the workers' encoder caches.
@@ -108,7 +108,7 @@ class ECScheduler:
         self._waits: dict[str, dict[ContentKey, float]] = {}
         #: Requests that are to fail.
         self._unavailable: set[str] = set()
-        #: What this step's workers are to load and to save: see ECStoreMetadata.
+        #: Items that this step's workers are to load and to save: see ECStoreMetadata.
         self._loads: dict[str, StagedItem] = {}
         self._saves: dict[str, ContentKey] = {}
         self._saves_held: dict[str, ContentKey] = {}
@@ -160,7 +160,7 @@ class ECScheduler:
         """Returns whether a request brings the media of all its items; one that doesn't fails."""
         if all(map(self._engine.media.is_here, request.mm_features)):
             return True
-        return self._give_up(request, "its items can't be looked up")
+        return self._give_up(request, "the look-up of its items failed")
 
     @guarded(None)
     def _available(self, request: Request, computed: int) -> bool | None:
@@ -178,7 +178,7 @@ class ECScheduler:
                 continue
             if self._asking.setdefault(identifier, key) != key:
                 self._asking[identifier] = None  # one name for two items of a request
-        # All items are asked for before any is waited for.
+        # All look-ups begin before the wait for any of them.
         settled = [self._settled(view, index) for index in ahead]
         return all(settled)
 
@@ -187,7 +187,7 @@ class ECScheduler:
         feature = request.mm_features[index]
         here, key = self._engine.media.is_here(feature), self._asking.get(feature.identifier)
         if key is None:
-            return here or self._give_up(request, "nothing tells what its item is")
+            return here or self._give_up(request, "its item's content is unknown")
         width = self._engine.widths().get(feature.modality)
         self._promises.expect(key, request.get_num_encoder_embeds(index), width)
         if feature.identifier in self._resident and here and self._engine.consumer:
@@ -200,8 +200,8 @@ class ECScheduler:
         least = since if announced or not here else None
         item = self._items.look(key, request.request_id, self._uses.by(request), not_before=least)
         if item.outcome is None:
-            # It is looked up again for a request that found no place in a batch, or by another one: nobody
-            # waits for that twice.
+            # A request that found no place in a batch, or another request, looks the item up again. No
+            # request waits for that twice.
             return here and time.monotonic() - since >= self._deadline_s
         if not self._engine.consumer:
             return self._settled_on_producer(request, feature.identifier, key, item, here=here)
@@ -223,7 +223,7 @@ class ECScheduler:
 
     def _settled_without_media(self, request: RequestView, key: ContentKey, item: Item) -> bool:
         """Promises the item now: if vLLM later heard "no", it would encode media that aren't there. So it is
-        loaded though nobody has compared what its writer writes, unless that writer has failed."""
+        loaded even from an unproven writer, unless that writer has failed."""
         if item.outcome == "ready":
             if not self._promises.fits(key, item.staged):
                 self._observer.missed(request.request_id, key, "mismatch")
@@ -299,14 +299,14 @@ class ECScheduler:
         return self._promise(key, item)
 
     def _is_doubted(self, item: Item) -> bool:
-        """Returns whether nobody has compared yet what the item's writer writes: then it is encoded, and
-        compared. That is not to be asked of an item that a request brings the description of only."""
+        """Returns whether the item's writer is unproven: then the item is encoded, and compared. Not for an
+        item of which a request brings only the description."""
         space = self._space
         return item.doubted is not None and space is not None and bool(space.writers.unproven([item.doubted]))
 
     def _has_failed(self, item: Item) -> bool:
-        """Returns whether the item's writer, which nobody had compared, is known by now to write what isn't
-        computed here."""
+        """Returns whether the item's writer, which was unproven, is known by now to write something else than
+        this engine computes."""
         run, space = item.doubted, self._space
         return run is not None and space is not None and run.record.writer in space.writers.failed()
 
@@ -407,7 +407,7 @@ class ECScheduler:
         self._items.saving(key)
 
     def _key(self, request: RequestView, index: int) -> ContentKey | None:
-        """Returns the content key of a request's item; None if it is not to be cached."""
+        """Returns the content key of a request's item, or None if the item is not to be cached."""
         content = self._contents.of(request, index) if self._cacheable(request, index) else None
         return item_key(content, request.cache_salt) if content is not None else None
 
@@ -464,7 +464,7 @@ class ECScheduler:
             self._observer.heard(meta)
 
     def take_stats(self) -> Report | None:
-        """Returns what both halves have done since the last call; None if nothing."""
+        """Returns the statistics of both halves since the last call, or None without any."""
         return self._observer.take()
 
     @guarded(None)
@@ -493,12 +493,13 @@ class ECScheduler:
         return {name: one for name, [one, *more] in found.items() if one is not None and not more}
 
     def enter(self, weights: str | None) -> None:
-        """Go on with new weights, which have replaced the engine's in place; None for weights without a name.
+        """Go on with weights that have replaced the engine's in place. `weights` is None if they have no
+        name.
 
-        What is known, staged or asked for belongs to the old weights and is forgotten. For weights without a
-        name the store is left alone, and for those with which this engine differs from all writers. The
-        namespace of weights that nobody has named (connectors.weights) is emptied when it is left, since no
-        other engine can use it.
+        Items that are known, staged or asked for belong to the old weights and are forgotten. The store is
+        left alone for weights without a name, and for weights with which this engine differs from all
+        writers. This engine empties the namespace of unnamed weights (connectors.weights) on leaving, since
+        no other engine can use it.
         """
         self._leave()
         self._ahead.restart()

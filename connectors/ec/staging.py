@@ -1,11 +1,12 @@
 """The node-local staging folder: verified encoder outputs, between the store and the workers.
 
-It is a folder and not memory, because the scheduler fetches what the workers, other processes of this node,
-load; in the page cache it is memory all the same. One owner (the scheduler's half) writes and evicts, so its
-accounting needs no shared state. Each engine has a folder of its own and holds a lock in it for life: if a
-folder's lock is free, a dead engine has left it, whatever container that ran in, and the next engine of this
-user removes it. In a folder for temporary files anybody may put anything: only real folders of this user that
-nobody else may enter are looked into, and no link is followed.
+It is a folder and not memory, because the scheduler fetches items and other processes of this node, the
+workers, load them. In the page cache it is memory all the same. One owner (the scheduler's half) writes and
+evicts, so its accounting needs no shared state. Each engine has a folder of its own and holds a lock in it
+for life: a free lock shows that a dead engine has left the folder, whatever container it ran in. The next
+engine of this user then removes the folder. Any user may put anything into a folder for temporary files. So
+the engine looks only into real folders that belong to this user and are closed to all others, and follows no
+link.
 
 A file's name is a digest of an identifier and a segment, never the identifier; its content never changes.
 """
@@ -93,7 +94,8 @@ class StagingFolder:
             return self._keep(name)
 
     def open(self, name: str) -> int | None:
-        """Opens a pinned item's file. Returns its descriptor, for the caller to close; None if that fails."""
+        """Opens a pinned item's file. Returns its descriptor, for the caller to close, or None if that
+        fails."""
         try:
             return open_file(self._root / name, os.O_RDONLY)
         except OSError:

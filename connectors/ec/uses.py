@@ -1,11 +1,11 @@
 """Tells the index which items a session's requests use.
 
-A use is told where it would be noted anyway, in place of the touch: when an item has been fetched for a
-request. What is staged here is used again without being fetched again. That is told of another session, too,
-or else the one that had it fetched would go on to own it; of a request without a session, once.
+The index learns of a use when an item has been fetched for a request, in place of the touch. A staged item
+can be used again without a fetch. Such a use is reported, too, if its request has a session: else the session
+that had the item fetched would go on to own it. Uses without a session are reported once.
 
-What a request says of its session is told once more when it ends, whatever it needed of the encoder: the
-items that its session saved are in the index.
+A request's hints are reported once more when it ends, whatever it needed of the encoder: the items that its
+session saved are in the index.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ItemUses:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._teller = SessionTeller(store)
-        #: What requests with items said when they were met, until they end.
+        #: Hints and users of requests with items, until the requests end.
         self._known: dict[str, _Known] = {}
 
     def use(self, space: Space | None) -> None:
-        """Tell of this namespace from now on; None: of none."""
+        """Report uses in this namespace from now on, or in none if `space` is None."""
         self._space = space
         if space is not None:
             self._teller.use(space)
@@ -63,7 +63,7 @@ class ItemUses:
         space, segment = self._space, item.segment
         if space is None or segment is None or item.asked_by == request.request_id:
             return
-        # Once it is nobody's it stays so.
+        # An item that has lost its owner stays without.
         item.user = user if user.session else NOBODY
         if user.session:
             tell(self._store, space, user.session, user.salt, [segment], USE)
@@ -71,7 +71,7 @@ class ItemUses:
             self._store.transfers.call(lambda: space.touch([segment]))
 
     def ends(self, request: RequestView, items: Iterable[Item | None]) -> None:
-        """A request has ended, well or not; these are the items that were looked up for it."""
+        """A request has ended, well or not; `items` are the items of its look-ups."""
         known = self._known.pop(request.request_id, None) or self._read(request)
         if self._space is None:
             return

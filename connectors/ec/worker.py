@@ -66,7 +66,7 @@ class ECWorker:
         self._saved: dict[ContentKey, str] = {}
         self._tally = Tally(store.counters, RENAMED)
         self._proofs = ItemProofs(store.transfers)
-        #: Whether the log has been told that outputs can't be cached: all of a model's are alike.
+        #: Whether the log says already that outputs can't be cached: all outputs of a model are alike.
         self._said = False
 
     def use(self, metadata: ECStoreMetadata) -> None:
@@ -150,7 +150,7 @@ class ECWorker:
             self._encoded.append(queue)
 
     def _copied(self, tensor: torch.Tensor) -> HostCopy | ItemCopy | None:
-        """Returns a copy on its way to the host; None if there is no room."""
+        """Returns a copy on its way to the host, or None if there is no room."""
         return HostCopy(tensor) if self._memory is None else self._memory.save(tensor)
 
     def _dropped(self, key: ContentKey) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of an engine agree on at the start, which completes its namespace."""
+"""The agreement of an engine's ranks at the start, which completes its namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schemas.settings import Settings
 
 
 class RankPages(Protocol):
-    """What a worker tells of its pages."""
+    """A worker's pages, as it reports them."""
 
     page_format: str
     groups: list[LocalGroup]

@@ -1,14 +1,14 @@
 """Digests of multimodal items: what an item is, whatever a client calls it.
 
 vLLM names an item by its identifier: a hash of the media that it was given, or a client's `uuid` verbatim.
-What the encoder gets is the processed input, `feature.data`. vLLM's scheduler has that of every item: where
-the API server sends none, because it was sent before, the engine core takes it from its own cache (with
-`--mm-processor-cache-type shm` only the workers can read it). So the digest is made of it, and an identifier
-never decides what is looked up in the store, or what is stored.
+The encoder gets the processed input, `feature.data`, and vLLM's scheduler has that of every item. Where the
+API server doesn't send it again, the engine core takes it from its own cache. (With
+`--mm-processor-cache-type shm` only the workers can read it.) So the digest is made of the processed input.
+An identifier never decides what is looked up in the store, or what is stored.
 
 A consumer's request may bring a description only (connectors.engine.media). The digest then comes from the
-producer, which has seen the media, with the request's `ec_transfer_params`. A client can forge it, and gets
-nothing by that which it could not have had: it is the digest of something that it would have had to send.
+producer, which has seen the media, with the request's `ec_transfer_params`. A client can forge it but gains
+nothing: it would need the digest of media that it could as well have sent.
 
 Everything here belongs to the scheduler's thread.
 """
@@ -52,7 +52,7 @@ class Contents:
         return len(self._known)
 
     def of(self, request: RequestView, index: int) -> bytes | None:
-        """Returns the digest of a request's item `index`; None if it can't be told what the item is."""
+        """Returns the digest of a request's item `index`, or None if the item's content can't be known."""
         feature = request.mm_features[index]
         if len(feature.identifier) > MOST_NAME:
             return None
@@ -167,7 +167,7 @@ _listeners: weakref.WeakSet[LoadListener] = weakref.WeakSet()
 
 
 def listen(one: LoadListener) -> None:
-    """Register `one` to be told of every later load, for as long as it lives."""
+    """Register `one` for every later load, for as long as it lives."""
     _listeners.add(one)
 
 

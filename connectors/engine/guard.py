@@ -1,15 +1,14 @@
 """The one catch-all: between vLLM's threads and this code, and between the modules of this code.
 
-Nothing that the store does may end an engine (design, invariant 3). Errors that are expected are
-handled where they arise; what reaches this far is a bug, is logged with its traceback, and costs the
-engine a miss or a save instead of its life. Two things stand bare, as carrying on would be worse: a load that
-was promised is sent to the workers, and one that has ended is reported. Without either its request would
-wait for ever.
+The store must never end an engine (design, invariant 3). Expected errors are handled where they arise. An
+error that reaches this far is a bug: it is logged with its traceback, and costs the engine a miss or a save
+instead of its life. Two steps stand bare, as carrying on would be worse: a promised load is sent to the
+workers, and a load that has ended is reported. Without either step the request would wait for ever.
 
-`guarded` keeps the fault of a hook from vLLM. A hook has followers beside: journal, spans, prefetch, probes,
-hints, saves. `Followers` keeps their faults from the hook, so that each costs what that one does alone. One
-that has failed forgets all that it holds, since that may be half of something, and goes on with what comes
-next. If it can't even do that, it is switched off as long as the engine lives.
+`guarded` keeps the fault of a hook from vLLM. A hook also has followers: journal, spans, prefetch, probes,
+hints, saves. `Followers` keeps their faults from the hook, so that a fault costs only the work of its
+follower. A follower that has failed forgets all that it holds, since that may be incomplete, and goes on with
+the next event. If it can't even forget, it is switched off as long as the engine lives.
 """
 
 from __future__ import annotations

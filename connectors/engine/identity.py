@@ -1,7 +1,8 @@
 """Derives the namespace from vLLM's configuration: everything that makes two engines' bytes interchangeable.
 
-The scheduler half does so, in its own process; workers are told the namespace, so the two can't differ.
-Only a worker knows what fills a page (`page_format`); it tells the scheduler half once at the start.
+The scheduler half does so in its own process and sends the namespace to the workers, so that both can't
+differ. Only a worker knows the contents of a page (`page_format`), and reports them to the scheduler half
+once at the start.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def _load(vllm_config: Any) -> Any:
 
 
 def _source(model: Any, load: Any) -> Source | None:
-    """Returns where a model's files are; None if they aren't on this machine."""
+    """Returns where a model's files are, or None if they aren't on this machine."""
     try:
         return source_of(str(model.model), model.revision, getattr(load, "download_dir", None))
     except NotKnown:

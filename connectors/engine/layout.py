@@ -3,7 +3,7 @@
 vLLM splits layers into KV cache groups so that their pages fill one pool evenly; layers of one kind may be
 spread over several of them, each with a block table of its own, and layers of one of them may differ in page
 shape. Storage goes by kind instead: a group here is all layers of one kind, one block size and one page
-shape, so a block of it is one slot, from one or several tables.
+shape. So a block of it is one slot, from one or several tables.
 
 A worker sees its own layers and its own heads. It tells the scheduler half (`LocalGroup`), which puts
 stages and shards together (`merge`) into the groups that the namespace names.
@@ -151,7 +151,7 @@ def _page(spec: Any, tp: int) -> Page:
         raise ConfigError(f"kvstore: KV cache dtype {spec.dtype} has no safetensors name; not supported")
     # Ranks beyond `max_tp_shards` hold copies of what other ranks hold. Where vLLM doesn't give that number,
     # no copies are assumed: vLLM knows the number of KV heads for the model only, and layers may differ in
-    # it, so a rank with a single head may or may not hold what another rank holds.
+    # it. So a rank with a single head may or may not hold the same as another rank.
     shards = min(tp, spec.max_tp_shards or tp)
     if tp % shards:
         raise ConfigError(

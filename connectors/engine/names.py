@@ -1,9 +1,10 @@
 """Names of a request's blocks in the store.
 
 They are vLLM's block hashes, which cover tokens, adapter, salt, and what clients call their items. With
-`identity.client_uuids: refuse` a block at or behind an item is bound to what that and all items before it are
-(connectors.engine.contents), so equal names mean equal tokens and equal items. Where it can't be told what an
-item is, no block at or behind it has a name. A prompt without items has vLLM's hashes in either case.
+`identity.client_uuids: refuse` a block at or behind an item is bound to the contents of that item and of all
+items before it (connectors.engine.contents). So equal names mean equal tokens and equal items. If an item's
+content is unknown, no block at or behind it has a name. A prompt without items has vLLM's hashes in either
+case.
 
 Belongs to the scheduler's thread.
 """
@@ -88,7 +89,8 @@ class BlockNames:
         return made
 
     def tail(self, tokens: int, hash_function: Callable[[Any], bytes]) -> bytes | None:
-        """Returns the name of the partial block at the end of `tokens` tokens; None if it can't have one."""
+        """Returns the name of the partial block at the end of `tokens` tokens, or None if it can't have
+        one."""
         if tokens > self.named_tokens:
             return None
         name = self._request.name_of_tail(tokens, self._hash_tokens, hash_function)

@@ -1,17 +1,17 @@
 """Follows what an engine's blocks at or behind multimodal items were really computed from.
 
 Within one engine vLLM keeps everything by what clients call their items: encoder outputs by the identifier,
-blocks by hashes that hold it. So whoever names his picture as another's makes this engine answer about the
-wrong one, which can't be mended here. But the wrong blocks must not reach the store under the right one's
-name, where all engines would find them. So a block at or behind an item is saved only if
+blocks by hashes that hold it. So a client that gives its picture another's name makes this engine answer
+about the wrong picture, which can't be mended here. But the wrong blocks must not reach the store under the
+right picture's name, where all engines would find them. So a block at or behind an item is saved only if
 
     the encoder's output that the engine used was made from the request's own item, or from an equal one, and
     what the engine had of the prompt already was computed, or loaded from the store, under the same name.
 
 The first is known from what each step encodes, loads and drops. For the second, the name of the block in
 which an item starts is remembered by vLLM's hash of it, when it is computed: everything with that block
-before it belongs to that name. If it is computed under two names, neither is believed. What isn't remembered
-isn't believed either, so memory is bounded and forgetting costs a save.
+before it belongs to that name. If the block is computed under two names, neither is believed. A forgotten
+name isn't believed either, so memory is bounded and forgetting costs a save.
 
 Belongs to the scheduler's thread.
 """
@@ -42,7 +42,7 @@ class Origin:
     sound_tokens: int = ALL_TOKENS
     #: Whether it is known to be something else, or may well be, from there on.
     wrong: bool = False
-    #: Leading items whose first block was looked at.
+    #: Leading items whose first block was examined.
     settled: int = 0
     #: Leading tokens whose computation was followed.
     followed_tokens: int = 0
@@ -59,7 +59,7 @@ class Origin:
 
 
 class Provenance:
-    """What one engine holds under clients' names."""
+    """Contents that one engine holds under clients' names."""
 
     def __init__(self, hash_tokens: int) -> None:
         self._hash_tokens = hash_tokens
@@ -67,7 +67,8 @@ class Provenance:
         self._outputs: OrderedDict[bytes, bytes] = OrderedDict()
         #: The same, of outputs that come with this step.
         self._coming: dict[bytes, bytes | None] = {}
-        #: vLLM's hash of a block in which an item starts -> its name; None if it has been computed otherwise.
+        #: vLLM's hash of a block in which an item starts -> its name, or None if the block was computed under
+        #: two.
         self._blocks: OrderedDict[bytes, bytes | None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -124,7 +125,7 @@ class Provenance:
         """Follow a step that computes the tokens of a request from `computed` to `done`. `hashes` are vLLM's
         of its blocks. `foreign`: another connector has loaded what is beyond the engine's own tokens.
 
-        Steps must be told in the order in which the scheduler has decided about the requests in them.
+        Calls must follow the order in which the scheduler has decided about the requests of the steps.
         """
         items = names.items
         origin.followed_tokens = done

@@ -1,8 +1,8 @@
 """Tells which part of a block a rank holds, and reads it from segments that other ranks have cut.
 
 Tensor parallelism cuts a block by heads, a pipeline by layers; a segment has one payload per distinct part.
-A slot is [layer, head, token, content], so a shard of a larger cut is a slice of its heads, and a shard of a
-smaller one is several parts side by side.
+A slot is [layer, head, token, content], so a shard of a larger cut is a slice of its heads. A shard of a
+smaller cut is several parts side by side.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_part(
     shards, shard = group.page.shards, place.shard(group)
     parts = len(run.record.parts)
     if not fits(parts, place.pp, shards):
-        raise NamespaceMismatch(f"segment {run.segment.hex()} of {parts} parts, for {place.parts(group)}")
+        raise NamespaceMismatch(f"segment {run.segment.hex()}: {parts} parts don't fit {place.parts(group)}")
     cut = parts // place.pp
     first = place.pp_rank * cut
 

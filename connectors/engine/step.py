@@ -3,12 +3,12 @@
 A name that vLLM changes in them is changed here, in the tests' stand-ins (tests/fake_vllm.py) and in the
 table that says why it is read (tests/connectors/vllm_contract.py). All other modules use the names of this
 one, which are vLLM's present names where those are clear. A name that only some of the supported versions
-have is read with a default, here too, and no other is: where a request's adapter can't be seen any more,
+have is read with a default. All other names have no default: if a request's adapter can't be seen any more,
 "none" would be a guess that serves wrong blocks, while an error costs a miss (connectors.engine.guard).
 
 The views read on demand and keep nothing: a request moves on between two steps, a session's prompt grows, and
-a hand-off may shorten one. A connector makes a request's view once and keeps it with what it knows of the
-request, and makes a step's once per step, so that a step in which nothing happens costs no more.
+a hand-off may shorten one. A connector makes a request's view once and keeps it with the request's state. It
+makes a step's view once per step, so that an idle step costs no more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-#: Most hints of one request that are looked at.
+#: Most hints of one request that are read.
 MOST_HINTS: Final = 16
 
 
@@ -91,8 +91,8 @@ class RequestView:
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
-        """Returns the trace that a client has put it into, as W3C's headers; None if in none, or if vLLM does
-        not trace. A client can send anything in them."""
+        """Returns the W3C trace headers that a client has sent, or None without them, or if vLLM does not
+        trace. A client can send anything in them."""
         return self._request.trace_headers
 
     @property
@@ -123,8 +123,8 @@ class RequestView:
 
     @property
     def session_id(self) -> object:
-        """Returns what a client calls its session: anything, None if nothing was said. If its prompt goes on,
-        what came with the first part."""
+        """Returns the client's name of its session, which may be anything, or None without one. If the prompt
+        goes on, the name came with its first part."""
         return self._request.session_id
 
     @property
@@ -164,7 +164,7 @@ class RequestView:
         del request._all_token_ids[rest:]
         del request.block_hashes[rest // hash_tokens :]
         request.num_prompt_tokens = rest
-        # What would follow the shortened prompt is not what follows the prompt.
+        # Tokens after the shortened prompt don't continue the whole prompt, so only one is sampled.
         request.max_tokens = 1
         return True
 
@@ -232,7 +232,8 @@ class StepView:
         return self._output.kv_connector_block_state is not None
 
     def block_ids(self, request_id: str) -> Sequence[Sequence[int]] | None:
-        """Returns a request's block tables, one per KV cache group of vLLM's; None if the step lacks it."""
+        """Returns a request's block tables, one per KV cache group of vLLM's, or None if the step lacks the
+        request."""
         return self._output.kv_connector_block_state.get_block_ids(request_id)
 
     @property

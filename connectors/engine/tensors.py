@@ -78,7 +78,7 @@ class Staging:
 
     @property
     def used_bytes(self) -> int:
-        """Returns how many bytes somebody holds."""
+        """Returns how many bytes are held."""
         return self._arena.used
 
     def try_acquire(self, nbytes: int) -> Chunk | None:
@@ -127,7 +127,7 @@ def _lock_pages(memory: torch.Tensor) -> None:
             f"staging_bytes: {memory.nbytes} bytes of host memory can't be locked for the GPU (CUDA error "
             f"{int(answer)}); is `ulimit -l` or the container's memory too small?"
         )
-    # Memory that is freed and still locked can't be locked again by whoever gets its addresses.
+    # Freed memory that is still locked can't be locked again by the next owner of its addresses.
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
@@ -135,7 +135,7 @@ def _lock_pages(memory: torch.Tensor) -> None:
 class Copied:
     """A gather or a scatter that is under way. On the CPU it is done already."""
 
-    #: CUDA event that is recorded after the copy; None on the CPU.
+    #: CUDA event that is recorded after the copy, or None on the CPU.
     done: Any = None
     #: A gather's device buffer, kept alive until `done`.
     buffer: torch.Tensor | None = None
@@ -296,7 +296,7 @@ def _by_block(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     if cache.shape[0] == num_blocks:
         return cache
     if cache.shape[0] % num_blocks:
-        raise ValueError(f"cache of {cache.shape[0]} kernel blocks, {num_blocks} blocks")
+        raise ValueError(f"got {cache.shape[0]} kernel blocks, expected a multiple of {num_blocks}")
     # [blocks * ratio, heads, n, content] -> [blocks, heads, ratio, n, content]: tokens stay in order.
     return cache.unflatten(0, (num_blocks, -1)).transpose(1, 2)
 
@@ -332,4 +332,4 @@ class HostCopy:
         return raw.data, SAFETENSORS_DTYPES[self._host.dtype], tuple(self._host.shape)
 
     def release(self) -> None:
-        """Does nothing: its memory is nobody else's."""
+        """Does nothing: it shares its memory with nobody."""

@@ -8,10 +8,10 @@ are added and sometimes by names that move. So there are three answers, not two:
     OLDEST to NEWEST      accepted: the engine tests have been run with these, or, where no CPU build of vLLM
                           is published, the tests of the contract on its Python files
     newer, or unknown     a warning. It may well work, and an upgrade of vLLM should not have to wait for a
-                          release of this package. What is wrong for sure is found at the start: a name that
-                          is gone fails the import; pages that are laid out otherwise fail the comparison with
-                          the configuration, or the canary. tests/connectors/test_vllm_contract.py, run with
-                          the new version, describes the rest
+                          release of this package. Certain faults show at the start: a name that is gone fails
+                          the import; pages that are laid out otherwise fail the comparison with the
+                          configuration, or the canary. tests/connectors/test_vllm_contract.py, run with the
+                          new version, describes the rest
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEWEST = (0, 33)
 
 
 def check_vllm_version(version: str | None = None) -> None:
-    """Raise ConfigError for a vLLM that is too old, and log a warning for one that nobody has tried.
+    """Raise ConfigError for a vLLM that is too old, and log a warning for an untried one.
 
     `version` defaults to the running vLLM's. Releases of one minor version count as one.
     """
@@ -75,7 +75,7 @@ def tried() -> str:
 
 
 def _release(version: str) -> tuple[int, int] | None:
-    """Returns (major, minor); None for a build without a version (vLLM then says `dev`, or 0.1.devN)."""
+    """Returns (major, minor), or None for a build without a version (vLLM then says `dev`, or 0.1.devN)."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         return None

@@ -1,9 +1,9 @@
 """Decides which blocks of a request are worth saving (settings: `admission`).
 
-With `second_use` a prompt's blocks are noted in the index when the request arrives, and blocks that an
-earlier request has asked for, on any engine, are worth saving. A request is noted once: when it is matched
-again after a preemption, it would otherwise count as its own first use. A session's prompt grows; each growth
-is noted once.
+With `second_use` a prompt's blocks are noted in the index when the request arrives. Blocks that an earlier
+request has asked for, on any engine, are worth saving. A request is noted once: when it is matched again
+after a preemption, it would otherwise count as its own first use. A session's prompt grows; each growth is
+noted once.
 
 Everything here belongs to the scheduler's thread, except that a call thread sets a note's answer.
 """
@@ -26,7 +26,7 @@ class Note:
 
     digests: bytes
     blocks: int
-    #: How many leading blocks earlier requests have asked for; None while the answer is out. Set once.
+    #: How many leading blocks earlier requests have asked for, or None while the answer is out. Set once.
     noted: int | None = None
     #: The answer to this request's earlier note, if some of that note's blocks were new; else None. A prompt
     #: that has grown is noted as a whole, so the index's answer includes what this very request has noted
@@ -52,8 +52,8 @@ class Admission:
         self._space = space
 
     def begin(self, request: RequestView, names: Sequence[bytes], last: Note | None) -> Note | None:
-        """Returns the note to send for blocks of the prompt that `last` left out; None if there are none.
-        `names` are those of the request's blocks.
+        """Returns the note to send for blocks of the prompt that `last` left out, or None without such
+        blocks. `names` are the names of the request's blocks.
 
         There is no next note while the answer to `last` is out.
         """
@@ -74,7 +74,7 @@ class Admission:
             note.noted = 0
 
     def admitted(self, request: RequestView, names: Sequence[bytes], note: Note | None) -> int | None:
-        """Returns how many leading blocks are worth saving; None while the index has not answered."""
+        """Returns how many leading blocks are worth saving, or None while the index has not answered."""
         blocks = self._prompt_blocks(request, names)
         if not self._settings.second_use:
             noted = None

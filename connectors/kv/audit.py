@@ -1,16 +1,16 @@
 """Declines one load in so many, so that the engine computes what the store has, and both can be compared.
 
-A checksum says that bytes are what was written. It can't say that what was written was right: there may have
-been a broken accelerator, a layout that an update of vLLM has changed, a namespace that lacks a property on
-which the bytes depend. So of the loads that could be promised one in `kv.audit_every` is not: the request
-computes its blocks, and each rank compares those with the stored ones (connectors.kv.worker.audits). What
-differs by more than the engine's arithmetic explains is wrong on one of both sides. Its segment is evicted,
-so that nobody loads it, and its payload is kept for a while. The second wrong segment of a namespace ends
-this engine's use of it: the engine may be the one that is wrong, and must not store more.
+A checksum says that bytes are as they were written. It can't say that the written bytes were right: an
+accelerator may be broken, an update of vLLM may have changed a layout, or the namespace may lack a relevant
+property. So one in `kv.audit_every` loads that could be promised is declined. The request computes its
+blocks, and each rank compares them with the stored blocks (connectors.kv.worker.audits). A difference beyond
+the engine's arithmetic means that one of both sides is wrong. The segment is then evicted, so that no engine
+loads it, and its payload is kept for a while. The second wrong segment of a namespace ends this engine's use
+of the namespace: the engine itself may be wrong, and must not store more.
 
-The reverse belongs to it, as the estimates by which loads are declined may be wrong, too: of the loads that
-don't seem to pay one in as many is made all the same, unless it is expected to take many times as long. What
-comes of both is regret (connectors.choice.regret).
+Estimates that decline loads may be wrong, too. So one in as many loads that don't seem to pay is made all the
+same. It is left out if it is expected to take several times as long as computing. Both measure regret
+(connectors.choice.regret).
 
 Everything here belongs to the scheduler's thread.
 """
@@ -45,7 +45,8 @@ class _Audit:
 
     request: RequestView
     names: BlockNames
-    #: What is known of where its blocks come from: what may be wrong by itself can't show that others are.
+    #: Where its blocks come from: blocks that may be wrong themselves can't show that stored blocks are
+    #: wrong.
     origin: Origin
     hashes: Sequence[bytes]
     runs: tuple[list[Run], ...]

@@ -1,9 +1,9 @@
 """Decides for each request of an engine how much of its match is loaded, by what loads and steps have taken.
 
 The reading side of the scheduler half asks once per request; everything here is arithmetic on its thread.
-What is declined because a tier looks slow would never show that the tier is fast again. So while nothing else
-measures it, a few blocks are read beside a request that computes them (a probe), again and again while it
-does, which delays nobody: the next request knows.
+A load that is declined because a tier looks slow would never show that the tier is fast again. So while
+nothing else measures the tier, a few blocks are read beside a request that computes them (a probe). Probes
+repeat while the request computes, and delay no request: the next request profits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from schemas.settings import KVSettings
 _AGAIN_S: Final = 0.25
 #: A tier of which blocks are declined is probed if nothing was read from it for so many seconds.
 _UNSEEN_S: Final = 0.5
-#: Every other probe reads what takes this long by the present estimate, in seconds and in latencies, but no
-#: fewer blocks than these, and no more than a run has. The others read one block.
+#: Target duration of every second probe by the present estimate, in seconds and in latencies, and its fewest
+#: blocks; a run is the limit. The other probes read one block.
 _PROBE_S: Final = 0.1
 _LATENCIES: Final = 2.0
 _PROBE_BLOCKS: Final = 4
@@ -61,14 +61,14 @@ class Choosing:
         self._cost = cost
         self._clock = clock
         self._expected = Expected(engine.ranks)
-        #: What a load takes between the scheduler's steps, besides its reads, in seconds.
+        #: Seconds that a load takes between the scheduler's steps, besides its reads.
         self._detour_s = 0.0
-        #: What was declined last: the request's names, what was found of it, the token from which on it was
-        #: declined, and until when computing that should take.
+        #: The load that was declined last: the request's names, its match, the first declined token, and when
+        #: computing should have reached the end.
         self._declined: tuple[BlockNames, Found, int, float] | None = None
         #: When a step looks next at whether a probe is due.
         self._look_at = 0.0
-        #: Tier -> whether what was read there last for the sake of measuring was a single block.
+        #: Tier -> whether its last probe read a single block.
         self._small: dict[Tier, bool] = {}
 
     @bare
@@ -114,7 +114,7 @@ class Choosing:
             detour_s=self._detour_s,
         )
         if mode != "adaptive":
-            # What was weighed says what it costs that nobody may choose.
+            # The estimates stay in the decision: they show what a setting without a choice costs.
             return replace(decision, tokens=new if mode == "always" else 0, why=mode, prefill=None)
         if 0 < decision.tokens < least:
             decision = replace(decision, tokens=0, why="computing_is_faster", load_s=0.0)
@@ -192,8 +192,8 @@ class Choosing:
         return probes
 
     def planned(self, tracked: Tracked, groups: Sequence[GroupLoad]) -> Prefill | None:
-        """Record that a load is sent to the workers. Returns what computing it takes, for them to see when
-        that is faster; None if it is made in any case."""
+        """Record that a load is sent to the workers. Returns the cost of computing it, by which they see when
+        computing is faster, or None if the load is made in any case."""
         tracked.load_began, tracked.load_read_s = self._clock(), 0.0
         for group in groups:
             for run in group.runs:

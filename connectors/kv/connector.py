@@ -8,8 +8,8 @@ vLLM finds that name where this package is installed (connectors.plugin); where 
 "kv_connector_module_path": "connectors.kv".
 
 The class is a facade: each method calls the half that runs in this process, `KVScheduler` or `KVWorker`.
-Loads are always asynchronous (the engine never runs a step that waits for bytes), and what a failed one
-should have brought is recomputed, so `kv_load_failure_policy` must be "recompute".
+Loads are always asynchronous: the engine never runs a step that waits for bytes. The blocks of a failed load
+are recomputed, so `kv_load_failure_policy` must be "recompute".
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | None = None
         self._block_pool: BlockPool | None = None
-        #: What the workers said at the start.
+        #: The workers' handshakes at the start.
         self._ranks: dict[tuple[int, int], KVStoreHandshake] = {}
         refuse_unsupported_kv(vllm_config)
         self._groups = local_groups(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
@@ -180,10 +180,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVStoreWorkerMetadata | None:
         return self._on_worker.take_report()
 
-    # get_finished_count is not overridden: every rank loads its part of every load and reports each, so a
-    # load has ended when all ranks have said so, which is vLLM's default. Nor is
-    # get_kv_connector_kv_cache_events: a block is known to be stored when all ranks have reported it, which
-    # only the scheduler half sees.
+    # get_finished_count is not overridden: every rank loads its part of every load and reports it. So a load
+    # has ended when all ranks have said so, which is vLLM's default. Nor is get_kv_connector_kv_cache_events:
+    # a block is known to be stored when all ranks have reported it, which only the scheduler half sees.
 
     def name_weights(self, name: str) -> None:
         """Name the weights that this worker has now: see connectors.weights."""
@@ -253,7 +252,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _events(self, space: Space, groups: list[Group], hash_tokens: int) -> Events | None:
-        """Returns the sender of KV events; None if nobody listens."""
+        """Returns the sender of KV events, or None if the engine's configuration doesn't enable them."""
         config = self._vllm_config.kv_events_config
         if config is None or not config.enable_kv_cache_events:
             return None

@@ -78,7 +78,7 @@ class _Loading(NamedTuple):
 
 
 class NoEvents:
-    """The calls that `Events` takes, without effect: for an engine to which nobody listens."""
+    """The calls that `Events` takes, without effect: for an engine without KV events."""
 
     def planned(self, request: RequestView, saves: Iterable[Save]) -> None:
         """Records that these blocks of a request are on their way to the store."""
@@ -96,7 +96,7 @@ class NoEvents:
         """Announces the loss of these segments' blocks: they failed verification and are evicted."""
 
     def missing(self, hashes: Sequence[bytes], stored: Sequence[int], asked_at: float) -> None:
-        """Announces the loss of blocks that the index lacked when it was asked at `asked_at`
+        """Announces the loss of blocks that the index lacked at the question of `asked_at`
         (`time.monotonic`): `stored[i]` is how many leading blocks of group i it had. A later block that this
         engine had announced before then has been evicted since."""
 

@@ -138,7 +138,7 @@ class Loading:
             tracked.uses_of = match.runs
             tracked.uses = self._sessions.matched(tracked.hints, tracked.progress.salt, match.runs)
         # Blocks that this engine is saving, or another has saved since, are left out when saves are planned.
-        # A segment that nobody has compared yet is not replaced, whether its load pays or not.
+        # A segment of an unproven writer is not replaced, whether its load pays or not.
         joinable = tracked.sending is None and not (unproven or audited)
         joinable = joinable and not self._space.writers.unproven(chain.from_iterable(match.runs))
         tracked.progress.found(match.stored, match.runs if joinable else ())
@@ -176,8 +176,8 @@ class Loading:
         return self._audits.tries(weighed)
 
     def _found(self, tracked: Tracked) -> Found | None:
-        """Returns what can be loaded of the request, and asks for that if need be; None while the answer is
-        out."""
+        """Returns what can be loaded of the request, or None while the answer is out. Asks for it if need
+        be."""
         if tracked.receiving is not None:
             found = self._handoffs.poll(tracked.receiving)
             given_up = tracked.load_failed or self._requests.retired or tracked.receiving.over()
@@ -198,7 +198,8 @@ class Loading:
         same = self._groups[0].spec.block_tokens == self._hash_tokens
         first = note.digests if note is not None and note.blocks == len(hashes) and same else None
         matcher, space, session = self._matcher, self._space, tracked.hints.session
-        # What is stored of a prompt that is handed over isn't saved, and the other engine waits for it.
+        # Stored blocks of a handed-over prompt aren't saved, and the other engine waits for them: a stale
+        # answer would have it wait in vain.
         fresh = tracked.sending is not None
 
         def job() -> None:
@@ -231,7 +232,7 @@ class Loading:
             return self._matcher.nothing("error")
 
     def _matched(self, tracked: Tracked) -> Found | None:
-        """Returns the request's match, and asks for it if need be; None while the answer is out."""
+        """Returns the request's match, or None while the answer is out. Asks for it if need be."""
         pending = tracked.match
         now = time.monotonic()
         stale = pending is not None and (
@@ -286,9 +287,9 @@ class Loading:
         self._observer.load_planned(request, tracked.way, groups, external)
         if (decision := tracked.decision) is not None and decision.weighed is not None:
             self._regrets.loads(request.request_id, decision.weighed, to_load=decision.why != "tried")
-        # The match is used up: after a preemption the index is asked again.
+        # The match is used up: after a preemption the request needs another.
         tracked.match = tracked.receiving = None
-        # One that is made to learn what it takes is nothing to wait for.
+        # Requests don't wait for a load that is made to measure it.
         if self._engine.prefix_caching and (decision is None or decision.why != "tried"):
             full = list(tracked.names.all()[first // self._hash_tokens : stop // self._hash_tokens])
             self._arriving.update(dict.fromkeys(full, request.request_id))
@@ -305,11 +306,11 @@ class Loading:
         first_token: int,
         stop_token: int,
     ) -> GroupLoad | None:
-        """Returns the load of the blocks that vLLM has allocated in one group for the tokens from
-        `first_token` up to `stop_token`; None if there are none.
+        """Returns the load of the blocks that vLLM has allocated in one group from `first_token` up to
+        `stop_token`, or None without such blocks.
 
-        Every block that isn't null is to be filled. One that the match doesn't cover, which would mean that
-        vLLM and kvstore.rules.prefix disagree, fails at the worker, and the request is computed.
+        Every block that isn't null is to be filled. If vLLM and kvstore.rules.prefix disagreed, the match
+        would not cover a block. Such a block fails at the worker, and the request is computed.
         """
         size, ratio = group.rule.block_tokens, group.rule.block_tokens // self._hash_tokens
         wanted = range(-(-first_token // size), -(-stop_token // size))
@@ -390,12 +391,12 @@ class Loading:
         self._waited_in_vain(request_id)
         for other in self._requests:
             if not self._requests.keepers.loads(other.request.request_id):
-                other.match = None  # it may name the same bad segment, so the index is asked again
+                other.match = None  # it may name the same bad segment
                 if other.receiving is not None:
                     other.receiving.forget()
 
     def ended(self, request_id: str) -> None:
-        """Follow a load that has ended, one way or the other, and let nobody wait for it any more."""
+        """Follow a load that has ended, one way or the other, and end all waits for it."""
         self._requests.keepers.release(Keeper.LOAD, (request_id,))
         if (tracked := self._requests.get(request_id)) is not None and tracked.load_tokens:
             self._observer.loaded(tracked.load_tokens, tracked.load_cost_us)

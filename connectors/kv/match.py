@@ -1,9 +1,9 @@
 """Finds how much of a request the store can serve, usually with one index call per group, on a call thread.
 
-For groups that need the whole prefix, the index is asked for the longest one (`Index.match`), and the
-shortest answer is the limit. Up to there the blocks of the other groups are looked up from the end
-(`Index.find`), in spans, until kvstore.rules.prefix finds a boundary on which all groups agree. A request
-whose blocks were saved together costs one such span per group.
+For groups that need the whole prefix, the index returns the longest stored prefix (`Index.match`). The
+shortest answer is the limit. Up to there the index is searched for blocks of the other groups (`Index.find`),
+in spans from the end. The search ends when kvstore.rules.prefix finds a boundary on which all groups agree. A
+request whose blocks were saved together costs one such span per group.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ class Found:
     reason: str
     #: Most tokens that could have been found.
     limit: int = 0
-    #: If not all was found: a group that lacks a block, and the first one that it lacks (in a window the last
-    #: one).
+    #: If blocks are missing: a group that lacks a block, and its first missing block (in a window the last).
     lacks: tuple[int, int] = (0, 0)
-    #: Segments of `runs` -> where their payloads lay when that was last looked at. Whoever brings a payload
-    #: nearer overwrites its entry, on any thread.
+    #: Segments of `runs` -> where their payloads lay at the last look. Any thread that brings a payload
+    #: nearer overwrites its entry.
     tiers: dict[SegmentId, Tier] = field(default_factory=dict)
-    #: What it takes to load, stretch by stretch.
+    #: Its stretches, by which the time to load it is estimated.
     stretches: tuple[Stretch, ...] = ()
-    #: What a token of it took the engines that saved it to compute, in microseconds; 0: unknown.
+    #: Microseconds in which the engines that saved it computed a token of it; 0: unknown.
     token_us: float = 0.0
 
 
@@ -206,7 +205,7 @@ def _token_us(runs: Sequence[Sequence[Run]], sizes: Sequence[int]) -> float:
 
 
 class _Spans:
-    """The blocks of one request that have been looked up so far, by group."""
+    """The blocks of one request that the index was asked for so far, by group."""
 
     def __init__(
         self,
@@ -225,11 +224,12 @@ class _Spans:
         self._packed: dict[int, bytes] = {}
         self._known: defaultdict[int, dict[int, Run | None]] = defaultdict(dict)
         self._calls = 0
-        #: Why some call had no answer; None while all had one.
+        #: Why some call had no answer, or None while all calls had answers.
         self.failure: str | None = None
 
     def present(self, group: int, blocks: range) -> list[bool]:
-        """Returns which of `blocks` are there. Unknown ones are looked up, together with some before them."""
+        """Returns which of `blocks` are stored. Asks the index for unknown blocks, together with some before
+        them."""
         known = self._known[group]
         unknown = [block for block in blocks if block not in known]
         if unknown:
@@ -256,7 +256,7 @@ class _Spans:
             known[block] = run if fits else None
 
     def is_there(self, group: int, block: int) -> bool:
-        """Returns whether a block was looked up and found."""
+        """Returns whether a look-up has found a block."""
         return self._known[group].get(block) is not None
 
     def runs(self, group: int, blocks: range) -> list[Run]:

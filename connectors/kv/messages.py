@@ -48,7 +48,7 @@ class GroupLoad:
     tables: dict[int, list[int]]
     #: Segments of `runs` -> where their payloads lay when they were promised.
     tiers: dict[SegmentId, Tier] = field(default_factory=dict)
-    #: What a block counts for in bytes, on every rank, when reads are measured.
+    #: Bytes that a block counts for, on every rank, when reads are measured.
     block_bytes: int = 0
 
 
@@ -58,8 +58,8 @@ class Load:
 
     request_id: str
     groups: list[GroupLoad]
-    #: What computing it takes instead, from the token `first` up to `stop`: for a rank to see when that is
-    #: faster. None: it is loaded in any case.
+    #: Cost of computing it instead, from the token `first` up to `stop`: by it a rank sees when computing is
+    #: faster. Without it, the load is made in any case.
     prefill: Prefill | None = None
     first: int = 0
     stop: int = 0
@@ -180,7 +180,7 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     payloads_down: dict[int, bool] = field(default_factory=dict)
     #: Requests that hand over their prompt and could not save all of it.
     failed_handoffs: set[str] = field(default_factory=set)
-    #: Ranks that were told a name for their weights -> that name.
+    #: Ranks that got a name for their weights -> that name.
     weights: dict[int, Naming] = field(default_factory=dict)
     #: Requests in `failed_loads` -> why, as one of kvstore.rules.reasons.MISS_REASONS.
     load_reasons: dict[str, str] = field(default_factory=dict)
@@ -188,15 +188,15 @@ class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
     save_reasons: dict[SegmentId, str] = field(default_factory=dict)
     #: Segments that differ from what was computed -> the blocks in which they do.
     wrong: dict[SegmentId, Wrong] = field(default_factory=dict)
-    #: Ranks -> what reads of each tier took there, as far as there are news.
+    #: Ranks -> measured speeds of each tier there, as far as they are new.
     speeds: dict[int, dict[Tier, Measured]] = field(default_factory=dict)
     #: Requests whose loads were complete -> the seconds that took, on the slowest rank.
     load_seconds: dict[str, float] = field(default_factory=dict)
-    #: Requests whose loads have ended on some rank -> what was done for them, if that is asked for.
+    #: Requests whose loads have ended on some rank -> their times, if `timed` asks for them.
     load_times: dict[str, LoadTimes] = field(default_factory=dict)
-    #: Ranks that have begun or ceased to be asked for fewer reads -> whether they are now.
+    #: Ranks whose store has begun or ceased to ask for fewer reads -> whether it asks now.
     reads_scarce: dict[int, bool] = field(default_factory=dict)
-    #: Requests that prove writers -> what was compared.
+    #: Requests that prove writers -> the compared blocks.
     compared: dict[str, Compared] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

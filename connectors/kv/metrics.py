@@ -1,8 +1,8 @@
 """Reports what the KV connector did through vLLM's own statistics: its log line and its Prometheus metrics.
 
-Each half has a store with counters of its own, and reports those: the scheduler half what was asked for,
-found and not found; a rank what was to be read and written of its part. So nothing is counted twice, and each
-rank counts its part of what several ranks share. docs/metrics.md is the table of what is reported.
+Each half has a store with counters of its own, and reports those. The scheduler half reports requested, found
+and missing blocks. A rank reports reads and writes of its part. So nothing is counted twice, and each rank
+counts its part of blocks that several ranks share. docs/metrics.md is the table of what is reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PREFIX: Final = "vllm:kvstore_kv_"
 
 #: Ways in which a request's load ends.
 LOADS: Final = ("complete", "failed", "cut")
-#: What comes of comparing stored blocks with computed ones; "declined": of loads for that purpose.
+#: Outcomes of comparing stored blocks with computed blocks; "declined" counts loads declined for that
+#: purpose.
 AUDITS: Final = ("declined", "alike", "wrong", "differs", "unsure", "unread", "dropped")
 #: Results of a reset of the engine's caches, or of a name for its weights (connectors.kv.namespace).
 RESETS: Final = ("renamed", "left_alone", "named", "refused_name")
@@ -50,7 +51,7 @@ COUNTERS: Final = (
     Metric("loaded_tokens", "Tokens that were loaded, of loads that were complete or cut"),
     Metric(
         "saved_compute_seconds",
-        "What computing the tokens of complete loads took the engines that saved them, as they estimate it",
+        "Time in which the engines that saved the tokens of complete loads computed them, by their estimate",
     ),
     Metric("prompt_tokens", "Tokens of prompts, by where their KV came from", "tier", SOURCES),
     Metric("saved_tokens", "Tokens whose blocks were saved, of the first KV cache group"),
@@ -69,7 +70,7 @@ COUNTERS: Final = (
     Metric("saved_bytes", "Bytes of them"),
     Metric("tier", "Events of the local tier", "event", TIER_EVENTS),
     *PREFETCHED,
-    Metric("events", "What else the store did", "event", (*EVENTS, "outcomes_lost", "spans_lost")),
+    Metric("events", "Other events of the store", "event", (*EVENTS, "outcomes_lost", "spans_lost")),
     Metric(
         "audits",
         "Loads declined to compare what is stored with what is computed, and runs compared on a rank",
@@ -89,7 +90,7 @@ SECONDS: Final = {
         "How much longer a request's stored blocks took than computing all or loading all, as was expected",
         SLOW,
     ),
-    "regret_ratio": Timed("Of that, the share in what computing all of them takes", SHARES),
+    "regret_ratio": Timed("Regret as a share of the time to compute all stored blocks", SHARES),
     "measured_regret_ratio": Timed(
         "The same share, of requests that did the other thing than was decided, so that it was measured",
         SHARES,

@@ -1,9 +1,8 @@
 """Tells to which namespace an engine's KV blocks belong, from reset to reset.
 
 vLLM resets a connector's cache when the weights change in place, before it or after: at an update by a
-trainer, a sleep that drops them, a reload. Blocks that the store holds under the engine's namespace then
-don't fit the engine any more, and blocks that it computes from now on must not be stored there. So after a
-reset
+trainer, a sleep that drops them, a reload. Stored blocks of the engine's namespace then don't fit the engine
+any more. Blocks that it computes from now on must not be stored there. So after a reset
 
     if no block of the engine's own cache is left
         the engine goes on in a namespace whose weights have a name that no other engine uses, or, with
@@ -16,8 +15,8 @@ reset
 vLLM's reset succeeds only if no request holds a block, so after a clean one no request has anything that was
 computed before it. That is the proof that nothing old gets a new name (docs/adr/0017).
 
-Nobody else reads the namespace of unnamed weights, so it is emptied when the engine leaves it. Everything
-here belongs to the scheduler's thread.
+No other engine reads the namespace of unnamed weights, so this engine empties it on leaving. Everything here
+belongs to the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -110,9 +109,9 @@ class CurrentNamespace:
         self._leave()
 
     def told(self, namings: Mapping[int, Naming]) -> bool | None:
-        """Take the names that some ranks were told for their weights, until all ranks agree on one.
+        """Take the names that some ranks got for their weights, until all ranks agree on one.
 
-        Returns what `name` then does; None before that."""
+        Returns the result of `name` then, or None before that."""
         self._namings.update(namings)
         naming = agreed(self._namings, self._ranks)
         if naming is None:
@@ -180,7 +179,7 @@ class CurrentNamespace:
         self._leave()
 
     def empty_left(self) -> None:
-        """Empty the namespaces that were left, on a thread that nobody waits for."""
+        """Empty the namespaces that were left, on a thread for errands."""
         for space in self._left:
             if not self._store.transfers.errand(0, lambda s=space: empty(s)):  # type: ignore[misc]
                 return

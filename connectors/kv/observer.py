@@ -52,7 +52,7 @@ class Observer:
         open_spans: OpenSpans,
         followers: Followers,
     ) -> None:
-        """All that is told here is told to `followers`, each guarded by itself."""
+        """Each event goes to all `followers`, each guarded by itself."""
         self._groups = groups
         self._hash_tokens = hash_tokens
         self._events = followers.guard(events, methodcaller("forget"))
@@ -234,8 +234,8 @@ class Observer:
         cost_us: float,
         weighed: Weighed | None,
     ) -> None:
-        """Report a load of `tokens` tokens from `first_token` on that was cut when it had brought `brought`
-        of them, which would have taken `cost_us` to compute. `weighed` is what was when it was planned."""
+        """Report a cut load of `tokens` tokens from `first_token` on. It brought `brought` of them, which
+        would have taken `cost_us` to compute. `weighed` are the weighed times of its plan."""
         self._tally.add("loads{cut}")
         self._spans.load_failed(request.request_id, CUT)
         self._tally.add("loaded_tokens", brought)
@@ -312,7 +312,7 @@ class Observer:
         self._spans.save_ended(segment, "stored" if blocks else reason)
 
     def save_dropped(self, save: Save) -> None:
-        """Report a planned save that is given up before any rank is told of it."""
+        """Report a planned save that is given up before any rank gets it."""
         self.not_saved(save.segment, "dropped")
         self.save_ended(save.segment, ())
 

@@ -1,12 +1,12 @@
 """Decides with every step, and at a request's end, which blocks of it are saved.
 
 A request's full blocks are saved as they are computed (connectors.kv.save cuts them into segments), as far as
-they are worth it (connectors.kv.admission). With `admission.second_use` that isn't known at first: until the
-index has answered, the request saves nothing; its blocks are saved at a later step or at its end, and if the
-answer never comes, not at all.
+they are worth it (connectors.kv.admission). With `admission.second_use` that is unknown at first: until the
+index has answered, the request saves nothing. Its blocks are saved at a later step or at its end. If the
+answer never comes, they are not saved.
 
-No block is kept for a save: what no rank has begun to save when a request ends is dropped
-(connectors.kv.worker.writes), and a later request that needs those blocks saves them. Only a prompt that is
+No block is kept for a save. When a request ends, saves that no rank has begun are dropped
+(connectors.kv.worker.writes). A later request that needs those blocks saves them. Only a prompt that is
 handed over keeps its blocks until it is saved.
 
 Everything here belongs to the scheduler's thread.
@@ -224,7 +224,7 @@ class SavePlanner:
         return rest
 
     def drop(self, saves: Iterable[Save]) -> None:
-        """Give up planned saves of which no rank is told."""
+        """Give up planned saves that no rank gets."""
         for save in saves:
             self._drop(save)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVEngine:
-    """The properties of an engine that its KV blocks depend on. None changes while the engine runs."""
+    """The properties of an engine that its KV blocks depend on. They stay the same while the engine runs."""
 
     groups: Sequence[Group]
     #: Number of tokens that a block hash stands for.
@@ -49,9 +49,9 @@ class KVEngine:
     one_node: bool = True
     #: Number of workers that report.
     ranks: int = 1
-    #: Returns whether anything is left in the engine's own cache; None if that can't be known.
+    #: Returns whether any block is left in the engine's own cache. The field is None if that can't be known.
     holds_blocks: Callable[[], bool] | None = None
-    #: What describes an item on an engine that gets encoder outputs through a connector.
+    #: Descriptions of items, for an engine that gets encoder outputs through a connector.
     media: Media = field(default_factory=lambda: Media({}))
 
 
@@ -62,7 +62,7 @@ class Tracked:
     request: RequestView
     progress: Progress
     names: BlockNames
-    #: What is known of where its blocks come from.
+    #: Where its blocks come from, as far as that is known.
     origin: Origin = field(default_factory=Origin)
     #: Where the tokens of its prompt come from.
     way: Way = field(default_factory=Way)
@@ -92,18 +92,18 @@ class Tracked:
     declined: bool = False
     #: When its load was planned (`time.monotonic`).
     load_began: float = 0.0
-    #: What its reads took on the slowest rank, in seconds; 0: not told yet.
+    #: Seconds that its reads took on the slowest rank; 0: not reported yet.
     load_read_s: float = 0.0
-    #: Whether some of its load was declined because nobody has compared what its writer writes.
+    #: Whether some of its load was declined because a writer is unproven.
     doubted: bool = False
     #: Whether it is decided that its load is made, or declined for an audit.
     audit_decided: bool = False
-    #: Whether the journal has been told how much of it was found.
+    #: Whether the journal knows how much of it was found.
     told: bool = False
-    #: What it says of its session, and what it was matched with, if that is told when it ends.
+    #: Its hints on its session, and the segments of its match, if the index learns of them when it ends.
     hints: Hints = NOTHING
     uses: list[SegmentId] = field(default_factory=list)
-    #: The runs of the match of which its session was told.
+    #: The runs of the match in the report of its session.
     uses_of: Sequence[Sequence[Run]] | None = None
     #: The hand-off of its prompt to another engine.
     sending: Sending | None = None
@@ -111,14 +111,14 @@ class Tracked:
     receiving: Receiving | None = None
 
     def promises(self) -> int | None:
-        """Returns how many leading tokens the store has of it; None while the answer is out."""
+        """Returns how many leading tokens the store has of it, or None while the answer is out."""
         if self.match is None:
             return 0
         found = self.match.poll(0.0)
         return None if found is None else found.tokens
 
     def matched(self) -> Iterable[Run] | None:
-        """Returns the runs that it was matched with, of all groups; None while the answer is out."""
+        """Returns the runs that it was matched with, of all groups, or None while the answer is out."""
         if self.uses_of is None and self.match is not None:
             found = self.match.poll(0.0)
             return None if found is None else chain.from_iterable(found.runs)
@@ -131,21 +131,21 @@ class Tracked:
 
 
 class Keeper(Enum):
-    """The one whose report frees the blocks of a request that ends."""
+    """The party whose report frees the blocks of a request that ends."""
 
     #: vLLM frees them at once.
     NOBODY = "nobody"
     #: The workers write to them, until they report that the load has ended.
     LOAD = "load"
-    #: The workers save what they have not read yet of a prompt that is handed over, and report that.
+    #: The workers save the unread blocks of a prompt that is handed over, and report that.
     HANDOFF = "hand-off"
 
 
 class Keepers:
     """The keeper of each request's blocks, while the request runs and after its end.
 
-    vLLM frees a request's blocks once: a second report for the same request would end the engine. So each has
-    one keeper, and changes it in these steps alone:
+    vLLM frees a request's blocks once: a second report for the same request would end the engine. So each
+    request has one keeper, and changes it in these steps alone:
 
         nobody ── a load is planned ──> load ── the workers report its end ──> nobody
         nobody ── the request ends well and hands over its prompt ──> hand-off ── all is read ──> nobody
@@ -157,7 +157,7 @@ class Keepers:
         self._of: dict[str, Keeper] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests have blocks that somebody keeps."""
+        """Returns how many requests have blocks with a keeper."""
         return len(self._of)
 
     def of(self, request_id: str) -> Keeper:
@@ -214,11 +214,11 @@ class Requests:
         return iter(self._by_id.values())
 
     def get(self, request_id: str) -> Tracked | None:
-        """Returns what is known of a request; None if it isn't tracked."""
+        """Returns the state of a request, or None if it isn't tracked."""
         return self._by_id.get(request_id)
 
     def computed(self, request_id: str) -> int | None:
-        """Returns how many tokens of a request vLLM has computed; None if it isn't tracked."""
+        """Returns how many tokens of a request vLLM has computed, or None if the request isn't tracked."""
         tracked = self._by_id.get(request_id)
         return None if tracked is None else tracked.request.num_computed_tokens
 
@@ -240,8 +240,8 @@ class Requests:
         return tracked
 
     def come_to(self, request: Request, computed: int) -> Tracked:
-        """Returns what is known of a request that the scheduler is about to start, or to start over after a
-        preemption, with a local hit of `computed` tokens."""
+        """Returns the state of a request that the scheduler is about to start, or to start over after a
+        preemption. It has a local hit of `computed` tokens."""
         tracked = self.track(request)
         self.unsaved[tracked.request.request_id] = tracked
         tracked.prompt_ended = tracked.undecided = False
@@ -282,7 +282,7 @@ class Requests:
         tracked.prompt_ended |= tracked.seen_tokens >= tracked.request.num_prompt_tokens
 
     def forget(self, request: Request) -> Tracked | None:
-        """Forget a request. Returns what was known of it; None if it wasn't tracked."""
+        """Forget a request. Returns its last state, or None if it wasn't tracked."""
         request_id = RequestView(request).request_id
         self.unsaved.pop(request_id, None)
         return self._by_id.pop(request_id, None)
@@ -293,7 +293,7 @@ class Requests:
         return self._settings.identity.lora == "trust" or request.lora_request is None
 
     def wants_match(self, tracked: Tracked) -> bool:
-        """Returns whether the store is to be asked for a request's blocks."""
+        """Returns whether to ask the store for a request's blocks."""
         request = tracked.request
         return (
             self._engine.can_load

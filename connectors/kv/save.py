@@ -1,14 +1,14 @@
 """Cuts the blocks that a KV connector saves into segments, group by group.
 
 Full blocks are saved whenever enough for a segment are computed; the rest of a prompt is saved when the
-prompt ends. Two kinds can't wait that long: a block that its window leaves behind is gone at the next step,
-so it goes with this one, and so does a state that vLLM offers (Mamba mode "align").
+prompt ends. Two kinds can't wait that long. A block that its window leaves behind is gone at the next step,
+so this step saves it. The same holds for a state that vLLM offers (Mamba mode "align").
 
 A segment that is cut after short ones replaces those if they are no larger (connectors.planning.joins_due):
 their blocks are in the request's table, loaded or computed. So a chain that grows turn by turn does not lie
 in as many segments as turns.
 
-A null block, which stands for one that was left behind, is never saved.
+A null block, which stands for a block left behind, is never saved.
 
 A save may have to wait in a worker (connectors.kv.worker.writes), and is dropped there once its request has
 lost its blocks. A request that counts a block as saved which then isn't counts it as unsaved again. A later
@@ -83,7 +83,7 @@ class Progress:
     #: Number of blocks that were counted as not worth saving, and the first token of the first of them.
     refused: int = 0
     refused_from: int = 0
-    #: What is stored of it, by group, as far as is known; [] if nothing of it may be replaced.
+    #: Its stored runs, by group, as far as they are known; [] if none of them may be replaced.
     runs: list[Sequence[Run]] = field(default_factory=list)
 
     def found(self, stored: Sequence[int], runs: Sequence[Sequence[Run]]) -> None:
@@ -124,7 +124,7 @@ class _Segment:
     lost: bool = False
     #: Segments that it is to replace.
     olds: tuple[SegmentId, ...] = ()
-    #: What it is to its own request.
+    #: The run of its own request's chain that it holds.
     run: Run | None = None
 
 
@@ -145,16 +145,16 @@ class Saving:
     window_interval: int = 0
     #: Cost of computing a token, in microseconds; 0 while it isn't known (connectors.choice.cost).
     token_us: float = 0.0
-    #: Blocks that this engine is saving, by group and hash -> their segment, so that requests of a batch that
+    #: Blocks that this engine is saving, by group and hash -> their segment. So requests of a batch that
     #: share a prefix save it once. Emptied as the workers report.
     _busy: dict[tuple[int, bytes], SegmentId] = field(default_factory=dict)
     _segments: dict[SegmentId, _Segment] = field(default_factory=dict)
     #: Blocks, by group and hash, that some rank has dropped and another may have claimed in the index.
     _claimed: set[tuple[int, bytes]] = field(default_factory=set)
-    #: Segments that one under way is to replace.
+    #: Segments that a save under way is to replace.
     _joining: set[SegmentId] = field(default_factory=set)
-    #: Those that one was to replace, what was met last at the end. What is still there stays: it is pinned,
-    #: retained, or another session's own, and each request would write a copy of it.
+    #: Segments that a save was to replace, the last one met at the end. A segment that is still there stays:
+    #: it is pinned, retained, or another session's own, and each request would write a copy of it.
     _joined: OrderedDict[SegmentId, None] = field(default_factory=OrderedDict)
 
     def start(
@@ -228,7 +228,7 @@ class Saving:
         interval = -(-self.window_interval // align) * align
 
         def needed(block: int) -> bool:
-            # Of all regular places after the block, the first one's window reaches back the furthest.
+            # The first regular place after the block has the window that reaches back the furthest.
             regular = -(-(block + 1) * size // interval) * interval
             return any(
                 group.rule.skipped_tokens(end) // size <= block < -(-end // size) for end in (regular, *ends)
@@ -367,7 +367,8 @@ class Saving:
             ids = {table: [blocks[block] for block in piece] for table, blocks in tables.items()}
             cost = self._cost_us(number, len(keys)) + _cost_of(olds, piece)
             chained = self.groups[number].rule.reach == "prefix"
-            # As old as what it joins. Else nobody here knows its age by the index's clock.
+            # It is as old as the segments that it joins. Without them, its age by the index's clock is
+            # unknown here.
             aged_s = joins.created_s
             made = SegmentRecord((), len(own), "none", aged_s, piece.start, 0, cost, progress.salt)
             self._segments[segment] = _Segment(
@@ -407,7 +408,7 @@ class Saving:
             self._claimed.update(state.hashes)
         for progress, first in state.counted:
             progress.saved[state.group] = min(progress.saved[state.group], first)
-            # What a window or a state leaves behind can't be saved again in any case.
+            # Blocks that a window or a state leaves behind can't be saved again in any case.
             progress.lost |= self.groups[state.group].rule.reach == "prefix"
         return [progress for progress, _ in state.counted]
 
@@ -453,7 +454,7 @@ class Saving:
                 self._joining.difference_update(state.olds)
 
     def drop(self, save: Save) -> None:
-        """Give up a planned save, which is `lost`, before any rank is told of it."""
+        """Give up a planned save, which is `lost`, before any rank gets it."""
         if (state := self._segments.pop(save.segment, None)) is not None:
             self._joining.difference_update(state.olds)
             self.counters.saved("dropped", len(save.added))
@@ -465,7 +466,7 @@ class Saving:
 
     def restart(self, never_sent: Iterable[Save], abandon: Callable[[SegmentId], None]) -> None:
         """Make all blocks belong to another namespace from now on: blocks that are being saved for the former
-        one may be saved again. `never_sent` are planned saves of which no rank will be told."""
+        one may be saved again. `never_sent` are planned saves that no rank will get."""
         for save in never_sent:
             self._segments.pop(save.segment, None)
         for state in self._segments.values():

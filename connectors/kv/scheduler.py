@@ -3,7 +3,7 @@
 Everything here runs on the scheduler's thread and never waits for a backend: a match runs on one of
 the store's call threads when its request arrives, and is picked up when the scheduler comes to the request.
 connectors.kv.load matches and loads, connectors.kv.planner decides what to save when, and
-connectors.kv.requests keeps what is known of each request; here are vLLM's hooks, and the namespace that
+connectors.kv.requests keeps the state of each request. This module has vLLM's hooks, and the namespace that
 blocks belong to.
 
 A request passes through these states:
@@ -16,8 +16,8 @@ A request passes through these states:
                there or kv.handoff_wait_s has passed
     computing  prefill; full blocks from the match's end on are saved (connectors.kv.save)
 
-What a request that waits for its turn is to load is fetched to the node's folder meanwhile, and so is what a
-session has stored if a hint asks for that (connectors.ahead).
+While a request waits for its turn, the payloads that it is to load are fetched to the node's folder. If a
+hint asks for it, a session's payloads are fetched, too (connectors.ahead).
 
 With `admission.second_use` a prompt is noted once, on the same call thread and after the match, so that
 no match waits for the note.
@@ -25,9 +25,9 @@ no match waits for the note.
 A request whose load failed once computes the rest itself: asking again could promise the same
 unreadable bytes for ever.
 
-All that is done beside matches and loads has followers (connectors.engine.guard), whose faults cost what
-they do alone. Two things stand bare, in `update_state_after_alloc` with `build_connector_meta`, and in
-`update_connector_output`: a promised load is sent, and one that has ended is known to have.
+Followers (connectors.engine.guard) do all else beside matches and loads, and a fault costs only the work of
+its follower. Two steps stand bare. `update_state_after_alloc` and `build_connector_meta` send a promised
+load. `update_connector_output` takes note of a load that has ended.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class KVScheduler:
         events: NoEvents | None = None,
         spans: OpenSpans = no_spans,
     ) -> None:
-        """`handoffs` and `events` are None if prompts aren't handed over, or nobody listens to KV events."""
+        """`handoffs` is None if prompts aren't handed over, `events` if the engine sends no KV events."""
         self.store = store
         #: The followers that each hook guards one by one.
         self.followers = followers = Followers(store.counters)
@@ -143,7 +143,7 @@ class KVScheduler:
             regrets=self._regrets,
             sessions=self._sessions,
         )
-        #: What the next step tells the workers: KVStoreMetadata's `lost_blocks` and `handed_over`.
+        #: Parts of the next step's message to the workers: KVStoreMetadata's `lost_blocks` and `handed_over`.
         self._lost_blocks: set[str] = set()
         self._handed_over: dict[str, float] = {}
         self._admission = followers.guard(Admission(store, engine.hash_tokens))
@@ -177,7 +177,7 @@ class KVScheduler:
     def _enter(self, space: Space | None) -> None:
         """Make all blocks belong to this namespace from now on, or with None to no namespace.
 
-        Everything that depends on the namespace is told here."""
+        This informs everything that depends on the namespace."""
         self.requests.retired = space is None
         self._observer.entered(space)
         self._audits.restart()
@@ -369,7 +369,7 @@ class KVScheduler:
             if (tracked := self.requests.get(request_id)) is not None:
                 self._observer.begun(tracked.request, tracked.way)
         lost_blocks, self._lost_blocks = self._lost_blocks.union(step.preempted), set()
-        # What is lost comes first: `plan_step` saves it again.
+        # Flushes come first: those that are dropped here lose blocks, which `plan_step` saves again.
         flushes = self.save_planner.take_flushes(step, handed_over) if self.save_planner.flushes else []
         planned += flushes
         saves = list(self.save_planner.plan_step(step)) if self.requests.unsaved else []
@@ -384,7 +384,7 @@ class KVScheduler:
         if self._proofs:
             self._differ(self._proofs.planned(audits))
         if self.requests.retired and (loads or planned):
-            # Since this step: what is void is not begun.
+            # The namespace was left during this step: void loads and saves do not begin.
             self.save_planner.drop(planned)
             flushes, saves = [], []
             _void(loads)
@@ -410,8 +410,8 @@ class KVScheduler:
         """Forget the request, and save its last blocks if they were decoded or undecided until now.
 
         `tables` has its block ids in every KV cache group of vLLM's. Returns whether this half frees the
-        blocks, because the request hands over its prompt and some rank may not have read all of it, and what
-        the decode engine must be told, if anything. Blocks that a load writes to are vLLM's own matter.
+        blocks, and the parameters for the decode engine, if any. It frees them if the request hands over its
+        prompt and some rank may not have read all of it. Blocks that a load writes to are vLLM's own matter.
         """
         # Taken back below. It comes first: vLLM frees the blocks, whatever fails here.
         self._lost_blocks.add(RequestView(request).request_id)
@@ -445,7 +445,8 @@ class KVScheduler:
     def reset_cache(self) -> bool:
         """Follow a reset of the engine's KV cache, perhaps around new weights in place: see CurrentNamespace.
 
-        Nothing that was stored before is loaded after it, and loads under way are abandoned. Returns True.
+        Blocks that were stored before the reset are not loaded after it, and loads under way are abandoned.
+        Returns True.
         """
         self._namespace.reset()
         self._provenance.clear()
@@ -477,7 +478,7 @@ class KVScheduler:
 
     @guarded(None)
     def _unsent(self, saves: Iterable[Save], loads: Iterable[Load]) -> None:
-        """Follow a step of which no worker is told what it saves, but what it loads."""
+        """Follow a step whose loads reach the workers, but whose saves don't."""
         if self.requests.retired:
             _void(loads)
         self.save_planner.drop(saves)
@@ -500,7 +501,7 @@ class KVScheduler:
 
     @guarded(None)
     def take_stats(self) -> KVStoreStats | None:
-        """Returns what happened since the last call; None if nothing has."""
+        """Returns the statistics since the last call, or None without any."""
         return self._observer.take_stats(self.saving.under_way > 0, self._gauges)
 
     def _gauges(self) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""What requests ask for, recorded by connectors that store and load nothing (`kv.observe`, `ec.observe`)."""
+"""Connectors that record what requests ask for, and store and load nothing (`kv.observe`, `ec.observe`)."""

@@ -1,8 +1,8 @@
 """The EC connector of an engine that only observes: it records which items the engine encodes.
 
-Those are the ones that its own encoder cache lacks, so a store would be asked for them. An item goes by what
-vLLM or a client calls it, hashed with its request's salt: to make a digest of what it is takes longer than
-everything else here. The size of a namespace's items is taken to be that of the first one.
+The engine's own encoder cache lacks these items, so it would ask a store for them. The record names an item
+by the name that vLLM or a client gives it, hashed with its request's salt: a digest of its content would take
+longer than everything else here. All items of a namespace count with the size of the first.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class EncodedItems:
             )
             trace.describe(self._name, self._namespace, self._nbytes, gpus=self._gpus)
         content = blake3(feature.identifier.encode("utf-8", "surrogatepass")).digest()
-        # What is encoded, the engine's own cache lacks.
+        # The engine encodes only items that its own cache lacks.
         trace.record(self._name, digest(item_key(content, view.cache_salt)), time.time(), local=0)
 
     def close(self) -> None:

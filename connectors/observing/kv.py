@@ -2,7 +2,7 @@
 
 Every answer to vLLM is that of a connector that has nothing: no blocks are promised, none are kept, and the
 workers have nothing to do. It opens no store, takes no memory beside the bounded queue of the trace, and
-starts no thread before the first request. What can fail is guarded, and costs a line of the trace.
+starts no thread before the first request. A failure is guarded, and costs a line of the trace.
 
 vLLM's block hashes are recorded as they are. They hold what clients call their items: no digest of an item is
 made here, because that takes longer than everything else.
@@ -57,7 +57,7 @@ class ObservingKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         adopt_logging()
         self._settings = load_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        # What couldn't be stored is not worth being advised on, and is said now.
+        # An engine whose blocks couldn't be stored needs no advice, so it is refused now.
         refuse_unsupported_kv(vllm_config)
         self._groups = local_groups(kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
         self._pages: KVStoreHandshake | None = None

@@ -72,8 +72,8 @@ class Asked:
         self._adapters = adapters
         self._gpus = gpus
         self._hash_tokens = hash_tokens
-        # All groups that are looked up from the first block on are asked for the same tokens, so the first of
-        # them stands for all: with a line for each, computing them would be saved as often.
+        # Groups that need the whole prefix need the same tokens, so the first of them stands for all: with a
+        # line for each, the saved computing would count as often.
         whole = [number for number, group in enumerate(groups) if group.rule.reach == "prefix"] or [0]
         self._group = whole[0]
         self._tokens = groups[self._group].rule.block_tokens
@@ -81,7 +81,7 @@ class Asked:
         self._block_bytes = sum(spec.slot_bytes * self._tokens // spec.block_tokens for spec in specs)
         self.cost = TokenCost()
         self._teller = CostTeller(self._trace, self.cost)
-        #: Requests that are under way, and those of them that the scheduler has not come to.
+        #: Requests that are under way, and the ones among them that the scheduler has not come to.
         self._requests: dict[str, RequestView] = {}
         self._new: dict[str, Hints] = {}
         self._first = namespace
@@ -99,7 +99,7 @@ class Asked:
     def arrives(self, view: RequestView) -> None:
         """Take a new request."""
         self._requests[view.request_id] = view
-        # Whatever a store would not be asked for is left out.
+        # Requests that would ask a store for nothing are left out.
         asks = not view.skip_reading_prefix_cache and (self._adapters or view.lora_request is None)
         if asks:
             self._new[view.request_id] = Hints.of(view)

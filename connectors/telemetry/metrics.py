@@ -171,7 +171,7 @@ class Tally:
             self._touched = True
 
     def take(self, busy: bool, gauges: Callable[[], dict[str, float]]) -> Report | None:
-        """Returns what happened since the last call; None if nothing has, which is found out without a lock.
+        """Returns the report since the last call, or None without events, which is found out without a lock.
 
         `gauges` is called if something happened, if `busy`, or if some gauge wasn't 0 the last time.
         """
@@ -259,9 +259,9 @@ PREFETCHED: Final = (
 )
 #: Gauges of a local tier, which `TierStates` reports.
 TIER_GAUGES: Final = (
-    Metric("tier_capacity_bytes", "What the local tier may hold"),
-    Metric("tier_used_bytes", "What it held when it was looked at last"),
-    Metric("tier_dirty_bytes", "Of that, what was not uploaded yet"),
+    Metric("tier_capacity_bytes", "Bytes that the local tier may hold"),
+    Metric("tier_used_bytes", "Bytes that it held at the last look"),
+    Metric("tier_dirty_bytes", "Bytes of those that were not uploaded yet"),
 )
 
 
@@ -295,7 +295,7 @@ class Exports:
             (Counter, self._counters, counters),
             (Gauge, self._gauges, gauges),
         ):
-            # With several front ends, the one that was told last knows the state.
+            # With several front ends, the front end with the latest report knows the state.
             options = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
             for metric in metrics:
                 made = metric_types[kind](

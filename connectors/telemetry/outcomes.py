@@ -111,7 +111,7 @@ class Outcomes:
     ) -> None:
         """Queue an outcome; the arguments are those of kvstore.index.port.Outcome.
 
-        Nothing is queued if nothing was asked for, and `reason` is left out if all was served."""
+        Does nothing if nothing was asked for, and leaves out `reason` if all was served."""
         if asked <= 0:
             return
         if len(self._waiting) >= MOST:

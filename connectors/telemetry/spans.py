@@ -33,7 +33,7 @@ from kvstore.rules.tiers import Tier
 MOST_SPANS: Final = 64
 
 Attributes = dict[str, str | int | float | bool]
-#: What ranks do with each piece of a load, in order.
+#: Stages of each piece of a load on its ranks, in order.
 StageName = Literal["read", "verify", "copy"]
 Mark = Literal["began"] | StageName
 
@@ -56,7 +56,7 @@ class StageTimes:
 
 @dataclass(slots=True)
 class LoadTimes:
-    """What ranks did for one load: the pieces that came, their bytes in pages by tier, and when."""
+    """One load on its ranks: the pieces that came, their bytes in pages by tier, and the stages' times."""
 
     stages: dict[StageName, StageTimes] = field(default_factory=dict)
     nbytes: dict[Tier, int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class RequestSpans:
     load_times: LoadTimes | None = None
     #: Spans that were one too many.
     lost: int = 0
-    #: What its spans hang on, for whoever sends them.
+    #: Parent context of its spans; belongs to the sender.
     context: object = None
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class RequestSpans:
             self.waits = 0.0
 
 
-#: What is sent: a request's spans, or one that belongs to a request which was sent before.
+#: Spans to send: those of a request, or a single span of a request that was sent before.
 Sent = RequestSpans | tuple[RequestSpans, Span]
 
 
@@ -177,8 +177,8 @@ class NoSpans:
         """Begin a request's spans; `headers` are the client's."""
 
     def matched(self, request_id: str, asked_at: float, answered_at: float, tokens: int, reason: str) -> None:
-        """The index was asked and has answered, at those `time.monotonic` times: `tokens` can be loaded, and
-        `reason` says why no more. Both times are 0 if it wasn't asked."""
+        """The engine asked the index, which has answered, at these `time.monotonic` times: `tokens` can be
+        loaded, and `reason` says why no more. Both times are 0 without a question."""
 
     def decided(self, request_id: str, decision: Decision) -> None:
         """This was decided upon that answer."""
@@ -214,7 +214,7 @@ class NoSpans:
         """Send what is queued, if that is quick, and end."""
 
 
-#: Opens what records spans; it is given what is told of spans that are lost, on any thread.
+#: Opens a recorder of spans. Its argument is called with the number of lost spans, on any thread.
 OpenSpans = Callable[[Callable[[int], None]], NoSpans]
 
 
@@ -229,7 +229,7 @@ class Spans(NoSpans):
     on = True
 
     def __init__(self, sender: Sender, lost: Callable[[int], None]) -> None:
-        """`lost` is told of spans that are not sent; any thread may call it."""
+        """`lost` gets the number of spans that are not sent; any thread may call it."""
         self._sender = sender
         self._lost = lost
         self._namespace = ""

@@ -2,8 +2,8 @@
 
 vLLM has an exporter in its front end and in some workers, not in the process where its scheduler runs. So
 this is one more, made by vLLM's own function, with a thread of its own: a collector that hangs delays nothing
-but the queue before it, which is bounded. What doesn't fit into that, or can't be sent by the exporter's
-deadline, is counted and lost.
+but the queue before it, which is bounded. Spans that don't fit into the queue, or can't be sent by the
+exporter's deadline, are counted and lost.
 
 A request's spans have the parent that vLLM's own span of the request has, which is the client's; without one
 they are a trace of their own. Samplers are OpenTelemetry's, as the environment names them for vLLM.
@@ -31,7 +31,7 @@ _LAST_S: Final = 2.0
 def open_spans(vllm_config: Any, lost: Callable[[int], None]) -> NoSpans:
     """Returns what records the spans of an engine's requests, or nothing if vLLM isn't told to trace.
 
-    `lost` is told how many spans are not sent; any thread may call it.
+    `lost` gets the number of spans that are not sent; any thread may call it.
     """
     endpoint = vllm_config.observability_config.otlp_traces_endpoint
     if endpoint is None:

@@ -5,12 +5,12 @@
     a tier     it was loaded, and its payload lay there when the load was planned (kvstore.rules.tiers)
     computed   all the rest
 
-A prompt is counted when its request first gets a turn to compute, whole: from then on nothing but computing
-can bring what is missing. So the counts of a request always add up to its prompt. What is computed or loaded
-again after a preemption is not counted again, nor is what an aborted request had still before it taken back.
-A session's prompt grows, and what is new of it is counted with each of its turns.
+A whole prompt is counted when its request first gets a turn to compute: from then on only computing can bring
+the missing tokens. So the counts of a request always add up to its prompt. Tokens that are computed or loaded
+again after a preemption are not counted again. Tokens that an aborted request had still before it stay
+counted. A session's prompt grows, and its new tokens are counted with each of its turns.
 
-Where KV cache groups lie in different tiers, the group counts of which the load has most tokens.
+Where KV cache groups lie in different tiers, the group with most tokens in the load counts.
 """
 
 from __future__ import annotations

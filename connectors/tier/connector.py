@@ -6,9 +6,9 @@
           "index": "redis://HOST:6379/0", "payloads": "s3://BUCKET/PREFIX"}]}}'
 
 vLLM moves KV blocks between the GPU and its CPU tier, in chunks; this moves chunks between the CPU tier and
-the store. All of it lives in the scheduler's process, and every method runs on the scheduler's thread or,
-from vLLM 0.33 on and beside a tier that is polled between steps, on the thread that polls; vLLM's lock of the
-manager keeps them apart. Only `shutdown` waits for I/O, for queued saves and a bounded time. A facade over
+the store. All of it lives in the scheduler's process. Every method runs on the scheduler's thread, or on the
+thread that polls: from vLLM 0.33 on, beside a tier that is polled between steps. vLLM's lock of the manager
+keeps the threads apart. Only `shutdown` waits for I/O, for queued saves and a bounded time. A facade over
 `Lookups`, `Loads` and `Saves`.
 
 vLLM pins the CPU tier's rows for a job until the job is reported, so every job is reported by
@@ -186,7 +186,7 @@ class KVStoreTier(SecondaryTierManager):
             if late:
                 self._store.counters.miss("deadline", len(job.pending))
         else:
-            # What was absent before is stored now.
+            # Chunks that were absent before are stored now.
             self._lookups.changed(job.stored)
             if job.stored and self._events is not None:
                 self._events.append(
@@ -203,9 +203,9 @@ class KVStoreTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Retire: the engine forgets its KV blocks, perhaps because its weights have changed in place.
 
-        What the store holds under this namespace may then be wrong for this engine, and what the engine
-        computes from now on would be wrong for others, so the store is left alone until the engine is
-        started anew. What has not ended by now fails; all that this waits for is copies within memory.
+        Stored blocks of this namespace may then be wrong for this engine, and blocks that it computes from
+        now on would be wrong for others. So the store is left alone until the engine is started anew. Jobs
+        that have not ended by now fail. This method waits only for copies within memory.
         """
         log.warning("reset: this engine uses the store no more, since its weights may have changed in place")
         self._retired = True

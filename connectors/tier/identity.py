@@ -84,8 +84,7 @@ def refuse_settings(settings: Settings) -> None:
         )
     if settings.admission != AdmissionSettings():
         raise ConfigError(
-            "kvstore: admission doesn't work in the offloading tier, which isn't told of prompts; "
-            "leave it out"
+            "kvstore: admission doesn't work in the offloading tier, which sees no prompts; leave it out"
         )
     if settings.identity.any_tp:
         raise ConfigError(
@@ -118,8 +117,8 @@ def refuse_engine(engine: EngineConfig, settings: Settings) -> None:
     multimodal = engine.vllm.model_config.multimodal_config is not None
     if multimodal and settings.identity.client_uuids == "refuse":
         raise ConfigError(
-            "kvstore: identity.client_uuids = refuse doesn't work in the offloading tier, which isn't told "
-            'what a request\'s images are. Set it to "trust" if only a gateway names them, or use '
+            "kvstore: identity.client_uuids = refuse doesn't work in the offloading tier, which sees no "
+            'images of a request. Set it to "trust" if only a gateway names them, or use '
             "KVStoreConnector"
         )
     parallel = engine.vllm.parallel_config

@@ -1,7 +1,7 @@
-"""Which chunks the store has, asked in batches off the scheduler's thread.
+"""Asks the index which chunks the store has, in batches off the scheduler's thread.
 
 vLLM asks chunk by chunk, often for hundreds in one step, and asks again in the next step while the answer is
-"later". What is asked in a step goes to the index with one job at the end of the step.
+"later". One job takes all questions of a step to the index, at the end of the step.
 
 Everything here belongs to the thread that holds vLLM's lock of the tiers (the scheduler's, unless another
 tier is polled between steps) but `_answers`: call threads append to it, that thread takes from it (a deque:
@@ -33,9 +33,9 @@ Found = Literal["hit", "miss", "later"]
 
 @dataclass(slots=True)
 class _Asked:
-    """What is known about one chunk."""
+    """The state of one chunk."""
 
-    #: The batch that asks for it; None once it is answered or given up.
+    #: The batch that asks for it, or None once the question is answered or given up.
     batch: int | None
     #: Monotonic time at which an open question is given up, or an answer is too old.
     until: float
@@ -61,7 +61,7 @@ class Lookups:
         self._ttl_s = settings.match_ttl_s
         self._clock = clock
         self._asked: dict[bytes, _Asked] = {}
-        #: Chunks that were asked for, by request.
+        #: Requested chunks, by request.
         self._keys_of: dict[str, set[bytes]] = {}
         #: How many different chunks have been fetched, by request.
         self._fetched: dict[str, int] = {}
@@ -74,7 +74,7 @@ class Lookups:
         return len(self._asked)
 
     def restart(self) -> None:
-        """Forget all chunks and requests: they are asked for anew."""
+        """Forget all chunks and requests: vLLM asks for them anew."""
         self._asked.clear()
         self._keys_of.clear()
         self._fetched.clear()
@@ -135,9 +135,10 @@ class Lookups:
             self._answers.append((batch, keys, [None] * len(keys)))
 
     def failed(self, keys: Collection[bytes]) -> None:
-        """Have the requests that asked for these compute them: loading has failed. Others may try again.
+        """Have the requests that asked for these chunks compute them: loading has failed. Other requests may
+        try again.
 
-        Without this, a request would be told "hit" again and wait for the next failing load, for ever.
+        Without this, a request would get the answer "hit" again and wait for the next failing load, for ever.
         """
         for key in keys:
             if (asked := self._asked.get(key)) is not None:

@@ -2,8 +2,8 @@
 
 The CPU tier's rows belong to a job from its submission until it is reported as ended; then vLLM may give them
 to another request. A read from a store can hang for longer than that. So no backend ever sees vLLM's memory:
-bytes are read from a store into staging, or copied to staging before they are written to one, and the copy
-between staging and a row, which takes a moment and can't hang, happens only if its job is still live:
+bytes are read from a store into staging, or copied to staging before they are written to a store. The copy
+between staging and a row takes a moment and can't hang. It happens only if its job is still live:
 
     transfer thread      enter(jobs) -> copy -> leave(jobs); `enter` refuses if one of the jobs is over
     scheduler's thread   `take` ends a job at its deadline; if a copy is under way, a later `take` does

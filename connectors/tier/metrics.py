@@ -29,7 +29,7 @@ def definitions() -> dict[str, Any]:
             labelnames=("outcome",),
         ),
         OTHERS: OffloadingCounterMetadata(
-            documentation="What else the KVStoreTier's store has counted, by name (kvstore/metrics.py).",
+            documentation="Other events in the KVStoreTier's store, by name (kvstore/metrics.py).",
             labelnames=("name",),
         ),
     }

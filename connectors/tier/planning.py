@@ -57,7 +57,7 @@ class Row(Generic[_T]):
 
     key: bytes
     chunk: int
-    #: The number of its request's tokens up to its end; None if that is not known.
+    #: The number of its request's tokens up to its end, or None if that is not known.
     position: int | None
     owner: _T
 

@@ -135,7 +135,8 @@ class Saves:
                 for row, view in zip(rows, self._views(held, rows), strict=True)
             ]
             try:
-                # vLLM doesn't tell where its chain begins. Each chunk is looked up by itself, in every shard.
+                # vLLM doesn't tell where its chain begins. Each chunk needs a look-up by itself, in every
+                # shard.
                 chain = digest(slots[0].key)
                 saved = self._space.save(slots, depth=self._depth(rows[0]), chain=chain)
             finally:
@@ -152,7 +153,7 @@ class Saves:
                 self._jobs.report(row.owner, [row.key], done=done, stored=stored)
 
     def _copied(self, rows: Sequence[Row[Job]]) -> Chunk | None:
-        """Returns staging with the rows copied to it; None if there is no room, or a row is vLLM's again."""
+        """Returns staging with the rows copied to it, or None without room, or if a row is vLLM's again."""
         owners = list(dict.fromkeys(row.owner for row in rows))
         try:
             held = self._staging.acquire(len(rows) * self._primary.row_bytes, min(job.end for job in owners))

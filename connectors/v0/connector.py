@@ -7,16 +7,16 @@ The contract (vllm/distributed/kv_transfer/kv_connector/base.py up to vLLM 0.10)
 `recv_kv_caches_and_hidden_states` before the forward pass of every step that has prompts, and
 `send_kv_caches_and_hidden_states` after it. The first returns (hidden states, bypass, model input). With
 bypass the runner leaves out the forward pass of the whole step and samples from the hidden states given;
-without, it runs as if nothing had been asked.
+without, it runs as if there had been no call.
 
 The interface is synchronous: the model runner's thread waits for the answer. The wait is bounded by
 kv.match_deadline_s (the index) and kv.load_deadline_s (the bytes); past them the step is computed. Set the
 second to less than a prefill takes.
 
-Bypass is all or nothing, for a step and for the ranks. A step is served only if it holds prompts and nothing
-else, all from their first token on, and for each of them the KV of every token and the hidden state that its
-next token is sampled from are there and verified. Whatever is missing, damaged or late makes the answer
-(None, False, model input). No error reaches the engine once it runs.
+Bypass is all or nothing, for a step and for the ranks. A step is served only if it holds nothing but prompts,
+all from their first token on. For each prompt the KV of every token must be there and verified, and the
+hidden state from which its next token is sampled. Missing, damaged or late bytes make the answer (None,
+False, model input). No error reaches the engine once it runs.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class KVStoreConnectorV0(_BASE):
 
         A subclass may know better, for example the hashes of a request's images: what it returns becomes a
         part of the prompt's name. It must be the same on every rank, and the same only for requests whose KV
-        is the same. By default, prompts with images, prompt adapters or embeddings are not cached, because
-        v0 says nothing about them that would be the same in another engine; those with a LoRA adapter are
-        cached only with identity.lora = "trust", by its name and path.
+        is the same. By default, prompts with images, prompt adapters or embeddings are not cached. v0 says
+        nothing about them that would be the same in another engine; those with a LoRA adapter are cached only
+        with identity.lora = "trust", by its name and path.
         """
         unknown = ("multi_modal_kwargs", "prompt_adapter_requests", "encoder_input_tokens")
         if any(_some(getattr(model_input, name, None)) for name in (*unknown, "inputs_embeds")):

@@ -26,7 +26,7 @@ class Engine:
 
     block_tokens: int
     mla: bool
-    #: What the last stage hands on.
+    #: Rows that the last stage hands on.
     hidden: Rows
     dtype: Any
     tp: int
@@ -87,8 +87,8 @@ def refuse_unsupported(config: Any, settings: Settings) -> None:
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
-            "kvstore: with --calculate-kv-scales each engine scales its KV by what it saw first, so one "
-            "can't read another's; not supported"
+            "kvstore: with --calculate-kv-scales each engine scales its KV by its first tokens, so it "
+            "can't read another engine's; not supported"
         )
     if settings.admission.second_use:
         raise ConfigError(

@@ -102,7 +102,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a stage hands on per token: the names of tensors, and the dtype and shape of each one's rows."""
+    """Rows that a stage hands on per token: the tensors' names, and the dtype and shape of a row of each."""
 
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]

@@ -1,9 +1,10 @@
-"""How the tensor-parallel ranks of a v0 engine come to one decision.
+"""Brings the tensor-parallel ranks of a v0 engine to one decision.
 
 Each rank asks the store by itself, and answers differ: a payload is late on one node, damaged on another. If
 one rank then left out the forward pass and another ran it, the second would wait in its first all-reduce for
-ever. v0 has no scheduler's half that could decide for all, so the ranks ask each other, on the engine's own
-CPU group, once per prefill step and direction. Every rank of a group makes the same calls in the same order.
+ever. v0 has no scheduler's half that could decide for all ranks. So the ranks ask each other on the engine's
+own CPU group, once per prefill step and direction. Every rank of a group makes the same calls in the same
+order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step of a v0 engine asks of the store: pure functions, no torch, no I/O.
+"""Questions of a v0 engine's step to the store: pure functions, no torch, no I/O.
 
 The names of KV in v0 are ours, because that engine's workers have no block hashes. A prompt of n tokens is
 a chain of n // block_tokens blocks and one end:
@@ -114,7 +114,8 @@ def part(whole: Match, blocks: range) -> Match:
 
 
 def windows(sizes: Sequence[int], most: int) -> list[range] | None:
-    """Returns ranges of consecutive slots of at most `most` bytes each; None if a single slot is larger."""
+    """Returns ranges of consecutive slots of at most `most` bytes each, or None if a single slot is
+    larger."""
     out, first, held = [], 0, 0
     for number, size in enumerate(sizes):
         if size > most:
@@ -160,7 +161,7 @@ def rows_suffice(selected: Sequence[int], prompts: Sequence[Prompt]) -> bool:
 def adapter_key(ids: Sequence[int], adapters: Mapping[int, str]) -> bytes | None:
     """Returns what the LoRA adapter adds to a prompt's identity. `ids` is the adapter of each of its tokens.
 
-    b"" without one (id 0); None if the adapter is unknown or changes within the prompt.
+    Returns b"" without an adapter (id 0), or None if the adapter is unknown or changes within the prompt.
     """
     if len(set(ids)) != 1:
         return None

@@ -23,7 +23,7 @@ _COUNT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step computes, as far as the store cares."""
+    """A step's computation, as far as the store cares."""
 
     #: Number of rows of the step's input: its prompts' tokens, then one per decode.
     rows: int
@@ -41,9 +41,9 @@ class Step:
 
 
 def read_step(model_input: Any) -> Step | None:
-    """Returns the step in a v0 model input; None if it has no prompt. Raises Unsupported.
+    """Returns the step in a v0 model input, or None if it has no prompt. Raises Unsupported.
 
-    Only what vLLM broadcasts to every rank is looked at, so all ranks read the same. A prompt whose tokens
+    Only fields that vLLM broadcasts to every rank are used, so all ranks read the same. A prompt whose tokens
     are not at positions 0, 1, 2, ... or have no slot of their own is None.
     """
     meta, tokens = model_input.attn_metadata, model_input.input_tokens

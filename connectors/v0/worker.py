@@ -5,8 +5,8 @@ most kv.match_deadline_s + kv.load_deadline_s; a save costs the step the copy to
 writing is the business of the store's threads.
 
 A step is served whole or not at all: the engine leaves out its forward pass only if every row that somebody
-reads afterwards is there. What was loaded for a step that is computed after all does no harm, because
-computing it writes the same slots before anything reads them.
+reads afterwards is there. A load for a step that is computed after all does no harm, because computing it
+writes the same slots before anything reads them.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class V0Worker:
         step: Step,
         keys: Sequence[bytes | None],
     ) -> Any:
-        """Put the step's KV into the caches and return what its forward pass would; None if it must run.
+        """Put the step's KV into the caches and return what its forward pass would, or None if that must run.
 
-        `keys[i]` is what else identifies prompt i, None if it must not be looked up. Raises Unsupported.
+        `keys[i]` identifies prompt i besides its tokens; it is None if the store must not be asked for the
+        prompt. Raises Unsupported.
         """
         self._found = {}
         prompts = [prompt for prompt in step.prompts if prompt is not None]
@@ -110,7 +111,7 @@ class V0Worker:
             self._found = {}
 
     def _match(self, space: Space, chains: Sequence[list[bytes]]) -> list[Match] | None:
-        """Ask for every chain at once; None if not all answers came in time."""
+        """Ask for every chain at once. Returns None if not all answers came in time."""
         results: list[Match | None] = [None] * len(chains)
         ended = threading.Semaphore(0)
 

@@ -6,9 +6,9 @@ is parsed:
     49   `","mac":"`  MAC of the whole header, 64 hex digits, with them and those of `xxh3` as zeros
     122  `","key":"`  id of the key, then `"`
 
-The MAC covers the slots because the header has a BLAKE3 digest of each, or the tag of its AES-GCM. Of one
-configured key three others are derived, one for MACs, one that wraps data keys and one for the manifests of
-packs, so that no use says anything about another.
+The MAC covers the slots because the header has a BLAKE3 digest of each, or the tag of its AES-GCM. Three keys
+are derived from each configured key: for MACs, for wrapping data keys, and for the manifests of packs. So no
+use says anything about another.
 
 Why these: BLAKE3 is keyed by design and hashes at memory speed with the interpreter's lock released; vLLM
 depends on it. AES-GCM and RFC 3394 are what auditors expect, and `cryptography` runs them on the processor's
@@ -27,7 +27,7 @@ from kvstore.errors import CorruptPayload, UnknownKey, UnsignedPayload
 
 #: Bytes of a configured key, and of a payload's data key.
 KEY_BYTES: Final = 32
-#: What a key's id looks like. Shorter than any spelling of a key, so that a key in its place is refused.
+#: Pattern of a key's id. It is shorter than any spelling of a key, so that a key in its place is refused.
 KEY_ID: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}"
 
 _CONTEXT_MAC: Final = "kvstore segment 2 header MAC"
@@ -42,7 +42,7 @@ _NONCE_BYTES = 12
 
 
 class _Key:
-    """What is derived of one configured key."""
+    """The keys derived from one configured key."""
 
     __slots__ = ("mac", "pack", "wrap")
 
@@ -194,7 +194,7 @@ def slot_digest(stored: memoryview, described: str) -> str:
 
 
 def _named(head: memoryview | bytes) -> str | None:
-    """Returns the id of the key that a header names at its place; None if it is not signed."""
+    """Returns the id of the key that a header names at its place, or None if the header is not signed."""
     if head[_XXH3.stop : _MAC.start] != _BEFORE_MAC or head[_MAC.stop : _KEY] != _BEFORE_KEY:
         return None
     found = _ID.match(head, _KEY)

@@ -16,8 +16,9 @@ Two kinds of checksum, so that no byte of a payload can change unnoticed:
              dtype, shape), so a slot is good under its own description only. It covers the stored bytes,
              not the raw ones, so that damage is found before a decompressor sees it.
 
-A signed segment has a MAC of its header besides, and of each slot a digest or, if it is encrypted, the tag:
-kvstore/format/keyring.py. A salted one names its salt's id. Both are of format 2, all others of format 1.
+A signed segment also has a MAC of its header, and a digest of each slot or, if it is encrypted, the slot's
+tag: kvstore/format/keyring.py. A salted segment names its salt's id. Both are of format 2, all other segments
+of format 1.
 
 A slot's codec (kvstore/format/codecs.py) says how its bytes are stored.
 
@@ -88,7 +89,7 @@ class Header:
 
     meta: SegmentMeta
     part: PartRecord
-    #: What decrypts the slots of an encrypted segment.
+    #: Decrypts the slots of an encrypted segment.
     cipher: PayloadCipher | None = None
 
     def __len__(self) -> int:
@@ -100,7 +101,8 @@ class Header:
         return SaltId(bytes.fromhex(self.meta.salt or ""))
 
     def opener(self, number: int) -> Opener | None:
-        """Returns what `decode_slot` needs to decrypt slot `number`; None if it is not encrypted."""
+        """Returns the opener with which `decode_slot` decrypts slot `number`, or None if it is not
+        encrypted."""
         return None if self.cipher is None else partial(_decrypt, self.cipher, number)
 
 
@@ -249,9 +251,9 @@ def parse_header(
 ) -> Header:
     """Checks who wrote a whole header (`header_length` bytes), then parses and cross-checks it.
 
-    Raises NamespaceMismatch if it belongs to another namespace than `namespace`, CorruptPayload
-    (UnsignedPayload) if it is damaged or not to be believed, UnreadablePayload if that can't be told with
-    this keyring or by this version. The slots' bytes are not looked at.
+    Raises NamespaceMismatch if it belongs to another namespace than `namespace`. Raises CorruptPayload
+    (UnsignedPayload) if it is damaged or not to be believed. Raises UnreadablePayload if this keyring or this
+    version can't judge it. The slots' bytes are not read.
     """
     length = header_length(data)
     if len(data) < length:
@@ -265,12 +267,12 @@ def parse_header(
     try:
         text = bytes(data[8:])
         if text.count(b",") + text.count(b"[") + text.count(b"{") > _MOST_VALUES:
-            raise ValueError("more values than any header has")
+            raise ValueError("the header has too many values")
         document = from_json(text)
         metadata = document.pop("__metadata__")
         del metadata["xxh3"]
         if len(metadata) > _MOST_FIELDS:
-            raise ValueError("more members than any header has")
+            raise ValueError("the header has too many members")
         _check_format(from_json(metadata.get("format", "1")))
         texts = (
             "mac",
@@ -289,7 +291,7 @@ def parse_header(
     except (ValueError, ValidationError, KeyError, AttributeError, TypeError, RecursionError) as exc:
         raise CorruptPayload("header makes no sense") from exc
     if meta.key != signer:
-        raise CorruptPayload("header is signed otherwise than it says")
+        raise CorruptPayload("header names another key than the one that signed it")
     _check_namespace(meta, namespace)
     if list(document) != [slot.key for slot in meta.slots]:
         raise CorruptPayload("tensors and slots of the header differ")

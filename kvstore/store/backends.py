@@ -36,27 +36,27 @@ class Backends:
     maintenance: FullIndex
     transfers: Transfers
     counters: Counters
-    #: What may not be served and is kept for people.
+    #: Payloads that may not be served and are kept for people, and the refusals beside them.
     evidence: Evidence
     #: The keys by which payloads are signed, encrypted and believed.
     keyring: Keyring = NO_KEYS
     clock: Callable[[], float] = time.time
     #: Largest gap to read through, in bytes: so many more bytes cost no more than another read.
     gap_bytes: int = 0
-    #: Drops the local copy of a payload whose bytes failed verification; True if reading again may give other
-    #: bytes. None if nothing keeps copies.
+    #: Drops the local copy of a payload whose bytes failed verification. Returns True if reading again may
+    #: give other bytes. The field is None if the payload store keeps no copies.
     drop_copy: Callable[[str], bool] | None = None
     #: The same payloads, if they are in two tiers, for metrics of what the fast tier holds.
     tier: TieredPayloads | None = None
-    #: Threads for the parts of long reads; None if the payload store has none.
+    #: Threads for the parts of long reads, or None if the payload store has none.
     crew: Crew | None = None
-    #: The payloads' breaker; None if some can be read while it is open.
+    #: The payloads' breaker, or None if some payloads can be read while it is open.
     breaker: Breaker | None = None
-    #: How fast the bucket that all nodes share is asked; it holds nothing back if there is none.
+    #: Rate limit of requests to the bucket that all nodes share; without a bucket it holds nothing back.
     throttle: Throttle | None = None
     #: The index's breaker, or those of its shards.
     index_breaker: Breaker | ShardBreakers | None = None
-    #: The recorder of what requests ask for; None if nothing is recorded.
+    #: The recorder of what requests ask for, or None if recording is off.
     trace: TraceRecorder | None = None
     #: The writer of what is saved here.
     writer: Writer = field(default_factory=Writer)

@@ -1,12 +1,12 @@
-"""Copies of what was erased: each node's fast tier gives them up by itself.
+"""Copies of erased payloads: each node's fast tier deletes them by itself.
 
 An erasure (`cache-admin erase`) reaches the index and the shared payloads. A node's own folder may hold
 copies, and payloads that it has yet to upload. So every process with such a folder looks from time to time
-whether anything was forbidden in the namespaces that the folder has, and goes through them if so: what isn't
-visible and was computed, by its own header, until then and under that salt is deleted, from the shared store
-as well.
+for forbidden times in the folder's namespaces. If there are any, it walks through the folder's payloads. It
+deletes a payload, from the shared store as well, if its segment isn't visible and its own header names a
+forbidden salt and time.
 
-It goes through them again until one walk began after all that is forbidden could have been computed.
+It walks again until a walk began after the last forbidden time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ErasedCopies:
         self._keyring = keyring
         self._turn = threading.Lock()
         # The lock guards the fields below it.
-        #: What was forbidden in a namespace when it was gone through for the last time.
+        #: Namespace -> the forbidden times with which its last walk has dealt.
         self._done: dict[NamespaceId, Mapping[SaltId, float]] = {}
         self._steps: Iterator[None] | None = None
 
@@ -61,10 +61,10 @@ class ErasedCopies:
             self._steps = None
         except KVStoreError as exc:
             self._steps = None
-            log.debug("copies of what was erased are looked for later: %s", exc)
+            log.debug("the look for copies of erased payloads is put off: %s", exc)
         except Exception:
             self._steps = None
-            log.exception("copies of what was erased could not be looked for")
+            log.exception("the look for copies of erased payloads failed")
         finally:
             self._turn.release()
         return False

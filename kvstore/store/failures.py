@@ -1,5 +1,5 @@
-"""What the log is told of loads and saves that fail: a store that is down for a day fails some with every
-prompt."""
+"""Log lines of loads and saves that fail, one per reason and minute: a store that is down for a day fails
+some with every prompt."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvstore.rules.reasons import MISS_REASONS
 
 log = logging.getLogger(__name__)
 
-#: Seconds after a failure in which others of the same reason are only counted.
+#: Seconds after a failure in which more failures of the same reason are only counted.
 _QUIET_S = 60.0
 
 
 class Failures:
-    """Says in the log why blocks are not loaded, or not saved: at once for each reason, and then once a
-    minute. Safe for threads."""
+    """Logs why blocks are not loaded, or not saved: at once for each reason, and then once a minute. Safe for
+    threads."""
 
     def __init__(self, what: str, clock: Callable[[], float]) -> None:
         """`what` becomes of the blocks, as in "3 blocks are computed"."""
@@ -30,7 +30,7 @@ class Failures:
         self._said: dict[str, tuple[float, int]] = {}
 
     def note(self, blocks: int, problem: Exception, segment: SegmentId | None = None) -> str:
-        """Notes a failure for so many blocks, or items; with its traceback, if it's a bug.
+        """Records a failure for so many blocks, or items; with its traceback, if it's a bug.
 
         Returns the counters' label of the problem.
         """
@@ -42,7 +42,7 @@ class Failures:
                 self._said[reason] = at_s, more + blocks
                 return reason
             self._said[reason] = now, 0
-        # What has no place in the tree of errors is wrapped in its root.
+        # An error from outside the tree of errors is wrapped in the tree's root.
         bug = problem if type(problem) is KVStoreError or not isinstance(problem, KVStoreError) else None
         since = f", and {more} since this was last said" if more else ""
         of = f" of segment {segment.hex()}" if segment else ""

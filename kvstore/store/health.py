@@ -1,4 +1,4 @@
-"""The health of the index and the payload store, as far as it is known without asking them."""
+"""The health of the index and the payload store, as far as it is known without a call."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Health:
 
     @property
     def index_down(self) -> bool:
-        """Tells whether the index is not asked, because it has failed too often."""
+        """Tells whether calls of the index are refused, because it has failed too often."""
         return _is_down(self._index_breaker)
 
     @property
     def payloads_down(self) -> bool:
-        """Tells whether the payload store is not asked, because it has failed too often."""
+        """Tells whether calls of the payload store are refused, because it has failed too often."""
         return _is_down(self._breaker)
 
     @property
@@ -54,16 +54,17 @@ class Health:
         return False
 
     def read_hangs(self) -> None:
-        """Notes that a load's deadline has passed while a payload was being read.
+        """Records that a load's deadline has passed while a payload was being read.
 
         A disk that hangs raises no error, so without this every further request would wait for its deadline.
-        A bucket raises one, and a load that waits for many turns at it may be late though it serves.
+        A bucket raises an error. A load that waits for many turns at the bucket may be late though the bucket
+        serves.
         """
         if self._breaker is not None and not self.reads_are_scarce:
             self._breaker.blame()
 
     def probe_payloads(self) -> None:
-        """Finds out whether the payload store is back, on a thread that nobody waits for."""
+        """Finds out on a background thread whether the payload store is back."""
         with self._lock:
             if self._probing:
                 return

@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 #: Segments evicted by one call of the index.
 _CULL_STEP = 256
-#: Segments per namespace, at most, that a plan for several namespaces looks at.
+#: Most segments per namespace that a plan for several namespaces lists.
 _LOOK = 512
-#: Segments deleted with one call, so that a bucket is asked once for hundreds.
+#: Segments deleted with one call, so that a bucket gets one request for hundreds.
 _DELETE_STEP = 256
 #: Entries removed by one sweep.
 SWEEP_STEP = 512
@@ -94,9 +94,9 @@ def quotas(accounts: Sequence[Account], settings: Settings, given: Mapping[str, 
 def _look(account: Account, excess: int) -> int:
     """Returns how many segments of a namespace a plan looks at that frees `excess` bytes in all.
 
-    Listing them takes most of a round, so of chains it looks at no more than about as many as the namespace
-    can have to give. If those are smaller than others, a second plan sees the rest. Encoder items don't lie
-    in the order of their use, and all the first ones may be fresh.
+    Listing them takes most of a round. So a plan looks at about as many chain segments as the namespace can
+    have to give. If those are smaller than others, a second plan sees the rest. Encoder items don't lie in
+    the order of their use, and all the first items may be fresh.
     """
     usage = account.usage
     if account.kind != "kv" or not usage.nbytes:
@@ -111,8 +111,8 @@ def _warn(problem: KVStoreError) -> None:
 class Housekeeping:
     """Keeps one index and its payloads in bounds. Safe for threads.
 
-    `proceed` is called before every batch of changes; if it raises, the step ends there. `failed` is told why
-    payloads could not be deleted.
+    `proceed` is called before every batch of changes; if it raises, the step ends there. `failed` gets the
+    error if payloads could not be deleted.
     """
 
     def __init__(
@@ -134,11 +134,10 @@ class Housekeeping:
         self._proceed = proceed
         self._failed = failed
         #: Why the last eviction left some namespaces out, such as a node of the index that doesn't answer.
-        #: What they hold counts in no quota meanwhile, so that less is evicted than should be, and never
-        #: more.
+        #: Their bytes count in no quota meanwhile, so eviction removes too little rather than too much.
         self.unreachable: KVStoreError | None = None
-        #: Namespaces that the last eviction left alone because the index holds something there that makes no
-        #: sense, and what. It is `reconcile` that puts it right.
+        #: Namespaces that the last eviction left alone because their index is damaged -> what is wrong there.
+        #: `reconcile` repairs it.
         self.damaged: dict[NamespaceId, str] = {}
         self._ageing = Ageing(index, settings, clock)
         #: Entries that this object's evictions have left dangling and that no sweep has made up for yet.
@@ -168,7 +167,7 @@ class Housekeeping:
             found = self.quotas()
         room = min(quota.high - quota.used for quota in found)
         if salts:
-            # What a salt holds is looked at again when it can have filled a part of its quota.
+            # The next look at the salts comes when one can have filled a part of its quota.
             room = min(room, salts.smallest)
         return evicted, max(0, room)
 
@@ -338,8 +337,8 @@ class Housekeeping:
     def reap(self, namespace: NamespaceId, most: int = 1024) -> int:
         """Deletes payloads whose grace time is over, of up to `most` segments; returns how many payloads.
 
-        A payload that can't be deleted stays in the trash for the next time; `failed` is told why, and
-        nothing is raised. Raises what the index raises.
+        A payload that can't be deleted stays in the trash for the next time; `failed` gets the error instead
+        of the caller. Raises what the index raises.
         """
         due = self._index.reapable(namespace, None, most)
         deleted = 0
@@ -365,7 +364,7 @@ class Housekeeping:
 
     def forget(self, namespace: NamespaceId) -> int:
         """Evicts all that a namespace holds and deletes it at once, without the grace time that a load of
-        another engine would need: for a namespace that nobody else uses. Returns how many segments it
+        another engine would need: for a namespace that no other engine uses. Returns how many segments it
         evicted. Raises what the backends raise.
         """
         gone = self._index.invalidate(namespace)

@@ -14,7 +14,7 @@ from kvstore.store.backends import Backends
 
 log = logging.getLogger(__name__)
 
-#: Segments remembered as bad in this process, for when the index can't be told.
+#: Segments remembered as bad in this process, for times when the index doesn't answer.
 _REMEMBERED = 4096
 #: Segments that one process may evict as bad within an hour.
 MOST_AN_HOUR = 256
@@ -26,8 +26,8 @@ _DENY_AGAIN_S = 60.0
 class HourlyBound:
     """Bounds how many segments one process evicts as bad within any hour. For one thread at a time.
 
-    A process that finds everything bad is more likely to have a share that isn't mounted, a wrong prefix or
-    bad memory than to be right, and must not empty the cache for everybody else.
+    A process that finds everything bad is hardly right: a share may not be mounted, a prefix may be wrong, or
+    memory may be bad. It must not empty the cache for all other processes.
     """
 
     def __init__(self, most: int = MOST_AN_HOUR, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,7 @@ class HourlyBound:
         self._evicted_at.append(self._clock())
 
     def give_back(self) -> None:
-        """Takes back the latest one that was counted: it evicted nothing."""
+        """Takes back the latest counted eviction: it evicted nothing."""
         if self._evicted_at:
             self._evicted_at.pop()
 
@@ -62,8 +62,8 @@ class Quarantine:
         self._lock = threading.Lock()
         # The lock guards the fields below it.
         self._bad: OrderedDict[SegmentId, None] = OrderedDict()
-        #: Segments that the index is still to evict -> whether their payloads go at once, and how often it
-        #: was told.
+        #: Segments that the index is still to evict -> whether their payloads go at once, and how often this
+        #: process has tried.
         self._untold: dict[NamespaceId, dict[SegmentId, tuple[bool, int]]] = {}
         #: Names that are still to be put beside the payloads: what they name may not come back.
         self._undenied: OrderedDict[str, None] = OrderedDict()
@@ -94,11 +94,11 @@ class Quarantine:
     ) -> bool:
         """Evicts a segment that failed verification, here at once, and in the index. Never raises.
 
-        Its payload is deleted after the grace time. `condemned` says that it is to go at once, and is called
-        before the index is told; it must not raise. If the index can't be told now, it is told before the
-        next save, which would otherwise find the blocks "present". It is told of no more than the bound
-        allows: False is returned for what is beyond. What it says at once had been evicted already doesn't
-        count in that: a match that was not fresh has led to it.
+        Its payload is deleted after the grace time, or at once if `condemned` is given. `condemned` is called
+        before the eviction in the index, and must not raise. If the index doesn't answer, this process evicts
+        the segment there before its next save, which would otherwise find the blocks "present". It evicts no
+        more segments there than the bound allows; beyond that this returns False. A segment that the index
+        had evicted already doesn't count: a match that was not fresh has led to it.
         """
         if segment not in self:
             self._backends.counters.add("quarantined_segments")
@@ -126,7 +126,7 @@ class Quarantine:
         return not refused
 
     def deny(self, name: str) -> bool:
-        """Keeps what has this name as evidence (kvstore.payloads.evidence) from coming back.
+        """Keeps the payload of this name from coming back, by evidence (kvstore.payloads.evidence).
 
         Returns False if that fails; `deny_again` tries it again. Never raises.
         """
@@ -134,7 +134,7 @@ class Quarantine:
             self._backends.evidence.deny(name)
             return True
         except KVStoreError as exc:
-            log.warning("what is bad may still come back from the payloads, for now: %s", exc)
+            log.warning("a bad payload may still come back, for now: %s", exc)
         except Exception:
             log.exception("evidence could not be put: an unexpected failure")
         with self._lock:
@@ -144,7 +144,7 @@ class Quarantine:
         return False
 
     def tell(self, namespace: NamespaceId) -> None:
-        """Evicts in the index what could not be evicted there before. Never raises."""
+        """Evicts segments in the index that could not be evicted there before. Never raises."""
         alike: defaultdict[tuple[bool, int], list[SegmentId]] = defaultdict(list)
         with self._lock:
             untold = self._untold.get(namespace, {})
@@ -162,7 +162,7 @@ class Quarantine:
             undenied, self._undenied = self._undenied, OrderedDict()
         while undenied:
             if not self.deny(undenied.popitem(last=False)[0]):
-                # A store that refuses one is not asked for the others, and is left alone for a while.
+                # A store that refuses one name gets no other, and is left alone for a while.
                 with self._lock:
                     self._undenied.update(undenied)
                     self._deny_at = time.monotonic() + _DENY_AGAIN_S
@@ -180,7 +180,7 @@ class Quarantine:
             return
         with self._lock:
             told = [self._untold[namespace].pop(segment, None) for segment in segments]
-            # Told before, or by another thread meanwhile, it may have done it then, and not have said so.
+            # An earlier try, or another thread's, may have evicted them in the index without an answer.
             if all(one == (at_once, 1) for one in told):
                 for _ in range(len(segments) - evicted):
                     self._bound.give_back()

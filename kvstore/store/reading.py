@@ -5,8 +5,8 @@ it takes two if the gap between them is so large that reading through it would c
 (kvstore.build chooses: any gap for a disk, more than about a MiB for a bucket). The index says where the
 slots lie, and the header must agree with it.
 
-Reading in pieces with a checksum after each made no clear difference from the page cache or from a cold
-disk (trials/benchmarks/bench_disk.py), and would cost an object store a request per piece.
+Reading in pieces with a checksum after each made no clear difference from the page cache or a cold disk
+(trials/benchmarks/bench_disk.py). It would cost an object store a request per piece.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def read_run(
     `arrived` is called when all bytes are there, before they are verified.
 
     Raises CorruptPayload (PayloadMissing, NamespaceMismatch) if anything differs from what the index
-    and the keys promise, UnreadablePayload if that can't be told here, DeadlineExceeded, or what the payload
-    store raises. The buffers may then hold anything and must not be used.
+    and the keys promise, UnreadablePayload if this process can't judge it, DeadlineExceeded, and the payload
+    store's errors. The buffers may then hold anything and must not be used.
     """
     if not len(keys) == len(into) == run.count:
         raise ValueError(f"run of {run.count} slots, {len(keys)} keys, {len(into)} buffers")
@@ -134,7 +134,7 @@ def item_room(
 ) -> memoryview:
     """Returns memory to read an item into: a segment of one slot, whose size the index alone tells.
 
-    An index may say any size, so a large item's own header is asked first. Raises CapacityExceeded if it has
+    An index may say any size, so a large item's own header is read first. Raises CapacityExceeded if it has
     more than `most` bytes, CorruptPayload if index and header disagree, and what `read_run` raises.
     """
     record = run.record

@@ -20,13 +20,13 @@ _REMEMBERED = 1 << 17
 
 
 class RecordedEntry(NamedTuple):
-    """A request, or what was said of a session or of costs: then it has no digests."""
+    """A request, or hints on a session, or costs: these have no digests."""
 
     namespace: NamespaceId
-    #: Packed, or what packs them and returns None if it can't.
+    #: Packed, or a function that packs them and returns None if it can't.
     digests: bytes | Callable[[], bytes | None]
     now_s: float
-    #: The rest of the line, as JSON: what begins with a comma, or nothing.
+    #: The rest of the line, as JSON: a text that begins with a comma, or an empty one.
     more: str
 
 
@@ -71,8 +71,8 @@ class RecordedLines:
         if words[-1] in seen:
             known = len(words)
         else:
-            # What is remembered of a chain begins with its first block, so the search finds its end. Even if
-            # it did not, it would find blocks that the line has.
+            # The remembered blocks of a chain begin with its first block, so the search finds their end. Even
+            # if they did not, it would find blocks that the line has.
             beyond = len(words) - 1
             while known < beyond:
                 middle = (known + beyond + 1) // 2

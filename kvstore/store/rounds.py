@@ -1,4 +1,4 @@
-"""Rounds of housekeeping: when a process that saves does one, and how much of it in one go."""
+"""Rounds of housekeeping: when a process that saves does a round, and how much of it in one go."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 _WRITERS = 16
 #: Seconds from one round to the next, jittered.
 _ROUND_S = 10.0
-#: Seconds, at most, that a saving thread spends on deleting what others have evicted.
+#: Most seconds that a saving thread spends on deleting payloads that other processes have evicted.
 _REAP_S = 2.0
-#: Seconds, at most, that it spends on what is too old, but for its last page.
+#: Most seconds that it spends on segments that are too old, but for its last page.
 _AGE_S = 1.0
 #: Seconds that a look at the quotas may take without a rest after it.
 _SHORT_S = 0.1
@@ -59,10 +59,10 @@ class Rounds:
     def committed(self, nbytes: int) -> None:
         """Accounts a commit and keeps the store within its quotas. Runs on the saving thread. Never raises.
 
-        Looks at the quotas again when a part of the room is filled, so that a dozen processes that all save
-        and don't know of each other stay within it together. Where there is no room, it looks after every
-        commit; but a look that takes long, as one at thousands of namespaces does, is followed by as long a
-        rest. What is saved meanwhile is no more than what other threads save during the look.
+        Looks at the quotas again when a part of the room is filled. So a dozen processes that save without
+        knowing of each other stay within the room together. Where there is no room, it looks after every
+        commit. A look at thousands of namespaces takes long, so as long a rest follows it. During the rest,
+        other threads save no more than they save during the look.
         """
         now = self._backends.clock()
         with self._lock:
@@ -110,7 +110,7 @@ class Rounds:
                 self._tidy(account, until)
             except DamagedIndex as exc:
                 housekeeping.damaged[account.namespace] = str(exc)
-        # Last, since what is too old serves nobody already.
+        # Last, since segments that are too old serve no request already.
         until = time.monotonic() + _AGE_S
         return evicted + housekeeping.age_out(lambda: time.monotonic() < until)
 

@@ -1,8 +1,8 @@
 """Quotas of salts: what requests with one `cache_salt` may hold, in each namespace.
 
-A tenant behind a gateway that salts its requests is thus bounded as one with a namespace of its own is. What
-a salt holds is asked for in every look at the quotas; its segments are listed only if that is too much, and
-the ones used longest ago go first, tails before heads. Pinned ones stay.
+A tenant behind a gateway that salts its requests is thus bounded like a tenant with a namespace of its own.
+Every look at the quotas asks how much the salts hold. Segments are listed only for a salt that holds too
+much. The segments used longest ago go first, tails before heads. Pinned segments stay.
 """
 
 from __future__ import annotations

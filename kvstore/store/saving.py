@@ -1,13 +1,13 @@
-"""How one rank's part of a segment is saved.
+"""Saves one rank's part of a segment.
 
 Order, so that a crash after any step is harmless (invariants 1, 4 and 8 of docs/format.md):
     1. claim      another engine's copy would be a waste        crash: the claim expires
     2. put        the payload is complete and durable           crash: a stray payload
     3. commit     the index names it, all ranks at once         crash: done
 
-A save may replace the short segments before it, whose blocks it begins with, so that a chain that grows by
-a few blocks a turn does not lie in as many segments as turns. They go in step 3 of their successor, so that
-a block is served by one or the other at any time. A crash before that leaves them as they were.
+A save may replace the short segments before it, whose blocks it begins with. So a chain that grows by a few
+blocks a turn does not lie in as many segments as turns. Replaced segments go in step 3 of their successor, so
+that one of both serves a block at any time. A crash before that leaves them as they were.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ MOST_WAITED_S = 300.0
 SaveOutcome = Literal["stored", "present", "held", "refused", "waiting"]
 
 
-#: Later than all times of a record: the age of nothing, or of what is not known to be older than its save.
+#: Later than all times of a record: it stands for no segment, or for blocks that are not known to be older
+#: than their save.
 NEVER_CREATED_S = (1 << 32) - 1
 
 
@@ -59,7 +60,7 @@ class Joins:
     olds: tuple[Replaced, ...] = ()
     blocks: int = 0
     #: When the oldest of them was created, by the index's clock: blocks that are written anew stay as old as
-    #: they were. Of its own request's alone nobody knows that.
+    #: they were. That time is unknown if all of them are its own request's.
     created_s: int = NEVER_CREATED_S
 
 
@@ -87,7 +88,7 @@ class Part:
     created_s: int
     rank: int = 0
     ranks: int = 1
-    #: What computing all of it took, in microseconds; 0: unknown.
+    #: Microseconds that computing all of it took; 0: unknown.
     cost_us: float = 0
     #: Ids of the requests' salt and session.
     salt: SaltId = NO_SALT
@@ -130,18 +131,19 @@ class SegmentWriter:
         claim = self._registered(
             lambda: backends.index.claim(self._id, digests, part.segment, backends.settings.claim_ttl_s)
         )
-        # One that adds nothing, because what it replaces is longer than itself, has no rivals.
+        # A save that adds nothing, because the segments that it replaces are longer, has no rivals.
         left_out, present = 0, part.joins.blocks
         if present < len(slots) and not claim.granted and not (insist and claim.present < len(slots)):
             outcome: SaveOutcome = "held" if claim.present < len(slots) else "present"
             return Saved(outcome, claim.present, 0, 0)
         if claim.present < joins.blocks and joins.created_s == NEVER_CREATED_S:
-            # They were erased, perhaps, and then nothing would tell that these blocks were computed before.
+            # The replaced segments may have been erased. Then nothing would show that these blocks were
+            # computed before.
             self._give_back(part, digests)
             return Saved("refused", claim.present, 0, 0)
         # Another engine's segment may become visible between two ranks' claims. A few blocks twice are a
         # waste; ranks that leave out different ones would make the whole segment one that can't be committed.
-        # What is stored beyond what this replaces leaves nothing to join.
+        # Blocks that are stored beyond the replaced segments leave nothing to join.
         if part.ranks == 1 and claim.present > present:
             left_out = present = claim.present
         rest = slots[left_out:]

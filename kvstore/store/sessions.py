@@ -1,12 +1,13 @@
-"""What a process tells the index of clients' sessions in one namespace, and how much they may retain.
+"""A process's reports to the index of clients' sessions in one namespace, and how much they may retain.
 
 At most `sessions.retain_share` of every quota that bounds a namespace is retained: of its own, its tenant's,
 the store's and, of what was saved under a salt, that salt's. Within a namespace the index holds to that.
-None of it is one client's alone, as far as clients can be told apart: a salt has at most SALT_SHARE of what a
-namespace may retain, requests without a salt together UNSALTED_SHARE, and a session SESSION_SHARE.
+Clients share it, as far as they can be told apart: a salt has at most SALT_SHARE of what a namespace may
+retain, requests without a salt together UNSALTED_SHARE, and a session SESSION_SHARE.
 
-Namespaces of one tenant, and of the store, share what is theirs: what the others retain is asked for once a
-minute, of so many at a time, and until then those that weren't asked count as the others do on average.
+Namespaces of one tenant share the tenant's quota, and all namespaces the store's. So once a minute a process
+asks the index how much some of the other namespaces retain. Namespaces that it has not asked about yet count
+as the others do on average.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 
 #: Share that one salt may retain of what a namespace may.
 SALT_SHARE = 0.5
-#: Share that is retained by then where requests without a salt retain nothing more: the rest is for salted
-#: ones. Without salts nobody can tell which sessions are one client's.
+#: Requests without a salt retain nothing more once this share is retained: the rest is for salted requests.
+#: Without salts it is unknown which sessions are one client's.
 UNSALTED_SHARE = 0.75
 #: Share that one session may retain of what a namespace may.
 SESSION_SHARE = 0.5
@@ -40,7 +41,7 @@ _OTHERS = 64
 
 
 class _Held(NamedTuple):
-    """What another namespace retained when it was asked."""
+    """The bytes that another namespace retained at a look."""
 
     tenant: str
     nbytes: int
@@ -64,14 +65,14 @@ class SpaceSessions:
         # The lock guards the fields below it.
         self._given: dict[str, int] = {}
         self._held: dict[NamespaceId, _Held] = {}
-        #: Bytes retained in the tenant's other namespaces, and in all others; None before the first look.
+        #: Bytes retained in the tenant's other namespaces, and in all others, or None before the first look.
         self._elsewhere: tuple[int, int] | None = None
         self._looked_s = float("-inf")
 
     def tell(
         self, session: SessionId, segments: Sequence[SegmentId], hint: Hint, salt: SaltId
     ) -> HintEffect | None:
-        """Notes a use, and what is told besides; see Space.session."""
+        """Records a use, and the hint that comes with it; see Space.session."""
         backends = self._backends
         try:
             allowance = self.allowance(session, salt)
@@ -79,20 +80,20 @@ class SpaceSessions:
                 lambda: backends.index.session(self._id, session, segments, hint=hint, allowance=allowance)
             )
         except KVStoreError as exc:
-            log.debug("session not told: %s", exc)
+            log.debug("session not reported: %s", exc)
         except Exception:
-            log.exception("a session could not be told of: an unexpected failure")
+            log.exception("a session could not be reported: an unexpected failure")
         return None
 
     def owned(self, session: SessionId) -> list[Run] | None:
-        """Returns what only a session has used; see Space.owned. None if the index can't say."""
+        """Returns the runs that only a session has used, or None if the index can't say; see Space.owned."""
         try:
             found = self._backends.index.owned(self._id, session)
         except KVStoreError as exc:
-            log.debug("what a session owns is not known: %s", exc)
+            log.debug("the segments of a session are unknown: %s", exc)
             return None
         except Exception:
-            log.exception("what a session owns is not known: an unexpected failure")
+            log.exception("the segments of a session are unknown: an unexpected failure")
             return None
         runs = [Run(record.depth, segment, 0, record.slots, record) for segment, record in found.items()]
         return sorted(runs, key=lambda run: run.start)
@@ -139,7 +140,7 @@ class SpaceSessions:
                 self._given = given
             accounts, unreachable = index.reachable()
         except KVStoreError as exc:
-            log.debug("what may be retained is not known: %s", exc)
+            log.debug("the room for retained segments is unknown: %s", exc)
             return
         others = {
             one.namespace: one.tenant for one in accounts if one.namespace != self._id and one.usage.nbytes
@@ -150,7 +151,7 @@ class SpaceSessions:
             try:
                 nbytes = index.retained(one).get(NO_SALT, 0)
             except KVStoreError as exc:
-                log.debug("what namespace %s retains is not known: %s", one, exc)
+                log.debug("the retained bytes of namespace %s are unknown: %s", one, exc)
             else:
                 known[one] = _Held(others[one], nbytes, now)
         of_tenant, of_others = (
@@ -166,7 +167,8 @@ class SpaceSessions:
     def _asked(
         self, others: Mapping[NamespaceId, str], known: Mapping[NamespaceId, _Held]
     ) -> list[NamespaceId]:
-        """Returns whom to ask: of the tenant's and of all others those that were asked longest ago."""
+        """Returns the namespaces to ask about: half of them the tenant's, half others, oldest answers
+        first."""
         order = sorted(others, key=lambda one: known[one].asked_s if one in known else float("-inf"))
         mine = [one for one in order if others[one] == self._tenant]
         rest = [one for one in order if others[one] != self._tenant]

@@ -106,7 +106,7 @@ class Space:
         self.writers = KnownWriters(backends, self.id, quarantine)
         self._sessions = SpaceSessions(backends, namespace, self.registered)
         self._writer = SegmentWriter(backends, namespace, self.registered, self._sessions.allowance)
-        #: HintEffect by whoever loads, of all that keeps promised blocks from being loaded.
+        #: Log of failed loads, one line per reason and minute; the loading code reports to it.
         self.not_loaded = Failures("are computed", backends.clock)
         self._not_saved = Failures("are not cached", backends.clock)
 
@@ -150,8 +150,8 @@ class Space:
     def match(self, digests: bytes, *, session: bytes = b"", fresh: bool = False) -> Match:
         """Returns the longest stored prefix of a chain of packed digests. Never raises.
 
-        `session` is the id of the session that asks, if there is one, for the trace. `fresh` asks who
-        decides, and neither a replica nor what is remembered: see EngineIndex.match.
+        `session` is the id of the session that asks, if there is one, for the trace. `fresh` asks the master
+        and skips replicas and the near cache: see EngineIndex.match.
         """
         counters = self.backends.counters
         asked = len(digests) // 16
@@ -170,7 +170,7 @@ class Space:
             log.debug("match failed: %s", exc)
             runs, reason = [], miss_reason(exc)
             if isinstance(exc, BreakerOpen):
-                # Find out whether the index is back, on a thread that nobody waits for.
+                # A background thread finds out whether the index is back.
                 self.register_soon()
         except Exception:
             log.exception("match failed unexpectedly")
@@ -219,8 +219,8 @@ class Space:
         return None
 
     def tiers(self, runs: Iterable[Run], end: float = math.inf) -> dict[SegmentId, Tier]:
-        """Returns where the segments of `runs` lie now, for this process: those that could be looked at by
-        the `time.monotonic` time `end`. No network; never raises.
+        """Returns where the segments of `runs` lie now, for this process. Segments for which the time ran out
+        at `end` (`time.monotonic`) are left out. No network; never raises.
 
         A segment's first part stands for all of them: the ranks of an engine fetch theirs at the same times.
         """
@@ -342,8 +342,8 @@ class Space:
             raise
 
     def settle(self, run: Run, opinion: Opinion) -> None:
-        """Records what this engine has found out about the writer of a segment: here at once, and in the
-        index on a thread that nobody waits for. Never raises."""
+        """Records this engine's opinion of the writer of a segment: here at once, and in the index on a
+        background thread. Never raises."""
         writer = WriterId(run.record.writer)
         self.writers.believe(writer, "proven" if opinion == "alike" else "refused")
 
@@ -351,7 +351,7 @@ class Space:
             self.writers.settle(writer, opinion, self.written_by(run))
 
         if not self.backends.transfers.call(tell):
-            log.warning("no room to tell the verdict about writer %s: other engines find out", writer.hex())
+            log.warning("the queue is full, so the verdict about writer %s is not reported", writer.hex())
         log.log(
             logging.INFO if opinion == "alike" else logging.ERROR,
             "writer %s of namespace %s: what it has stored is %s this engine computes",
@@ -359,8 +359,8 @@ class Space:
         )  # fmt: skip
 
     def was_refused(self) -> None:
-        """Finds out, on a thread that nobody waits for, whether a commit was refused because this engine's
-        writer has failed. Never raises."""
+        """Finds out, on a background thread, whether a commit was refused because this engine's writer has
+        failed. Never raises."""
         self.backends.transfers.call(self.writers.look_up_own)
 
     def written_by(self, run: Run) -> str:
@@ -393,11 +393,11 @@ class Space:
         *,
         salt: SaltId = NO_SALT,
     ) -> HintEffect | None:
-        """Tells the index that a session's request uses segments, heads first, and what is told of the
+        """Reports to the index that a session's request uses segments, heads first, and the hint on the
         session: in place of `touch`, in one round trip. See kvstore.index.sessions.
 
-        `salt` is the id of the request's. Returns None, and counts a failure, if the index can't be told.
-        Never raises.
+        `salt` is the id of the request's. Returns None, and counts a failure, if the index doesn't take the
+        report. Never raises.
         """
         if self.backends.trace is not None:
             self.backends.trace.record_hints(
@@ -477,9 +477,9 @@ class Space:
     ) -> Saved:
         """Stores a run of consecutive blocks of one chain (or one item) as one segment.
 
-        `depth` is the chain position of `slots[0]`. Of blocks that don't begin their chain `chain` is
-        required: it begins with the chain's first digest, by which a shard is asked for them. Raises
-        BadArgument without it, and then also if `segment` has not the tag of that digest.
+        `depth` is the chain position of `slots[0]`. Blocks that don't begin their chain require `chain`,
+        which begins with the chain's first digest: that decides which shard has them. Raises BadArgument
+        without it, and then also if `segment` has another tag than that digest.
 
         Blocks at the start that are stored already are left out, unless there are several ranks, which need
         not find the same. All ranks of one segment give the same `segment`, keys, `created_s` (unix time;
@@ -528,10 +528,10 @@ class Space:
         self, segment: SegmentId, record: SegmentRecord, *, rank: int, computed: Sequence[Slot], depth: int
     ) -> list[str]:
         """Quarantines a segment whose bytes are intact and wrong, and deletes its payloads at once: a load
-        that has matched them had better find nothing.
+        that has matched them must find nothing.
 
         Before that it is denied: it may not come back. Then this rank's payload, and the slots from place
-        `depth` of the chain as they were `computed` here, become evidence, which nobody loads. Returns the
+        `depth` of the chain as they were `computed` here, become evidence, which no engine loads. Returns the
         names under which people find both; fewer if they can't be kept. Never raises.
         """
         kept: list[str] = []
@@ -611,7 +611,7 @@ class Space:
         try:
             return call()
         except NamespaceUnknown as exc:
-            # A registration has changed nothing: for some minutes nobody may save there.
+            # A registration has changed nothing: for some minutes no process may save there.
             self._refused = str(exc)
             self._refused_until = time.monotonic() + self.backends.settings.breaker.backoff_s
             raise

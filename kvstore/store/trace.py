@@ -16,22 +16,22 @@ store it in `parts`; `gpus` is how many an engine has, where it is known. A requ
 seconds since `began_s`, and `n`, the number of its space. Its chain of blocks, from the first one on, is `d`,
 8 bytes of each digest: the last eight, because the first ones don't tell the groups of a hybrid model apart.
 With `like` [line, blocks] the chain begins with the first `blocks` blocks of the request on that line of this
-file, counted from 0, and `d` is what follows them. Prompts share long prefixes, so this makes a trace of
-chats a fraction as long.
+file, counted from 0. `d` then has the blocks behind them. Prompts share long prefixes, so this makes a trace
+of chats a fraction as long.
 
 `session` is 8 bytes of a session's id, the last ones, because sessions of one salt share the first. A line
-with a session and no blocks is what was said of it in that namespace at that moment, at least one of: `end`,
+with a session and no blocks has the hints on it in that namespace at that moment, at least one of: `end`,
 `retain` (seconds from then on), `priority`.
 
-`local` is how many of the chain's leading blocks the engine had itself when it came to the request; where
-that wasn't known it is left out. A line with `token_us` says what computing a token of a prompt took the
-engine lately, in microseconds: `token_us` for the first one, and `depth_us` more for each token before it.
-Readers that don't know such a line skip it.
+`local` is how many of the chain's leading blocks the engine had itself when it came to the request. It is
+left out if that is unknown. A line with `token_us` has the engine's recent cost of computing a token of a
+prompt, in microseconds: `token_us` for the first token, and `depth_us` more for each token before it. Readers
+that don't know such a line skip it.
 
 A file is complete by itself: when it holds half of `trace.most_bytes` another is begun, and the one before it
 is deleted. A disk that fails ends a file early, and nothing is deleted until the bytes are needed. A process
-that dies leaves at most its last line torn, which a reader skips. Of requests nothing
-but digests is recorded: no tokens, no names of requests or sessions.
+that dies leaves at most its last line torn, which a reader skips. A recorded request is digests only: no
+tokens, no names of requests or sessions.
 
 Locking: `_lock` guards the queue, `_file_lock` everything about the file; the latter is never taken on the
 thread of a caller of `record`.
@@ -63,12 +63,12 @@ from schemas.settings import TraceSettings
 
 log = logging.getLogger(__name__)
 
-#: Bounds of what waits to be written: digests of thousands of long prompts.
+#: Bounds of the queue of unwritten requests: digests of thousands of long prompts.
 _QUEUE_BYTES = 16 << 20
 _QUEUE_REQUESTS = 8192
 #: Bytes that a block hash counts for while it waits: as an object, with its place in a list.
 _HASH_BYTES = 80
-#: A thread is asked to write when so many requests wait, or when it was last asked so many seconds ago.
+#: A write is queued when so many requests wait, or so many seconds after the last one.
 _BATCH = 64
 _EVERY_S = 1.0
 #: Pause after a failure of the disk, in seconds, during which nothing is recorded.
@@ -78,7 +78,7 @@ _HEAD_BYTES = 256
 #: Longest wait of `close` for a thread that writes, in seconds.
 _CLOSE_S = 5.0
 
-#: `submit(nbytes, job)` runs `job` on a thread that nobody waits for; False: it will not run.
+#: `submit(nbytes, job)` runs `job` on a thread beside all requests; False: it will not run.
 Submit = Callable[[int, Callable[[], None]], bool]
 
 
@@ -94,7 +94,8 @@ class TraceRecorder:
         clock: Callable[[], float] = time.time,
         access: Access = OWNER,
     ) -> None:
-        """`settings.folder` must be given. `lost` is told how many requests could not be recorded. No I/O."""
+        """`settings.folder` must be given. `lost` gets the number of requests that could not be recorded. No
+        I/O."""
         self._submit = submit
         self._lost = lost
         self._clock = clock
@@ -149,7 +150,7 @@ class TraceRecorder:
         """Records that a request, of this session if any, asked for a chain of packed digests, of which the
         engine had the first `local` blocks itself; None: unknown. Takes microseconds, no I/O; never raises.
 
-        If too much waits to be written, the request is lost, and `lost` is told.
+        If too much waits to be written, the request is lost, and `lost` is called.
         """
         if digests:
             self._add(RecordedEntry(namespace, digests, now_s, _more(session, local)), len(digests))
@@ -190,7 +191,7 @@ class TraceRecorder:
         retain_s: float | None = None,
         priority: str | None = None,
     ) -> None:
-        """Records what was said of a session, if anything was. As `record` otherwise."""
+        """Records the hints on a session, if there are any. In all else as `record`."""
         said = {"end": end or None, "retain": retain_s, "priority": priority}
         given = {name: value for name, value in said.items() if value is not None}
         if given:
@@ -287,8 +288,7 @@ class _Files:
         self._lines = RecordedLines(0.0)
 
     def add(self, about: str, entry: RecordedEntry, digests: bytes) -> bool:
-        """Writes one request, or what was said of a session; returns False if it is longer than a file may
-        be."""
+        """Writes one request, or the hints on a session. Returns False if it is longer than a file may be."""
         words = len(digests) // DIGEST_BYTES
         if _HEAD_BYTES + len(about) + words * WORD_BYTES * 4 // 3 > self._most:
             return False
@@ -317,7 +317,7 @@ class _Files:
             self._flushed = True
 
     def close(self) -> None:
-        """Ends the file, if there is one. What could not be written is lost. Never raises."""
+        """Ends the file, if there is one. Lines that could not be written are lost. Never raises."""
         out, self._out = self._out, None
         if out is not None:
             try:

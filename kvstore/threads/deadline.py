@@ -20,7 +20,7 @@ def in_background(work: Callable[[], _T], *, late: Callable[[_T], None] = lambda
     def run() -> None:
         try:
             result = work()
-        except Exception as exc:  # noqa: BLE001 - whoever waits gets it
+        except Exception as exc:  # noqa: BLE001 - the waiting caller gets it
             if future.set_running_or_notify_cancel():
                 future.set_exception(exc)
             return

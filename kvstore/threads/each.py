@@ -19,16 +19,17 @@ class _Nothing:
 
 
 class _Stopped(StoreClosed):
-    """What a thing waited for is not waited for any more."""
+    """The `for_each` of this thread has been stopped while a thing waited."""
 
 
 _NOTHING = _Nothing()
-#: Set when no other thing is begun.
+#: Set when `for_each` begins no other thing.
 _stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
 
 
 def pause(seconds: float) -> None:
-    """Sleeps. Raises StoreClosed as soon as the `for_each` that this thread works for begins no other."""
+    """Sleeps. Raises StoreClosed as soon as the `for_each` that this thread works for begins no other
+    thing."""
     if (stop := _stop.get()) is None:
         time.sleep(seconds)
     elif stop.wait(seconds):
@@ -38,7 +39,8 @@ def pause(seconds: float) -> None:
 def for_each(work: Callable[[_T], None], things: Iterable[_T], jobs: int) -> None:
     """Runs `work` on every thing, up to `jobs` at a time. Only one thread at a time draws from `things`.
 
-    If one fails, or on Ctrl-C, no other is begun, and the error is raised when those under way have ended.
+    If a call of `work` fails, or on Ctrl-C, no other call begins. The error is raised when the calls under
+    way have ended.
     """
     source = iter(things)
     lock, stop = threading.Lock(), threading.Event()

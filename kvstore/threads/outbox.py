@@ -1,4 +1,4 @@
-"""Hands things to a thread of its own, in batches: for work that may hang, and that nobody waits for."""
+"""Hands things to a thread of its own, in batches: for background work that may hang."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ BATCH: Final = 64
 
 
 class Outbox(Generic[_T]):
-    """A bounded queue and the thread that empties it. Any thread may put; that wakes nobody, so the thread
-    looks by itself, once in about a period."""
+    """A bounded queue and the thread that empties it. Any thread may put. That doesn't wake the queue's
+    thread, which looks by itself, once in about a period."""
 
     def __init__(
         self, work: Callable[[Sequence[_T]], None], *, most: int, period_s: float, name: str
     ) -> None:
-        """`work` gets up to BATCH things at a time, in order; what it raises is logged. At most `most` wait.
+        """`work` gets up to BATCH things at a time, in order; its errors are logged. At most `most` things
+        wait.
 
         Raises RuntimeError where no thread can be started.
         """
@@ -45,8 +46,8 @@ class Outbox(Generic[_T]):
         return True
 
     def close(self, wait_s: float) -> list[_T]:
-        """Ends the thread when it has done what waits, or after `wait_s`. Returns the things that are given
-        up; what becomes of those that `work` hangs with isn't known."""
+        """Ends the thread when its queue is empty, or after `wait_s`. Returns the things that are given up.
+        The fate of things with which `work` hangs is unknown."""
         self._ends.set()
         self._thread.join(wait_s)
         return self._some(self._most)
@@ -67,7 +68,7 @@ class Outbox(Generic[_T]):
             log.exception("%d things are lost", len(batch))
 
     def _some(self, most: int) -> list[_T]:
-        """Takes up to `most` of those that wait. Another thread may do so, too."""
+        """Takes up to `most` of the waiting things. Another thread may do so, too."""
         some: list[_T] = []
         with contextlib.suppress(IndexError):
             while len(some) < most:

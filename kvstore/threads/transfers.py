@@ -12,18 +12,18 @@
             while no read waits, and are forgotten when the store closes
     crew    helps a thread whose job falls into parts; the calling thread does parts too
 
-What a device does beside the process is waited for by two threads and no other: one takes writes whose bytes
-aren't there yet and queues them when they are (a thread that writes never stands waiting), and one does the
-jobs that follow a copy to the device. Two, because each copy there ends long before the write of what the
+Two threads wait for the device, and no other thread does. One takes writes whose bytes aren't there yet and
+queues them when they are, so that a thread that writes never stands waiting. The other does the jobs that
+follow a copy to the device. They are two because such a copy ends long before the write of blocks that the
 device computes meanwhile may begin.
 
-Nothing waits to be queued: a full queue answers False, and the caller turns that into a miss or a
-dropped save. Jobs handle their own errors. If one lets an exception escape, it is logged here and the
-thread goes on. No job ever runs on the thread that queues it.
+Queueing never waits: a full queue answers False, and the caller turns that into a miss or a dropped save.
+Jobs handle their own errors. An exception that escapes a job is logged here, and the thread goes on. No job
+ever runs on the thread that queues it.
 
-An engine's threads start when its store is opened (`start`), where a process that can have no more is told
-so. Elsewhere they start with the first job; one that no thread may take is refused, and the next job tries to
-start what is missing.
+An engine's threads start when its store is opened: `start` raises if the process can't have so many.
+Elsewhere they start with the first job. A job that no thread may take is refused, and the next job tries to
+start the missing threads.
 
 Locking: `_ready` guards every field below it. Jobs run without it.
 """
@@ -57,7 +57,8 @@ AHEAD_THREADS = 2
 class _Queued:
     job: Job
     nbytes: int = 0
-    #: What `nbytes` counts as: "writes" or "errands", which are bounded, or "staged"; "" if as nothing.
+    #: Kind that `nbytes` counts as: "writes" or "errands", which are bounded, or "staged"; "" if it doesn't
+    #: count.
     kind: str = ""
 
 
@@ -74,7 +75,7 @@ class Transfers:
         self._writes: deque[_Queued] = deque()
         self._errands: deque[_Queued] = deque()
         self._ahead: deque[_Queued] = deque()
-        #: What the threads that wait for a device have before them.
+        #: Jobs for the threads that wait for a device.
         self._unready: deque[_Queued] = deque()
         self._in_turn: deque[_Queued] = deque()
         self._held = {"writes": 0, "staged": 0, "errands": 0}
@@ -144,7 +145,7 @@ class Transfers:
             return self._closing or self._count_writes() < self._settings.queue_jobs
 
     def errand(self, nbytes: int, job: Job) -> bool:
-        """Queues a job that nobody waits for and that holds `nbytes` of memory. Returns False as `write`."""
+        """Queues a background job that holds `nbytes` of memory. Returns False as `write`."""
         with self._ready:
             if self._held["errands"] + nbytes > self._settings.errand_bytes:
                 return False
@@ -154,8 +155,8 @@ class Transfers:
             return True
 
     def ahead(self, job: Job) -> bool:
-        """Queues a job that nobody waits for and that gives way to reads. Returns False as `call`; a job
-        that has not begun when the store closes will not run either."""
+        """Queues a background job that gives way to reads. Returns False as `call`; a job that has not begun
+        when the store closes will not run either."""
         return self._put(self._ahead, _Queued(job))
 
     def _write(self, item: _Queued, after: Callable[[], object] | None) -> bool:
@@ -173,7 +174,7 @@ class Transfers:
         return queued
 
     def _make_ready(self, after: Callable[[], object], item: _Queued) -> None:
-        # What went wrong is the job's to find out and to tell.
+        # The job itself finds out what went wrong, and reports it.
         with contextlib.suppress(Exception):
             after()
         with self._ready:
@@ -362,8 +363,8 @@ class _Parts(Generic[_T]):
 class Crew:
     """Threads that help their callers. They start with the first call that has more than one part.
 
-    The caller does parts too, so a call proceeds even if every helper is busy or the crew is closed, and
-    nothing here needs a bound: a helper that comes too late finds nothing to do.
+    The caller does parts too, so a call proceeds even if every helper is busy or the crew is closed. The
+    queue needs no bound: a helper that comes too late finds nothing to do.
     """
 
     def __init__(self, helpers: int, name: str = "kvstore") -> None:

@@ -29,19 +29,21 @@ class RedisSettings(StrictModel):
     #: Deadline of one call, the reply included; `connect_timeout_s` more if it has to connect. A match
     #: has the smaller `kv.match_deadline_s` as well.
     timeout_s: Seconds = 1.0
-    #: In how many shards a namespace lies that is registered for the first time, each in a slot of its own,
-    #: so that the masters of a Redis Cluster share its load. One that is there keeps the number it has.
+    #: Number of shards of a namespace that is registered for the first time. Each shard has a slot of its
+    #: own, so that the masters of a Redis Cluster share the load. A registered namespace keeps its number.
     shards: int = Field(default=1, ge=1, le=256)
-    #: Whom an engine asks what is stored: the `master`, or, where a Cluster or Sentinels name them, its
-    #: `replicas`, in turns. What changes something goes to the master, and so do tools. A replica that takes
-    #: much longer to answer than its master is left out. `auto`: replicas, if `grace_s` has room for
-    #: `max_lag_s` beside `near_s`, `kv.match_ttl_s` and `kv.load_deadline_s`, or else the master.
+    #: Server that an engine asks what is stored: the `master`, or, where a Cluster or Sentinels name them,
+    #: its `replicas`, in turns. Calls that change something go to the master, as do all calls of tools. A
+    #: replica that takes much longer to answer than its master is left out. `auto`: replicas, if `grace_s`
+    #: has room for `max_lag_s` beside `near_s`, `kv.match_ttl_s` and `kv.load_deadline_s`, or else the
+    #: master.
     read_from: Literal["auto", "replicas", "master"] = "auto"
-    #: How far a replica may be behind its master; one further behind is not read, nor one that can't be told.
+    #: How far a replica may be behind its master. A replica that is further behind is not read, nor one whose
+    #: lag is unknown.
     max_lag_s: Seconds = Field(default=2.0, ge=1.0)
-    #: For how long a process remembers which beginnings of prompts were stored, and asks for what follows
-    #: them alone; 5 is a good choice where prompts begin alike. 0: every prompt is asked for from its first
-    #: block on.
+    #: For how long a process remembers which beginnings of prompts were stored, and asks only for the blocks
+    #: behind them; 5 is a good choice where prompts begin alike. 0: a process asks for every prompt from its
+    #: first block on.
     near_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     #: Most connections of one process; a call waits up to `timeout_s` for a free one.
     max_connections: int = Field(default=16, ge=1)
@@ -120,9 +122,9 @@ class S3Settings(StrictModel):
     attempts: int = Field(default=3, ge=1, le=10)
     #: Pause before the second attempt; the pauses double, with full jitter.
     backoff_s: Seconds = 0.1
-    #: The longest pause between attempts; and for how long a call of an engine or the janitor waits for its
-    #: turn, in all, while the server asks for fewer requests (503 SlowDown). One whose turn comes later is
-    #: not made. Tools wait for as long as it takes.
+    #: The longest pause between attempts. Also the longest time, in all, that a call of an engine or the
+    #: janitor waits for its turn while the server asks for fewer requests (503 SlowDown). A call whose turn
+    #: comes later is not made. Tools wait for as long as it takes.
     max_backoff_s: Seconds = 2.0
     #: A longer read is split into ranged GETs of about this size, `concurrency` of them at a time.
     range_bytes: Bytes = Field(default=8 << 20, ge=64 << 10)
@@ -157,9 +159,9 @@ class Tiers(StrictModel):
     #: `through`: a save is over when the shared store has it. `back`: a save is over when the folder has it.
     #: It is uploaded afterwards; until then other nodes miss it, and it is lost if this node's disk is.
     write: Literal["through", "back"] = "through"
-    #: What a request is to load is fetched to the folder while the request waits for its turn: for each
-    #: connector of an engine at most so many bytes that no request has begun to load, and no more than a
-    #: quarter of the folder. Hints of sessions may use half of that. 0: nothing is fetched ahead.
+    #: Most bytes that a connector fetches ahead to the folder, for requests that wait for their turn. Bytes
+    #: count until a request begins to load them. A quarter of the folder is never exceeded. Hints of sessions
+    #: may use half of the bytes. 0: nothing is fetched ahead.
     prefetch_bytes: Bytes = Field(default=4 << 30, ge=0)
 
     @field_serializer("fast", "slow", when_used="json")

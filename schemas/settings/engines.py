@@ -1,4 +1,4 @@
-"""What engines save and load, and under which identity."""
+"""Settings of engines: what they save and load, and under which identity."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class IdentitySettings(StrictModel):
     #: needs. Their sums are rounded differently, as on different hardware, so tokens may differ where they
     #: are nearly tied.
     any_tp: bool = False
-    #: Engines of different minor releases of vLLM share KV blocks. Nothing detects that a release fills a
-    #: page of the same shape in another way, so make sure first that yours don't.
+    #: Engines of different minor releases of vLLM share KV blocks. A release may fill a page of the same
+    #: shape in another way, unnoticed, so make sure first that yours don't.
     any_vllm: bool = False
 
 
@@ -75,13 +75,13 @@ class KVSettings(StrictModel):
     """The KV connector."""
 
     #: Record what requests ask for (`trace.folder`), and store and load nothing: no index and no payloads are
-    #: needed. What a store would bring, `cache-admin advise` says of the recording.
+    #: needed. `cache-admin advise` says by the recording what a store would bring.
     observe: bool = False
     #: Save blocks that decoding fills, not only those of prompts.
     save_decode: bool = False
     #: Longest time from a request's arrival to the index's answer; past it the request is a miss.
     match_deadline_s: Seconds = 0.5
-    #: A match older than this is asked again before it is promised.
+    #: For a match older than this the index is asked again before the match is promised.
     match_ttl_s: Seconds = 10.0
     #: Longest time from a load's submission to its last byte; past it the rest is recomputed.
     load_deadline_s: Seconds = 30.0
@@ -89,27 +89,28 @@ class KVSettings(StrictModel):
     #: tokens and at the ends of prompts. That is fewer bytes, but a prompt that departs in between is resumed
     #: further back. 0: save all blocks, so that it is resumed where it departs.
     window_interval_tokens: int = Field(default=0, ge=0)
-    #: What of a match is loaded. `adaptive`: what is faster than computing it, by what reads of each tier and
-    #: steps of this engine have taken lately; a load that falls behind is cut, and the rest is computed.
-    #: `always`: all of it. `never`: nothing, but what is handed over. Hand-offs are always loaded, and the
-    #: other connectors load always (docs/adr/0038).
+    #: How much of a match is loaded. `adaptive`: the part that loads faster than the engine computes it, by
+    #: recent times of reads from each tier and of this engine's steps. A load that falls behind is cut, and
+    #: the rest is computed. `always`: all of it. `never`: hand-offs only. Hand-offs are always loaded, and
+    #: the other connectors always load (docs/adr/0038).
     load: Literal["adaptive", "always", "never"] = "adaptive"
-    #: What `adaptive` saves. `ttft`: the request's time. `throughput`: the accelerator's; a request then
-    #: waits for a load up to four times as long as computing would take, while the engine computes others.
+    #: Time that `adaptive` saves. `ttft`: the request's. `throughput`: the accelerator's; a request then
+    #: waits for a load up to four times as long as computing would take, while the engine computes other
+    #: requests.
     objective: Literal["ttft", "throughput"] = "ttft"
     #: Loading fewer blocks than this is not worth a request's detour, whatever the estimates say.
     min_load_blocks: int = Field(default=1, ge=1)
-    #: One load in so many is not made: the engine computes the blocks, and what is stored is compared with
-    #: them. A segment that differs is evicted; after a second one the engine leaves the namespace alone. And
-    #: of loads that don't seem to pay one in so many is made, so that it is known what they take. 0: neither.
+    #: One load in so many is declined: the engine computes the blocks, and compares the stored blocks with
+    #: them. A segment that differs is evicted; after a second one the engine leaves the namespace alone. One
+    #: in as many loads that don't seem to pay is made, to measure what they take. 0: neither.
     audit_every: int = Field(default=1000, ge=0)
     #: Host memory of a rank through which loads pass and, the same again, saves; pinned where there is a GPU.
     #: Left out, the KV connector follows its engine: room for what the steps under way compute, but for
     #: 16,384 tokens at least, within an eighth of the node's memory; other connectors and tools take 256 MiB.
     staging_bytes: Bytes | None = Field(default=None, ge=1)
-    #: Whether this engine hands prompts over or takes them: disaggregated prefill. Let only a proxy reach
-    #: it: whoever sends the parameters has any prompt stored, whatever `admission` says. Of several
-    #: connectors of an engine (MultiConnector) only one may.
+    #: Whether this engine hands prompts over or takes them: disaggregated prefill. Let only a proxy reach it:
+    #: any client that sends the parameters has any prompt stored, whatever `admission` says. If an engine has
+    #: several connectors (MultiConnector), only one may hand over.
     handoff: bool = False
     #: How long a decode engine waits for a prompt that was handed over, from its request's arrival; past it
     #: what is missing is computed. A prefill engine keeps blocks that wait to be saved no longer than that.
@@ -119,12 +120,12 @@ class KVSettings(StrictModel):
 class ECSettings(StrictModel):
     """The EC connector."""
 
-    #: As `kv.observe`, of encoder outputs: what is encoded, by what clients call it.
+    #: As `kv.observe`, for encoder outputs: record the encoded items by their clients' names.
     observe: bool = False
     #: Longest time from the first look at an item to its verified bytes on this node; past it the item is
     #: encoded.
     fetch_deadline_s: Seconds = 2.0
-    #: An item found absent is asked for again after this long.
+    #: Time after which the index is asked again for an absent item.
     absent_ttl_s: Seconds = 1.0
     #: Folder for fetched items, on this node; default: a fresh one in the system's temporary folder.
     staging_dir: str | None = None

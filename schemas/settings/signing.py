@@ -25,16 +25,16 @@ def _no_key(value: Any) -> Any:
 
 
 class SigningSettings(StrictModel):
-    """Payloads that prove who wrote them, so that whoever may write to the bucket, the folder or an archive
-    can't plant any; and payloads that nobody can read without a key.
+    """Payloads that prove who wrote them, so that no other writer to the bucket, the folder or an archive can
+    plant any; and payloads that can't be read without a key.
 
     Every engine, janitor and tool of a store needs the same folder of keys.
     """
 
     #: Folder of keys, such as a mounted Kubernetes Secret: one file per key, whose name is the key's id (1 to
-    #: 32 letters, digits, `.`, `_`, `-`) and whose content is 32 random bytes in hex or base64. What any of
-    #: them has signed is believed. Read once, when a process starts. Left out: nothing is signed, and
-    #: signatures are not looked at.
+    #: 32 letters, digits, `.`, `_`, `-`) and whose content is 32 random bytes in hex or base64. A payload
+    #: that any of these keys has signed is believed. Read once, when a process starts. Left out: nothing is
+    #: signed, and signatures are not looked at.
     keys: Annotated[str | None, BeforeValidator(_no_key)] = None
     #: Id of the key that signs what this process writes.
     key: Annotated[str | None, BeforeValidator(_no_key)] = Field(
@@ -43,7 +43,7 @@ class SigningSettings(StrictModel):
     #: `refuse`: payloads without a signature are misses, and are evicted. `accept`: they are believed, as
     #: without keys; for the time in which a store that was not signed becomes one that is.
     unsigned: Literal["refuse", "accept"] = "refuse"
-    #: Encrypt what this process writes with AES-256-GCM. What is read is decrypted in any case.
+    #: Encrypt payloads that this process writes, with AES-256-GCM. Reads decrypt in any case.
     encrypt: bool = False
 
     @model_validator(mode="after")

@@ -44,7 +44,7 @@ from schemas.urls import RedisLocation, check_index, check_payloads, local_path,
 
 #: The URLs of index and payloads where there is no store.
 NOWHERE: Final = "memory://nowhere"
-#: What pydantic takes for true, in lower case.
+#: Texts that pydantic takes for true, in lower case.
 _YES: Final = frozenset({"true", "1", "yes", "on", "t", "y"})
 
 
@@ -155,7 +155,7 @@ class Settings(StrictModel):
         return self
 
     def _check_grace(self) -> None:
-        """What is matched may be so old that its grace time is not over when it is loaded."""
+        """Checks that even the oldest match is loaded before the grace time of its segments is over."""
         redis, kv = self.redis, self.kv
         if self.needed_s(redis.max_lag_s if self.reads_replicas else 0.0) > self.grace_s:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What is evicted, what is remembered, and how a store is looked after."""
+"""Settings of eviction, sessions, the journal, recordings and the janitor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from schemas.settings.quantities import Bytes, Seconds
 
 
 class EvictionSettings(StrictModel):
-    """What is evicted when, besides `capacity_bytes`. Quotas set with `cache-admin quota` outrank these."""
+    """Bounds of eviction, besides `capacity_bytes`. Quotas set with `cache-admin quota` outrank these."""
 
     #: Bytes of payload that one namespace may hold: one model, layout and set of settings. Left out: no bound
     #: but the store's.
@@ -20,8 +20,8 @@ class EvictionSettings(StrictModel):
     tenant_bytes: Bytes | None = Field(default=None, ge=1)
     #: Bytes that requests with one `cache_salt` may hold in one namespace.
     salt_bytes: Bytes | None = Field(default=None, ge=1)
-    #: What was made longer ago is not served, and is evicted, pinned or not. Where `cache-admin ttl` has set
-    #: a shorter time, that holds. Left out: age does not matter.
+    #: Segments made longer ago are not served, and are evicted, pinned or not. A shorter time that
+    #: `cache-admin ttl` has set wins. Left out: age does not matter.
     ttl_s: Seconds | None = Field(default=None, ge=600)
     #: Segments used within this time are evicted only if there are no others.
     fresh_s: Seconds = 120.0
@@ -35,14 +35,14 @@ class EvictionSettings(StrictModel):
     def _without_watermarks(cls, tree: Any) -> Any:
         if isinstance(tree, dict) and (found := sorted({"high", "low"} & tree.keys())):
             raise ValueError(
-                f"{' and '.join(found)}: no settings any more, eviction begins where a hundredth of a quota, "
-                "at most 1 GiB, is left; leave them out, and lower the quota if more is to stay free"
+                f"{' and '.join(found)}: no settings any more. Eviction begins when a hundredth of a quota, "
+                "at most 1 GiB, is left. Leave them out; to keep more free, lower the quota"
             )
         return tree
 
 
 class SessionSettings(StrictModel):
-    """What clients may do to the order of eviction by telling of their sessions."""
+    """How far clients may change the order of eviction by hints on their sessions."""
 
     #: Share of every quota that bounds a namespace that clients may retain for their sessions. 0: none.
     retain_share: float = Field(default=0.1, ge=0, le=0.5)

@@ -46,7 +46,8 @@ class ItemProofs:
         self._ended(staged, None)
 
     def take(self) -> dict[ContentKey, bool | None]:
-        """Returns what was compared since the last call: whether it is alike; None if that can't be told."""
+        """Returns the items compared since the last call -> whether they are alike, or None if that can't be
+        told."""
         with self._lock:
             compared, self._compared = self._compared, {}
         return compared

@@ -7,9 +7,9 @@ an inode last changed says so: a copy, a rename and a new link set it to the mom
 whatever time the file itself is given. It says so in every process, whether or not anything of ours ran in it
 before.
 
-A snapshot in the hub's cache is named by its commit, and vLLM downloads what is missing of it when it starts.
-There a new file is a part of the commit. What may change is the commit that a branch stands for, and the
-cache says when that happened.
+A snapshot in the hub's cache is named by its commit, and vLLM downloads its missing files when it starts.
+There a new file is a part of the commit. Only the commit that a branch stands for may change, and the cache
+says when that happened.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def code_files(folder: Path) -> list[Path]:
 
 
 def process_began_s() -> float | None:
-    """Returns the Unix time at which this process began, by the kernel; None if it doesn't say."""
+    """Returns the Unix time at which this process began, by the kernel, or None if the kernel doesn't say."""
     try:
         stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
         # The process's name, in parentheses, may hold anything.
@@ -130,7 +130,7 @@ def source_of(name: str, revision: str | None, cache: str | None) -> Source:
         else:
             pinned = path.name == revision
             return Source(path, refs=None if pinned else path.parent.parent / "refs", pinned=pinned)
-    raise NotKnown(f"the files of {name} are not on this machine's disk, so they can't be told from others")
+    raise NotKnown(f"the files of {name} are not on this machine's disk, so a digest is impossible")
 
 
 def _is_snapshot(path: Path) -> bool:

@@ -103,10 +103,10 @@ def refuse_foreign_model(model: Any) -> None:
             continue
         module = getattr(known, "module_name", None) or known.model_cls.__module__
         if not module.startswith("vllm."):
-            raise NotKnown(f"the class for {one} is not vLLM's but from {module}, whose code can't be told")
+            raise NotKnown(f"the class for {one} is not vLLM's but from {module}, whose code is unknown")
         spec = find_spec(module)
         if spec is not None and spec.origin is not None and _BESIDES in Path(spec.origin).read_bytes():
-            raise NotKnown(f"vLLM's class for {one} loads weights from other places than the folder besides")
+            raise NotKnown(f"vLLM's class for {one} also loads weights from other places than the folder")
 
 
 def refuse_foreign_code(model: Any, source: Source) -> None:

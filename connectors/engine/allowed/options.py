@@ -87,7 +87,7 @@ def _is_option(field: Field[Any]) -> bool:
 
 
 def _default(field: Field[Any], name: str) -> str | None:
-    """Returns a field's default as text; None if it must be given."""
+    """Returns a field's default as text, or None if the field must be given."""
     given: Any = field.default
     factory: Any = field.default_factory
     if hasattr(given, "default_factory"):

@@ -1,1 +1,1 @@
-"""Sessions of requests: what their clients say of them, and how the index is told."""
+"""Sessions of requests: their clients' hints, and the reports to the index."""

@@ -1,7 +1,7 @@
-"""What a request says of its session, and of what the store should do with what that session used.
+"""Hints of a request: its session, and how the store should treat the segments that the session used.
 
 The session is vLLM's `session_id` of the request: of its body, or the header X-Session-ID. Hints come in two
-ways, and where they differ the second one counts:
+ways; where both differ, the envelope counts:
 
     kv_transfer_params   of the HTTP API: {"kv_hints": {"retain": 300}}
     kv_hints             vLLM's envelope of actions, which an orchestrator attaches in process: the HTTP API
@@ -15,9 +15,9 @@ ways, and where they differ the second one counts:
                                                                 high; or a number: below 0, 0, above it
     "prefetch": true     kv.prefetch                            bring what it has to this node
 
-All of it is a client's and may be anything. What makes no sense is ignored and counted; nothing is raised.
-The name is hashed at once, with the request's salt: it never leaves the process, and requests of another salt
-can say nothing of the session.
+All of it comes from a client and may be anything. A hint that makes no sense is ignored and counted, never
+raised. The session's name is hashed at once with the request's salt, so it never leaves the process. Requests
+of another salt can say nothing of the session.
 
 Pure code. A call takes microseconds, whatever was sent.
 """
@@ -38,32 +38,32 @@ _PRIORITIES: Final[tuple[Priority, ...]] = get_args(Priority)
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a request says of its session."""
+    """A request's hints on its session."""
 
-    #: NO_SESSION if it has none; then nothing else is said.
+    #: NO_SESSION if it has none; then all other hints are empty.
     session: SessionId = NO_SESSION
     end: bool = False
-    #: How long the session is to be retained after this request, in seconds; None: nothing was said.
+    #: How long the session is to be retained after this request, in seconds; None: it has no such hint.
     retain_s: float | None = None
     priority: Priority | None = None
     prefetch: bool = False
-    #: How many things were said that make no sense.
+    #: How many hints make no sense.
     ignored: int = 0
 
     @classmethod
     def of(cls, request: RequestView) -> Hints:
-        """Returns what a request says, once: as it arrives. Never raises."""
+        """Returns a request's hints, which are read once, as it arrives. Never raises."""
         params = request.kv_transfer_params
         try:
             actions = request.kv_hints
         except (AttributeError, LookupError, TypeError, ValueError):
-            # Of an engine in the client's process: nothing has held that to vLLM's types.
+            # An engine in the client's process gets an envelope that nothing has held to vLLM's types.
             actions = [(None, None, None)]
         return read(request.session_id, request.cache_salt, params, actions)
 
     @property
     def says(self) -> bool:
-        """Whether anything is said beside the session's name that the index has to know."""
+        """Whether there is a hint beside the session's name that the index has to know."""
         return self.end or self.retain_s is not None or self.priority is not None
 
 
@@ -72,7 +72,7 @@ Action = tuple[object, object, object]
 
 
 def read(name: object, salt: str, params: Mapping[str, Any], actions: Sequence[Action] = ()) -> Hints:
-    """Returns what a request of the session `name` says, in its `kv_transfer_params` and in its envelope's
+    """Returns the hints of a request of the session `name`, in its `kv_transfer_params` and in its envelope's
     actions. Never raises."""
     if name is None and "kv_hints" not in params and not actions:
         return NOTHING
@@ -82,7 +82,7 @@ def read(name: object, salt: str, params: Mapping[str, Any], actions: Sequence[A
         ignored += hint is None
         said |= hint or {}
     if not isinstance(name, str) or not 0 < len(name) <= SESSION_NAME_CHARS:
-        # Of no session, or of one that nobody can name.
+        # The hints are on no session, or on a session without a valid name.
         return Hints(ignored=ignored + len(said) + (name is not None and name != ""))
     return Hints(session_id(salt_id(salt), name), ignored=ignored, **said)
 
@@ -91,7 +91,7 @@ NOTHING: Final = Hints()
 
 
 def _said(params: Mapping[str, Any], actions: Sequence[Action]) -> Iterator[dict[str, Any] | None]:
-    """Yields the fields of each hint; None for one that makes no sense."""
+    """Yields the fields of each hint, or None for a hint that makes no sense."""
     given = params.get("kv_hints")
     if isinstance(given, Mapping):
         for word, value in islice(given.items(), MOST_HINTS):

@@ -1,8 +1,9 @@
-"""Tells the index which segments a request's session uses, and what the request says of that session.
+"""Reports to the index which segments a request's session uses, and the request's hints on that session.
 
-One call of the index when the request is matched, in place of the touch that its load would be, and, if it
-says something, one when it ends: "retain for five minutes" means from then on. One thread makes all of them,
-in order. Workers don't touch what such a request loads; what they save for it is its session's own.
+The index gets one call when the request is matched, in place of the touch of its load. A request with hints
+causes another call when it ends: "retain for five minutes" means from then on. One thread makes all calls, in
+order. Workers don't touch the segments that such a request loads; the segments that they save for it are its
+session's own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class SessionTeller:
         self._space = space
 
     def arrives(self, hints: Hints) -> None:
-        """Count what a request says that makes no sense."""
+        """Count a request's hints that make no sense."""
         if hints.ignored:
             self._store.counters.add("hints_ignored", hints.ignored)
 
@@ -40,18 +41,17 @@ class SessionTeller:
         """Tell that a request of a session is matched with these runs, by group; once per request. `salt` is
         the id of the request's.
 
-        Returns the segments that are to be told again when it ends, because it says something."""
+        Returns the segments for the report at its end, if it has hints."""
         if not hints.session:
             return []
-        # A segment may come in several runs. Heads go first: what bounds sessions cuts off the tails.
+        # A segment may come in several runs. Heads go first: the bounds of sessions cut off the tails.
         segments = list(dict.fromkeys(run.segment for group in runs for run in group))
         # Also if there are none: a session that had ended goes on.
         self._tell(hints, salt, segments, USE)
         return segments if hints.says else []
 
     def ends(self, hints: Hints, salt: SaltId, segments: list[SegmentId]) -> None:
-        """Tell what a request that has ended, well or not, says of its session, and which segments it has
-        used."""
+        """Report the hints of a request that has ended, well or not, and the segments that it has used."""
         if hints.session and hints.says:
             self._tell(hints, salt, segments, Hint(hints.end, hints.retain_s, hints.priority))
 
@@ -62,8 +62,9 @@ class SessionTeller:
 def tell(
     store: Store, space: Space, session: SessionId, salt: SaltId, segments: list[SegmentId], hint: Hint
 ) -> None:
-    """Have the index told of a session's use, after what it was told of before: a use that came after the end
-    would have the session go on. What is one too many is counted and lost. From any thread."""
+    """Queues a report of a session's use to the index, after all earlier reports: a use that came after the
+    end would have the session go on. A report that doesn't fit into the queue is counted and lost. Any thread
+    may call."""
 
     def call() -> None:
         space.session(session, segments, hint, salt=salt)

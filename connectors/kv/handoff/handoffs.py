@@ -20,8 +20,8 @@ from kvstore.keys import SegmentId
 from kvstore.rules.prefix import PrefixRule
 from kvstore.store.space import Space
 
-#: What a handle says where other connectors name a host: some routers refuse a handle without one. A host's
-#: name is nobody's business who may send a request.
+#: A handle has this in place of the host that other connectors name: some routers refuse a handle without a
+#: host. Clients that send requests must not learn a host's name.
 _NO_HOST = "kvstore"
 
 
@@ -85,10 +85,9 @@ class NoHandoffs:
         """Mark these saves as part of what a request hands over."""
 
     def hand_over(self, request: RequestView, sending: Sending) -> dict[str, Any] | None:
-        """Returns what the decode engine must be told of a request that has ended.
+        """Returns the parameters of a request that has ended, for the decode engine.
 
-        None if nothing is handed over; the decode engine, which is told nothing, then computes the prompt at
-        once.
+        Returns None if nothing is handed over: the decode engine then computes the prompt at once.
         """
         return None
 
@@ -144,8 +143,8 @@ class Handoffs(NoHandoffs):
         return self.receiver.poll(receiving)
 
     def sending(self, request: RequestView, names: BlockNames) -> Sending | None:
-        """Returns what to hand over of a request that has just arrived; None if nobody asked or it can't be
-        done. Cuts off the end of the prompt if the decode engine must compute it.
+        """Returns the hand-off of a request that has just arrived, or None if its client asked for none or it
+        can't be done. Cuts off the end of the prompt if the decode engine must compute it.
         """
         if not request.kv_transfer_params.get("do_remote_decode"):
             return None
@@ -210,13 +209,13 @@ class Handoffs(NoHandoffs):
         return self.handle(request, sending)
 
     def handle(self, request: RequestView, sending: Sending) -> dict[str, Any]:
-        """Returns what the decode engine must be told, under the names that proxies know."""
+        """Returns the parameters for the decode engine, under the names that proxies know."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._engine,
             "remote_request_id": request.request_id,
-            # Some routers take an empty list for a failure; nobody reads blocks from this engine, though.
+            # Some routers take an empty list for a failure. No engine reads blocks from this engine, though.
             "remote_block_ids": [[] for _ in self._rules],
             "remote_host": _NO_HOST,
             "remote_port": 0,
@@ -233,7 +232,7 @@ def open_handoffs(
     hash_tokens: int,
     fits: Callable[[int, int], bool],
 ) -> Handoffs | None:
-    """Returns an engine's hand-offs; None if it is not to hand over anything (settings: `kv.handoff`)."""
+    """Returns an engine's hand-offs, or None if the setting `kv.handoff` is off."""
     from vllm.utils.hashing import get_hash_fn_by_name
 
     if not space.backends.settings.kv.handoff:

@@ -22,8 +22,8 @@ class PromptNames:
         self._hash_function = hash_function
 
     def of(self, names: BlockNames, tokens: int) -> list[bytes] | None:
-        """Returns the names of the blocks of `tokens` leading tokens, the last one for the partial block and
-        repeated so that every group finds it; None if some have none."""
+        """Returns the names of the blocks of `tokens` leading tokens, or None if a block has none. The last
+        name is that of the partial block, repeated so that every group finds it."""
         full = tokens // self._hash_tokens
         units = -(-tokens // self._align) * (self._align // self._hash_tokens)
         made = list(names.all()[:full])

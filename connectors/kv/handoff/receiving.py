@@ -53,7 +53,7 @@ class Receiving:
     _answer: Found | str | None = None
 
     def ask(self, now: float) -> bool:
-        """Returns whether the index is to be asked now; the caller then asks it and calls `answered`."""
+        """Returns whether to ask the index now; the caller then asks it and calls `answered`."""
         if self._asking or now < self._next or self.over():
             return False
         self._asking = True
@@ -64,7 +64,8 @@ class Receiving:
         self._answer = answer
 
     def take(self, now: float, *, ttl_s: float, again_s: float) -> Found | None:
-        """Returns what was found. What is older than `ttl_s` is asked for again, for `again_s` at least."""
+        """Returns the match, if there is one. A match older than `ttl_s` is asked for again, for `again_s` at
+        least."""
         if self.found is not None and now - self._found_at > ttl_s:
             # The request has been waiting for free blocks of the engine meanwhile.
             self.forget()
@@ -86,7 +87,7 @@ class Receiving:
         return time.monotonic() >= self.end or self._failures >= _MOST_FAILURES
 
     def forget(self) -> None:
-        """Forget what was found, because it may be gone or bad by now, so that it is asked for again."""
+        """Forget the match, because it may be gone or bad by now; the index is then asked again."""
         self.found = None
         self._next = 0.0
 
@@ -104,8 +105,8 @@ class Receiver:
         backoff: int,
         left_out: int,
     ) -> None:
-        """`fits` is KVEngine's. Of a prompt's last tokens the prefill engine has not computed `backoff`, and
-        this one must not load `left_out`."""
+        """`fits` is KVEngine's. The prefill engine has not computed the last `backoff` tokens of a prompt,
+        and this engine must not load the last `left_out`."""
         self.use(space)
         self._rules = rules
         self._names = names
@@ -120,7 +121,7 @@ class Receiver:
         self._engine = ENGINE + space.id
 
     def begin(self, request: RequestView, names: BlockNames) -> Receiving | None:
-        """Returns what a request that has just arrived waits for; None if nothing was handed over to it."""
+        """Returns the hand-off that a new request waits for, or None if nothing was handed over to it."""
         params = request.kv_transfer_params
         if not params.get("do_remote_prefill"):
             return None
@@ -186,7 +187,8 @@ class Receiver:
             for number, rule in enumerate(self._rules)
         ]
         firsts = [self._names.packed(names, number, range(1)) for number in range(len(self._rules))]
-        # Chains of groups whose blocks end alike lie together; others' last blocks are looked for everywhere.
+        # Chains of groups whose blocks end alike lie together. Last blocks of other chains are looked for
+        # everywhere.
         together = firsts[0] if len(set(map(tag_of, firsts))) == 1 else b""
         found = self._space.find(b"".join(last), together, fresh=True)
         if found is None:

@@ -1,24 +1,26 @@
 """A writer proves itself before it is believed: the first load from it is computed, and both are compared.
 
-A checksum says that bytes are what was written, and the namespace that writer and reader are configured
-alike. Neither says that the writer computes what this engine computes: there may be a broken accelerator,
-build, dtype or kernel that no list knows. So what an engine finds of a writer (one start of one engine) that
-nobody has compared yet is not promised. The request computes those blocks, and each rank compares them with
-the stored ones, as an audit does (connectors.kv.audit, connectors.kv.worker.audits). No request waits
-for the outcome, and no token depends on what is compared.
+A checksum says that bytes are as they were written, and the namespace that writer and reader are configured
+alike. Neither says that the writer computes the same as this engine: there may be a broken accelerator,
+build, dtype or kernel that no list knows. So an engine does not promise blocks of an unproven writer (one
+start of one engine). The request computes those blocks, and each rank compares them with the stored blocks,
+as an audit does (connectors.kv.audit, connectors.kv.worker.audits). No request waits for the outcome, and no
+token depends on the compared blocks.
 
 All ranks alike: the writer is proven, for all engines (kvstore.index.verdicts). Different on a rank: this
 engine refuses the writer. That condemns the writer's segments only if some writer computes what this engine
-does, or if a second engine says the same: a broken reader differs from every honest writer. One that differs
-from several writers, and agrees with none, leaves the namespace alone (`KnownWriters.distrusts_itself`).
+does, or if a second engine says the same: a broken reader differs from every honest writer. A reader that
+differs from several writers, and agrees with no writer, leaves the namespace alone
+(`KnownWriters.distrusts_itself`).
 
-Why not load all but the last block, compute that one, compare it at the end of the step, and have vLLM drop
-the step's tokens if it differs? vLLM can drop the tokens of the step that is reported on. With asynchronous
-scheduling the next step has been scheduled by then, and its tokens are delivered (docs/adr/0050).
+Another way would be to load all but the last block, compute that, and compare it at the end of the step. vLLM
+would drop the step's tokens if it differs. But vLLM can drop only the tokens of the step that is reported on.
+With asynchronous scheduling the next step has been scheduled by then, and its tokens are delivered
+(docs/adr/0050).
 
-One request at a time proves a writer; others that find the same writer meanwhile compute. A comparison that
-fails or is dropped proves nothing, and the next request compares again. A state, which lies in its block for
-a moment only, is not compared: where a model has nothing else, writers are believed.
+One request at a time proves a writer; other requests that find the same writer meanwhile compute. A
+comparison that fails or is dropped proves nothing, and the next request compares again. A state, which lies
+in its block for a moment only, is not compared: where a model has nothing else, writers are believed.
 
 Everything here belongs to the scheduler's thread.
 """
@@ -138,7 +140,7 @@ class Proofs:
                 proof.planned += 1
         wrong: list[Wrong] = []
         for name, proof in list(self._under_way.items()):
-            # It has begun, or it would have been told to start over.
+            # The request has begun, or it would have started over.
             proof.over = proof.over or not self._audits.compares(name)
             wrong += self._concluded(name, proof)
         return wrong

@@ -194,12 +194,12 @@ class KVAudits:
             worst = max(range(run.count), key=lambda i: apart[i])
             log.error(
                 "block %d of group %d in segment %s is not what this engine computes: distance %.3g, "
-                "tolerance %.3g. Either the one or the other is wrong: `cache-admin explain` has more",
+                "tolerance %.3g. One of both is wrong: `cache-admin explain` has more",
                 run.start + worst, piece.group, run.segment.hex(), apart[worst], limit,
             )  # fmt: skip
         if piece.proof is not None and alike and not proves:
             log.warning(
-                "segment %s is near what this engine computes (distance %.3g), and not near enough to prove "
+                "segment %s is near what this engine computes (distance %.3g), but not near enough to prove "
                 "its writer: it is not loaded",
                 run.segment.hex(), max(apart),
             )  # fmt: skip
@@ -207,7 +207,8 @@ class KVAudits:
         return "alike" if alike else "wrong"
 
     def _condemn(self, space: Space, piece: _Piece, chunk: Chunk) -> None:
-        """Delete the segment, and keep its payload and what was computed here for whoever looks into it."""
+        """Delete the segment, and keep its payload and the blocks computed here for people who look into
+        it."""
         run, group = piece.run, self._memory.groups[piece.group]
         views = chunk.views(run.count, self._memory.caches[piece.group].slot_bytes)
         slots = [
@@ -217,6 +218,6 @@ class KVAudits:
         part = self._place.part(group)
         kept = space.condemn(run.segment, run.record, rank=part, computed=slots, depth=run.start)
         log.error(
-            "segment %s is deleted. Kept for a week, for whoever looks into it: %s",
+            "segment %s is deleted. Kept for a week as evidence: %s",
             run.segment.hex(), ", and as it was computed here ".join(kept) or "nothing",
         )  # fmt: skip

@@ -17,17 +17,18 @@ from connectors.engine.guard import otherwise
 from connectors.kv.messages import KVStoreWorkerMetadata
 from kvstore.rules.tiers import Tier
 
-#: A load is cut if computing the rest is faster even if that takes longer than estimated by this factor: what
-#: is cut can't be taken up again, and a load that does as planned must not be cut by noise.
+#: A load is cut if computing the rest is faster even if that takes longer than estimated by this factor: a
+#: cut load can't be taken up again, and noise must not cut a load that does as planned.
 _SURE: Final = 1.25
 #: A read that is overdue is expected to take so many times as long as it is overdue. With 1, the best guess
 #: if nothing is known of why, a load on a store that stalls is cut when computing would be over.
 _HANGS: Final = 4.0
 
 
-#: What is read at once of a load that may be cut takes about this long, in seconds, so that it is soon seen
-#: how fast it is, and there is something to keep. But what more reads wait for their first bytes may cost a
-#: load no more than this share of its time, once that is known, and a quick load is not cut into pieces.
+#: A load that may be cut is read in rounds of about `_PIECES_S` seconds, so that its speed shows soon and
+#: there is something to keep. Waiting for the first bytes of more rounds may cost a load no more than the
+#: share `_PRICE` of its time, once that is known. A load of less than `_WORTH_S` seconds is not cut into
+#: pieces.
 _PIECES_S: Final = 0.1
 _PRICE: Final = 0.05
 _WORTH_S: Final = 0.5
@@ -64,7 +65,7 @@ class Pace:
             self._meters[tier].begin(read, self._clock())
 
     def held(self, read: Hashable, tier: Tier, held_s: float) -> None:
-        """Record that a read is about to end, because the store is asked for fewer. `held_s` is Meter's."""
+        """Record that a read is about to end, because the store asks for fewer reads. `held_s` is Meter's."""
         with self._lock:
             self._meters[tier].held(read, self._clock(), held_s)
 
@@ -87,8 +88,8 @@ class Pace:
 
     @otherwise(bool)
     def late(self, left: Mapping[Tier, int], compute_s: float) -> bool:
-        """Returns whether waiting for the bytes `left` of a load, and for what is before it, takes longer
-        than the `compute_s` seconds that computing them takes."""
+        """Returns whether computing a load, in `compute_s` seconds, is faster than waiting for its bytes
+        `left` and for the bytes before it."""
         with self._lock:
             now, rest, behind = self._clock(), 0.0, 0.0
             for tier, nbytes in left.items():
@@ -104,8 +105,8 @@ class Pace:
         """Returns in how many reads at most `nbytes` of a load that may be cut should come, if not in one for
         each segment.
 
-        One round of them while nobody knows what latency costs: more rounds would take the longer for it, and
-        that would be taken for a lack of bandwidth, which asks for more rounds.
+        They come in one round while the cost of latency is unknown. More rounds would take longer for their
+        latency, which would look like a lack of bandwidth and cause still more rounds.
         """
         requests = PART_REQUESTS[tier]
         with self._lock:

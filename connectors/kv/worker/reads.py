@@ -1,10 +1,10 @@
 """Carries out loads in a worker: from the store, through staging, into the paged cache.
 
-A load that fails in part reports the blocks that are not there, and vLLM recomputes from the first of
-them, or the whole request if that isn't possible (connectors.engine.layout.fails_by_request). Every load ends
-by its deadline, even if a read hangs for ever: its ticket expires, and the bytes of the hung read are thrown
-away when they come, because by then the blocks may belong to another request. What is being copied to them is
-waited for, by whoever reports the load: it may stand on the device behind a whole step.
+A load that fails in part reports the missing blocks, and vLLM recomputes from the first of them. If that
+isn't possible, vLLM recomputes the whole request (connectors.engine.layout.fails_by_request). Every load ends
+by its deadline, even if a read hangs for ever: its ticket expires. The bytes of the hung read are thrown away
+when they come, because by then the blocks may belong to another request. The thread that reports the load
+waits for copies under way: they may stand on the device behind a whole step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvstore.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: How often it is looked at whether a load is late, in seconds.
+#: Seconds from one look for late loads to the next.
 _LOOK_S = 0.005
 
 
@@ -57,7 +57,7 @@ class KVReads:
         by_request: bool,
         followers: Followers,
     ) -> None:
-        """`by_request`: report failed requests instead of failed blocks. What measures is one of the
+        """`by_request`: report failed requests instead of failed blocks. The meters (Pace) are one of the
         `followers`."""
         self._store = store
         self._memory = memory
@@ -243,7 +243,7 @@ class KVReads:
         done = []
         with self._lock:
             for ticket in self._live:
-                # Threads take reads in the order in which they were asked for.
+                # Threads take reads in the order in which they were queued.
                 for tier, nbytes in ticket.left.items():
                     left[tier] = left.get(tier, 0) + nbytes
                 if self._over(ticket, now, left):
@@ -371,7 +371,7 @@ class KVReads:
         faster than the bytes `left` of it and of what is before it. The caller holds the lock."""
         if not ticket.pending:
             return True
-        # The device can't be told to leave a copy out, and its blocks must not be given back before it ends.
+        # The device can't cancel a copy, and the copy's blocks must not be given back before it ends.
         if ticket.writing or (now < ticket.end and not self._late(ticket, now, left)):
             return False
         ticket.expired = True
@@ -410,7 +410,7 @@ class KVReads:
         first = self._failed_loads.setdefault(name, {})
         self._reasons[name] = ticket.reason
         for group, blocks in ticket.failed:
-            # Of a load that is cut, nothing is used where vLLM computes all of it.
+            # Where vLLM computes all of a request, it uses nothing of a load that is cut.
             begins = 0 if ticket.cut and self._by_request else blocks.start
             first[group.group] = min(begins, first.get(group.group, begins))
             cut = slice(blocks.start - group.first, blocks.stop - group.first)

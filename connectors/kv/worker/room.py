@@ -38,7 +38,7 @@ _LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What sizes the staging memory of one rank."""
+    """The quantities that size the staging memory of one rank."""
 
     #: Bytes of KV that the batches in flight compute at most, or that one step finds computed.
     step_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What a rank knows of a load that is under way, and of each of its reads."""
+"""A rank's knowledge of a load that is under way, and of each of its reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Piece:
 
     group: GroupLoad
     run: Run
-    #: Where it lies; None if nobody has said so, and it isn't measured.
+    #: Where its payload lies, or None if that is unknown: then the read isn't measured.
     tier: Tier | None
 
     @property

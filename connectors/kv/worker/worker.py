@@ -100,7 +100,7 @@ class KVWorker:
         self._naming = Naming.now(name)
 
     def take_report(self) -> KVStoreWorkerMetadata | None:
-        """Returns what the scheduler half must know; None if nothing has happened."""
+        """Returns the news for the scheduler half, or None without news."""
         down, scarce = self._troubles()
         named, self._naming = self._naming, None
         parts = (self.reads, self.writes, self.audits)
@@ -120,13 +120,13 @@ class KVWorker:
 
     @guarded((False, False))
     def _troubles(self) -> tuple[bool, bool]:
-        """Returns whether payloads can't be read now, and whether fewer reads are asked for."""
+        """Returns whether payloads can't be read now, and whether the store asks for fewer reads."""
         health = self._store.health
         return not health.payloads_answer(), health.reads_are_scarce
 
     @guarded(None)
     def take_stats(self) -> KVStoreStats | None:
-        """Returns what happened since the last call; None if nothing has."""
+        """Returns the statistics since the last call, or None without any."""
         self._tier_states.tell()
         report = self._tally.take(
             self.reads.under_way > 0 or self.memory.saving or self.writes.waiting_blocks > 0, self._gauges

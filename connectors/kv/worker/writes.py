@@ -81,15 +81,15 @@ class KVWrites:
         hold: bool = False,
     ) -> None:
         """Follow requests that have lost their blocks or hand over their prompts, and start the last saves of
-        those that have ended. See KVStoreMetadata. `hold`: what can wait is tried again by
-        this step's `start` only, after its comparisons, which need room, too."""
+        those that have ended. See KVStoreMetadata. `hold`: saves that can wait are tried again by this step's
+        `start` only, after its comparisons, which need room, too."""
         now = time.monotonic()
         self._handed_over.update({name: now + seconds for name, seconds in handed_over.items()})
         # Before anything is tried again: a model runner may have written to blocks that were handed out.
         behind = self._drop_those_of(lost_blocks)
         rest = []
         for save in self._mine(flushes):
-            # Nothing is stored behind what its own request has just lost.
+            # A save behind blocks that its own request has just lost is dropped.
             if save.request_id in behind:
                 self._drop(save)
             else:
@@ -163,7 +163,7 @@ class KVWrites:
 
     @guarded(None)
     def _start(self, save: Save) -> bool | None:
-        """Returns whether there was room for a save, which has begun then; None if there never will be."""
+        """Returns whether there was room for a save, which has begun then, or None if there never will be."""
         # The job keeps `space`: when it writes, the scheduler half may have named another namespace.
         space, began = self._space, time.monotonic()
         assert space is not None, "saves before a namespace"

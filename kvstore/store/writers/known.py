@@ -1,18 +1,19 @@
-"""KnownWriters: what one process knows of the writers of one namespace, and what it may load of theirs.
+"""KnownWriters: the knowledge of one process about the writers of one namespace, and which of them it may
+load.
 
-    own        this start of this engine: what it wrote is what it computes
+    own        this start of this engine: it computes the same as it wrote
     proven     somebody computes the same (kvstore.index.verdicts), or this engine has just found that out
     failed     its segments are absent, and are evicted where a match meets them. So are those without a
                writer, of an index that was brought up to date: nobody can judge them
     refused    this engine computes something else. It is not loaded from here, whatever the index says
     unproven   nobody has compared it, or it is disputed: a connector must compare before a token leaves
 
-Verdicts are asked for on the thread that has matched, and only of writers that are not settled; that about
-this engine's own writer when a commit was refused. An index that doesn't answer settles nothing: what is
-unproven then stays so.
+The thread that has matched asks for verdicts, and only on writers that are not settled. The verdict on this
+engine's own writer is asked for when a commit was refused. An index that doesn't answer settles nothing:
+unproven writers then stay unproven.
 
-That an engine agrees with an earlier start at its own place is its own affair: a broken accelerator agrees
-with itself. It loads what that start wrote, tells nobody, and does not stand by it.
+If an engine agrees with an earlier start at its own place, that proves little: a broken accelerator agrees
+with itself. The engine loads the segments of that start, but does not report the agreement or stand by it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class KnownWriters:
         self._lock = threading.Lock()
         # The lock guards the fields below it.
         self._settled: OrderedDict[WriterId, Standing] = OrderedDict()
-        #: Writers that nobody has settled -> when they were asked for last.
+        #: Writers that are not settled -> when this process last asked for their verdicts.
         self._open: OrderedDict[WriterId, float] = OrderedDict()
         #: Where writers that were refused here compute, as far as that is known.
         self._places: dict[WriterId, PlaceId] = {}
@@ -97,13 +98,13 @@ class KnownWriters:
         return [None if run is None or run.record.writer in bad else run for run in runs]
 
     def look_up_own(self) -> None:
-        """Asks the index what holds of this engine's own writer: a commit was refused. Never raises."""
+        """Asks the index for the verdict on this engine's own writer: a commit was refused. Never raises."""
         self._look_up([self._backends.writer.id])
 
     def settle(self, writer: WriterId, opinion: Opinion, name: str = "") -> None:
-        """Records what this engine has found out about a writer, here at once and then in the index. Without
-        its `name` the writer may be an earlier start at this very place. Never raises; to be called where an
-        index may be asked."""
+        """Records this engine's opinion of a writer, here at once and then in the index. Without its `name`
+        the writer may be an earlier start at this very place. Never raises; for threads that may call the
+        index."""
         place = place_of(name) if name else None
         alone = opinion == "alike" and place in (None, self._backends.writer.place)
         with self._lock:
@@ -141,7 +142,7 @@ class KnownWriters:
 
     @property
     def own_failed(self) -> bool:
-        """Tells whether this engine's own writer has failed: what it saves is of no use to anybody."""
+        """Tells whether this engine's own writer has failed: its saves are then of no use to any engine."""
         return self._is_failed(self._backends.writer.id)
 
     def refusals(self) -> int:
@@ -183,7 +184,7 @@ class KnownWriters:
         try:
             known = self._backends.index.verdicts(self._namespace, asked)
         except KVStoreError as exc:
-            log.debug("verdicts about %d writers are asked for later: %s", len(asked), exc)
+            log.debug("verdicts about %d writers come later: %s", len(asked), exc)
             return
         except Exception:
             log.exception("verdicts could not be read: an unexpected failure")
@@ -209,10 +210,10 @@ class KnownWriters:
                 self._namespace, writer, opinion, by=self._backends.writer.place, stands=stands, name=name
             )
         except KVStoreError as exc:
-            log.warning("the verdict about writer %s could not be told: %s", writer.hex(), exc)
+            log.warning("the verdict about writer %s could not be reported: %s", writer.hex(), exc)
             return
         except Exception:
-            log.exception("a verdict could not be told: an unexpected failure")
+            log.exception("a verdict could not be reported: an unexpected failure")
             return
         self._backends.counters.add(f"verdicts{{{state}}}")
         if state == "failed":
