@@ -42,7 +42,7 @@ class ShardedRequests(ShardedVerdicts):
         self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
     ) -> list[Run | None]:
         layout = self._layout(namespace)
-        shards = shard_names(namespace, layout.shards)
+        shards = shard_names(namespace, layout.name)
         if chain or len(shards) == 1:
             name = of_chain(shards, chain)
             with self._guard(name):
@@ -139,13 +139,17 @@ class ShardedRequests(ShardedVerdicts):
         rule: EvictionRule,
     ) -> int:
         self._near.forget(namespace, segments)
-        parts = split(self._shards(namespace), segments)
 
-        def evict(name: NamespaceId) -> int:
-            return self._leaf.evict(name, parts[name], delete_after_s=delete_after_s, rule=rule)
+        def evict(shards: Sequence[NamespaceId]) -> int:
+            parts = split(shards, segments)
+
+            def evict_some(name: NamespaceId) -> int:
+                return self._leaf.evict(name, parts[name], delete_after_s=delete_after_s, rule=rule)
+
+            return sum(self._each(parts, evict_some))
 
         try:
-            return sum(self._each(parts, evict))
+            return self._in_all(namespace, evict)
         finally:
             # Again: a match under way may have been told of them before they went.
             self._near.forget(namespace, segments)
@@ -170,7 +174,7 @@ class ShardedRequests(ShardedVerdicts):
     def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome], raised: Raised | None = None) -> None:
         """What was raised goes to one of the shards: ShardedJournal.asked looks at all."""
         layout = self._layout(namespace)
-        shards = shard_names(namespace, layout.shards)
+        shards = shard_names(namespace, layout.name)
         parts = defaultdict[NamespaceId, list[Outcome]](list)
         for one in outcomes:
             count_digests(one.missing)

@@ -35,8 +35,8 @@ class ShardedVerdicts(ShardedLayouts):
         with self._guard(namespace):
             state = self._leaf.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
         if state == "failed":
-            # Where its commits are refused. A shard that is down now, or that a reshard makes later, takes
-            # them: readers don't.
+            # Where its commits are refused. A shard that is down now, or that a reshard makes, takes them:
+            # readers don't.
             try:
                 shards = [one for one in self._shards(namespace) if one != namespace]
                 self._each(shards, lambda one: self._leaf.judge(one, writer, "differs", by=by, stands=True))
