@@ -366,20 +366,26 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         ttl_s=read("ttl", ttl, number, 0),
         problem="; ".join(problems),
         layout=lies,
-        to=read("to", to, _other, ""),
-        left=read("from", left, _other, ""),
+        to=read("to", to, other_layout, ""),
+        left=read("from", left, other_layout, ""),
     )
 
 
 def layout_in(value: bytes | None) -> str:
-    """Returns the layout in `meta`. Raises ValueError for one that can't be."""
-    layout = (value or b"").decode("ascii")
-    shards_in(layout)
+    """Returns the layout of a namespace that does not lie under its id. Raises ValueError for one that can't
+    be."""
+    layout = other_layout(value)
+    if layout in ("", ONE):
+        raise ValueError(f"{value!r} is no layout in shards")
     return layout
 
 
-def _other(value: bytes | None) -> str:
-    return layout_in(value) if value else ""
+def other_layout(value: bytes | None) -> str:
+    """Returns the layout that a reshard fills or has left; "" for none. Raises ValueError."""
+    layout = (value or b"").decode("ascii")
+    if layout:
+        shards_in(layout)
+    return layout
 
 
 def _bits(value: bytes) -> int:

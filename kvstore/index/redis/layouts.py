@@ -10,7 +10,7 @@ from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Entry
 from kvstore.index.numbers import real, whole
-from kvstore.index.redis.catalogue import RedisCatalogue, layout_in
+from kvstore.index.redis.catalogue import RedisCatalogue, layout_in, other_layout
 from kvstore.index.redis.client import Script
 from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
 from kvstore.index.redis.values import (
@@ -94,8 +94,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
         if schema is None:
             return None
         name = layout_in(layout) if schema == b"%d" % SHARDED_SCHEMA else ONE
-        others = (layout_in(other) if other else "" for other in (to, left))
-        return Layout(name, kind == b"ec", *others)
+        return Layout(name, kind == b"ec", other_layout(to), other_layout(left))
 
     @understood
     def lay_over(self, namespace: NamespaceId, was: Layout, now: Layout) -> bool:

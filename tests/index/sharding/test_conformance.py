@@ -6,22 +6,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import fakeredis
 import pytest
 import redis
 
 from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain
 from kvstore.conformance.index.sessions import ONE, later
 from kvstore.conformance.index.sessions import save as save_for
+from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.leaf import ShardLeaf
 from kvstore.index.sharding.names import shard_names
-from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, session_id
 from kvstore.testing import FullIndexConformance
 from schemas.settings import JournalSettings
 from tests.index.redis.cluster import RedisClusterServers
+from tests.index.redis.fakes import fake_client
 from tests.servers.redis import PATIENT
 
 
@@ -59,24 +61,22 @@ class Sharded(FullIndexConformance):
         assert catalogue.retained(name) == {NO_SALT: 5 * ONE * self.shards}
 
 
-class TestEightShardsInSqlite(Sharded):
+class TestEightShardsInFakeRedis(Sharded):
     @pytest.fixture
-    def index(self, request: pytest.FixtureRequest) -> Iterator[ShardedIndex]:
-        self.where = request.node.nodeid
+    def index(self) -> Iterator[ShardedIndex]:
+        self.server = fakeredis.FakeServer()
         with self.reopen() as index:
             yield index
 
     def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> ShardLeaf:
-        return SqliteIndex.in_memory(self.where, journal=journal, cost_aware=cost_aware, by=by)
+        client = RedisClient(fake_client(self.server), where="fake")
+        return RedisIndex(client, journal=journal, cost_aware=cost_aware, by=by)
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        leaf = SqliteIndex.in_memory(self.where)
-        with leaf._database.writing("miscount") as db:
-            one = shard_names(name, self.shards)[-1]
-            db.execute("UPDATE namespaces SET nbytes = nbytes + ? WHERE id = ?", (nbytes, one))
+        miscount(fake_client(self.server), shard_names(name, self.shards), nbytes)
 
 
-class TestOneShardInSqlite(TestEightShardsInSqlite):
+class TestOneShardInFakeRedis(TestEightShardsInFakeRedis):
     shards = 1
 
 

@@ -311,11 +311,3 @@ def test_one_that_is_gone_is_not_begun(leaf: RedisIndex) -> None:
     with pytest.raises(NamespaceUnknown):
         resharded(leaf, NamespaceId("0" * 16), 8)
     assert leaf.accounts() == []
-
-
-def test_a_salt_of_none_is_no_salt(leaf: RedisIndex) -> None:
-    """What is forbidden as a whole is not brought over either."""
-    name, chains = filled(ShardedIndex(leaf))
-    ShardedIndex(leaf).forbid(name, NO_SALT)
-    resharded(leaf, name, 8)
-    assert found(ShardedIndex(leaf), name, chains) == [0] * 40

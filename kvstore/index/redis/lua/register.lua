@@ -9,7 +9,7 @@
 local SCHEMA = '2'
 local SHARDED = '3'
 local known = redis.call('HMGET', meta, 'schema', 'bucket_bits', 'bits', 'shards')
-local schema, bits, layout, asked = known[1], tonumber(known[2] or nil), known[4] or '', ARGV[6]
+local schema, bits, layout, asked = known[1], tonumber(known[2] or nil), known[4] or '', ARGV[6] or '1'
 if schema == SHARDED then
   -- A layout that can't be is damage: what asks for another is taken for the first registration.
   local shards = tonumber(string.match(layout, '^(%d+)$') or string.match(layout, '^(%d+)%.%d+$') or 0)
