@@ -94,7 +94,7 @@ class Resharding:
             layout = self._finish(layout)
         if layout.to:
             # Of one that was killed, or that finds out now that it can't turn.
-            layout = self._lay(layout, replace(layout, to=""))
+            layout = self._undo(layout)
         self._index.forget_layouts(self._name)
         if layout.shards != self._shards:
             self._finish(self._fill(layout))
@@ -147,9 +147,15 @@ class Resharding:
         except BaseException:
             # What it has filled helps nobody: who runs it again begins anew.
             with suppress(KVStoreError):
-                self._leaf.lay_over(self._name, filling, layout)
-                self._index.forget_layouts(self._name)
+                self._undo(filling)
             raise
+
+    def _undo(self, filling: Layout) -> Layout:
+        """Returns how the namespace lies once nothing is filled any more."""
+        layout = self._lay(filling, replace(filling, to=""))
+        for name in shard_names(self._name, filling.to):
+            self._leaf.forget(name)
+        return layout
 
     def _tell_ttl(self, news: Sequence[NamespaceId]) -> None:
         for one in self._index.accounts():

@@ -56,7 +56,7 @@ def test_names_are_pinned() -> None:
         "0123456789abcdef.4.3.1",
     )
     assert shard_names(ID, "1.7") == ("0123456789abcdef.1.0.0.7",)
-    assert shard_names(ID, "2.12") == ("0123456789abcdef.2.0.1.12", "0123456789abcdef.2.1.0.12")
+    assert shard_names(ID, "2.12") == ("0123456789abcdef.2.0.0.12", "0123456789abcdef.2.1.1.12")
     for layout in ("1", "4", "256", "1.7", "2.12", new_layout(3)):
         assert {layout_of(name) for name in shard_names(ID, layout)} == {layout}
         assert all(is_name(name) for name in shard_names(ID, layout))

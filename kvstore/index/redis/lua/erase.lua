@@ -12,7 +12,11 @@ local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased', 'sha
 local bits, aside = known[1], ARGV[3] ~= ''
 if aside then
   -- What lies under an id is nobody's only if the namespace lies in shards: a failover may have lost that.
-  if not bits or ARGV[3] == 'left' and not known[4] then return {0, 0, 0} end
+  if not bits or ARGV[3] == 'left' and not known[4] then
+    -- A shard that was never registered may have been told what is forbidden.
+    if ARGV[3] == 'shard' then redis.call('UNLINK', prefix .. 'erased') end
+    return {0, 0, 0}
+  end
 elseif known[4] then
   -- Its shards, which are asked first, held nothing. Who has registered it since then may have filled them. And what a
   -- reshard has left under the id itself is dropped first.
