@@ -193,6 +193,8 @@ class Engine:
         self.tools = ShardedIndex(leaf, monotonic=lambda: self.now)
         self.name = name
         self.saved: dict[bytes, SegmentId] = {}
+        #: What the index may have forgotten, for `gc` to find.
+        self.strays: set[SegmentId] = set()
         tools = ShardedIndex(leaf)
         self.payloads = {one.segment for one in tools.segments(name)}
         self.payloads |= {one for one, _ in tools.reapable(name, 2 * LATER_S, 1000)}
@@ -226,7 +228,7 @@ class Engine:
         visible = {one.segment for one in index.segments(self.name)}
         assert visible <= self.payloads
         due = {one for one, _ in index.reapable(self.name, 2 * LATER_S, 1000)}
-        assert self.payloads <= visible | due | set(self.saved.values())
+        assert self.payloads <= visible | due | set(self.saved.values()) | self.strays
         assert not visible & due
         reconciled = index.reconcile(self.name)
         assert reconciled.counted == reconciled.recorded

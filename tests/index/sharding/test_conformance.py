@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import fakeredis
 import pytest
 import redis
 
 from kvstore.conformance.index.chains import CREATED_S, LATER_S, chain
 from kvstore.conformance.index.sessions import ONE, later
 from kvstore.conformance.index.sessions import save as save_for
-from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance
 from kvstore.index.sharding.index import ShardedIndex
@@ -23,7 +21,6 @@ from kvstore.keys import NO_SALT, NamespaceId, session_id
 from kvstore.testing import FullIndexConformance
 from schemas.settings import JournalSettings
 from tests.index.redis.cluster import RedisClusterServers
-from tests.index.redis.fakes import fake_client
 from tests.servers.redis import PATIENT
 
 
@@ -61,25 +58,6 @@ class Sharded(FullIndexConformance):
         assert catalogue.retained(name) == {NO_SALT: 5 * ONE * self.shards}
 
 
-class TestEightShardsInFakeRedis(Sharded):
-    @pytest.fixture
-    def index(self) -> Iterator[ShardedIndex]:
-        self.server = fakeredis.FakeServer()
-        with self.reopen() as index:
-            yield index
-
-    def leaf(self, *, journal: JournalSettings, cost_aware: bool, by: str) -> ShardLeaf:
-        client = RedisClient(fake_client(self.server), where="fake")
-        return RedisIndex(client, journal=journal, cost_aware=cost_aware, by=by)
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        miscount(fake_client(self.server), shard_names(name, self.shards), nbytes)
-
-
-class TestOneShardInFakeRedis(TestEightShardsInFakeRedis):
-    shards = 1
-
-
 @pytest.mark.servers
 class TestEightShardsInRedis(Sharded):
     @pytest.fixture
@@ -94,6 +72,11 @@ class TestEightShardsInRedis(Sharded):
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
         with redis.Redis.from_url(self.url, protocol=2) as client:
             miscount(client, shard_names(name, self.shards), nbytes)
+
+
+@pytest.mark.servers
+class TestOneShardInRedis(TestEightShardsInRedis):
+    shards = 1
 
 
 @pytest.mark.servers

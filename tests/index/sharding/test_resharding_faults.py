@@ -65,7 +65,7 @@ def test_of_two_one_goes_on_and_one_says_so(
     second = Stepped(redis_url)
     name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
     count, said = steps_of(stepped, name, after), 0
-    for step in some_steps(count, STEPS // 2):
+    for step in some_steps(count, STEPS // 4):
         raw.flushall()
         name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
         engine = Engine(leaf, name)
@@ -245,7 +245,7 @@ def test_what_says_how_it_lies_is_lost(
     leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int, asked: str
 ) -> None:
     """At any step, and an engine registers it, whose settings say one number or the other: what is found is
-    what was there, and it can be saved again."""
+    what was there, and it can be saved again. Payloads of what was evicted may be left to `gc`."""
     number = {"before": before, "after": after, "another": 4}[asked]
     name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
     count = steps_of(stepped, name, after)
@@ -253,6 +253,7 @@ def test_what_says_how_it_lies_is_lost(
         raw.flushall()
         name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
         engine = Engine(leaf, name)
+        engine.strays = {one for one, _ in engine.tools.reapable(name, 1 << 40, 1000)}
 
         def lose() -> None:
             raw.delete(f"kvs:{{{name}}}:meta")
@@ -265,9 +266,7 @@ def test_what_says_how_it_lies_is_lost(
         resharded(leaf, name, after)
         index = ShardedIndex(leaf)
         assert found(index, name, chains) == ALL, step
-        assert {one.segment for one in index.segments(name)} >= engine.payloads - {
-            one for one, _ in index.reapable(name, 1 << 40, 1000)
-        }
+        assert {one.segment for one in index.segments(name)} >= engine.payloads - engine.strays
 
 
 @pytest.mark.parametrize(("before", "after"), WAYS)
