@@ -49,8 +49,9 @@ class Taken:
     kept: tuple[bytes, ...]
 
 
-class ShardLeaf(FullIndex):
-    """Takes the name of a shard (kvstore.index.sharding.names) wherever its verbs take a namespace's id.
+class LaidOut(FullIndex):
+    """Says how namespaces lie. Takes the name of a shard (kvstore.index.sharding.names) wherever its verbs
+    take a namespace's id.
 
     Of a namespace in any layout but ONE nothing is stored under the id itself, but for what is forbidden
     there (Salts.forbid), and what a reshard has left there.
@@ -92,12 +93,14 @@ class ShardLeaf(FullIndex):
     def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> None:
         """Registers a shard of a namespace that was laid out; `expected_blocks` are the shard's."""
 
+
+class ShardLeaf(LaidOut):
+    """Copies what is in one shard into another, and drops it."""
+
     @abstractmethod
     def forget(self, name: NamespaceId) -> None:
         """Drops a shard of a layout that is nobody's any more, whatever it holds. Of an id it drops what was
         left there, and nothing if the namespace lies there."""
-
-    # From one shard into another
 
     @abstractmethod
     def taken(self, name: NamespaceId) -> Iterator[list[Taken]]:
