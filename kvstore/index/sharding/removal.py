@@ -219,6 +219,8 @@ class ShardedRemoval(ShardedCatalogue):
         # Asked before the layout: a layout that has begun since then is not among them, and none comes back.
         names = sorted(self._leaf.listed(namespace))
         self._known.pop(namespace, None)
+        if not names:
+            return
         layout = self._now(namespace)
         for name in names:
             if layout_of(name) not in {layout.name, *layout.others}:
