@@ -98,9 +98,6 @@ class Space:
         self._expected_blocks = expected_blocks
         #: When it may be registered again on a thread, by time.monotonic.
         self._register_from = 0.0
-        #: Until when calls are refused that need it registered, by time.monotonic, and why.
-        self._refused_until = 0.0
-        self._refused = ""
         #: Copies of condemned payloads that this process may still make. A race on it makes one too many.
         self._copies_left = _MOST_COPIES
         self.writers = KnownWriters(backends, self.id, quarantine)
@@ -597,21 +594,9 @@ class Space:
         return self._rounds.housekeeping.forget(self.id)
 
     def registered(self, call: Callable[[], _T]) -> _T:
-        """Runs an index call; if the index has lost the namespace, registers it and runs the call again.
-
-        If it is unknown after that as well, calls are refused for a breaker's shortest backoff: every save of
-        every engine would ask as much.
-        """
-        if time.monotonic() < self._refused_until:
-            raise NamespaceUnknown(self._refused)
+        """Runs an index call; if the index has lost the namespace, registers it and runs the call again."""
         try:
             return call()
         except NamespaceUnknown:
             self.register()
-        try:
-            return call()
-        except NamespaceUnknown as exc:
-            # A registration has changed nothing: for some minutes no process may save there.
-            self._refused = str(exc)
-            self._refused_until = time.monotonic() + self.backends.settings.breaker.backoff_s
-            raise
+        return call()

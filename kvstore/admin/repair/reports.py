@@ -217,22 +217,20 @@ class ReshardReport(StrictModel):
     problem: str
     namespace: str
     model: str
-    #: Numbers of shards. `before` is what a reshard began with that this one went on with.
+    #: Numbers of shards. `before` is what a reshard began with that this one has finished.
     before: int
     after: int
     #: What the namespace held when this began.
     visible: Amount
-    #: How often the shards after were held against those before; segments that became visible there and
-    #: entries that were written.
+    #: How often what was new was copied; segments that became visible in the shards after, and entries that
+    #: were written.
     rounds: int
     copied: int
     entries: int
     #: Segments that an older release named, and which nobody finds in several shards: they go by age.
     unfindable: int
-    #: Segments that were copied and evicted after that where they came from.
+    #: Segments that were evicted while they were copied.
     withdrawn: int
-    #: For how long nothing could be saved in it, and for how long all of it took.
-    sealed_s: float
     seconds: float
 
 

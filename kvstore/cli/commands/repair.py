@@ -222,12 +222,13 @@ def _reshard(
     """Bring a namespace into another number of shards, while engines use it.
 
     Its index is copied into new shards beside those that it has, which takes Redis's memory for both. Then
-    the old ones are sealed and compared with the new ones once more, and one step turns to these. Matches
-    and loads go on all the while. While it is sealed, for about as long as one pass over its index takes,
-    nothing is saved in it, evicted, pinned or invalidated: who asks for that is told to try again. Pins, last
-    uses, times to live and what was erased come along; what sessions retain, and the journal, begin anew.
-    One that was cut short goes on when it is run again; with the present number it is undone, as long as
-    it has not turned. Set redis.shards to the same number, for namespaces that come later.
+    one step turns to these, and half a minute later the old ones are dropped. Matches, loads and saves go on
+    all the while. Pins, what is retained, times to live and what was erased come along, and last uses until
+    the copy; sessions and the journal begin anew. What is saved in the last seconds before the turn is a
+    miss later: `gc` finds its payload, and `rebuild` lists it. One that was cut short is run again, which
+    begins the copy anew, or drops what is left; with the present number it is undone, as long as it has
+    not turned. Of two at a time the one that began later goes on. Set redis.shards to the same number, for
+    namespaces that come later.
     """
     with call.cache() as cache, progress.shown() as shows:
         report = reshard.reshard(cache, namespace, shards, apply=apply, progress=shows)

@@ -182,8 +182,6 @@ def reshard(report: ReshardReport) -> Renderables:
     if report.unfindable and report.after > 1:
         found = f"{report.unfindable:,}: an older release named them, nobody finds them, and they go by age"
         yield pair("not found", Text(found, style="yellow"), width=_WIDTH)
-    if report.sealed_s:
-        yield pair("sealed", f"for {report.sealed_s:.1f} s, in which nothing was saved", width=_WIDTH)
     if report.ended != "complete":
         yield pair("ended", Text(f"{report.ended}: {report.problem}", style="bold red"), width=_WIDTH)
     yield pair("took", f"{report.seconds:.1f} s", width=_WIDTH)

@@ -43,12 +43,17 @@ class Account:
     problem: str = ""
     #: The time to live that the index holds to there (Ages.age_out); 0: none.
     ttl_s: int = 0
-    #: In how many shards it lies (kvstore.index.sharding), and those of them that these are the sums of.
-    shards: int = 1
+    #: How it lies (kvstore.index.sharding.names), and the shards that these are the sums of.
+    layout: str = "1"
     summed: tuple[NamespaceId, ...] = ()
-    #: The number that a reshard fills, or that it has left and not dropped yet; 0: none is under way.
-    to: int = 0
-    left: int = 0
+    #: The layout that a reshard fills, or that it has left and not dropped yet; "": none is under way.
+    to: str = ""
+    left: str = ""
+
+    @property
+    def shards(self) -> int:
+        """In how many shards it lies."""
+        return int(self.layout.partition(".")[0])
 
 
 @dataclass(frozen=True, slots=True)

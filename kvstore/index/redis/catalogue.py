@@ -18,7 +18,6 @@ from kvstore.index.redis.values import (
     NAMESPACES,
     NAMESPACES_PAGE,
     QUOTAS,
-    SEALED_SCHEMA,
     SHARDED_SCHEMA,
     RedisPart,
     Use,
@@ -30,7 +29,7 @@ from kvstore.index.redis.values import (
     size_of,
     understood,
 )
-from kvstore.index.sharding.names import MOST_SHARDS, base_of
+from kvstore.index.sharding.names import ONE, base_of, shards_in
 from kvstore.keys import DIGEST_BYTES, SEGMENT_ID_BYTES, Digest, NamespaceId, SegmentId
 from kvstore.rules.units import batches
 
@@ -95,7 +94,6 @@ class RedisCatalogue(RedisPart):
         fields = (
             "schema",
             "bucket_bits",
-            "aside_bits",
             "shards",
             "to",
             "from",
@@ -342,19 +340,19 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
 
     if isinstance(known, DamagedIndex):
         return Account(name, "", "", Usage(0, 0, 0), 0, 0, 0.0, "meta: another type of key")
-    schema, bits, aside, shards, to, left, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
+    schema, bits, layout, to, left, kind, tenant, seen, *numbers, bygone, ttl = known[: -len(_USAGE)]
     usage = known[-len(_USAGE) :]
     version = 0 if schema is None else read("schema", schema, whole, 0)
-    if schema is None or version > SEALED_SCHEMA:
+    if schema is None or version > SHARDED_SCHEMA:
         return None
     if version == SHARDED_SCHEMA:
-        several = read("shards", shards, shards_of, 1)
-        if aside is not None:
-            # What lies under the id itself is not the namespace's yet, or no more.
+        lies = read("shards", layout, layout_in, ONE)
+        if bits is not None:
+            # What lies under the id itself is not the namespace's any more.
             usage, trashed, bygone = [None] * len(_USAGE), 0, None
     else:
-        several = 1
-        read("bucket_bits", bits or aside, _bits, 0)
+        lies = ONE
+        read("bucket_bits", bits, _bits, 0)
     for field, value in zip(_NUMBERS, numbers, strict=True):
         read(field, value, number, 0)
     return Account(
@@ -367,20 +365,27 @@ def _account(name: NamespaceId, known: Any, trashed: Any) -> Account | None:
         seen_s=read("seen", seen, _time, 0.0),
         ttl_s=read("ttl", ttl, number, 0),
         problem="; ".join(problems),
-        shards=several,
-        to=read("to", to, other_of, 0),
-        left=read("from", left, other_of, 0),
+        layout=lies,
+        to=read("to", to, other_layout, ""),
+        left=read("from", left, other_layout, ""),
     )
 
 
-def shards_of(value: bytes) -> int:
-    """Returns the number of shards in `meta`. Raises ValueError for one that can't be."""
-    return whole(value, least=2, most=MOST_SHARDS)
+def layout_in(value: bytes | None) -> str:
+    """Returns the layout of a namespace that does not lie under its id. Raises ValueError for one that can't
+    be."""
+    layout = other_layout(value)
+    if layout in ("", ONE):
+        raise ValueError(f"{value!r} is no layout in shards")
+    return layout
 
 
-def other_of(value: bytes | None) -> int:
-    """Returns the number of shards that a reshard fills or has left; 0 for none. Raises ValueError."""
-    return whole(value or 0, most=MOST_SHARDS)
+def other_layout(value: bytes | None) -> str:
+    """Returns the layout that a reshard fills or has left; "" for none. Raises ValueError."""
+    layout = (value or b"").decode("ascii")
+    if layout:
+        shards_in(layout)
+    return layout
 
 
 def _bits(value: bytes) -> int:

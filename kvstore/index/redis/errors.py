@@ -5,7 +5,6 @@ refused, reset, LOADING, READONLY, CLUSTERDOWN, MASTERDOWN, other   TransientErr
 NOAUTH, WRONGPASS, NOPERM                                           PermissionDenied
 OOM (maxmemory reached and nothing may be evicted)                  CapacityExceeded
 a key of another type, a field that is no number, a script's error  DamagedIndex
-SEALED (lua/sealed.lua)                                             NamespaceUnknown
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from kvstore.errors import (
     DamagedIndex,
     DeadlineExceeded,
     KVStoreError,
-    NamespaceUnknown,
     PermissionDenied,
     TransientError,
 )
@@ -39,13 +37,6 @@ _SENTENCE_CHARS = 400
 #: Texts of denials that redis-py has no class for: a large command before authentication, refused unread
 #: ("unauthenticated multibulk length"); a missing right inside a script, since Redis 7.0.
 _DENIALS = ("unauthenticated", "The user executing the script can't", "ACL failure in script")
-
-#: What a script says that must not change a shard now, and what that means.
-SEALED = "SEALED"
-_MOVING = (
-    "the namespace is being brought into another number of shards, and nothing of it is evicted, pinned or "
-    "invalidated until that is done; try again in some minutes"
-)
 
 #: Texts of what commands and scripts say about a value that none of ours has written: of another type, no
 #: number, no cursor, or one with which Lua can't go on.
@@ -77,8 +68,6 @@ def classified(exc: Exception, operation: str) -> KVStoreError:
     if isinstance(exc, RedisClusterException) and isinstance(cause, FAILURES):
         # It only says "cannot be connected"; its cause, what the last seed said, is the reason.
         exc = cause
-    if isinstance(exc, redis.ResponseError) and SEALED in text:
-        return NamespaceUnknown(f"{operation}: {_MOVING}")
     kind: type[KVStoreError] = TransientError
     if isinstance(exc, (redis.TimeoutError, TimeoutError)) or "No connection available" in text:
         kind = DeadlineExceeded

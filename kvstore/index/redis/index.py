@@ -55,22 +55,17 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
                                       journal.ghosts of them
     kvs:{ns}:ghost           hash     step (kvstore.index.eviction.ghost_step) -> blocks
 
-    A namespace in several shards (kvstore.index.sharding) has these keys for each of them, under its name in
-    the place of the id. Under the id itself it has a meta without bucket_bits, of schema 3, and erased.
+    A namespace in shards (kvstore.index.sharding) has these keys for each of them, under its name in the
+    place of the id. Under the id itself it has a meta without bucket_bits, of schema 3, erased and writers.
+    While a reshard has left there what was in one shard, that is there as well.
 
     meta's field             what
-    shards                   in how many it lies; only with schema 3
+    shards                   its layout (kvstore.index.sharding.names); only with schema 3
     erasing                  1: an erase has begun, and nobody has registered it since; only with schema 3
-    to                       the number of shards that a reshard fills; they are nobody's until it has turned
-    from                     the number of those that it has left, and drops
-    run                      the token of who does it: who begins later disarms it
-    sealed                   by which run: nothing changes here, but for what is deleted of the trash
-    aside_bits               bucket_bits of what is sealed, and of a single shard while it is filled, under
-                             the id: engines don't commit there
-    role                     "fills <run>", "turned <run>": of a shard, by whom it was filled or left
-    schema                   2; 4 of what is sealed, which older releases leave alone. A namespace of
-                             schema 1 is unknown until it is registered, and begins anew; one of a newer
-                             schema is left alone
+    to                       the layout that a reshard fills
+    from                     the layout that one has left, and drops
+    schema                   2, or 3. A namespace of schema 1 is unknown until it is registered, and begins
+                             anew; one of a newer schema is left alone
     json, kind, tenant       the namespace's
     bucket_bits              bits of a bucket's number
     created, seen            unix s of the first and the latest registration
@@ -161,7 +156,7 @@ _COMMIT = Script.load(
     "commit", "changes", "score", "generations", "forbidden", "retention", "sessions", "grace", "drop"
 )
 _TOUCH = Script.load("touch", "score", "retention")
-_EVICT = Script.load("evict", "sealed", "changes", "score", "retention", "grace", "fate", "drop")
+_EVICT = Script.load("evict", "changes", "score", "retention", "grace", "fate", "drop")
 _NOTE = Script.load("note")
 
 _STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)

@@ -59,13 +59,13 @@ _MOST_CURSOR = (1 << 64) - 1
 _CULL = Script.load("cull", "changes", "score", "retention", "grace", "fate", "drop")
 _AGE_OUT = Script.load("age_out", "changes", "score", "retention", "grace", "fate", "drop")
 _SWEEP = Script.load("sweep", "buckets")
-_PIN = Script.load("pin", "sealed", "changes", "pinnable")
-_UNPIN = Script.load("unpin", "sealed", "changes", "pinnable")
+_PIN = Script.load("pin", "changes", "pinnable")
+_UNPIN = Script.load("unpin", "changes", "pinnable")
 _QUOTA = Script.load("quota")
-_INVALIDATE = Script.load("invalidate", "sealed", "changes", "generations")
+_INVALIDATE = Script.load("invalidate", "changes", "generations")
 _DRAIN = Script.load("drain", "generations", "grace")
 _ERASE = Script.load("erase", "generations")
-_UNLIST = Script.load("unlist", "sealed", "changes", "generations")
+_UNLIST = Script.load("unlist", "changes", "generations")
 _UNLINK = Script.load("unlink")
 _REPLACE = Script.load("replace", "generations")
 _COUNT = Script.load("count", "score")
@@ -242,9 +242,9 @@ class RedisMaintenance(RedisPart):
                     self._unregister(name)
         return _ERASED[state]
 
-    def _erase(self, namespace: NamespaceId, limit: int, *, aside: bool = False) -> int:
+    def _erase(self, namespace: NamespaceId, limit: int, *, aside: str = "") -> int:
         state, dropped, looked = 1, 0, 0
-        how = (_SWEEP_SLICE, "1" if aside else "")
+        how = (_SWEEP_SLICE, aside)
         budget = max(SWEEP_MIN, SWEEP_FACTOR * limit)
         while state == 1 and dropped < limit and looked < budget:
             told, some, seen = self._run(_ERASE, namespace, limit - dropped, *how)

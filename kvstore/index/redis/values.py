@@ -21,10 +21,8 @@ from schemas.settings import JournalSettings
 
 #: Raised with every change that an older release would misread (golden: tests/index/redis/test_index.py).
 SCHEMA = 2
-#: That of the meta of a namespace which lies in several shards, and of which nothing else is there.
+#: That of the meta of a namespace which lies in shards, and not under its id.
 SHARDED_SCHEMA = 3
-#: That of a shard which takes no changes.
-SEALED_SCHEMA = 4
 NAMESPACES = "kvs:ns"
 #: Namespaces that one round trip asks for.
 NAMESPACES_PAGE = 256

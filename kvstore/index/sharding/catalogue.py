@@ -23,7 +23,7 @@ from kvstore.index.maintenance import (
 )
 from kvstore.index.sessions import SessionListing
 from kvstore.index.sharding.leaf import Layout
-from kvstore.index.sharding.names import base_of, place_of, shard_names
+from kvstore.index.sharding.names import ONE, base_of, layout_of, shard_names, shards_in
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.keys import NamespaceId, SaltId, SegmentId, SessionId
 
@@ -37,8 +37,8 @@ _LOST = (
 )
 
 _MOVING = (
-    "namespace {0} is being brought into {1} shards, which takes memory for both, and at its end nothing is "
-    "saved; unless somebody is about it, run `cache-admin reshard {0} --shards {1} --apply`, which goes on"
+    "namespace {0} is being brought into {1} shards, which takes memory for both; unless somebody is about "
+    "it, run `cache-admin reshard {0} --shards {1} --apply`, which does that to its end"
 )
 
 _T = TypeVar("_T")
@@ -69,10 +69,10 @@ class ShardedCatalogue(ShardedRequests):
         names = self._named(namespace) or {one for one in asked if self._leaf.layout(one) is not None}
         if not names:
             return super()._unknown(namespace)
-        if (shards := _agreed(names)) is None:
+        if (layout := _agreed(names)) is None:
             raise DamagedIndex(f"{self._leaf!r}: {_LOST.format(namespace)}")
         one = self._leaf.layout(min(names))
-        return Layout(shards, items=one is not None and one.items)
+        return Layout(layout, items=one is not None and one.items)
 
     def _named(self, namespace: NamespaceId) -> set[NamespaceId]:
         """Returns all shards of a namespace that are there, of whatever layout."""
@@ -92,7 +92,7 @@ class ShardedCatalogue(ShardedRequests):
             yield from walk(name)
         with suppress(DamagedIndex):
             found = self._leaf.layout(namespace)
-            if found is not None and found.shards != len(shards):
+            if found is not None and shard_names(namespace, found.name) != shards:
                 raise TransientError(
                     f"{self._leaf!r}: namespace {namespace} was brought from {len(shards)} shards into "
                     f"{found.shards} while it was listed: try again"
@@ -106,9 +106,9 @@ class ShardedCatalogue(ShardedRequests):
         Raises TransientError if that changes each time."""
         layout = self._now(namespace)
         for _ in range(_LOOKS):
-            states = self._gathered(shard_names(namespace, layout.shards), segments, self._leaf.states)
+            states = self._gathered(shard_names(namespace, layout.name), segments, self._leaf.states)
             before, layout = layout, self._now(namespace)
-            if layout.shards == before.shards:
+            if layout.name == before.name:
                 return states
         raise TransientError(
             f"{self._leaf!r}: namespace {namespace} is being brought into {layout.shards} shards: try again"
@@ -129,7 +129,7 @@ class ShardedCatalogue(ShardedRequests):
         """Draws of each shard as many as its share of the segments makes likely."""
         shards = self._shards(namespace)
         if len(shards) == 1:
-            return self._leaf.sample(namespace, count)
+            return self._leaf.sample(shards[0], count)
         sizes = [one.segments for one in self._each(shards, self._leaf.usage)]
         drawn = random.sample(range(len(shards)), min(count, sum(sizes)), counts=sizes) if any(sizes) else []
         found: list[Listing] = []
@@ -140,7 +140,7 @@ class ShardedCatalogue(ShardedRequests):
     def order(self, namespace: NamespaceId, limit: int) -> list[Candidate]:
         shards = self._shards(namespace)
         if len(shards) == 1:
-            return self._leaf.order(namespace, limit)
+            return self._leaf.order(shards[0], limit)
         return list(islice(merge(*self._orders(shards, limit).values(), key=in_order), max(0, limit)))
 
     def _orders(self, shards: Sequence[NamespaceId], limit: int) -> dict[NamespaceId, list[Candidate]]:
@@ -161,7 +161,7 @@ class ShardedCatalogue(ShardedRequests):
     def holdings(self, namespace: NamespaceId, over_bytes: int) -> dict[SaltId, int]:
         shards = self._shards(namespace)
         if len(shards) == 1:
-            return self._leaf.holdings(namespace, over_bytes)
+            return self._leaf.holdings(shards[0], over_bytes)
         # Who holds more than that in all holds more than an equal part of it in some shard.
         least = over_bytes // len(shards)
         if not any(self._each(shards, lambda name: self._leaf.holdings(name, least))):
@@ -245,7 +245,7 @@ class ShardedCatalogue(ShardedRequests):
         return [
             *self._leaf.warnings(),
             *map(_LOST.format, lost),
-            *(_MOVING.format(one.namespace, one.to or one.shards) for one in moving),
+            *(_MOVING.format(one.namespace, shards_in(one.to or one.layout)) for one in moving),
         ]
 
 
@@ -276,26 +276,26 @@ def _whole(accounts: Sequence[Account]) -> list[Account]:
 def _account(name: NamespaceId, members: Sequence[Account]) -> Account:
     own = next((one for one in members if one.namespace == name), None)
     others = set() if own is None else {own.to, own.left}
-    shards = [one for one in members if one.namespace != name and place_of(one.namespace)[0] not in others]
-    if shards and (own is None or (own.problem and own.shards == 1)):
-        number = _agreed([one.namespace for one in shards])
-        if number is None:
-            return _together(name, replace(own or shards[0], problem=_LOST.format(name)), 1, members)
-        return _together(name, own or shards[0], number, members)
+    shards = [one for one in members if one.namespace != name and layout_of(one.namespace) not in others]
+    if shards and (own is None or (own.problem and own.layout == ONE)):
+        layout = _agreed([one.namespace for one in shards])
+        if layout is None:
+            return _together(name, replace(own or shards[0], problem=_LOST.format(name)), ONE, members)
+        return _together(name, own or shards[0], layout, members)
     assert own is not None, "there is one at least"
-    if own.shards == 1:
+    if own.layout == ONE:
         return own
-    some = [one for one in members if place_of(one.namespace)[0] == own.shards]
-    return _together(name, own, own.shards, [own, *some])
+    some = [one for one in members if one.namespace != name and layout_of(one.namespace) == own.layout]
+    return _together(name, own, own.layout, [own, *some])
 
 
-def _agreed(names: Iterable[NamespaceId]) -> int | None:
-    """Returns of how many shards all of these are; None if some are of another number than others."""
-    layouts = {place_of(name)[0] for name in names}
+def _agreed(names: Iterable[NamespaceId]) -> str | None:
+    """Returns of which layout all of these are; None if some are of another than others."""
+    layouts = {layout_of(name) for name in names}
     return layouts.pop() if len(layouts) == 1 else None
 
 
-def _together(name: NamespaceId, own: Account, shards: int, members: Sequence[Account]) -> Account:
+def _together(name: NamespaceId, own: Account, layout: str, members: Sequence[Account]) -> Account:
     lives = [one.ttl_s for one in members if one.namespace != name]
     return replace(
         own,
@@ -307,7 +307,7 @@ def _together(name: NamespaceId, own: Account, shards: int, members: Sequence[Ac
         problem="; ".join(dict.fromkeys(one.problem for one in (own, *members) if one.problem)),
         # One that has lost what it was told makes the namespace one that has to be told again.
         ttl_s=max(lives) if lives and all(lives) else 0,
-        shards=shards,
+        layout=layout,
         summed=tuple(one.namespace for one in members if one.namespace != name),
     )
 

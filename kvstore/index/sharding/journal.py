@@ -26,7 +26,7 @@ class ShardedJournal(ShardedRequests):
     def events(self, namespace: NamespaceId, *, after: str = "", limit: int = 1000) -> list[Event]:
         shards = self._shards(namespace)
         if len(shards) == 1:
-            return self._leaf.events(namespace, after=after, limit=limit)
+            return self._leaf.events(shards[0], after=after, limit=limit)
         places = _split(after, len(shards))
         found = [
             self._leaf.events(name, after=place, limit=limit)
@@ -44,7 +44,7 @@ class ShardedJournal(ShardedRequests):
     def last_position(self, namespace: NamespaceId) -> str:
         shards = self._shards(namespace)
         if len(shards) == 1:
-            return self._leaf.last_position(namespace)
+            return self._leaf.last_position(shards[0])
         return _join(self._each(shards, self._leaf.last_position))
 
     def has_lost(self, namespace: NamespaceId, after: str) -> bool:
@@ -52,7 +52,7 @@ class ShardedJournal(ShardedRequests):
         is still there: it may be lost, as soon as there is any."""
         shards = self._shards(namespace)
         if len(shards) == 1 or not after:
-            return self._leaf.has_lost(namespace, after)
+            return self._leaf.has_lost(shards[0], after)
         places = dict(zip(shards, _split(after, len(shards)), strict=True))
 
         def has_lost(name: NamespaceId) -> bool:

@@ -1,23 +1,23 @@
 """ShardedLayouts: how namespaces lie, and calls to several shards of one.
 
-How many shards a namespace has is asked of the leaf, and again LOOK_S later: somebody may have erased it and
-registered it with another number. While the leaf can't say, what it said last counts.
+How a namespace lies is asked of the leaf, and again LOOK_S later: it may have been brought into another
+number of shards, or erased and registered with one. While the leaf can't say, what it said last counts.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
-from kvstore.errors import DamagedIndex, KVStoreError, TransientError
+from kvstore.errors import CapacityExceeded, DamagedIndex, KVStoreError, TransientError
 from kvstore.index.contract import check_segments
 from kvstore.index.near import NearRuns
 from kvstore.index.port import EngineIndex
-from kvstore.index.sharding.leaf import FILLS, TURNED, Layout, ShardLeaf
-from kvstore.index.sharding.names import of_segment, place_of, shard_names
+from kvstore.index.sharding.leaf import Layout, ShardLeaf
+from kvstore.index.sharding.names import ONE, layout_of, of_segment, shard_names
 from kvstore.keys import NamespaceId, SaltId, SegmentId, namespace_id
 from schemas.namespace import Namespace
 
@@ -98,7 +98,7 @@ class ShardedLayouts(EngineIndex):
             found = known
         except KVStoreError:
             # A single shard that can't tell this can't tell anything else either.
-            if known is None or known.shards == 1:
+            if known is None or known.name == ONE:
                 raise
             # Believed for as long again: not every call is to wait for a node that is down.
             found = known
@@ -111,7 +111,7 @@ class ShardedLayouts(EngineIndex):
     def _unknown(self, namespace: NamespaceId) -> Layout:
         """Returns the layout of a namespace that isn't registered, or of which that can't be read. What of it
         is under its own id, or is not, the leaf says."""
-        return Layout(1, items=False)
+        return Layout()
 
     def _remember(self, namespace: NamespaceId, layout: Layout, since: float) -> Layout:
         """Believes in a layout for LOOK_S from the moment before it was asked for."""
@@ -121,7 +121,25 @@ class ShardedLayouts(EngineIndex):
         return layout
 
     def _shards(self, namespace: NamespaceId, *, may_probe: bool = True) -> tuple[NamespaceId, ...]:
-        return shard_names(namespace, self._layout(namespace, may_probe=may_probe).shards)
+        return shard_names(namespace, self._layout(namespace, may_probe=may_probe).name)
+
+    def _in_all(self, namespace: NamespaceId, work: Callable[[Sequence[NamespaceId]], _T]) -> _T:
+        """Does some work in the shards of the namespace, and then in those of the layouts that are there
+        besides while a reshard is under way. Returns what the first was answered; raises the first failure,
+        after all was done.
+
+        That is how what is evicted, pinned, forbidden or invalidated is so in all of them: a reshard that
+        copies what it sees looks again after that, so one of the two sees what the other did.
+        """
+        layout, failures = self._layout(namespace), FailedShards()
+        answers = list[_T]()
+        for one in (layout.name, *sorted(layout.others)):
+            with failures.passed():
+                answers.append(work(shard_names(namespace, one)))
+            if isinstance(failures.first, CapacityExceeded):
+                break  # what is too much to be pinned is pinned nowhere
+        failures.end()
+        return answers[0]
 
     # Several
 
@@ -159,52 +177,26 @@ class ShardedLayouts(EngineIndex):
         name = namespace_id(namespace)
         _, known = self._known.get(name, (0.0, None))
         try:
-            if self._is_moving(name):
-                return name
             layout = self._lay_out(name, namespace, expected_blocks)
-            sealed = bool(layout.sealed)
         except TransientError:
             if known is not None and known.shards > 1:
-                self._ask(shard_names(name, known.shards))
+                self._ask(shard_names(name, known.name))
             raise
-        before = None
-        while layout.shards > 1 and layout != before:
-            sealed = not self.register_shards(name, namespace, layout.shards, expected_blocks)
-            before, layout = layout, self._lay_out(name, namespace, expected_blocks)
-        if sealed:
-            with suppress(KVStoreError), self._guard(name):
-                if self._leaf.leaseholder(lease_of(name)) is None:
-                    self.unseal(name, layout.shards)
+        before = ONE
+        while layout.name not in (ONE, before):
+            self.register_shards(name, namespace, layout.name, expected_blocks)
+            before, layout = layout.name, self._lay_out(name, namespace, expected_blocks)
         return name
-
-    def _is_moving(self, name: NamespaceId) -> bool:
-        """Tells whether somebody who is about it has sealed a namespace: then there is nothing to register,
-        and many ask. If nobody is about it any more, ends the seals, for which a full Redis has room.
-        Raises if how the namespace lies can't be told: one call that fails is enough."""
-        with self._guard(name):
-            found = self._laid_out(name)
-        if found is None or not found.to:
-            return False
-        with suppress(KVStoreError):
-            one = shard_names(name, found.shards)[0]
-            with self._guard(one):
-                first = self._leaf.layout(one)
-            if first is None or not first.sealed:
-                return False
-            with self._guard(name):
-                if self._leaf.leaseholder(lease_of(name)) is not None:
-                    return True
-                self.unseal(name, found.shards)
-        return False
 
     def _lay_out(self, name: NamespaceId, namespace: Namespace, expected_blocks: int) -> Layout:
         now = self._monotonic()
         with self._guard(name):
             found = self._laid_out(name)
-            shards = self._asked if found else self._lost(name) or self._asked
-            count = self._leaf.lay_out(namespace, expected_blocks=expected_blocks, shards=shards)
-        sealed = found.sealed if found else ""
-        return self._remember(name, Layout(count, items=namespace.kind == "ec", sealed=sealed), now)
+            asked = found.name if found else self._lost(name) or str(self._asked)
+            lies = self._leaf.lay_out(namespace, expected_blocks=expected_blocks, layout=asked)
+            if found is None or found.name != lies:
+                found = self._laid_out(name)
+        return self._remember(name, found or Layout(lies, namespace.kind == "ec"), now)
 
     def _laid_out(self, name: NamespaceId) -> Layout | None:
         try:
@@ -212,41 +204,14 @@ class ShardedLayouts(EngineIndex):
         except DamagedIndex:
             return None
 
-    def _lost(self, name: NamespaceId) -> int:
-        """Returns how many shards a namespace has that has lost what lays it out: of several numbers the one
-        whose shards hold most. 0 if there are none. Raises what the leaf raises.
-
-        What a reshard fills counts for nothing until it has turned, and then what it has left does."""
-        held = dict[int, tuple[bool, bool, int]]()
+    def _lost(self, name: NamespaceId) -> str:
+        """Returns the layout of a namespace that has lost what lays it out: of several the one whose shards
+        hold most. "" if there are none. Raises what the leaf raises."""
+        held = Counter[str]()
         for one in sorted(self._leaf.listed(name)):
-            if (layout := self._leaf.layout(one)) is not None:
-                shards, _ = place_of(one)
-                live, unsealed, most = held.get(shards, (True, True, 0))
-                held[shards] = (
-                    live and not layout.role.startswith(FILLS),
-                    unsealed and not layout.sealed,
-                    most + self._leaf.usage(one).segments,
-                )
-        return max(held, key=lambda shards: (*held[shards], shards == self._asked), default=0)
-
-    def unseal(self, name: NamespaceId, shards: int) -> None:
-        """Ends the seals of whoever was bringing a namespace elsewhere and is about it no more: it can't turn
-        from then on. Does nothing once it has turned."""
-        known = self._leaf.layout(name)
-        if known is not None and self.had_turned(name, known):
-            return
-        for one in shard_names(name, shards):
-            layout = self._leaf.layout(one)
-            if layout is not None and layout.sealed:
-                self._leaf.unseal(one, layout.sealed)
-
-    def had_turned(self, name: NamespaceId, layout: Layout) -> bool:
-        """Tells whether a reshard has turned of which `meta` of the id knows no more, as after a failover."""
-        if not layout.to:
-            return False
-        names = {*shard_names(name, layout.shards), *shard_names(name, layout.to)} - {name}
-        found = (self._leaf.layout(one) for one in sorted(names))
-        return any(one is not None and one.role == TURNED + layout.run for one in found)
+            if self._leaf.layout(one) is not None:
+                held[layout_of(one)] += self._leaf.usage(one).segments
+        return max(held, key=lambda layout: (held[layout], layout == str(self._asked)), default="")
 
     def _ask(self, names: Iterable[NamespaceId]) -> None:
         failures = FailedShards()
@@ -258,29 +223,23 @@ class ShardedLayouts(EngineIndex):
         self,
         name: NamespaceId,
         namespace: Namespace,
-        shards: int,
+        layout: str,
         expected_blocks: int,
         *,
         every: bool = False,
-    ) -> bool:
-        """Registers so many shards, whether or not the namespace lies in them by now, with all that is
-        forbidden in it. Returns whether none of them is sealed. Raises if none answers, or not `every` one
-        does, after all were asked."""
+    ) -> None:
+        """Registers the shards of a layout, whether or not the namespace lies in them by now, with all that
+        is forbidden in it. Raises if none answers, or not `every` one does, after all were asked."""
         with self._guard(name):
             forbidden = self._leaf.forbidden(name)
-        failures, done, share = FailedShards(), list[bool](), -(-expected_blocks // shards)
-        for one in shard_names(name, shards):
+        shards, failures, done = shard_names(name, layout), FailedShards(), 0
+        for one in shards:
             with failures.passed(), self._guard(one):
                 self._forbid_as_before(one, forbidden)
-                done.append(self._leaf.register_shard(one, namespace, expected_blocks=share))
+                self._leaf.register_shard(one, namespace, expected_blocks=-(-expected_blocks // len(shards)))
+                done += 1
         if every or not done:
             failures.end()
-        return all(done)
-
-    def forbid_as_before(self, name: NamespaceId, shards: Iterable[NamespaceId]) -> None:
-        """Forbids in shards what is forbidden in their namespace. Raises if one of them does not answer."""
-        forbidden = self._leaf.forbidden(name)
-        self._each(shards, lambda one: self._forbid_as_before(one, forbidden))
 
     def _forbid_as_before(self, name: NamespaceId, forbidden: Mapping[SaltId, float]) -> None:
         """Forbids in a shard, before it begins, what was forbidden before, and what it was down for.
@@ -290,11 +249,6 @@ class ShardedLayouts(EngineIndex):
             for salt, until in forbidden.items():
                 if there.get(salt, 0.0) < until:
                     self._leaf.forbid_until(name, salt, until)
-
-
-def lease_of(namespace: NamespaceId) -> str:
-    """Returns the lease that whoever brings a namespace into other shards has."""
-    return f"reshard:{namespace}"
 
 
 def split(shards: Sequence[NamespaceId], segments: Sequence[SegmentId]) -> dict[NamespaceId, list[SegmentId]]:

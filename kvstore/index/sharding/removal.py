@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
 from itertools import chain, islice, zip_longest
@@ -23,7 +24,7 @@ from kvstore.index.maintenance import (
 )
 from kvstore.index.sharding.catalogue import ShardedCatalogue, in_order, summed
 from kvstore.index.sharding.layouts import split
-from kvstore.index.sharding.names import place_of
+from kvstore.index.sharding.names import ONE, layout_of, shard_names
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.records import EvictionRule
 
@@ -68,10 +69,19 @@ class ShardedRemoval(ShardedCatalogue):
                 spare_from_s=spare_from_s,
             )
 
-        shards = self._shards(namespace)
-        if len(shards) == 1:
-            culled = cull(namespace, keep_bytes, limit)
+        layout = self._layout(namespace)
+        shards = shard_names(namespace, layout.name)
+
+        def gone(culled: Collection[SegmentId]) -> None:
             self._near.forget(namespace, culled)
+            for other in sorted(layout.others) if culled else ():
+                for name, some in split(shard_names(namespace, other), list(culled)).items():
+                    with suppress(TransientError):
+                        self._leaf.evict(name, some, delete_after_s=delete_after_s, rule=rule)
+
+        if len(shards) == 1:
+            culled = cull(shards[0], keep_bytes, limit)
+            gone(culled)
             return culled
         # What each leaf does in its own order, and here has to be done before any order is read.
         self.expire(namespace)
@@ -85,12 +95,12 @@ class ShardedRemoval(ShardedCatalogue):
             excess = sum(one.nbytes for one in usages.values()) - keep_bytes
             parts, enough = _plan(orders, looks, excess, limit, spare_from_s)
             enough, looks = enough or looks == CULL_LOOKS, 4 * looks
-        gone: set[SegmentId] = set()
+        found: set[SegmentId] = set()
         for name, part in parts.items():
             if name in usages:
-                gone.update(cull(name, max(0, usages[name].nbytes - part.nbytes), part.segments))
-        self._near.forget(namespace, gone)
-        return [one.segment for one in merge(*orders.values(), key=in_order) if one.segment in gone]
+                found.update(cull(name, max(0, usages[name].nbytes - part.nbytes), part.segments))
+        gone(found)
+        return [one.segment for one in merge(*orders.values(), key=in_order) if one.segment in found]
 
     def age_out(
         self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
@@ -104,9 +114,14 @@ class ShardedRemoval(ShardedCatalogue):
     def _age_out(
         self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str
     ) -> tuple[int, str]:
-        shards = self._shards(namespace)
+        layout = self._layout(namespace)
+        shards = shard_names(namespace, layout.name)
+        for other in sorted(layout.others) if not after else ():
+            for name in shard_names(namespace, other):
+                with suppress(TransientError):
+                    self._leaf.age_out(name, ttl_s, delete_after_s=delete_after_s)
         if len(shards) == 1:
-            return self._leaf.age_out(namespace, ttl_s, delete_after_s=delete_after_s, after=after)
+            return self._leaf.age_out(shards[0], ttl_s, delete_after_s=delete_after_s, after=after)
         if not after:
             told = self._answering(
                 shards, lambda name: self._leaf.age_out(name, ttl_s, delete_after_s=delete_after_s)
@@ -172,7 +187,7 @@ class ShardedRemoval(ShardedCatalogue):
         """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
         self._known.pop(namespace, None)
         try:
-            return sum(self._each(self._shards(namespace), self._leaf.invalidate))
+            return self._in_all(namespace, lambda shards: sum(self._each(shards, self._leaf.invalidate)))
         finally:
             self._near.forget_all(namespace)
 
@@ -183,9 +198,9 @@ class ShardedRemoval(ShardedCatalogue):
         if self._now(namespace).others:
             return "in_use"
         self._leaf.begin_erasing(namespace)
-        self._forget_layouts(namespace)
+        self.forget_layouts(namespace)
         shards = self._shards(namespace)
-        if len(shards) > 1:
+        if shards != (namespace,):
             if any(self._each(shards, self._leaf.is_in_use)):
                 return "in_use"
             erased = self._each(shards, lambda name: self._leaf.erase(name, limit))
@@ -196,25 +211,32 @@ class ShardedRemoval(ShardedCatalogue):
         self._known.pop(namespace, None)
         return self._leaf.erase(namespace, limit)
 
-    def _forget_layouts(self, namespace: NamespaceId) -> None:
+    def forget_layouts(self, namespace: NamespaceId) -> None:
         """Drops what lies in shards of another layout than the namespace's: it had lost what laid it out, and
-        was registered with another number. Nobody looks there. Payloads of theirs are strays, but for those
-        that are stored again. What a reshard fills, or has left, it drops itself.
+        was registered with another number, or a reshard that filled them was killed. Nobody looks there.
+        Payloads of theirs are strays, but for those that are stored again.
         """
-        # Asked before the layout. Whoever begins with one of them after that gives it another role.
-        roles = {name: self._leaf.layout(name) for name in sorted(self._named(namespace))}
+        # Asked before the layout: a layout that has begun since then is not among them, and none comes back.
+        names = sorted(self._leaf.listed(namespace))
         self._known.pop(namespace, None)
+        if not names:
+            return
         layout = self._now(namespace)
-        for name, one in roles.items():
-            if one is not None and place_of(name)[0] not in {layout.shards, *layout.others}:
-                self._leaf.forget(name, one.role)
+        for name in names:
+            if layout_of(name) not in {layout.name, *layout.others}:
+                self._leaf.forget(name)
 
     # Pins
 
     def pin(self, namespace: NamespaceId, segments: Sequence[SegmentId], *, most_bytes: int) -> int:
-        shards = self._shards(namespace)
-        if len(shards) == 1:
-            return self._leaf.pin(namespace, segments, most_bytes=most_bytes)
+        def pin(shards: Sequence[NamespaceId]) -> int:
+            parts = split(shards, segments)
+            return sum(
+                self._each(parts, lambda name: self._leaf.pin(name, parts[name], most_bytes=most_bytes))
+            )
+
+        if len(self._shards(namespace)) == 1:
+            return self._in_all(namespace, pin)
         some = list(dict.fromkeys(segments))
         fresh = [one for one in self.get(namespace, some) if one is not None and not one.pinned]
         pinned = self.usage(namespace).pinned_bytes
@@ -224,12 +246,14 @@ class ShardedRemoval(ShardedCatalogue):
                 f"{self._leaf!r}: pin: {whole} bytes of namespace {namespace} would be pinned; at most "
                 f"{most_bytes} may be"
             )
-        parts = split(self._shards(namespace), [one.segment for one in fresh])
-        return sum(self._each(parts, lambda name: self._leaf.pin(name, parts[name], most_bytes=most_bytes)))
+        return self._in_all(namespace, pin)
 
     def unpin(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
-        parts = split(self._shards(namespace), segments)
-        return sum(self._each(parts, lambda name: self._leaf.unpin(name, parts[name])))
+        def unpin(shards: Sequence[NamespaceId]) -> int:
+            parts = split(shards, segments)
+            return sum(self._each(parts, lambda name: self._leaf.unpin(name, parts[name])))
+
+        return self._in_all(namespace, unpin)
 
     # Salts
 
@@ -237,10 +261,13 @@ class ShardedRemoval(ShardedCatalogue):
         """Writes it under the namespace's own id first, so that shards that begin later forbid it too."""
         until = self._leaf.forbid(namespace, salt)
         self._known.pop(namespace, None)
-        shards = self._shards(namespace)
-        if len(shards) == 1:
-            return until
-        return min([until, *self._each(shards, lambda name: self._leaf.forbid(name, salt))])
+
+        def forbid(shards: Sequence[NamespaceId]) -> list[float]:
+            # Under the id it is by now.
+            others = [name for name in shards if name != namespace]
+            return self._each(others, lambda name: self._leaf.forbid(name, salt))
+
+        return min([until, *self._in_all(namespace, forbid)])
 
     def forbidden(self, namespace: NamespaceId) -> dict[SaltId, float]:
         return self._leaf.forbidden(namespace)
@@ -248,25 +275,31 @@ class ShardedRemoval(ShardedCatalogue):
     # Repair
 
     def unlist(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:
-        parts = split(self._shards(namespace), segments)
-        try:
+        def unlist(shards: Sequence[NamespaceId]) -> int:
+            parts = split(shards, segments)
             return sum(self._each(parts, lambda name: self._leaf.unlist(name, parts[name])))
+
+        try:
+            return self._in_all(namespace, unlist)
         finally:
             self._near.forget(namespace, segments)
 
     def unlink(self, namespace: NamespaceId, entries: Sequence[Entry]) -> int:
         """Drops an entry wherever it stands: one that leads astray need not be where its segment is."""
-        shards = self._shards(namespace)
-        return sum(self._each(shards, lambda name: self._leaf.unlink(name, entries)))
+
+        def unlink(shards: Sequence[NamespaceId]) -> int:
+            return sum(self._each(shards, lambda name: self._leaf.unlink(name, entries)))
+
+        return self._in_all(namespace, unlink)
 
     def reconcile(self, namespace: NamespaceId) -> Reconciled:
         shards = self._shards(namespace)
-        if len(shards) == 1:
+        self.forget_layouts(namespace)
+        if shards == (namespace,):
             return self._leaf.reconcile(namespace)
-        self._forget_layouts(namespace)
-        # What lies under the id itself while a reshard is under way is not the namespace's.
-        others = self._now(namespace).others
-        found = self._each(shards if 1 in others else [namespace, *shards], self._leaf.reconcile)
+        # What a reshard has left under the id itself is not the namespace's.
+        left = self._now(namespace).left == ONE
+        found = self._each(shards if left else [namespace, *shards], self._leaf.reconcile)
         counted = [one.counted for one in found if one.counted is not None]
         return Reconciled(
             summed([one.recorded for one in found]),

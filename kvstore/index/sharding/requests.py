@@ -55,7 +55,7 @@ class ShardedRequests(ShardedLayouts):
         self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
     ) -> list[Run | None]:
         layout = self._layout(namespace)
-        shards = shard_names(namespace, layout.shards)
+        shards = shard_names(namespace, layout.name)
         if chain or len(shards) == 1:
             name = of_chain(shards, chain)
             with self._guard(name):
@@ -152,13 +152,17 @@ class ShardedRequests(ShardedLayouts):
         rule: EvictionRule,
     ) -> int:
         self._near.forget(namespace, segments)
-        parts = split(self._shards(namespace), segments)
 
-        def evict(name: NamespaceId) -> int:
-            return self._leaf.evict(name, parts[name], delete_after_s=delete_after_s, rule=rule)
+        def evict(shards: Sequence[NamespaceId]) -> int:
+            parts = split(shards, segments)
+
+            def evict_some(name: NamespaceId) -> int:
+                return self._leaf.evict(name, parts[name], delete_after_s=delete_after_s, rule=rule)
+
+            return sum(self._each(parts, evict_some))
 
         try:
-            return sum(self._each(parts, evict))
+            return self._in_all(namespace, evict)
         finally:
             # Again: a match under way may have been told of them before they went.
             self._near.forget(namespace, segments)
@@ -182,7 +186,7 @@ class ShardedRequests(ShardedLayouts):
 
     def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
         layout = self._layout(namespace)
-        shards = shard_names(namespace, layout.shards)
+        shards = shard_names(namespace, layout.name)
         parts = defaultdict[NamespaceId, list[Outcome]](list)
         for one in outcomes:
             count_digests(one.missing)
@@ -247,8 +251,8 @@ class ShardedRequests(ShardedLayouts):
         with self._guard(namespace):
             state = self._leaf.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
         if state == "failed":
-            # Where its commits are refused. A shard that is down now, or that a reshard makes later, takes
-            # them: readers don't.
+            # Where its commits are refused. A shard that is down now, or that a reshard makes, takes them:
+            # readers don't.
             try:
                 shards = [one for one in self._shards(namespace) if one != namespace]
                 self._each(shards, lambda one: self._leaf.judge(one, writer, "differs", by=by, stands=True))

@@ -11,10 +11,8 @@ from typing import TypeVar
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Account, Candidate, Entry, Listing, SegmentState, Usage
 from kvstore.index.numbers import MOST_S, real, whole
-from kvstore.index.sharding.names import MOST_SHARDS
 from kvstore.index.sqlite.rows import (
     LIVES,
-    SHARDS,
     NamespaceNumbers,
     SqlitePart,
     invalidated_generations,
@@ -49,7 +47,6 @@ def _account(
     trashed: int,
     bygone: object,
     ttl: object,
-    shards: object,
     *usage: object,
 ) -> Account:
     """Returns the account in a row; what of it can't be read is "" or 0, and the problem says so."""
@@ -72,7 +69,6 @@ def _account(
         seen_s=read("seen", seen, lambda value: real(value, least=0, most=MOST_S), 0.0),
         ttl_s=read("ttl", ttl, whole, 0),
         problem="; ".join(problems),
-        shards=read("shards", shards, _shards, 1),
     )
 
 
@@ -80,10 +76,6 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.40} is no text")
     return value
-
-
-def _shards(value: object) -> int:
-    return abs(whole(value, least=-MOST_SHARDS, most=MOST_SHARDS))
 
 
 class SqliteCatalogue(SqlitePart):
@@ -101,8 +93,7 @@ class SqliteCatalogue(SqlitePart):
                 "(SELECT count(*) FROM trash WHERE namespace = n.key), "
                 "(SELECT coalesce(sum(g.segments), 0) FROM generations AS g "
                 "WHERE g.namespace = n.key AND g.number <> n.generation), "
-                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{LIVES}' || n.id), 0), "
-                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{SHARDS}' || n.id), 1), {USAGE} "
+                f"coalesce((SELECT nbytes FROM quotas WHERE scope = '{LIVES}' || n.id), 0), {USAGE} "
                 "FROM namespaces AS n ORDER BY id"
             ).fetchall()
         return [_account(*row) for row in rows]
@@ -188,10 +179,8 @@ class SqliteCatalogue(SqlitePart):
 
     def quotas(self) -> dict[str, int]:
         with self._database.reading("quotas") as db:
-            query = (
-                "SELECT scope, nbytes FROM quotas WHERE scope NOT GLOB ? AND scope NOT GLOB ? ORDER BY scope"
-            )
-            rows = db.execute(query, (f"{LIVES}*", f"{SHARDS}*")).fetchall()
+            query = "SELECT scope, nbytes FROM quotas WHERE scope NOT GLOB ? ORDER BY scope"
+            rows = db.execute(query, (f"{LIVES}*",)).fetchall()
         found = {}
         for scope, nbytes in rows:
             # A value that can't be is no quota: it must not fail every save that would make room.

@@ -16,7 +16,6 @@ from kvstore.index.sqlite.catalogue import USAGE, in_order
 from kvstore.index.sqlite.journal import Evicted, Writing
 from kvstore.index.sqlite.rows import (
     LIVES,
-    SHARDS,
     NamespaceNumbers,
     account,
     add_to_trash,
@@ -303,7 +302,6 @@ def erase_rest(db: sqlite3.Connection, place: NamespaceNumbers) -> None:
     for table in ("generations", "claims", "hot", "totals", "credits", "retained", "sessions"):
         db.execute(f"DELETE FROM {table} WHERE namespace = ?", (place.key,))
     of_id = "(SELECT id FROM namespaces WHERE key = ?)"
-    for kind in (LIVES, SHARDS):
-        db.execute(f"DELETE FROM quotas WHERE scope = '{kind}' || {of_id}", (place.key,))
+    db.execute(f"DELETE FROM quotas WHERE scope = '{LIVES}' || {of_id}", (place.key,))
     db.execute(f"DELETE FROM writers WHERE namespace = {of_id}", (place.key,))
     db.execute("DELETE FROM namespaces WHERE key = ?", (place.key,))

@@ -27,10 +27,9 @@ from kvstore.index.contract import (
     count_digests,
     use_minute,
 )
+from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, Allowance
-from kvstore.index.sharding.leaf import Layout, ShardLeaf
-from kvstore.index.sharding.names import base_of
 from kvstore.index.sketch import LINE_BYTES, Marks, Window, note
 from kvstore.index.sqlite.commits import RankCommit
 from kvstore.index.sqlite.evictions import evict, evict_incomplete
@@ -39,13 +38,11 @@ from kvstore.index.sqlite.journal import SqliteJournal
 from kvstore.index.sqlite.recency import note_load, note_uses
 from kvstore.index.sqlite.rows import (
     LIVES,
-    SHARDS,
     NamespaceNumbers,
     new_generation,
     number_in,
     place_of,
     record_of,
-    shards_of,
 )
 from kvstore.index.sqlite.sessions import adopt
 from kvstore.index.sqlite.verdicts import SqliteVerdicts
@@ -77,7 +74,7 @@ _LOOKUP = (
 )
 
 
-class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
+class SqliteIndex(SqliteVerdicts, SqliteJournal, FullIndex):
     """The index in one SQLite database."""
 
     def __init__(
@@ -134,44 +131,14 @@ class SqliteIndex(SqliteVerdicts, SqliteJournal, ShardLeaf):
     def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
         name = namespace_id(namespace)
         with self._database.writing("register") as db:
-            self._register(db, name, namespace)
+            made = db.execute(
+                "INSERT OR IGNORE INTO namespaces (id, json, kind, tenant) VALUES (?, ?, ?, ?)",
+                (name, canonical_json(namespace), namespace.kind, namespace.tenant),
+            )
+            if made.rowcount:
+                new_generation(db, made.lastrowid or 0)
+            db.execute("UPDATE namespaces SET seen = ? WHERE id = ?", (self._clock(), name))
         return name
-
-    def lay_out(self, namespace: Namespace, *, expected_blocks: int, shards: int) -> int:
-        name = namespace_id(namespace)
-        with self._database.writing("register") as db:
-            if self._register(db, name, namespace) and shards > 1:
-                db.execute("INSERT INTO quotas VALUES (?, ?)", (f"{SHARDS}{name}", shards))
-            db.execute("UPDATE quotas SET nbytes = abs(nbytes) WHERE scope = ?", (f"{SHARDS}{name}",))
-            return shards_of(db, name)
-
-    def begin_erasing(self, namespace: NamespaceId) -> None:
-        with self._database.writing("erase") as db:
-            db.execute("UPDATE quotas SET nbytes = -abs(nbytes) WHERE scope = ?", (f"{SHARDS}{namespace}",))
-
-    def register_shard(self, name: NamespaceId, namespace: Namespace, *, expected_blocks: int) -> bool:
-        with self._database.writing("register") as db:
-            self._register(db, name, namespace)
-        return True
-
-    def _register(self, db: sqlite3.Connection, name: NamespaceId, namespace: Namespace) -> bool:
-        """Returns whether it begins now."""
-        made = db.execute(
-            "INSERT OR IGNORE INTO namespaces (id, json, kind, tenant) VALUES (?, ?, ?, ?)",
-            (name, canonical_json(namespace), namespace.kind, namespace.tenant),
-        )
-        if made.rowcount:
-            new_generation(db, made.lastrowid or 0)
-        db.execute("UPDATE namespaces SET seen = ? WHERE id = ?", (self._clock(), name))
-        return bool(made.rowcount)
-
-    def layout(self, namespace: NamespaceId) -> Layout | None:
-        with self._database.reading("layout") as db:
-            row = db.execute("SELECT kind FROM namespaces WHERE id = ?", (namespace,)).fetchone()
-            return Layout(shards_of(db, namespace), items=row[0] == "ec") if row else None
-
-    def listed(self, namespace: NamespaceId) -> set[NamespaceId]:
-        return {name for name in self.namespaces() if base_of(name) == namespace != name}
 
     def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
         count_digests(digests)

@@ -46,7 +46,6 @@ from kvstore.index.sqlite.rows import (
     SLICE,
     NamespaceNumbers,
     account,
-    is_laid_out,
     new_generation,
     place_of,
 )
@@ -241,11 +240,6 @@ class SqliteMaintenance(SqliteCatalogue):
             moved += count
         return moved
 
-    def is_in_use(self, name: NamespaceId) -> bool:
-        with self._database.reading("is_in_use") as db:
-            place = place_of(db, name)
-            return place is not None and in_use(db, place, self._clock())
-
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         left = max(1, limit)
         while True:
@@ -253,7 +247,7 @@ class SqliteMaintenance(SqliteCatalogue):
                 place = place_of(db, namespace)
                 if place is None:
                     return "erased"
-                if in_use(db, place, self._clock()) or is_laid_out(db, namespace):
+                if in_use(db, place, self._clock()):
                     return "in_use"
                 count = erase_some(db, place, min(PAGE, left))
                 if not count:

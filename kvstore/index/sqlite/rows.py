@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 from kvstore.index.contract import cached, whole_seconds
 from kvstore.index.maintenance import Usage
 from kvstore.index.numbers import MOST, whole
-from kvstore.index.sharding.names import MOST_SHARDS
 from kvstore.keys import NamespaceId, SegmentId
 from kvstore.rules.units import batches
 from kvstore.sqlite import SqliteDatabase
@@ -24,9 +23,6 @@ SLICE = 64
 
 #: Before a namespace's id: the row of `quotas` that has the time to live to which the index holds there.
 LIVES = "lives/"
-#: The same of the row that says in how many shards it lies; without one, in one. Less than 0: an erase has
-#: begun, and nobody has registered it since.
-SHARDS = "shards/"
 
 record_of = cached(unpack_record)
 
@@ -119,15 +115,3 @@ def add_to_trash(
         "INSERT OR REPLACE INTO trash VALUES (?, ?, ?, ?)",
         (key, segment, ranks, whole_seconds(delete_after_s)),
     )
-
-
-def shards_of(db: sqlite3.Connection, namespace: NamespaceId) -> int:
-    """Returns in how many shards a namespace lies."""
-    row = db.execute("SELECT abs(nbytes) FROM quotas WHERE scope = ?", (f"{SHARDS}{namespace}",)).fetchone()
-    return whole(row[0], least=1, most=MOST_SHARDS) if row else 1
-
-
-def is_laid_out(db: sqlite3.Connection, namespace: NamespaceId) -> bool:
-    """Tells whether a namespace lies in several shards, and no erase has begun since it was registered."""
-    query = "SELECT 1 FROM quotas WHERE scope = ? AND nbytes > 0"
-    return db.execute(query, (f"{SHARDS}{namespace}",)).fetchone() is not None

@@ -45,12 +45,7 @@ class SqliteSalts(SqliteSessions):
         return {SaltId(salt): held for salt, held in rows}
 
     def forbid(self, namespace: NamespaceId, salt: SaltId) -> float:
-        return self._forbid(namespace, salt, math.ceil(self._clock()) + CLOCKS_DIFFER_S)
-
-    def forbid_until(self, name: NamespaceId, salt: SaltId, until_s: float) -> None:
-        self._forbid(name, salt, math.ceil(until_s))
-
-    def _forbid(self, namespace: NamespaceId, salt: SaltId, until: float) -> float:
+        until = math.ceil(self._clock()) + CLOCKS_DIFFER_S
         if salt:
             check_salt(salt)
         with self._database.writing("forbid") as db:

@@ -50,7 +50,7 @@ SCRIPTS = {
     "commit": ("changes", "score", "generations", "forbidden", "retention", "sessions", "grace", "drop"),
     "touch": ("score", "retention"),
     "session": ("score", "retention", "sessions"),
-    "evict": ("sealed", "changes", "score", "retention", "grace", "fate", "drop"),
+    "evict": ("changes", "score", "retention", "grace", "fate", "drop"),
     "note": (),
     "forbid": ("forbidden",),
     "salted": (),

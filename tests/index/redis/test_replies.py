@@ -14,6 +14,7 @@ from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.port import Claim, CommitState, Outcome, Run
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
+from kvstore.index.sharding.leaf import Layout
 from kvstore.index.sharding.names import is_name
 from kvstore.keys import NO_SALT, NamespaceId, SegmentId, namespace_id, new_segment_id, session_id
 from kvstore.metrics import Counters
@@ -151,7 +152,11 @@ VERBS: dict[str, Callable[[RedisIndex], Any]] = {
     "holdings": lambda index: index.holdings(NAME, 0),
     "forbid": lambda index: index.forbidden(NAME),
     "layout": lambda index: index.layout(NAME),
-    "lay_out": lambda index: index.lay_out(namespace(), expected_blocks=10, shards=8),
+    "lay_out": lambda index: index.lay_out(namespace(), expected_blocks=10, layout="8"),
+    "lay_over": lambda index: index.lay_over(NAME, Layout(), Layout("8")),
+    "taken": lambda index: list(index.taken(NAME)),
+    "take": lambda index: index.take(NAME, [SEGMENT]),
+    "trashed": lambda index: list(index.trashed(NAME)),
     "reachable": lambda index: index.reachable(),
     "sweep": lambda index: index.sweep(NAME, 100),
     "erase": lambda index: index.erase(NAME, 100),
@@ -238,8 +243,10 @@ def test_no_namespace_lies_in_more_shards_than_there_are_tags() -> None:
     """Each is a call: 16,384 of them took minutes, and 4.6e18 don't end."""
     for shards in (257, 16_384, 1 << 62):
         with pytest.raises(DamagedIndex):
-            answering(lambda shards=shards: -shards).lay_out(namespace(), expected_blocks=10, shards=8)  # type: ignore[misc]
-        fields = [b"3", b"%d" % shards, b"kv", None, None, None, None, None]
+            answering(lambda shards=shards: b"%d" % shards).lay_out(  # type: ignore[misc]
+                namespace(), expected_blocks=10, layout="8"
+            )
+        fields = [b"3", b"%d" % shards, b"kv", None, None]
         with pytest.raises(DamagedIndex):
             answering(lambda fields=fields: fields).layout(NAME)  # type: ignore[misc]
         assert not is_name(f"{NAME}.{shards}.0.0")

@@ -12,7 +12,6 @@ from kvstore.errors import NamespaceUnknown
 from kvstore.index.port import CommitState
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.index import ShardedIndex
-from kvstore.index.sharding.layouts import lease_of
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sharding.resharding import Moved, Resharding
 from kvstore.keys import NamespaceId, SaltId, SegmentId, new_segment_id
@@ -29,6 +28,13 @@ FEW = 8
 ALL = [4] * 6 + [2] * 2
 #: About at so many of its steps something else happens.
 STEPS = 24
+
+
+def step_of(to: str, left: str, then_to: str, then_left: str) -> str:
+    """Returns what a reshard does that says how a namespace lies from now on."""
+    if then_to:
+        return "begin"
+    return "turn" if then_left else "end" if left else "undo"
 
 
 class Stopped(Exception):
@@ -53,8 +59,8 @@ class Stepped:
         def stepped(*args: Any, **options: Any) -> Any:
             self.steps += 1
             self.last = str(getattr(args[0], "name", args[0]))
-            if self.last == "reshard":
-                self.last = str(args[2])
+            if self.last == "layout":
+                self.last = step_of(*args[3:5], *args[6:8])
             self.between()
             if self.dead:
                 raise Stopped
@@ -74,7 +80,7 @@ class Stepped:
         self.between = between
 
     def before(self, name: str, work: Callable[[], None]) -> None:
-        """Does some work before the next script, command or step of a reshard of that name."""
+        """Does some work before the next script, command or step (`step_of`) of that name."""
 
         def between() -> None:
             if self.last == name:
@@ -122,28 +128,10 @@ def steps_of(stepped: Stepped, name: NamespaceId, after: int) -> int:
 
 
 def resharded(
-    leaf: Any,
-    name: NamespaceId,
-    shards: int,
-    *,
-    wait: Callable[[float], None] = lambda seconds: None,
-    lease: bool = True,
+    leaf: Any, name: NamespaceId, shards: int, *, wait: Callable[[float], None] = lambda seconds: None
 ) -> Moved:
-    """Does it, with a lease or as one that was held up for so long that its lease has run out."""
-    holder = new_segment_id(b"").hex()
     index = ShardedIndex(leaf)
-
-    def hold() -> None:
-        assert not lease or index.lease(lease_of(name), holder, 60.0)
-
-    run = Resharding(
-        index, leaf, namespace(), name, shards, expected_blocks=1000, late_s=0.0, hold=hold, wait=wait
-    )
-    try:
-        hold()
-        return run.run()
-    finally:
-        index.release(lease_of(name), holder)
+    return Resharding(index, namespace(), name, shards, expected_blocks=1000, late_s=0.0, wait=wait).run()
 
 
 def everything(index: ShardedIndex, name: NamespaceId) -> dict[str, Any]:
@@ -195,7 +183,8 @@ def found(index: Any, name: NamespaceId, chains: list[bytes]) -> list[int]:
 class Engine:
     """One that believes what it knew before for as long as it may, and does a bit of everything.
 
-    It keeps the names of all payloads: what can be matched must have one, and what has one must be known.
+    It keeps the names of all payloads: what can be matched must have one, and what has one must be known,
+    unless it was saved while the namespace was brought elsewhere.
     """
 
     def __init__(self, leaf: Any, name: NamespaceId) -> None:
@@ -203,8 +192,9 @@ class Engine:
         self.index = ShardedRequests(leaf, monotonic=lambda: self.now)
         self.tools = ShardedIndex(leaf, monotonic=lambda: self.now)
         self.name = name
-        self.saved: list[bytes] = []
-        self.refused = 0
+        self.saved: dict[bytes, SegmentId] = {}
+        #: What the index may have forgotten, for `gc` to find.
+        self.strays: set[SegmentId] = set()
         tools = ShardedIndex(leaf)
         self.payloads = {one.segment for one in tools.segments(name)}
         self.payloads |= {one for one, _ in tools.reapable(name, 2 * LATER_S, 1000)}
@@ -216,11 +206,10 @@ class Engine:
             try:
                 state = self.index.commit(self.name, segment, one, record(len(one) // 16), rank=0, ranks=1)
             except NamespaceUnknown:
-                self.refused += 1
                 self.index.register(namespace(), expected_blocks=1000)
             else:
                 assert state is CommitState.VISIBLE
-                self.saved.append(one)
+                self.saved[one] = segment
                 self.payloads.add(segment)
                 return segment
         return None
@@ -239,7 +228,7 @@ class Engine:
         visible = {one.segment for one in index.segments(self.name)}
         assert visible <= self.payloads
         due = {one for one, _ in index.reapable(self.name, 2 * LATER_S, 1000)}
-        assert self.payloads <= visible | due
+        assert self.payloads <= visible | due | set(self.saved.values()) | self.strays
         assert not visible & due
         reconciled = index.reconcile(self.name)
         assert reconciled.counted == reconciled.recorded

@@ -1,7 +1,4 @@
-"""The contract at N = 8, whole on a Cluster, and what engines ask of an index at N = 1 and N = 8 elsewhere.
-
-One shard in Redis is what the stores of all other tests have, and its leaf has the whole contract for itself.
-"""
+"""The contract at N = 8, whole on a Cluster. In one Redis, at N = 1 and N = 8, what engines ask of an index."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from kvstore.index.sessions import Allowance
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.leaf import ShardLeaf
 from kvstore.index.sharding.names import shard_names
-from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, session_id
 from tests.index.contract.admission import NoteConformance
 from tests.index.contract.chains import CREATED_S, LATER_S, chain
@@ -28,43 +24,20 @@ from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.redis import PATIENT
 
 
-class Sharded:
-    """Subclasses say what leaf, how many shards, and how much of the contract."""
+class InRedis:
+    """Subclasses say in which Redis, in how many shards, and how much of the contract."""
 
+    url: str
     shards = 8
 
     def leaf(self, **settings: Any) -> ShardLeaf:
-        raise NotImplementedError
+        return RedisIndex.from_settings(self.url, PATIENT, **settings)
 
     def reopen(self) -> ShardedIndex:
         return self.configured()
 
     def configured(self, **settings: Any) -> ShardedIndex:
         return ShardedIndex(self.leaf(**settings), shards=self.shards)
-
-
-class TestEightShardsInSqlite(Sharded, IndexConformance, NoteConformance):
-    @pytest.fixture
-    def index(self, request: pytest.FixtureRequest) -> Iterator[ShardedIndex]:
-        self.where = request.node.nodeid
-        with self.reopen() as index:
-            yield index
-
-    def leaf(self, **settings: Any) -> ShardLeaf:
-        return SqliteIndex.in_memory(self.where, **settings)
-
-
-class TestOneShardInSqlite(TestEightShardsInSqlite):
-    shards = 1
-
-
-class InRedis(Sharded):
-    """`url` says where."""
-
-    url: str
-
-    def leaf(self, **settings: Any) -> ShardLeaf:
-        return RedisIndex.from_settings(self.url, PATIENT, **settings)
 
 
 @pytest.mark.servers
@@ -74,6 +47,11 @@ class TestEightShardsInRedis(InRedis, IndexConformance, NoteConformance):
         self.url = redis_url
         with self.reopen() as index:
             yield index
+
+
+@pytest.mark.servers
+class TestOneShardInRedis(TestEightShardsInRedis):
+    shards = 1
 
 
 @pytest.mark.servers

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fakeredis
 import pytest
 import redis
 from redis.crc import key_slot
@@ -14,17 +15,29 @@ from redis.crc import key_slot
 from kvstore.breaker import Breaker
 from kvstore.errors import BreakerOpen, NamespaceUnknown, PermissionDenied, TransientError
 from kvstore.index.port import CommitState
+from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.layouts import LOOK_S
-from kvstore.index.sharding.names import SLOTS, base_of, of_chain, place_of, shard_names, slot_of
+from kvstore.index.sharding.names import (
+    SLOTS,
+    base_of,
+    is_name,
+    layout_of,
+    new_layout,
+    of_chain,
+    place_of,
+    shard_names,
+    shards_in,
+    slot_of,
+)
 from kvstore.index.sharding.requests import ShardedRequests
-from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, SegmentId, namespace_id, new_segment_id
 from schemas.settings import BreakerSettings
 from tests.index.contract.chains import CREATED_S, LATER_S, chain, items, namespace, put, record, served
 from tests.index.redis.cluster import RedisClusterServers
+from tests.index.redis.fakes import fake_client
 from tests.servers.redis import PATIENT
 
 ID = NamespaceId("0123456789abcdef")
@@ -42,6 +55,15 @@ def test_names_are_pinned() -> None:
         "0123456789abcdef.4.2.3",
         "0123456789abcdef.4.3.1",
     )
+    assert shard_names(ID, "1.7") == ("0123456789abcdef.1.0.0.7",)
+    assert shard_names(ID, "2.12") == ("0123456789abcdef.2.0.0.12", "0123456789abcdef.2.1.1.12")
+    for layout in ("1", "4", "256", "1.7", "2.12", new_layout(3)):
+        assert {layout_of(name) for name in shard_names(ID, layout)} == {layout}
+        assert all(is_name(name) for name in shard_names(ID, layout))
+        assert shards_in(layout) == len(shard_names(ID, layout))
+    for text in ("", "0", "257", "8.", ".8", "x", "8.1234567890", "8.1.1"):
+        with pytest.raises(ValueError, match="no layout"):
+            shards_in(text)
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8, 256])
@@ -65,11 +87,11 @@ def test_chains_spread_evenly() -> None:
 
 
 @pytest.fixture
-def leaf(request: pytest.FixtureRequest) -> SqliteIndex:
-    return SqliteIndex.in_memory(request.node.nodeid)
+def leaf() -> RedisIndex:
+    return RedisIndex(RedisClient(fake_client(fakeredis.FakeServer()), where="fake"))
 
 
-def test_the_first_registration_says_how_many(leaf: SqliteIndex) -> None:
+def test_the_first_registration_says_how_many(leaf: RedisIndex) -> None:
     asked = [ShardedIndex(leaf, shards=shards) for shards in (1, 8, 4)]
     for first, other in ((1, 8), (8, 1), (4, 8)):
         index, later = (next(one for one in asked if one._asked == shards) for shards in (first, other))
@@ -82,7 +104,7 @@ def test_the_first_registration_says_how_many(leaf: SqliteIndex) -> None:
         assert (leaf.usage(name).blocks == 5) == (first == 1)
 
 
-def test_another_number_is_noticed(leaf: SqliteIndex) -> None:
+def test_another_number_is_noticed(leaf: RedisIndex) -> None:
     now = [0.0]
     engine = ShardedRequests(leaf, shards=8, monotonic=lambda: now[0])
     name = engine.register(namespace(), expected_blocks=100)
@@ -99,7 +121,7 @@ def test_another_number_is_noticed(leaf: SqliteIndex) -> None:
     assert served(engine.match(name, chain(3))) == 3
 
 
-def test_what_nobody_would_find_is_refused(leaf: SqliteIndex) -> None:
+def test_what_nobody_would_find_is_refused(leaf: RedisIndex) -> None:
     """A release that knew no tags gave ids at random."""
     for shards, state in ((1, CommitState.VISIBLE), (8, CommitState.REFUSED)):
         index = ShardedIndex(leaf, shards=shards)
@@ -110,7 +132,7 @@ def test_what_nobody_would_find_is_refused(leaf: SqliteIndex) -> None:
         assert index.commit(name, stray, chain(2), record(2), rank=0, ranks=1) is state
 
 
-def test_what_is_forbidden_before_is_forbidden_in_each_shard(leaf: SqliteIndex) -> None:
+def test_what_is_forbidden_before_is_forbidden_in_each_shard(leaf: RedisIndex) -> None:
     index = ShardedIndex(leaf, shards=8)
     name = namespace_id(namespace())
     until = index.forbid(name, NO_SALT)
@@ -123,7 +145,7 @@ def test_what_is_forbidden_before_is_forbidden_in_each_shard(leaf: SqliteIndex) 
     assert index.forbidden(name) == {NO_SALT: until}
 
 
-def test_items_are_found_by_themselves(leaf: SqliteIndex) -> None:
+def test_items_are_found_by_themselves(leaf: RedisIndex) -> None:
     index = ShardedIndex(leaf, shards=8)
     name = index.register(items(), expected_blocks=100)
     known = [chain(1, seed=str(seed)) for seed in range(50)]

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.admin.repair import reshard as reshard_verb
 from kvstore.admin.repair.reshard import reshard
 from tests.servers.redis import RedisServer
-from tests.store.ground import HASTY, LEASE_S, Ground, ids
+from tests.store.ground import HASTY, Ground, ids
 from trials.faults.crashing import crash
 from trials.faults.verbs import VERBS, Verb
 
@@ -28,11 +27,6 @@ def _to(shards: int) -> Verb:
             assert done.ended == "complete", done.problem
 
     return Verb(f"reshard to {shards}", work)
-
-
-@pytest.fixture(autouse=True)
-def _short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reshard_verb, "LEASE_S", LEASE_S / 2)
 
 
 @pytest.mark.servers

@@ -1,12 +1,12 @@
--- adopt: KEYS[1] meta, ARGV of each segment its id, its value, its score in the order of eviction, 1 if it is pinned, or '',
--- and its heat, or ''; then the run, by whom.
--- Answers how many became visible; nil if another run fills the shard, or none.
+-- adopt: KEYS[1] meta, ARGV of each segment its id and what taken.lua answers of it; then by whom.
+-- Answers how many became visible. (Needs retention.lua.)
 --
 -- Makes segments visible as they are in another shard. One that is visible here already takes the place that it has
 -- there by now.
 --
--- Race closed: see filling.lua. The first write is one that Redis refuses when it is full (HSET, ZADD): then nothing has
--- been written.
+-- Race closed: record, place, sums and usage change in one step. The first write is one that Redis refuses when it is
+-- full (HSET, ZADD): then nothing has been written.
+if redis.call('HEXISTS', meta, 'bucket_bits') == 0 then return 0 end
 
 -- placed(segment, nbytes, score, pinned): put it where it is there; answers by how much what is pinned changes.
 local function placed(segment, nbytes, score, pinned)
@@ -15,17 +15,27 @@ local function placed(segment, nbytes, score, pinned)
   return moved and (pinned and nbytes or -nbytes) or 0
 end
 
+local sums = {[''] = 0}
+local function retains(segment, salt, nbytes, ends)
+  local was = redis.call('ZSCORE', kept, segment)
+  if ends ~= '' then redis.call('ZADD', kept, ends, segment) elseif was then redis.call('ZREM', kept, segment) end
+  local change = (ends ~= '' and nbytes or 0) - (was and nbytes or 0)
+  sums[''] = sums[''] + change
+  if salt ~= '' then sums[salt] = (sums[salt] or 0) + change end
+end
+
 local adopted = 0
-for i = 1, #ARGV - 2, 5 do
-  local segment, value, score, pinned, heat = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3] ~= '', ARGV[i + 4]
+for i = 1, #ARGV - 1, 6 do
+  local segment, value, score, pinned, heat, ends = unpack(ARGV, i, i + 5)
+  pinned = pinned ~= ''
   local nbytes, slots, rest = account(value)
+  local salt = salt_of(value, rest)
   if redis.call('HEXISTS', segs, segment) == 1 then
     local change = placed(segment, nbytes, score, pinned)
     if change ~= 0 then usage_changed(0, 0, 0, 0, change) end
   else
-    local salt = salt_of(value, rest)
     redis.call('HSET', segs, segment, value)
-    -- From an earlier comparison, after which it was evicted there, and stored again.
+    -- It was evicted there, and stored again.
     redis.call('ZREM', trash, segment)
     placed(segment, nbytes, score, pinned)
     if salt ~= '' then
@@ -36,5 +46,7 @@ for i = 1, #ARGV - 2, 5 do
     usage_changed(nbytes, 1, slots, cost_of(value, rest), pinned and nbytes or 0)
     adopted = adopted + 1
   end
+  retains(segment, salt, nbytes, ends)
 end
+held_back(sums)
 return adopted

@@ -1,8 +1,7 @@
 -- Shared by match.lua, claim.lua and find.lua: what is older than the time to live that holds for the namespace (`ttl`
 -- of meta, in seconds) serves nobody, whether or not it is evicted yet. (It stands before walk.lua.)
-local known_of = redis.call('HMGET', meta, 'bucket_bits', 'ttl', 'aside_bits')
--- What a reshard has left behind is read until everybody knows of it, and takes nothing new.
-local bits, oldest, is_aside = known_of[1] or known_of[3], tonumber(known_of[2] or nil), not known_of[1]
+local known_of = redis.call('HMGET', meta, 'bucket_bits', 'ttl')
+local bits, oldest = known_of[1], tonumber(known_of[2] or nil)
 oldest = oldest and redis.call('TIME')[1] - oldest
 
 -- young(value): a segment's value, or false if there is none or it is too old.

@@ -9,8 +9,7 @@ end
 
 -- bits_of(): of a bucket's number; nil if the namespace is unknown.
 local function bits_of()
-  local known = redis.call('HMGET', meta, 'bucket_bits', 'aside_bits')
-  local text = known[1] or known[2]
+  local text = redis.call('HGET', meta, 'bucket_bits')
   if not text then return end
   local bits = tonumber(text)
   if not bits or bits < 0 or bits > MOST_BITS or bits % 1 > 0 then error('DAMAGED bucket_bits', 0) end

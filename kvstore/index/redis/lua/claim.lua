@@ -5,7 +5,7 @@
 -- Race closed: two engines that finish the same prompt at the same moment both find block n missing.
 -- Looking and claiming are one step here, so only one of them is told to write it. All ranks of one
 -- segment name the same segment and so share its claim.
-if is_aside then return false end
+if not bits then return false end
 local time = redis.call('TIME')
 local now = string.format('%d.%06d', time[1], time[2])
 

@@ -4,10 +4,7 @@
 --
 -- Race closed: many engines cull at once. Usage and choice are one step, so together they drop what
 -- is too much once and not once each, and a segment that was touched a moment ago is not the oldest.
---
--- What is sealed gives nothing: nothing is added there either.
 dropping(ARGV[2], ARGV[3], ARGV[4], ARGV[5])
-if redis.call('HEXISTS', meta, 'sealed') == 1 then return {{}, 0, 0} end
 local keep, most, looks = tonumber(ARGV[1]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local skip, spare = tonumber(ARGV[8]), tonumber(ARGV[9])
 expire_retained()

@@ -1,12 +1,13 @@
--- enter: KEYS[1] meta, ARGV packed entries (digest, segment, slot), the run, by whom.
--- Answers how many were entered; nil if another run fills the shard, or none.
+-- enter: KEYS[1] meta, ARGV packed entries (digest, segment, slot).
+-- Answers how many were entered.
 --
 -- Enters those of visible segments, but over no entry that leads to one.
 --
--- Race closed: see filling.lua. The first write is one that Redis refuses when it is full (HSET): then nothing has been
+-- Race closed: an entry that was looked at leads to nothing visible when it is overwritten. The first write is one that Redis refuses when it is full (HSET): then nothing has been
 -- written.
-local fields = redis.call('HMGET', meta, 'bucket_bits', 'aside_bits')
-local locate, known, entered = locator(tonumber(fields[1] or fields[2])), {}, 0
+local bits = redis.call('HGET', meta, 'bucket_bits')
+if not bits then return 0 end
+local locate, known, entered = locator(tonumber(bits)), {}, 0
 local function visible(segment)
   if known[segment] == nil then known[segment] = redis.call('HEXISTS', segs, segment) == 1 end
   return known[segment]

@@ -1,5 +1,5 @@
--- erase: KEYS[1] meta, ARGV about how many entries to drop, about how many entries and buckets to look at, 1 to drop
--- what a reshard has put aside instead, whatever is stored in it, or ''.
+-- erase: KEYS[1] meta, ARGV about how many entries to drop, about how many entries and buckets to look at, 'shard' to
+-- drop a shard whatever is stored in it, 'left' to drop what a reshard has left under the namespace's id, or ''.
 -- Answers {0 all is gone, 1 call again, 2 something is stored; entries dropped, looked at}.
 --
 -- Race closed: that nothing is stored and what is removed are one step. Where it stopped counts only while
@@ -8,18 +8,22 @@
 -- What `erased` forbids outlives the namespace: archives and folders of other machines may still have it.
 --
 -- The first write is one that a full Redis accepts (UNLINK).
-local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased', 'shards', 'erasing', 'aside_bits', 'sealed', 'to')
+local known = redis.call('HMGET', meta, 'bucket_bits', 'changes', 'erased', 'shards', 'erasing')
 local bits, aside = known[1], ARGV[3] ~= ''
 if aside then
-  -- Else somebody has begun to use it again, or goes by a turn that was lost.
-  bits = not bits and known[7] and (known[4] or not known[8]) and known[6]
-  if not bits then return {0, 0, 0} end
+  -- What lies under an id is nobody's only if the namespace lies in shards: a failover may have lost that.
+  if not bits or ARGV[3] == 'left' and not known[4] then
+    -- A shard that was never registered may have been told what is forbidden.
+    if ARGV[3] == 'shard' then redis.call('UNLINK', prefix .. 'erased') end
+    return {0, 0, 0}
+  end
+elseif known[4] then
+  -- Its shards, which are asked first, held nothing. Who has registered it since then may have filled them. And what a
+  -- reshard has left under the id itself is dropped first.
+  if bits or not known[5] then return {2, 0, 0} end
+  redis.call('UNLINK', meta, prefix .. 'writers')
+  return {0, 0, 0}
 elseif not bits then
-  -- Not before the reshard has come to its end.
-  if known[6] then return {2, 0, 0} end
-  -- Its shards, which are asked first, held nothing. Who has registered it since then may have filled them.
-  if known[4] and not known[5] then return {2, 0, 0} end
-  if known[4] then redis.call('UNLINK', meta, prefix .. 'writers') end
   return {0, 0, 0}
 end
 
@@ -52,10 +56,10 @@ if aside then
   redis.call('UNLINK', segs, trash)
   for n = first, last do redis.call('UNLINK', prefix .. 'old:' .. n) end
 end
-if aside and known[4] then
-  -- Under the namespace's own id, where meta tells how the rest of it lies.
-  redis.call('HDEL', meta, 'aside_bits', 'bytes', 'segments', 'blocks', 'pinned', 'cost', 'changes', 'evicted', 'epoch',
-    'drained', 'bygone', 'window', 'ttl', 'cursor', 'erased', 'sealed', 'role')
+if ARGV[3] == 'left' then
+  -- The rest of meta tells how the namespace lies.
+  redis.call('HDEL', meta, 'bucket_bits', 'bytes', 'segments', 'blocks', 'pinned', 'cost', 'changes', 'evicted', 'epoch',
+    'drained', 'bygone', 'window', 'ttl', 'cursor', 'erased')
 else
   redis.call('UNLINK', meta, prefix .. 'writers')
   -- Under the namespace's own id it says the same.

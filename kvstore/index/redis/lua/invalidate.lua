@@ -5,7 +5,7 @@
 -- invalidated or comes after the invalidation. O(1): the hash of records is renamed, and drain empties it.
 --
 -- The first write is one that a full Redis accepts (RENAME, HDEL).
-if redis.call('HEXISTS', meta, 'bucket_bits') + redis.call('HEXISTS', meta, 'aside_bits') == 0 then return 0 end
+if redis.call('HEXISTS', meta, 'bucket_bits') == 0 then return 0 end
 
 local first, last = generations()
 local gone, used = redis.call('HLEN', segs), redis.call('HMGET', meta, 'bytes', 'blocks')

@@ -1,28 +1,25 @@
--- register: KEYS[1] meta, ARGV namespace JSON, kind, tenant, bucket bits, unix seconds, shards.
+-- register: KEYS[1] meta, ARGV namespace JSON, kind, tenant, bucket bits, unix seconds, layout.
 -- Answers 1 if the namespace or the shard begins now, 0 if it was known, 2 if a newer schema has it: then nothing
--- is changed, and 3 if it is sealed: likewise. The negative number of shards if the namespace lies in several: then this is all that there is of it
--- under its own id, and to releases that know no shards its schema is a newer one.
+-- is changed. The layout if the namespace lies in shards: then this is all that there is of it under its own id, but for
+-- what a reshard has left there.
 --
 -- Race closed: replicas that start together may expect different numbers of blocks, or ask for different numbers
 -- of shards. The first one fixes both for as long as the namespace exists; two values would split it in parts
 -- that don't see each other.
 local SCHEMA = '2'
 local SHARDED = '3'
-local SEALED = '4'
-local known = redis.call('HMGET', meta, 'schema', 'bucket_bits', 'bits', 'shards', 'aside_bits')
-local schema, bits, shards = known[1], tonumber(known[2] or nil), tonumber(known[4] or nil)
-local asked = tonumber(ARGV[6] or 1)
+local known = redis.call('HMGET', meta, 'schema', 'bucket_bits', 'bits', 'shards')
+local schema, bits, layout, asked = known[1], tonumber(known[2] or nil), known[4] or '', ARGV[6] or '1'
 if schema == SHARDED then
-  -- A number that can't be is damage: what asks for another is taken for the first registration.
-  if not shards or shards < 2 or shards > 256 or shards % 1 > 0 then shards = asked end
-  if shards > 1 then
+  -- A layout that can't be is damage: what asks for another is taken for the first registration.
+  local shards = tonumber(string.match(layout, '^(%d+)$') or string.match(layout, '^(%d+)%.%d+$') or 0)
+  if layout == '1' or shards < 1 or shards > 256 then layout = asked end
+  if layout ~= '1' then
     redis.call('HDEL', meta, 'erasing')
-    redis.call('HSET', meta, 'json', ARGV[1], 'kind', ARGV[2], 'tenant', ARGV[3], 'seen', ARGV[5], 'shards', shards)
-    return -shards
+    redis.call('HSET', meta, 'json', ARGV[1], 'kind', ARGV[2], 'tenant', ARGV[3], 'seen', ARGV[5], 'shards', layout)
+    return layout
   end
 end
--- A reshard compares it, or leaves it: then who asks for it knew the number before, and is told the present one next.
-if schema == SEALED and known[5] and not bits then return 3 end
 if schema == SCHEMA and bits and bits >= 0 and bits <= MOST_BITS and bits % 1 == 0 then
   -- The id is the digest of these: whatever else stands there is damaged.
   redis.call('HSET', meta, 'json', ARGV[1], 'kind', ARGV[2], 'tenant', ARGV[3], 'seen', ARGV[5])
@@ -30,10 +27,10 @@ if schema == SCHEMA and bits and bits >= 0 and bits <= MOST_BITS and bits % 1 ==
 end
 -- In a fleet that is being upgraded the older engines would empty what the newer ones have just filled.
 if (tonumber(schema or 0) or 0) > tonumber(SCHEMA) then return 2 end
-if not schema and asked > 1 then
+if not schema and asked ~= '1' then
   redis.call('HSET', meta, 'schema', SHARDED, 'json', ARGV[1], 'kind', ARGV[2], 'tenant', ARGV[3],
     'created', ARGV[5], 'seen', ARGV[5], 'shards', asked)
-  return -asked
+  return asked
 end
 -- What schema 1 left begins anew: its records lack what this one's have. Its entries dangle, in buckets
 -- of as many bits, and are swept; `rebuild` brings its payloads back.

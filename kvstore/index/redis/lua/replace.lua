@@ -66,16 +66,19 @@ if not whole(field('schema')) or not whole(field('bucket_bits'), MOST_BITS) then
   return replaced
 end
 for _, name in ipairs({'bytes', 'segments', 'blocks', 'pinned', 'cost', 'changes', 'evicted', 'bygone', 'epoch',
-  'drained', 'created', 'seen', 'window', 'ttl', 'to', 'from', 'aside_bits'}) do
+  'drained', 'created', 'seen', 'window', 'ttl'}) do
   if not whole((string.gsub(field(name), '%.%d+$', ''))) then
     redis.call('HDEL', meta, name)
     replaced[#replaced + 1] = name
   end
 end
-if redis.call('HEXISTS', meta, 'sealed') + redis.call('HEXISTS', meta, 'bucket_bits') == 2 then
-  -- What is sealed has no such bits: nobody could evict there, nor end it.
-  redis.call('HDEL', meta, 'sealed')
-  replaced[#replaced + 1] = 'sealed'
+for _, name in ipairs({'to', 'from'}) do
+  local layout = redis.call('HGET', meta, name)
+  local shards = layout and (string.match(layout, '^(%d+)$') or string.match(layout, '^(%d+)%.%d+$'))
+  if layout and (not shards or #layout > 13 or tonumber(shards) < 1 or tonumber(shards) > 256) then
+    redis.call('HDEL', meta, name)
+    replaced[#replaced + 1] = name
+  end
 end
 if redis.call('HEXISTS', meta, 'seen') == 0 then
   redis.call('HDEL', meta, 'seen')
