@@ -1,4 +1,4 @@
-"""The contract at N = 8, whole on a Cluster. In one Redis, at N = 1 and N = 8, what engines ask of an index."""
+"""The contract at N = 8, whole on a Cluster; and at N = 1 and N = 8 in one Redis, as far as engines ask."""
 
 from __future__ import annotations
 
