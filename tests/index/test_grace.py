@@ -83,16 +83,6 @@ def test_who_deletes_asks_by_the_clock_that_the_grace_time_began_by(index: Any, 
     assert len(index.reapable(name, None, 9)) == 3
 
 
-def test_a_lease_from_before_a_clock_was_set_back_ends(tmp_path: Path) -> None:
-    now = [1_800_000_000.0]
-    with SqliteIndex(f"{tmp_path}/index.sqlite", clock=lambda: now[0]) as index:
-        assert index.lease("janitor", "one", 15.0)
-        assert not index.lease("janitor", "two", 15.0)
-        now[0] -= 86_400.0
-        assert index.lease("janitor", "two", 15.0)
-        assert not index.lease("janitor", "one", 15.0)
-
-
 def test_a_claim_from_before_a_clock_was_set_back_ends(tmp_path: Path) -> None:
     """Or what somebody was about to save when he died is saved by nobody until the clock is where it was."""
     now = [1_800_000_000.0]

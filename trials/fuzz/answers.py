@@ -185,7 +185,6 @@ VERBS: tuple[Callable[[RedisIndex], Any], ...] = (
     lambda index: index.drain(_NAME, delete_after_s=1.0, limit=9),
     lambda index: index.erase(_NAME, 9),
     lambda index: index.reconcile(_NAME),
-    lambda index: index.leaseholder("janitor"),
     lambda index: index.sketch_bits(_NAME, now_s=_CLOCK.now, window_s=60.0, sketch_bytes=4096),
     lambda index: index.warnings(),
     _of_salt,

@@ -15,7 +15,6 @@ What an index may lack:
     Ages          say how old what is served may be
     Salts         tell what requests with different salts have stored, and forbid a salt
     Sessions      lists what is remembered of clients' sessions (kvstore.index.sessions)
-    Leases        say who brings a namespace into other shards
     Heat          watches which segments begin loads
     Repair        makes good what fsck found
     Journal       remembers what was committed, evicted and asked for, and what more room would bring
@@ -36,7 +35,6 @@ from kvstore.index.maintenance.abilities import (
     CLOCKS_DIFFER_S,
     Ages,
     Heat,
-    Leases,
     Pins,
     Quotas,
     Reconciled,
@@ -80,7 +78,6 @@ __all__ = [
     "Ghosts",
     "Heat",
     "Journal",
-    "Leases",
     "Listing",
     "Operation",
     "Operations",
@@ -103,6 +100,6 @@ class Maintenance(Catalogue, Removal, Diagnosis):
 
 
 class FullIndex(
-    EngineIndex, Maintenance, Pins, Quotas, Ages, Salts, Sessions, Leases, Heat, Repair, Journal, Operations
+    EngineIndex, Maintenance, Pins, Quotas, Ages, Salts, Sessions, Heat, Repair, Journal, Operations
 ):
     """An index with every ability, for engines and for maintenance."""

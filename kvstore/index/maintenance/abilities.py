@@ -1,4 +1,4 @@
-"""Pins, Quotas, Ages, Salts, Leases, Heat, Repair: what an index may offer, and the cache works without."""
+"""Pins, Quotas, Ages, Salts, Heat, Repair: what an index may offer, and the cache works without."""
 
 from __future__ import annotations
 
@@ -83,22 +83,6 @@ class Salts(ABC):
     @abstractmethod
     def forbidden(self, namespace: NamespaceId) -> dict[SaltId, float]:
         """Returns what `forbid` has refused, and until when it was created, unix seconds."""
-
-
-class Leases(ABC):
-    """Leases that at most one holder has. Advisory: what is done under one must be safe to be done by two."""
-
-    @abstractmethod
-    def lease(self, name: str, holder: str, ttl_s: float) -> bool:
-        """Takes or renews a lease; False: somebody else has it. It ends after `ttl_s` by itself."""
-
-    @abstractmethod
-    def release(self, name: str, holder: str) -> None:
-        """Gives a lease back, if `holder` has it."""
-
-    @abstractmethod
-    def leaseholder(self, name: str) -> str | None:
-        """Returns the holder of a lease; None if nobody has it."""
 
 
 class Heat(ABC):

@@ -6,7 +6,6 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
     key                      type     what
     kvs:ns                   set      ids of the registered namespaces
     kvs:quotas               hash     scope (kvstore.index.eviction.Scope) -> bytes, or seconds to live
-    kvs:lease:<name>         string   who has the lease; expires
     kvs:operations              stream   ring of what operators did: by, verb, what; about 1,000; expires when
                                       nobody has done anything for 400 days
     kvs:ping                 string   written by ping

@@ -71,8 +71,6 @@ _REPLACE = Script.load("replace", "generations")
 _COUNT = Script.load("count", "score")
 _CORRECT = Script.load("correct", "generations")
 _COOL = Script.load("cool")
-_LEASE = Script.load("lease", "holder")
-_RELEASE = Script.load("release")
 _TIME = Script.load("time")
 
 #: What the numbers that erase.lua answers mean.
@@ -361,19 +359,3 @@ class RedisMaintenance(RedisPart):
     @understood
     def cool(self, namespace: NamespaceId) -> None:
         self._run(_COOL, namespace, HOT_LEAST)
-
-    @understood
-    def lease(self, name: str, holder: str, ttl_s: float) -> bool:
-        return bool(self._client.run(_LEASE, _lease_key(name), holder, max(1, round(ttl_s * 1000))))
-
-    def release(self, name: str, holder: str) -> None:
-        self._client.run(_RELEASE, _lease_key(name), holder)
-
-    @understood
-    def leaseholder(self, name: str) -> str | None:
-        holder = self._client.command("GET", _lease_key(name))
-        return None if holder is None else holder.decode()
-
-
-def _lease_key(name: str) -> str:
-    return f"kvs:lease:{name}"

@@ -5,7 +5,7 @@
     removal      evicts, deletes, mends
     journal      what happened
     verdicts     what is known of writers
-    here         what a store has once, whatever its namespaces are made of: quotas, leases
+    here         what a store has once, whatever its namespaces are made of: quotas
 
 With one shard, which is the default, every verb is the leaf's, under the namespace's own id.
 
@@ -41,12 +41,3 @@ class ShardedIndex(ShardedRemoval, ShardedJournal, FullIndex):
 
     def set_quota(self, scope: str, nbytes: int | None) -> None:
         self._leaf.set_quota(scope, nbytes)
-
-    def lease(self, name: str, holder: str, ttl_s: float) -> bool:
-        return self._leaf.lease(name, holder, ttl_s)
-
-    def release(self, name: str, holder: str) -> None:
-        self._leaf.release(name, holder)
-
-    def leaseholder(self, name: str) -> str | None:
-        return self._leaf.leaseholder(name)

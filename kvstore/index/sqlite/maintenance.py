@@ -15,7 +15,6 @@ from kvstore.errors import CapacityExceeded
 from kvstore.index.contract import (
     CULL_LOOKS,
     HOT_LEAST,
-    LONGEST_HELD,
     SWEEP_FACTOR,
     SWEEP_MIN,
     check_segments,
@@ -323,26 +322,3 @@ class SqliteMaintenance(SqliteCatalogue):
             if place is not None:
                 db.execute("UPDATE hot SET minutes = minutes / 2 WHERE namespace = ?", (place.key,))
                 db.execute("DELETE FROM hot WHERE namespace = ? AND minutes < ?", (place.key, HOT_LEAST))
-
-    # leases
-
-    def lease(self, name: str, holder: str, ttl_s: float) -> bool:
-        now = self._clock()
-        with self._database.writing("lease") as db:
-            row = db.execute("SELECT holder, expires FROM leases WHERE name = ?", (name,)).fetchone()
-            # A lease that lasts much longer was taken before the clock was set back, and doesn't count.
-            if row and row[0] != holder and now < row[1] <= now + LONGEST_HELD * ttl_s:
-                return False
-            db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (name, holder, now + ttl_s))
-        return True
-
-    def release(self, name: str, holder: str) -> None:
-        with self._database.writing("release") as db:
-            db.execute("DELETE FROM leases WHERE name = ? AND holder = ?", (name, holder))
-
-    def leaseholder(self, name: str) -> str | None:
-        with self._database.reading("leaseholder") as db:
-            row = db.execute(
-                "SELECT holder FROM leases WHERE name = ? AND expires > ?", (name, self._clock())
-            ).fetchone()
-        return row[0] if row else None

@@ -19,7 +19,7 @@
     retained     segments that count as used at `until`; `used`: minute of the true last use
     hot          segments that began loads lately
     forbidden    what was computed until then, under a salt or (x'') in all of a namespace, isn't committed
-    quotas, leases              belong to the whole store
+    quotas                      belong to the whole store
     events, outcomes, ghosts    rings, bounded; `number` rises by one per row, and begins with a time
     fates        of some events, by their number: see Event
     operations   ring of what operators did in the whole store
@@ -197,6 +197,7 @@ UPDATE parts SET agreement = CAST(substr(agreement, 1, 8) || x'02' || substr(agr
 
 _SCHEMA_10 = """
 DROP TABLE asked;
+DROP TABLE leases;
 """
 
 #: What each version changed in the one before. The first process of this release that opens an older file

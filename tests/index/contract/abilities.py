@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import CapacityExceeded
 from kvstore.index.contract import OPERATIONS_KEPT
-from kvstore.index.maintenance import Account, Leases, Usage
+from kvstore.index.maintenance import Account, Usage
 from kvstore.index.port import Index
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 from schemas.records import rounded_cost
@@ -346,59 +346,6 @@ class AgeConformance(Maintained):
         digest = chain(1)
         self._made(index, name, digest, 0, 1, ago_s=900)
         assert served(index.match(name, digest)) == 1
-
-
-class LeaseConformance(Maintained):
-    """A part of FullIndexConformance."""
-
-    @pytest.fixture
-    def replicas(self, catalogue: Any) -> Iterator[list[Leases]]:
-        """Several handles on the same storage, as several processes have them."""
-        others = [self.configured() for _ in range(3)]
-        yield [catalogue, *others]
-        for other in others:
-            other.close()
-
-    def test_a_lease_is_one_holders(self, replicas: list[Leases]) -> None:
-        one, two = replicas[:2]
-        assert one.leaseholder("janitor") is None
-        assert one.lease("janitor", "a", 60.0)
-        assert not two.lease("janitor", "b", 60.0)
-        assert two.lease("other {x}", "b", 60.0)
-        assert one.lease("janitor", "a", 60.0)
-        assert [handle.leaseholder("janitor") for handle in (one, two)] == ["a", "a"]
-        two.release("janitor", "b")
-        assert one.leaseholder("janitor") == "a"
-        one.release("janitor", "a")
-        one.release("janitor", "a")
-        assert two.leaseholder("janitor") is None
-        assert two.lease("janitor", "b", 60.0)
-        assert one.leaseholder("other {x}") == "b"
-
-    def test_a_lease_ends_by_itself_unless_it_is_renewed(self, replicas: list[Leases]) -> None:
-        one, two = replicas[:2]
-        assert one.lease("janitor", "a", 60.0)
-        assert one.lease("janitor", "a", 0.05)
-        until = time.monotonic() + 10
-        while not two.lease("janitor", "b", 60.0):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        assert one.leaseholder("janitor") == "b"
-        assert not one.lease("janitor", "a", 60.0)
-
-    def test_a_race_for_a_lease_has_one_winner(self, replicas: list[Leases]) -> None:
-        for round_ in range(5):
-            barrier = threading.Barrier(8)
-
-            def race(racer: int, name: str, barrier: threading.Barrier) -> str | None:
-                barrier.wait()
-                holder = f"holder {racer}"
-                return holder if replicas[racer % 4].lease(name, holder, 60.0) else None
-
-            with ThreadPoolExecutor(8) as pool:
-                racing = [pool.submit(race, racer, f"race {round_}", barrier) for racer in range(8)]
-                (winner,) = filter(None, (one.result() for one in racing))
-            assert replicas[0].leaseholder(f"race {round_}") == winner
 
 
 class HeatConformance(Maintained):

@@ -26,7 +26,6 @@ from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 from tests.index.contract.abilities import (
     AgeConformance,
     HeatConformance,
-    LeaseConformance,
     OperationsConformance,
     PinConformance,
     QuotaConformance,
@@ -60,7 +59,6 @@ class FullIndexConformance(
     PinConformance,
     QuotaConformance,
     AgeConformance,
-    LeaseConformance,
     HeatConformance,
     SaltConformance,
     SessionConformance,

@@ -1,6 +1,6 @@
 """A process that races others for one Redis:
 
-    python -m tests.index.redis.racer URL NAMESPACE lease|cull HOLDER
+    python -m tests.index.redis.racer URL NAMESPACE
 
 Prints a line when it is ready, begins when it is told a line, and prints what it got as JSON.
 """
@@ -15,27 +15,19 @@ from kvstore.keys import NamespaceId
 from schemas.settings import RedisSettings
 from tests.index.contract.chains import CREATED_S
 
-LEASES = 300
 KEEP_BYTES = 1_000_000
 
 
-def main(url: str, namespace: str, race: str, holder: str) -> None:
+def main(url: str, namespace: str) -> None:
     got = []
     with RedisIndex.from_settings(url, RedisSettings(timeout_s=10.0)) as index:
         index.ping()
         print("ready", flush=True)
         sys.stdin.readline()
-        if race == "lease":
-            got = [name for name in map(str, range(LEASES)) if index.lease(name, holder, 60.0)]
-        else:
-            while gone := index.cull(
-                NamespaceId(namespace),
-                keep_bytes=KEEP_BYTES,
-                delete_after_s=CREATED_S,
-                limit=7,
-                rule="capacity",
-            ):
-                got += [segment.hex() for segment in gone]
+        while gone := index.cull(
+            NamespaceId(namespace), keep_bytes=KEEP_BYTES, delete_after_s=CREATED_S, limit=7, rule="capacity"
+        ):
+            got += [segment.hex() for segment in gone]
     print(json.dumps(got))
 
 

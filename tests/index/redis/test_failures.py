@@ -139,7 +139,7 @@ def test_forgotten_scripts_cost_no_error(index: RedisIndex, raw: redis.Redis, na
         assert index.evict(name, [segment], delete_after_s=LATER_S, rule="admin") == 1
 
 
-@pytest.mark.parametrize("verb", ["match", "commit", "ping", "usage", "accounts", "lease"])
+@pytest.mark.parametrize("verb", ["match", "commit", "ping", "usage", "accounts"])
 def test_a_hanging_server_ends_at_the_deadline(private_redis: RedisServer, verb: str) -> None:
     with RedisIndex.from_settings(private_redis.url, SHORT) as index:
         name = done(lambda: index.register(namespace(), expected_blocks=10))
@@ -149,7 +149,6 @@ def test_a_hanging_server_ends_at_the_deadline(private_redis: RedisServer, verb:
             "ping": index.ping,
             "usage": lambda: index.usage(name),
             "accounts": index.accounts,
-            "lease": lambda: index.lease("janitor", "me", 60.0),
         }
         private_redis.pause()
         for _ in range(2):
@@ -255,10 +254,6 @@ def test_a_full_redis_is_maintained(index: RedisIndex, raw: redis.Redis, name: N
         assert [one.verb for one in index.operations(9)] == ["quota"]
         index.set_quota("store", 1)
         assert index.quotas() == {"store": 1}
-        for _ in range(2):
-            assert index.lease("janitor", "me", 60.0)
-        assert not index.lease("janitor", "you", 60.0)
-        index.release("janitor", "me")
         raw.zrem(f"kvs:{{{name}}}:lru", segments[5])
         found = index.reconcile(name)
         assert (found.counted, found.mended) == (found.recorded, 1)

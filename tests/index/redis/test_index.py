@@ -124,7 +124,6 @@ def test_keys_and_encodings_are_pinned(index: RedisIndex, raw: redis.Redis, redi
     index.set_quota("store", 10**12)
     index.set_quota(Scope.ttl(Scope.tenant("default")), 86_400)
     index.age_out(name, 10**9, delete_after_s=LATER_S)
-    index.lease("janitor", "me", 60.0)
     with RedisIndex.from_settings(redis_url, PATIENT, by="anna@desk") as anna:
         anna.record_operation("evict", "1 named")
         put(anna, name, chain(1, seed="o"), segment=operated)

@@ -38,7 +38,7 @@ from tests.index.contract.chains import (
     record,
     served,
 )
-from tests.index.redis.racer import KEEP_BYTES, LEASES
+from tests.index.redis.racer import KEEP_BYTES
 from tests.servers.redis import PATIENT, RedisServer
 from tests.waiting import PATIENCE_S
 
@@ -474,12 +474,11 @@ def test_only_what_was_absent_for_a_match_meets_ghosts(index: RedisIndex, name: 
 # Races
 
 
-def race(url: str, name: NamespaceId, kind: str) -> list[list[str]]:
+def race(url: str, name: NamespaceId) -> list[list[str]]:
     """What four processes got that began at one moment."""
-    command = [sys.executable, "-m", "tests.index.redis.racer", url, name, kind]
+    command = [sys.executable, "-m", "tests.index.redis.racer", url, name]
     racers = [
-        subprocess.Popen([*command, str(i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for i in range(4)
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]
     try:
         for racer in racers:
@@ -501,20 +500,12 @@ def _started(racers: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]
 
 
 @pytest.mark.slow
-def test_a_lease_has_one_holder(redis_url: str, index: RedisIndex, name: NamespaceId) -> None:
-    got = race(redis_url, name, "lease")
-    assert sorted(lease for some in got for lease in some) == sorted(map(str, range(LEASES)))
-    for holder, some in enumerate(got):
-        assert {index.leaseholder(lease) for lease in some} <= {str(holder)}
-
-
-@pytest.mark.slow
 def test_many_that_cull_at_once_evict_once(redis_url: str, index: RedisIndex, name: NamespaceId) -> None:
     for i in range(400):
         put(index, name, chain(1, seed=str(i)), created_s=CREATED_S + 60 * (i * 7 % 400))
     order = [one.segment for one in index.order(name, 1000)]
     one = record(1).nbytes
-    got = race(redis_url, name, "cull")
+    got = race(redis_url, name)
     gone = [segment for some in got for segment in some]
     assert len(gone) == 400 - KEEP_BYTES // one
     assert set(gone) == {segment.hex() for segment in order[: len(gone)]}

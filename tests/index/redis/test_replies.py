@@ -138,8 +138,6 @@ VERBS: dict[str, Callable[[RedisIndex], Any]] = {
     "cull": lambda index: index.cull(NAME, keep_bytes=0, delete_after_s=1.0, limit=9, rule="capacity"),
     "age_out": lambda index: index.age_out(NAME, 60, delete_after_s=1.0),
     "reapable": lambda index: index.reapable(NAME, 1.0, 9),
-    "lease": lambda index: index.lease("janitor", "me", 1.0),
-    "leaseholder": lambda index: index.leaseholder("janitor"),
     "outcomes": lambda index: index.outcomes(NAME, 9),
     "last_position": lambda index: index.last_position(NAME),
     "seen": lambda index: index.seen(NAME),

@@ -408,19 +408,14 @@ def test_claims_expire_by_the_clock(path: str) -> None:
         assert index.claim(name, chain(1), theirs, 30.0).granted
 
 
-def test_leases_and_half_commits_end_by_the_clock(path: str) -> None:
+def test_half_commits_end_by_the_clock(path: str) -> None:
     now = [1000.0]
     with SqliteIndex(path, clock=lambda: now[0]) as index:
         name = index.register(namespace(), expected_blocks=10)
         segment = new_segment_id()
-        assert index.lease("janitor", "a", 15.0)
         index.commit(name, segment, chain(2), record(2), rank=0, ranks=2)
         now[0] = 1014.9
-        assert not index.lease("janitor", "b", 15.0)
-        assert (index.leaseholder("janitor"), index.states(name, [segment])) == ("a", ["incomplete"])
-        now[0] = 1015.0
-        assert index.leaseholder("janitor") is None
-        assert index.lease("janitor", "b", 15.0)
+        assert index.states(name, [segment]) == ["incomplete"]
         now[0] = 1000.0 + 3600
         assert index.states(name, [segment]) == [None]
         assert index.erase(name, 10) == "erased"

@@ -1,4 +1,4 @@
--- Shared by claim.lua and lease.lua: who has a key that ends by itself.
+-- Who has a key that ends by itself.
 
 -- holder_of(key, asker, ttl): the holder, and the asker if nobody has it. What no asker can have written is
 -- nobody's, or it would be kept for good: a key of another type, one that never ends, and one that lasts much
