@@ -150,7 +150,7 @@ _TOUCH_SLICE = 1000
 
 _MATCH = Script.load("match", "age", "walk")
 _FIND = Script.load("find", "age")
-_CLAIM = Script.load("claim", "holder", "age", "walk")
+_CLAIM = Script.load("claim", "age", "walk")
 _COMMIT = Script.load(
     "commit", "changes", "score", "generations", "forbidden", "retention", "sessions", "grace", "drop"
 )

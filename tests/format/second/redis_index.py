@@ -46,7 +46,7 @@ def bucket_bits(expected: int) -> int:
 #: The chunks of the scripts that are used here, as the document lists them.
 SCRIPTS = {
     "register": (),
-    "claim": ("holder", "age", "walk"),
+    "claim": ("age", "walk"),
     "commit": ("changes", "score", "generations", "forbidden", "retention", "sessions", "grace", "drop"),
     "touch": ("score", "retention"),
     "session": ("score", "retention", "sessions"),

@@ -5,6 +5,17 @@
 -- Race closed: two engines that finish the same prompt at the same moment both find block n missing.
 -- Looking and claiming are one step here, so only one of them is told to write it. All ranks of one
 -- segment name the same segment and so share its claim.
+
+-- holder_of(key, asker, ttl): the holder, and the asker if nobody has it. What no asker can have written is
+-- nobody's, or it would be kept for good: a key of another type, one that never ends, and one that lasts much
+-- longer than the `ttl` ms that are asked for now.
+local function holder_of(key, asker, ttl)
+  local holder = redis.pcall('GET', key)
+  if type(holder) ~= 'string' then return asker end
+  local left = redis.call('PTTL', key)
+  return left >= 0 and left <= 10 * tonumber(ttl) and holder or asker
+end
+
 if not bits then return false end
 local time = redis.call('TIME')
 local now = string.format('%d.%06d', time[1], time[2])
