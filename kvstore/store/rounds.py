@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.maintenance import Account
@@ -26,15 +27,18 @@ _REAP_S = 2.0
 _AGE_S = 1.0
 #: Seconds that a look at the quotas may take without a rest after it.
 _SHORT_S = 0.1
-#: The name among the quotas under which a janitor says when it worked last, in unix seconds; and for how long
-#: that counts, whichever clocks two machines go by. Engines read the quotas anyway.
+#: The names among the quotas under which a janitor, or an engine that tidies, says when it began, in unix
+#: seconds; and for how long that counts. Engines read the quotas anyway.
 AT_WORK = "janitor"
+TIDYING = "engine"
+SIGNS = frozenset({AT_WORK, TIDYING})
 AT_WORK_S = 60.0
 
 
-def is_at_work(given: Mapping[str, int], now_s: float) -> bool:
-    """Tells from the quotas whether a janitor works."""
-    return abs(now_s - given.get(AT_WORK, 0)) < AT_WORK_S
+def is_at_work(given: Mapping[str, int], now_s: float, sign: str = AT_WORK) -> bool:
+    """Tells from the quotas whether a janitor works, or an engine tidies. Clocks that differ by a minute or
+    more hide both: then several do what one could."""
+    return abs(now_s - given.get(sign, 0)) < AT_WORK_S
 
 
 class Rounds:
@@ -95,24 +99,37 @@ class Rounds:
         whose grace time is over, sweeps dangling entries. Returns how many segments it evicted. Raises what
         the index raises.
 
-        All but the eviction is left to a janitor if there is one.
+        All but the eviction is left to a janitor if there is one, and to one engine at a time if there is
+        none: a thousand that sweep at once would take the index all its time.
         """
         evicted = self._make_room()
-        maintenance, housekeeping = self._backends.maintenance, self.housekeeping
-        if is_at_work(maintenance.quotas(), self._backends.clock()):
+        maintenance, now = self._backends.maintenance, self._backends.clock()
+        given = maintenance.quotas()
+        if any(is_at_work(given, now, sign) for sign in SIGNS):
             return evicted
-        until = time.monotonic() + _REAP_S
-        accounts, _ = maintenance.reachable()
+        maintenance.set_quota(TIDYING, int(now))
+        try:
+            return evicted + self._tidy_all()
+        finally:
+            with suppress(KVStoreError):
+                maintenance.set_quota(TIDYING, None)
+
+    def _tidy_all(self) -> int:
+        """Returns how many segments it evicted because they are too old."""
+        housekeeping, until = self.housekeeping, time.monotonic() + _REAP_S
+        accounts, _ = self._backends.maintenance.reachable()
         # Each time in another order: neither a namespace that takes all the time nor one that fails may keep
-        # the same others from their turn for good, and two engines are seldom at the same one.
+        # the same others from their turn for good.
         for account in random.sample(accounts, len(accounts)):
             try:
                 self._tidy(account, until)
             except DamagedIndex as exc:
                 housekeeping.damaged[account.namespace] = str(exc)
+            if time.monotonic() >= until:
+                break
         # Last, since segments that are too old serve no request already.
         until = time.monotonic() + _AGE_S
-        return evicted + housekeeping.age_out(lambda: time.monotonic() < until)
+        return housekeeping.age_out(lambda: time.monotonic() < until)
 
     def _tidy(self, account: Account, until: float) -> None:
         housekeeping = self.housekeeping

@@ -11,7 +11,7 @@ import pytest
 from kvstore.build import open_store
 from kvstore.errors import TransientError
 from kvstore.keys import NamespaceId
-from kvstore.store.rounds import AT_WORK, AT_WORK_S
+from kvstore.store.rounds import AT_WORK_S, SIGNS, TIDYING
 from tests.store.world import SLOT_BYTES, chain, make_store, namespace, slots
 
 
@@ -55,16 +55,41 @@ def test_what_can_not_go_by_age_keeps_nothing_else_from_its_turn(monkeypatch: py
         assert isinstance(store.rounds.housekeeping.unreachable, TransientError)
 
 
-def test_all_but_eviction_is_left_to_a_janitor_that_works() -> None:
+@pytest.mark.parametrize("sign", sorted(SIGNS))
+def test_all_but_eviction_is_left_to_a_janitor_that_works_or_an_engine_that_tidies(sign: str) -> None:
     with open_store({"payloads": "memory://left", "index": "memory://left"}) as store:
         catalogue: Any = store.maintenance
         space = store.open(namespace(), block_bytes=SLOT_BYTES)
         space.save(slots(chain(1, 2)))
         catalogue.invalidate(space.id)
         for since_s, waits in ((0, 1), (AT_WORK_S / 2, 1), (-AT_WORK_S / 2, 1), (-9e9, 0)):
-            catalogue.set_quota(AT_WORK, int(time.time() - since_s))
+            catalogue.set_quota(sign, int(time.time() - since_s))
             store.rounds.housekeep()
             assert [account.bygone for account in catalogue.accounts()] == [waits]
+        assert TIDYING not in catalogue.quotas()
+
+
+def test_an_engine_that_tidies_says_so_until_it_has_ended_or_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def reachable() -> Any:
+        seen.append(TIDYING in catalogue.quotas())
+        if len(seen) % 2:
+            return inner()
+        raise TransientError("no answer")
+
+    with open_store({"payloads": "memory://says", "index": "memory://says"}) as store:
+        catalogue: Any = store.maintenance
+        inner = catalogue.reachable
+        monkeypatch.setattr(store.rounds.housekeeping, "evict", lambda: (0, 0))
+        monkeypatch.setattr(catalogue, "reachable", reachable)
+        # Its look at what is too old comes after the tidying.
+        monkeypatch.setattr(store.rounds.housekeeping, "age_out", lambda _: 0)
+        store.rounds.housekeep()
+        assert (seen, catalogue.quotas()) == ([True], {})
+        with pytest.raises(TransientError):
+            store.rounds.housekeep()
+        assert (seen, catalogue.quotas()) == ([True, True], {})
 
 
 @pytest.mark.parametrize(("look_s", "looks"), [(0.01, 25), (3.0, 2)])

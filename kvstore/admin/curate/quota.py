@@ -16,7 +16,7 @@ from kvstore.index.maintenance import Account
 from kvstore.keys import NamespaceId, SaltId
 from kvstore.rules.units import size
 from kvstore.store.housekeeping import quotas as effective_quotas
-from kvstore.store.rounds import AT_WORK
+from kvstore.store.rounds import SIGNS
 from kvstore.store.salts import SaltQuotas
 from schemas.settings import Settings
 
@@ -119,7 +119,7 @@ def quota_lines(
             known=False,
         )
         for scope, nbytes in sorted(given.items())
-        if scope not in there and scope != AT_WORK and Scope.of_ttl(scope) is None
+        if scope not in there and scope not in SIGNS and Scope.of_ttl(scope) is None
     ]
     return (*unknown, *lines)
 
