@@ -146,8 +146,8 @@ class ErasedNamespace(StrictModel):
     state: EraseState
 
 
-#: `none`: the bucket never kept any, or the store is a folder. `kept`: it does, or did once. `unknown`: it does
-#: not say which, and `problem` says why; without one it was not asked, since the run ended before that.
+#: `none`: the bucket never kept any, or the store is a folder. `kept`: it does, or did once. `unknown`: it
+#: does not say which, and `problem` says why; without one it was not asked, since the run ended before that.
 VersionsState = Literal["none", "kept", "unknown"]
 
 
@@ -157,7 +157,7 @@ class VersionsReport(StrictModel):
     state: VersionsState
     #: The bucket; "" if the store is a folder.
     bucket: str = ""
-    #: The lifecycle rule that deletes them, as JSON of S3's; "" if there are none, or the bucket was not asked.
+    #: The lifecycle rule that deletes them, as JSON of S3's; "" if there are none or nobody asked.
     rule: str = ""
     problem: str = ""
 

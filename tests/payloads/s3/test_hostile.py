@@ -261,7 +261,7 @@ def test_only_an_answer_about_versioning_says_that_no_version_is_kept() -> None:
         for _ in range(3):
             with pytest.raises(TransientError, match="bucket bucket: ask for versioning"):
                 keeps_versions(settings)
-        with pytest.raises(PermissionDenied, match="; grant s3:GetBucketVersioning$"):
+        with pytest.raises(PermissionDenied, match="; grant s3:GetBucketVersioning"):
             keeps_versions(settings)
 
 
