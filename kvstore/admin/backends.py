@@ -157,7 +157,7 @@ class Cache:
 
     @cached_property
     def brief_payloads(self) -> PayloadStore:
-        """The payload store for whoever holds a lease and comes again: it waits no longer than an engine."""
+        """The payload store for a janitor, which comes again: it waits no longer than an engine."""
         return open_payloads(self.settings, patient=False)
 
     @cached_property

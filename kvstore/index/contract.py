@@ -37,7 +37,7 @@ from schemas.records import (
 CLOCKS_DIFFER_S = 60
 #: Seconds after which an incomplete commit is forgotten.
 INCOMPLETE_TTL_S = 3600
-#: A claim or a lease may end at most this many of an asker's times to live from now, or it doesn't count.
+#: A claim may end at most this many of an asker's times to live from now, or it doesn't count.
 LONGEST_HELD = 10
 #: A sweep looks at SWEEP_FACTOR entries for each one that it may drop, and at SWEEP_MIN at least, so that
 #: its limit bounds the time of a call also where nothing dangles.

@@ -137,8 +137,9 @@ class Janitor:
         #: The namespaces' accounts as read in this round, and when the present step is to end.
         self._accounts: list[Account] | None = None
         self._until = 0.0
-        #: When this janitor last said that it works, by the monotonic clock.
+        #: When this janitor last said that it works, by the monotonic clock, and with which number.
         self._said_s = float("-inf")
+        self._said: int | None = None
         #: Namespaces in which something was met that makes no sense, since they were reconciled last.
         self._damaged: set[NamespaceId] = set()
         #: For how many more rounds each namespace is not swept, and how many that was to begin with.
@@ -162,7 +163,9 @@ class Janitor:
                 log.exception("the janitor's round failed unexpectedly")
             stop.wait(min(interval_s, AT_WORK_S / 4))
         with suppress(KVStoreError):
-            self._index.set_quota(AT_WORK, None)
+            # Another number is another janitor's, which works on.
+            if self._said is not None and self._index.quotas().get(AT_WORK) == self._said:
+                self._index.set_quota(AT_WORK, None)
 
     def round(self) -> None:
         """Does one round. Raises none of the store's errors: failures are in the state."""
@@ -190,8 +193,9 @@ class Janitor:
     def _say(self) -> None:
         """Says that a janitor works. An index that is full takes no word of it: then engines help."""
         self._said_s = self._monotonic()
+        self._said = int(self._clock())
         with suppress(KVStoreError):
-            self._index.set_quota(AT_WORK, int(self._clock()))
+            self._index.set_quota(AT_WORK, self._said)
 
     def _answers(self) -> bool:
         try:

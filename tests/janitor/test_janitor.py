@@ -667,6 +667,22 @@ def test_one_that_is_to_stop_stops_between_two_batches(world: World, monkeypatch
     assert janitor.state().faults == ()
 
 
+@pytest.mark.parametrize("later_s", [0, 5])
+def test_one_that_ends_leaves_the_word_of_another_that_works(world: World, later_s: int) -> None:
+    ending, other, stop = world.janitor(), world.janitor(), threading.Event()
+    stop.set()
+    other.round()
+    world.janitor().run(stop)
+    assert is_at_work(world.index.quotas(), world.clock.now), "that one has said nothing"
+    world.clock.now += 5
+    ending.round()
+    world.clock.now += later_s
+    if later_s:
+        other._say()
+    ending.run(stop)
+    assert is_at_work(world.index.quotas(), world.clock.now) == bool(later_s)
+
+
 def test_evidence_is_kept_within_its_bounds(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     space, kept = world.space(), world.store.backends.evidence
     segments = world.save(space, 0, segments=4)

@@ -47,7 +47,7 @@ CHAINS = [*(("one", number) for number in range(4)), ("two", 0), ("two", 1)]
 #: What rows save: one segment each, of which the first half is stored already, as a part of chain 0.
 NEW = [("one", 100), ("two", 100)]
 
-GRACE_S, LEASE_S = 0.3, 2.0
+GRACE_S = 0.3
 #: What those who write and tidy up have: nobody loads under their hands, so nothing has to wait for long.
 HASTY: dict[str, Any] = {
     "grace_s": GRACE_S,
@@ -222,8 +222,8 @@ def ids() -> dict[str, NamespaceId]:
 
 
 #: What belongs to no namespace, and stays.
-_GENERAL_TABLES = {"operations", "quotas", "leases", "sqlite_sequence"}
-_GENERAL_KEYS = ("kvs:operations", "kvs:quotas", "kvs:lease:", "kvs:ping")
+_GENERAL_TABLES = {"operations", "quotas", "sqlite_sequence"}
+_GENERAL_KEYS = ("kvs:operations", "kvs:quotas", "kvs:ping")
 
 
 def _rows(path: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.index.contract import QUARTER_S
-from tests.store.ground import CHAINS, LEASE_S, NEW, Ground
+from tests.store.ground import CHAINS, NEW, Ground
 from trials.faults.killing import INCOMPLETE_S, asked, killed, steps_of
 from trials.faults.row import Result
 from trials.faults.verbs import DUE_S, Verb
@@ -57,8 +57,8 @@ def crash(
         result.faults += killed(partial(verb.work, made), at, of_buckets=of_buckets)
         asked(own, partial(verb.meanwhile, made))
         _judge(result, asked(own, made.look), before, after)
-    # Until claims, leases and incomplete commits have expired, and the grace times are over.
-    time.sleep(max(LEASE_S, INCOMPLETE_S, DUE_S))
+    # Until claims and incomplete commits have expired, and the grace times are over.
+    time.sleep(max(INCOMPLETE_S, DUE_S))
     for own, made in grounds:
         asked(own, partial(verb.work, replace(made, attempt=1)))
         _judge(result, asked(own, made.look), after, after)

@@ -38,7 +38,7 @@ from kvstore.admin.counting import AmountSum, amount_of
 from kvstore.admin.described import fields_of
 from kvstore.admin.operators import among
 from kvstore.admin.progress import ProgressListener, Silent
-from kvstore.admin.remove.looks import LookForSalt, former_versions, header_at
+from kvstore.admin.remove.looks import LookForSalt, former_versions, header_at, unasked_versions
 from kvstore.admin.remove.removal import NamespaceRemoval
 from kvstore.admin.remove.reports import ErasedNamespace, EraseReport, EraseState, VersionsReport
 from kvstore.admin.repair.listing import Stock, take_stock
@@ -66,6 +66,7 @@ _UNREACHED = (
     "copies that were taken: archives of `cache-admin export`, replicas, snapshots and backups of the "
     "bucket, of Redis and of SQLite files. Nothing in them that was created before this erasure can be "
     "imported or rebuilt here",
+    "buckets with soft delete: they keep deleted objects for a time, and no request of S3's tells of it",
     "uploads that were never completed and temporary files of saves that died: `cache-admin gc --apply` "
     "deletes them when they are an hour old; traces (`trace.folder`), which hold parts of digests",
 )
@@ -111,7 +112,8 @@ def erase(
     index, and what the backends raise before anything is changed.
     """
     index = needed_index(cache)
-    run = _Erasure(cache, index, target, wait_s, progress or Silent(), clock, sleep)
+    versions = unasked_versions(cache.settings)
+    run = _Erasure(cache, index, target, wait_s, progress or Silent(), clock, sleep, versions)
     began = time.monotonic()
     run.plan()
     try:
@@ -166,11 +168,11 @@ class _Erasure:
     progress: ProgressListener
     clock: Callable[[], float]
     sleep: Callable[[float], object]
+    versions: VersionsReport
     ended: EndedEarly = "complete"
     problem: str = ""
     spaces: list[_Space] = field(default_factory=list)
     looks: int = 0
-    versions: VersionsReport = field(default_factory=lambda: VersionsReport(state="unknown"))
     #: Namespaces that have payloads, that the index doesn't know, and whose tenant nobody can tell.
     nobodys: list[str] = field(default_factory=list)
 

@@ -90,12 +90,20 @@ class LookForSalt:
         return self._cache.payloads.read(name, 0, []) is not None
 
 
+def unasked_versions(settings: Settings) -> VersionsReport:
+    """Returns what is known of former versions before the payload store is asked."""
+    if not settings.origin.startswith("s3://"):
+        return VersionsReport(state="none")
+    return VersionsReport(state="unknown", bucket=s3_location(settings.origin).bucket)
+
+
 def former_versions(settings: Settings) -> VersionsReport:
     """Asks whether the payload store keeps former versions of what was deleted. The report says so if the
     store refuses the answer."""
+    bucket = unasked_versions(settings).bucket
     try:
         if not keeps_versions(settings):
-            return VersionsReport(state="none")
+            return VersionsReport(state="none", bucket=bucket)
         problem = ""
     except KVStoreError as exc:
         problem = str(exc)
@@ -108,4 +116,4 @@ def former_versions(settings: Settings) -> VersionsReport:
         "Expiration": {"ExpiredObjectDeleteMarker": True},
     }
     state: VersionsState = "unknown" if problem else "kept"
-    return VersionsReport(state=state, rule=json.dumps(rule), problem=problem)
+    return VersionsReport(state=state, bucket=bucket, rule=json.dumps(rule), problem=problem)

@@ -146,8 +146,8 @@ class ErasedNamespace(StrictModel):
     state: EraseState
 
 
-#: `none`: the store never kept any. `kept`: it does, or did once. `unknown`: it does not say which, and
-#: `problem` says why.
+#: `none`: the bucket never kept any, or the store is a folder. `kept`: it does, or did once. `unknown`: it
+#: does not say which, and `problem` says why; without one it was not asked, since the run ended before that.
 VersionsState = Literal["none", "kept", "unknown"]
 
 
@@ -155,7 +155,9 @@ class VersionsReport(StrictModel):
     """Former versions of deleted payloads, as a bucket with versioning keeps them."""
 
     state: VersionsState
-    #: The lifecycle rule that deletes them, as JSON of S3's; "" if there are none.
+    #: The bucket; "" if the store is a folder.
+    bucket: str = ""
+    #: The lifecycle rule that deletes them, as JSON of S3's; "" if there are none or nobody asked.
     rule: str = ""
     problem: str = ""
 

@@ -154,8 +154,14 @@ def erase(report: EraseReport) -> Renderables:
 
 
 def _versions(report: VersionsReport) -> Renderables:
+    if not report.bucket:
+        return
     if report.state == "none":
-        yield pair("versions", "the store keeps none of deleted payloads", width=_WIDTH)
+        yield pair("versions", "the bucket keeps no former versions", width=_WIDTH)
+        return
+    if not report.rule:
+        text = "the bucket was not asked whether it keeps former versions"
+        yield pair("versions", Text(text, style="bold red"), width=_WIDTH)
         return
     keeps = "keeps" if report.state == "kept" else "may keep"
     text = f"the bucket {keeps} former versions of deleted payloads. Add this rule to its lifecycle:"

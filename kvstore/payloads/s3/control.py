@@ -18,7 +18,7 @@ from botocore.parsers import ResponseParserError
 
 from kvstore.errors import KVStoreError, TransientError
 from kvstore.payloads.port import Again, Listed, at_once
-from kvstore.payloads.s3.errors import classify, nonsense, of_boto
+from kvstore.payloads.s3.errors import ASK_VERSIONING, classify, nonsense, of_boto
 from schemas.urls import S3Location
 
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ class S3Control:
         """Returns whether the bucket keeps, or ever kept, former versions."""
         # Once turned on, versioning can be suspended, and never be off again.
         self._client.meta.events.register("before-parse.s3.GetBucketVersioning", _is_versioning)
-        answer: dict[str, Any] = self.ask("ask for versioning", "get_bucket_versioning")
+        answer: dict[str, Any] = self.ask(ASK_VERSIONING, "get_bucket_versioning")
         return "Status" in answer
 
     def delete(self, what: str, keys: Sequence[str]) -> None:
@@ -141,9 +141,9 @@ class S3Control:
 
 
 def _is_versioning(response_dict: Any, **_: Any) -> None:
-    """Raises ValueError for another document, as from a gate that wants to be logged in at: to boto3 any XML
-    says that no version was ever kept."""
-    if response_dict["status_code"] == 200 and b"VersioningConfiguration" not in response_dict["body"]:
+    """Raises ValueError for another document, as from a gate that wants to be logged in at: to boto3 any XML,
+    and an empty answer, says that no version was ever kept."""
+    if response_dict["status_code"] < 300 and b"VersioningConfiguration" not in response_dict["body"]:
         raise ValueError("no versioning")
 
 

@@ -61,6 +61,9 @@ _FULL = frozenset({"QuotaExceeded", "EntityTooLarge", "InsufficientStorage"})
 #: Codes of 4xx answers that another attempt may not get again.
 _PASSING = frozenset({"NoSuchBucket", "NoSuchUpload", "RequestTimeout", "OperationAborted", "BadDigest"})
 
+#: What asks whether a bucket keeps former versions, in errors. It needs a right that no other call does.
+ASK_VERSIONING = "ask for versioning"
+
 #: Address that obstore is told to reach any host through but the endpoint's: nobody can be there.
 NOWHERE = "127.0.0.1:0"
 
@@ -104,6 +107,8 @@ def classify(
     sentence = readable(_first(sentence), _SENTENCE_CHARS)
     said = f"{status} {readable(code)}".strip() + (f" ({sentence})" if sentence else "")
     advice = _ADVICE.get(code)
+    if code == "AccessDenied" and what.endswith(ASK_VERSIONING):
+        advice = "grant s3:GetBucketVersioning"
     if 300 <= status < 400:
         return Redirected(f"{what}: {said}{_elsewhere(headers or {})}")
     text = f"{what}: {said}" + (f"; {advice}" if advice else "")

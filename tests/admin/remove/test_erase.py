@@ -20,6 +20,7 @@ from kvstore.admin.archive.import_ import import_archive
 from kvstore.admin.archive.wanted import Wanted
 from kvstore.admin.backends import Cache, Sources, UnknownName
 from kvstore.admin.remove.erase import Target, erase
+from kvstore.admin.remove.removal import NamespaceRemoval
 from kvstore.admin.remove.reports import EraseReport
 from kvstore.admin.repair.fsck import fsck
 from kvstore.admin.repair.rebuild import rebuild
@@ -660,6 +661,29 @@ def test_versions_that_may_not_be_asked_about(
     world.kept(but=of_alice)
     monkeypatch.undo()
     assert is_done(erased(world, OF_ALICE))
+
+
+def test_only_a_bucket_that_was_asked_gets_a_rule(
+    world: Erasing, admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import yaml
+
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(yaml.safe_dump(world.settings))
+    told = ["erase", "--tenant", "search", "--apply", "--settings", str(settings)]
+    in_bucket = world.settings["payloads"].startswith("s3://")
+
+    def denied(_: NamespaceRemoval) -> None:
+        raise PermissionDenied("no right")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NamespaceRemoval, "hide", denied)
+        ran = admin(*told)
+    assert "no right" in ran.out and "lifecycle" not in ran.out
+    assert ("the bucket was not asked" in ran.out) is in_bucket
+    ran = admin(*told)
+    assert (ran.code, "lifecycle" in ran.out) == (0, False)
+    assert ("the bucket keeps no former versions" in ran.out) is in_bucket
 
 
 # The command

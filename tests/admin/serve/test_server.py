@@ -808,7 +808,7 @@ def test_a_place_that_cannot_be_listened_on_ends_it(admin: Admin, filled: Filled
 def test_its_janitor_does_not_wait_as_long_for_a_bucket_as_tools_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It holds a lease, and comes again."""
+    """It comes again."""
     world, calls = World("brief"), list[Any]()
     janitor = Serving(world.cache)._opened_janitor()
     assert janitor is not None

@@ -224,10 +224,6 @@ POISONS = [
     Poison("kvs:quotas", "of 5,000 digits", _quota_of_5000_digits),
     _whole("kvs:operations", "of another type", "SET", "kvs:operations", "x"),
     _whole("kvs:operations", "other entry", "XADD", "kvs:operations", "*", b"\xff", b"\xff"),
-    _whole("kvs:lease:", "of another type", "LPUSH", "kvs:lease:janitor", "x"),
-    _whole("kvs:lease:", "for good", "SET", "kvs:lease:janitor", "stranger"),
-    _whole("kvs:lease:", "for very long", "SET", "kvs:lease:janitor", "stranger", "EX", "1000000000"),
-    _whole("kvs:lease:", "no text", "SET", "kvs:lease:janitor", b"\xff", "EX", "1000000000"),
     _whole("kvs:ping", "of another type", "LPUSH", "kvs:ping", "x"),
 ]
 

@@ -242,13 +242,26 @@ def test_entities_of_a_listing_are_neither_expanded_nor_fetched(tmp_path: Path) 
 
 def test_only_an_answer_about_versioning_says_that_no_version_is_kept() -> None:
     said = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/">%s</VersioningConfiguration>'
-    bodies = iter((said % b"", said % b"<Status>Suspended</Status>", NONSENSE["not a listing"]))
-    with HostileServer(lambda *_: answer("200 OK", next(bodies))) as server:
+    denied = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+    answers = iter(
+        (
+            ("200 OK", said % b""),
+            ("200 OK", said % b"<Status>Suspended</Status>"),
+            ("200 OK", NONSENSE["not a listing"]),
+            ("203 Non-Authoritative Information", NONSENSE["not a listing"]),
+            ("204 No Content", b""),
+            ("403 Forbidden", denied),
+        )
+    )
+    with HostileServer(lambda *_: answer(*next(answers))) as server:
         url = f"s3://bucket/pre?endpoint={server.endpoint}&region=us-east-1"
         keys = {"access_key_id": "quick-tests", "secret_access_key": "not-checked"}
         settings = load_settings({"payloads": url, "index": "redis://nowhere/0", "s3": keys}, {})
         assert [keeps_versions(settings), keeps_versions(settings)] == [False, True]
-        with pytest.raises(TransientError, match="bucket bucket: ask for versioning"):
+        for _ in range(3):
+            with pytest.raises(TransientError, match="bucket bucket: ask for versioning"):
+                keeps_versions(settings)
+        with pytest.raises(PermissionDenied, match="; grant s3:GetBucketVersioning"):
             keeps_versions(settings)
 
 
