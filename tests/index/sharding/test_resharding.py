@@ -9,15 +9,17 @@ import pytest
 
 from kvstore.errors import NamespaceUnknown
 from kvstore.events import EventReader, Gap
-from kvstore.index.port import CommitState
+from kvstore.index.port import CommitState, Replaced
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.layouts import LOOK_S
 from kvstore.index.sharding.names import shard_names
+from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sharding.resharding import Moved
 from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id, session_id
 from tests.index.contract.chains import CREATED_S, LATER_S, chain, namespace, put, record
+from tests.index.sharding.flaky import FlakyLeaf
 from tests.index.sharding.moving import (
     ALL,
     BANNED,
@@ -209,6 +211,21 @@ def _unpin(engine: Engine, chains: list[bytes]) -> None:
     engine.tools.unpin(engine.name, engine.segments(chains))
 
 
+def _join(engine: Engine, chains: list[bytes]) -> None:
+    """As an engine does that saves more of a chain: its last segments become one, which may be missed."""
+    for one in chains[:3]:
+        olds = [run.segment for run in engine.index.match(engine.name, one) if run.start == 2]
+        rest = chain(2, seed="more", after=one)[32:]
+        made = record(4, depth=2, salt=SALT, created_s=CREATED_S)
+        replaces = [Replaced(old, one[32:]) for old in olds]
+        segment = new_segment_id(one)
+        state = engine.index.commit(engine.name, segment, rest, made, rank=0, ranks=1, replaces=replaces)
+        assert state is CommitState.VISIBLE
+        engine.payloads.add(segment)
+        engine.strays.add(segment)
+    engine.reap()
+
+
 #: What others do, and what can be matched after it.
 ACTIONS = [
     (_evict, [0] * 3 + ALL[3:]),
@@ -219,6 +236,7 @@ ACTIONS = [
     (_upkeep, ALL),
     (_pin, ALL),
     (_unpin, ALL),
+    (_join, None),
 ]
 
 
@@ -254,9 +272,72 @@ def test_what_is_done_meanwhile_is_done(
         engine.check(index)
         if left is not None:
             assert found(index, name, chains) == left, step
+        if action is _join:
+            assert {2, 4} >= set(found(index, name, chains[:3])), step
         if action in (_pin, _unpin):
             pinned = {one.pinned for one in index.segments(name)}
             assert pinned == {action is _pin}, step
+
+
+@pytest.mark.parametrize("when", ["second round", "turn"])
+@pytest.mark.parametrize("verb", ["cull", "join"])
+def test_what_could_not_be_told_to_the_new_shards_is_taken_out(
+    leaf: RedisIndex, stepped: Stepped, raw: Any, when: str, verb: str
+) -> None:
+    """Somebody evicts and replaces while only the new shards are down for them. What is replaced leaves no
+    hole if a round follows."""
+    name, chains = filled(ShardedIndex(leaf, shards=8), FEW)
+    enters = 0
+
+    def count() -> None:
+        nonlocal enters
+        enters += stepped.last == "enter"
+
+    stepped.between = count
+    resharded(stepped.leaf, name, 2)
+    raw.flushall()
+    name, chains = filled(ShardedIndex(leaf, shards=8), FEW)
+    engine = Engine(leaf, name)
+    # Two rounds have equally many.
+    last, enters = enters if when == "turn" else enters // 2, 0
+
+    def work() -> None:
+        (account,) = ShardedIndex(leaf).accounts()
+        flaky = FlakyLeaf(leaf)
+        flaky.down.update(shard_names(name, account.to))
+        engine.index = ShardedRequests(flaky)
+        engine.tools = ShardedIndex(flaky)
+        (_join if verb == "join" else _cull)(engine, chains)
+
+    def between() -> None:
+        count()
+        if enters == last:
+            stepped.between = lambda: None
+            work()
+
+    stepped.between = between
+    resharded(stepped.leaf, name, 2)
+    index = ShardedIndex(leaf)
+    engine.check(index)
+    if verb == "join" and when == "second round":
+        assert found(index, name, chains[:3]) == [4] * 3
+
+
+def test_what_a_commit_replaces_goes_from_what_is_filled(leaf: RedisIndex, stepped: Stepped) -> None:
+    name, chains = filled(ShardedIndex(leaf, shards=8), FEW)
+    with stepped.killed(before="turn"):
+        resharded(stepped.leaf, name, 2)
+    engine = Engine(leaf, name)
+    olds = {run.segment for one in chains[:3] for run in engine.index.match(name, one) if run.start == 2}
+    (account,) = ShardedIndex(leaf).accounts()
+    news = shard_names(name, account.to)
+
+    def there() -> set[SegmentId]:
+        return {one.segment for new in news for one in leaf.segments(new)}
+
+    assert len(olds) == 3 and olds <= there()
+    _join(engine, chains)
+    assert not olds & there()
 
 
 @pytest.mark.parametrize(("before", "after"), WAYS)
