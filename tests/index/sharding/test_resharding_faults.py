@@ -365,3 +365,30 @@ def test_what_is_believed_is_believed_from_when_it_was_asked(leaf: RedisIndex) -
     resharded(leaf, name, 2)
     now += LOOK_S * 0.5
     assert found(index, name, chains) == ALL
+
+
+def test_evictions_do_not_keep_what_is_nobodys(leaf: RedisIndex, stepped: Stepped, raw: Any) -> None:
+    """They reach what was left as well, between any two steps that drop it."""
+
+    def steps(*, evicts: bool) -> int:
+        raw.flushall()
+        index = ShardedIndex(leaf, shards=2)
+        name = index.register(namespace(), expected_blocks=2_000_000)
+        shard = shard_names(name, 2)[0]
+        some = [put(leaf, shard, chain(2, seed=str(seed))) for seed in range(100)]
+        count = 0
+
+        def between() -> None:
+            nonlocal count
+            if stepped.last == "erase":
+                count += 1
+                if evicts:
+                    leaf.evict(shard, [some.pop()], delete_after_s=0, rule="capacity")
+
+        stepped.between = between
+        stepped.leaf.forget(shard)
+        stepped.between = lambda: None
+        assert not [one for one in raw.keys("kvs:{*") if shard.encode() in one]
+        return count
+
+    assert 1 < steps(evicts=False) == steps(evicts=True) < 50
