@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.build import load_settings
 from kvstore.errors import NamespaceUnknown
 from kvstore.events import EventReader, Gap
+from kvstore.index.ageing import Ageing
 from kvstore.index.port import CommitState, Replaced
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
@@ -26,6 +30,7 @@ from tests.index.sharding.moving import (
     FEW,
     SALT,
     STEPS,
+    TTL_S,
     WAYS,
     Engine,
     Stepped,
@@ -338,6 +343,39 @@ def test_what_a_commit_replaces_goes_from_what_is_filled(leaf: RedisIndex, stepp
     assert len(olds) == 3 and olds <= there()
     _join(engine, chains)
     assert not olds & there()
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (1, 8)])
+def test_a_pass_by_age_begins_anew(leaf: RedisIndex, before: int, after: int) -> None:
+    """It was under way before, and goes through all shards that there are then."""
+    name, _ = filled(ShardedIndex(leaf, shards=before), FEW * 100)
+    index = ShardedIndex(leaf)
+    _, place = index.age_out(name, TTL_S, delete_after_s=LATER_S)
+    assert place
+    resharded(leaf, name, after)
+    index, gone = ShardedIndex(leaf), 0
+    segments = index.usage(name).segments
+    while place:
+        # All are too old for this.
+        some, place = index.age_out(name, 1, delete_after_s=LATER_S, after=place)
+        gone += some
+    assert (gone, index.usage(name).segments) == (segments, 0)
+
+
+def test_a_pass_by_age_whose_place_makes_no_sense_begins_anew(leaf: RedisIndex, tmp_path: Path) -> None:
+    index = ShardedIndex(leaf)
+    name, _ = filled(index, FEW)
+    tree = {"payloads": f"file://{tmp_path}", "eviction": {"ttl_s": TTL_S}}
+    ageing = Ageing(index, load_settings(tree, environ={}), time.time)
+
+    def damaged() -> set[NamespaceId]:
+        ageing.round(index.accounts(), lambda: True, lambda: None)
+        return set(ageing.damaged)
+
+    assert not damaged()
+    ageing._passes[name].after, ageing._passes[name].done_s = "nonsense", None
+    assert damaged() == {name}
+    assert not damaged()
 
 
 @pytest.mark.parametrize(("before", "after"), WAYS)
