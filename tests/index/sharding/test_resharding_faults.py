@@ -392,3 +392,33 @@ def test_evictions_do_not_keep_what_is_nobodys(leaf: RedisIndex, stepped: Steppe
         return count
 
     assert 1 < steps(evicts=False) == steps(evicts=True) < 50
+
+
+@pytest.mark.parametrize(("before", "after"), WAYS)
+def test_the_trash_is_known_at_every_step(
+    leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int
+) -> None:
+    """Else `gc` takes it for waste before its time. Somebody may have asked before it came over, and go on
+    after that."""
+    name, _ = filled(ShardedIndex(leaf, shards=before), FEW)
+    index = ShardedIndex(leaf)
+    some = [one for one, _ in index.reapable(name, 1 << 40, 1000)]
+    states = index.states(name, some)
+    assert some and None not in states
+    stepped.between = lambda: index.states(name, some) == states or pytest.fail(stepped.last)
+    resharded(stepped.leaf, name, after)
+    stepped.between = lambda: None
+    asking = FlakyLeaf(leaf)
+    index, asked = ShardedIndex(asking), 0
+    with stepped.killed(before="ZSCAN"):
+        resharded(stepped.leaf, name, before)
+
+    def between(verb: str, where: Any) -> None:
+        nonlocal asked
+        asked += verb == "states"
+        if verb == "states" and asked == 2:
+            asking.between = lambda verb, where: None
+            resharded(leaf, name, before)
+
+    asking.between = between
+    assert index.states(name, some) == states
