@@ -133,6 +133,8 @@ class Resharding:
         try:
             self._lay(layout, filling)
             self._look_is_over("what is filled")
+            # Shards of a layout that is nobody's by now would be left.
+            self._see_that_it_lies(filling)
             self._index.register_shards(
                 self._name, self._namespace, filling.to, self._expected_blocks, every=True
             )

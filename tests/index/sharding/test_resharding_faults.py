@@ -422,3 +422,13 @@ def test_the_trash_is_known_at_every_step(
 
     asking.between = between
     assert index.states(name, some) == states
+
+
+def test_one_that_comes_late_leaves_no_shards(leaf: RedisIndex, raw: Any) -> None:
+    """Another one has come to its end while it waited."""
+    name, _ = filled(ShardedIndex(leaf, shards=2), FEW)
+    with pytest.raises(TransientError, match="run it again"):
+        resharded(leaf, name, 8, wait=lambda seconds: resharded(leaf, name, 3) and None)
+    (account,) = ShardedIndex(leaf).accounts()
+    assert account.shards == 3
+    assert {one.decode() for one in raw.smembers("kvs:ns")} == {name, *shard_names(name, account.layout)}
