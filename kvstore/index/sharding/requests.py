@@ -273,10 +273,11 @@ class ShardedRequests(ShardedLayouts):
         with self._guard(namespace):
             state = self._leaf.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
         if state == "failed":
-            # Where its commits are refused. A shard that is down now, or that a reshard makes, takes them:
-            # readers don't.
+            # Where its commits are refused. A shard that is down now takes them: readers don't.
             try:
-                shards = [one for one in self._shards(namespace) if one != namespace]
+                layout = self._layout(namespace)
+                names = (shard_names(namespace, one) for one in (layout.name, *sorted(layout.others)))
+                shards = [one for some in names for one in some if one != namespace]
                 self._each(shards, lambda one: self._leaf.judge(one, writer, "differs", by=by, stands=True))
             except KVStoreError as exc:
                 log.warning("not every shard of %s refuses writer %s: %s", namespace, writer.hex(), exc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvstore.index.sharding.layouts import LOOK_S
 from kvstore.index.sharding.names import shard_names
 from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sharding.resharding import Moved
-from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id, session_id
+from kvstore.keys import NO_SALT, NamespaceId, PlaceId, SegmentId, WriterId, new_segment_id, session_id
 from tests.index.contract.chains import CREATED_S, LATER_S, chain, namespace, put, record
 from tests.index.sharding.flaky import FlakyLeaf
 from tests.index.sharding.moving import (
@@ -343,6 +344,33 @@ def test_what_a_commit_replaces_goes_from_what_is_filled(leaf: RedisIndex, stepp
     assert len(olds) == 3 and olds <= there()
     _join(engine, chains)
     assert not olds & there()
+
+
+@pytest.mark.parametrize(("before", "after"), WAYS)
+@pytest.mark.parametrize("when", ["", "register", "adopt", "turn"])
+def test_a_writer_that_has_failed_is_refused_after(
+    leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int, when: str
+) -> None:
+    """It was found out before, or meanwhile. Nothing of that is left in the shards before."""
+    index = ShardedIndex(leaf, shards=before)
+    name, _ = filled(index, FEW)
+    one = chain(2, seed="late")
+    late = dataclasses.replace(record(2), writer=b"a writer")
+
+    def judge() -> None:
+        ShardedIndex(leaf).judge(name, WriterId(b"a writer"), "differs", by=PlaceId(b"somebody"), stands=True)
+
+    if when:
+        stepped.before(when, judge)
+    else:
+        judge()
+    resharded(stepped.leaf, name, after)
+    index = ShardedIndex(leaf)
+    shards = shard_names(name, index.accounts()[0].layout)
+    for shard in shards:
+        # Even where nobody asks for the verdict before.
+        assert leaf.commit(shard, new_segment_id(one), one, late, rank=0, ranks=1) is CommitState.REFUSED
+    assert {key.decode().split("}")[0][5:] for key in raw.keys("kvs:{*:writers")} == {name, *shards}
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 1), (1, 8)])

@@ -14,8 +14,8 @@ local bits, aside = known[1], ARGV[3] ~= ''
 if aside then
   -- What lies under an id is nobody's only if the namespace lies in shards: a failover may have lost that.
   if not bits or ARGV[3] == 'left' and not known[4] then
-    -- A shard that was never registered may have been told what is forbidden.
-    if ARGV[3] == 'shard' then redis.call('UNLINK', prefix .. 'erased') end
+    -- A shard that was never registered may have been told what is forbidden, and who has failed.
+    if ARGV[3] == 'shard' then redis.call('UNLINK', prefix .. 'erased', prefix .. 'writers') end
     return {0, 0, 0}
   end
 elseif known[4] then
