@@ -42,6 +42,7 @@ _LAYOUT = Script.load("layout")
 _TAKEN = Script.load("taken")
 _ADOPT = Script.load("adopt", "changes", "score", "retention")
 _ENTER = Script.load("enter")
+_DISCARD = Script.load("discard")
 
 #: The answer of register.lua for a namespace of a newer schema, which it must not touch.
 _NEWER = 2
@@ -179,7 +180,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
         check_segments([segment for segment, _ in segments])
         for some in batches(segments, _PAGE):
             words = (word for segment, score in some for word in (f"{score:.17g}", segment))
-            self._client.command("ZADD", key(name, "trash"), "NX", *words)
+            self._run(_DISCARD, name, *words)
 
     def _unregistered(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
         return NamespaceUnknown(

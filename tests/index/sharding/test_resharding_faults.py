@@ -432,3 +432,25 @@ def test_one_that_comes_late_leaves_no_shards(leaf: RedisIndex, raw: Any) -> Non
     (account,) = ShardedIndex(leaf).accounts()
     assert account.shards == 3
     assert {one.decode() for one in raw.smembers("kvs:ns")} == {name, *shard_names(name, account.layout)}
+
+
+@pytest.mark.parametrize(("before", "after"), WAYS)
+def test_what_is_stored_again_is_not_discarded(leaf: RedisIndex, before: int, after: int) -> None:
+    """A rebuild commits what was evicted, right before that is brought over."""
+    name, _ = filled(ShardedIndex(leaf, shards=before), FEW)
+    index, flaky, times = ShardedIndex(leaf), FlakyLeaf(leaf), 0
+    segment = put(index, name, one := chain(2, seed="again"))
+    index.evict(name, [segment], delete_after_s=0, rule="bad")
+    engine = Engine(leaf, name)
+
+    def again(verb: str, where: Any) -> None:
+        nonlocal times
+        if verb == "discard" and segment in {one for one, _ in flaky.calls[-1][1][1]}:
+            put(ShardedIndex(leaf), name, one, segment=segment)
+            times += 1
+
+    flaky.between = again
+    resharded(flaky, name, after)
+    assert times == 1
+    assert found(ShardedIndex(leaf), name, [one]) == [2]
+    engine.check(ShardedIndex(leaf))
