@@ -171,6 +171,8 @@ class Resharding:
         """Copies what is there. Returns how many segments were new."""
         self._begin("copy", sum(self._leaf.usage(name).nbytes for name in olds))
         copied, unfindable = 0, 0
+        # Before the entries: none is written over one that leads to a visible segment.
+        self._take_out(filling, olds, news)
         for old in olds:
             for page in self._leaf.taken(old):
                 self._see_that_it_lies(filling)
@@ -180,9 +182,6 @@ class Resharding:
                 )
                 copied += self._copy(old, news, page)
                 self._advance(sum(one.record.nbytes for one in page))
-        # Before the entries: none is written over one that leads to a visible segment.
-        self._take_out(filling, olds, news)
-        for old in olds:
             # After the segments: one of a segment that isn't visible here is left out.
             for some in _pages(self._leaf.entries(old), _ENTRIES):
                 self._see_that_it_lies(filling)
