@@ -101,6 +101,11 @@ class Ageing:
         elif known.rests(now_s) and (account.ttl_s or None) == ttl_s:
             return 0, False
         after_s = now_s + self._settings.grace_s
-        gone, known.after = self._index.age_out(name, ttl_s, delete_after_s=after_s, after=known.after)
+        try:
+            gone, known.after = self._index.age_out(name, ttl_s, delete_after_s=after_s, after=known.after)
+        except DamagedIndex:
+            # It may be the place to go on from that makes no sense.
+            known.after = ""
+            raise
         known.done_s = None if known.after else now_s
         return gone, bool(known.after)

@@ -33,6 +33,8 @@ from schemas.namespace import Namespace
 #: Segments on a page that is moved, and entries that one script enters: 1 to 2 ms of Redis's time.
 _PAGE = 500
 _ENTER_SLICE = 500
+#: Entries that one script of `forget` drops, unless it has looked at its number of buckets before.
+_FORGET_SLICE = 10_000
 
 _REGISTER = Script.load("register")
 _BEGIN_ERASING = Script.load("erasing")
@@ -40,6 +42,7 @@ _LAYOUT = Script.load("layout")
 _TAKEN = Script.load("taken")
 _ADOPT = Script.load("adopt", "changes", "score", "retention")
 _ENTER = Script.load("enter")
+_DISCARD = Script.load("discard")
 
 #: The answer of register.lua for a namespace of a newer schema, which it must not touch.
 _NEWER = 2
@@ -113,7 +116,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
     @understood
     def forget(self, name: NamespaceId) -> None:
         what = "left" if base_of(name) == name else "shard"
-        while self._erase(name, SLICE, aside=what) == 1:
+        while self._erase(name, _FORGET_SLICE, aside=what) == 1:
             pass
         if base_of(name) != name:
             self._unregister(name)
@@ -177,7 +180,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
         check_segments([segment for segment, _ in segments])
         for some in batches(segments, _PAGE):
             words = (word for segment, score in some for word in (f"{score:.17g}", segment))
-            self._client.command("ZADD", key(name, "trash"), "NX", *words)
+            self._run(_DISCARD, name, *words)
 
     def _unregistered(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
         return NamespaceUnknown(

@@ -103,13 +103,20 @@ class ShardedCatalogue(ShardedRequests):
 
     def states(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> list[SegmentState | None]:
         """Goes by how the namespace lies before and after it was asked: what is unknown may be deleted.
-        Raises TransientError if that changes each time."""
+        Raises TransientError if that changes each time.
+
+        After a turn the trash lies in the shards before until it is brought over. They are asked first:
+        what comes over meanwhile is found by the second question.
+        """
         layout = self._now(namespace)
         for _ in range(_LOOKS):
+            left: Sequence[SegmentState | None] = [None] * len(segments)
+            if layout.left:
+                left = self._gathered(shard_names(namespace, layout.left), segments, self._leaf.states)
             states = self._gathered(shard_names(namespace, layout.name), segments, self._leaf.states)
             before, layout = layout, self._now(namespace)
             if layout.name == before.name:
-                return states
+                return [one or other for one, other in zip(states, left, strict=True)]
         raise TransientError(
             f"{self._leaf!r}: namespace {namespace} is being brought into {layout.shards} shards: try again"
         )

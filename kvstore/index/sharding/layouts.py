@@ -229,14 +229,21 @@ class ShardedLayouts(EngineIndex):
         every: bool = False,
     ) -> None:
         """Registers the shards of a layout, whether or not the namespace lies in them by now, with all that
-        is forbidden in it. Raises if none answers, or not `every` one does, after all were asked."""
+        is forbidden in it, and the writers that have failed. Raises if none answers, or not `every` one does,
+        after all were asked.
+        """
         with self._guard(name):
             forbidden = self._leaf.forbidden(name)
+            verdicts = self._leaf.verdicts(name)
+        failed = {writer: one for writer, one in verdicts.items() if one.state == "failed"}
         shards, failures, done = shard_names(name, layout), FailedShards(), 0
         for one in shards:
             with failures.passed(), self._guard(one):
                 self._forbid_as_before(one, forbidden)
                 self._leaf.register_shard(one, namespace, expected_blocks=-(-expected_blocks // len(shards)))
+                there = self._leaf.verdicts(one, list(failed))
+                for writer in failed.keys() - there.keys():
+                    self._leaf.judge(one, writer, "differs", by=failed[writer].by, stands=True)
                 done += 1
         if every or not done:
             failures.end()

@@ -127,4 +127,5 @@ class ShardLeaf(LaidOut):
 
     @abstractmethod
     def discard(self, name: NamespaceId, segments: Sequence[tuple[SegmentId, float]]) -> None:
-        """Takes over what another shard has in its trash, and this one has not."""
+        """Takes over what another shard has in its trash, and this one has not. What is visible here
+        is not: it was stored again."""

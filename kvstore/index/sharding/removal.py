@@ -116,6 +116,8 @@ class ShardedRemoval(ShardedCatalogue):
     ) -> tuple[int, str]:
         layout = self._layout(namespace)
         shards = shard_names(namespace, layout.name)
+        if (":" in after) == (len(shards) == 1):
+            after = ""  # a pass that began in another layout begins anew
         for other in sorted(layout.others) if not after else ():
             for name in shard_names(namespace, other):
                 with suppress(TransientError):

@@ -22,6 +22,7 @@ from kvstore.index.contract import check_commit, check_segments, count_digests
 from kvstore.index.port import MOST_RUNS, Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.index.sharding.layouts import FailedShards, ShardedLayouts, split
+from kvstore.index.sharding.leaf import Layout
 from kvstore.index.sharding.names import of_chain, of_segment, shard_names
 from kvstore.index.verdicts import Opinion, Verdict, VerdictState
 from kvstore.keys import (
@@ -120,12 +121,13 @@ class ShardedRequests(ShardedLayouts):
         nobody would find it. Releases that knew no tags wrote such. What it replaces and has another tag
         stays."""
         check_commit(segment, digests, record, rank, ranks)
-        shards = self._shards(namespace)
+        layout = self._layout(namespace)
+        shards = shard_names(namespace, layout.name)
         name = of_segment(shards, segment)
         if not record.depth and of_chain(shards, digests) != name:
             return CommitState.REFUSED
         with self._guard(name):
-            return self._leaf.commit(
+            state = self._leaf.commit(
                 name,
                 segment,
                 digests,
@@ -136,6 +138,26 @@ class ShardedRequests(ShardedLayouts):
                 allowance=_share(allowance, len(shards)),
                 replaces=replaces,
             )
+        if state is CommitState.VISIBLE and replaces and layout.others:
+            self._replaced(namespace, layout, name, [one.segment for one in replaces])
+        return state
+
+    def _replaced(
+        self, namespace: NamespaceId, layout: Layout, name: NamespaceId, olds: Sequence[SegmentId]
+    ) -> None:
+        """Evicts in the other layouts what a commit has replaced. It is saved whatever these say: a reshard
+        looks once more before it turns."""
+        try:
+            with self._guard(name):
+                states = self._leaf.states(name, olds)
+            gone = [one for one, state in zip(olds, states, strict=True) if state != "visible"]
+            for other in sorted(layout.others) if gone else ():
+                for one, some in split(shard_names(namespace, other), gone).items():
+                    with self._guard(one):
+                        # Its payload may go at once, as commit.lua has it.
+                        self._leaf.evict(one, some, delete_after_s=1, rule="joined")
+        except KVStoreError as exc:
+            log.warning("what %s has replaced is left in other shards of %s: %s", name, namespace, exc)
 
     def touch(
         self, namespace: NamespaceId, segments: Sequence[SegmentId], used_s: float | None = None
@@ -251,10 +273,11 @@ class ShardedRequests(ShardedLayouts):
         with self._guard(namespace):
             state = self._leaf.judge(namespace, writer, opinion, by=by, stands=stands, name=name)
         if state == "failed":
-            # Where its commits are refused. A shard that is down now, or that a reshard makes, takes them:
-            # readers don't.
+            # Where its commits are refused. A shard that is down now takes them: readers don't.
             try:
-                shards = [one for one in self._shards(namespace) if one != namespace]
+                layout = self._layout(namespace)
+                names = (shard_names(namespace, one) for one in (layout.name, *sorted(layout.others)))
+                shards = [one for some in names for one in some if one != namespace]
                 self._each(shards, lambda one: self._leaf.judge(one, writer, "differs", by=by, stands=True))
             except KVStoreError as exc:
                 log.warning("not every shard of %s refuses writer %s: %s", namespace, writer.hex(), exc)

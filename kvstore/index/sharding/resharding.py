@@ -52,7 +52,7 @@ class Moved:
     entries: int = 0
     #: Segments whose id has another chain's tag, or none: nobody finds them, and they go by age.
     unfindable: int = 0
-    #: Segments that were evicted while they were copied.
+    #: Segments that were evicted, or replaced, after they were copied.
     withdrawn: int = 0
 
 
@@ -133,6 +133,8 @@ class Resharding:
         try:
             self._lay(layout, filling)
             self._look_is_over("what is filled")
+            # Shards of a layout that is nobody's by now would be left.
+            self._see_that_it_lies(filling)
             self._index.register_shards(
                 self._name, self._namespace, filling.to, self._expected_blocks, every=True
             )
@@ -143,6 +145,8 @@ class Resharding:
                 few = few or new * _FEW
                 if new <= few:
                     break
+            # The last look: the turn relies on all that was copied and entered until here.
+            self._take_out(filling, olds, news)
             return self._lay(filling, replace(layout, name=filling.to, left=layout.name))
         except BaseException:
             # What it has filled helps nobody: who runs it again begins anew.
@@ -167,6 +171,8 @@ class Resharding:
         """Copies what is there. Returns how many segments were new."""
         self._begin("copy", sum(self._leaf.usage(name).nbytes for name in olds))
         copied, unfindable = 0, 0
+        # Before the entries: none is written over one that leads to a visible segment.
+        self._take_out(filling, olds, news)
         for old in olds:
             for page in self._leaf.taken(old):
                 self._see_that_it_lies(filling)
@@ -188,6 +194,17 @@ class Resharding:
         self.moved.segments += copied
         self.moved.unfindable = unfindable
         return copied
+
+    def _take_out(self, filling: Layout, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> None:
+        """Takes out of the new shards what isn't visible in the old ones any more. Whoever evicted it there,
+        or replaced it, may not have reached the new ones."""
+        for new in news:
+            for page in self._leaf.taken(new):
+                self._see_that_it_lies(filling)
+                for old, ids in split(olds, [one.segment for one in page]).items():
+                    states = self._leaf.states(old, ids)
+                    gone = [one for one, state in zip(ids, states, strict=True) if state != "visible"]
+                    self.moved.withdrawn += self._leaf.unlist(new, gone) if gone else 0
 
     def _copy(self, old: NamespaceId, news: Sequence[NamespaceId], page: Sequence[Taken]) -> int:
         """Copies segments of one shard, and looks again until nothing was evicted or pinned there meanwhile.

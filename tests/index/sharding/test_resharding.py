@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.build import load_settings
 from kvstore.errors import NamespaceUnknown
 from kvstore.events import EventReader, Gap
-from kvstore.index.port import CommitState
+from kvstore.index.ageing import Ageing
+from kvstore.index.port import CommitState, Replaced
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.layouts import LOOK_S
 from kvstore.index.sharding.names import shard_names
+from kvstore.index.sharding.requests import ShardedRequests
 from kvstore.index.sharding.resharding import Moved
-from kvstore.keys import NO_SALT, NamespaceId, SegmentId, new_segment_id, session_id
+from kvstore.keys import NO_SALT, NamespaceId, PlaceId, SegmentId, WriterId, new_segment_id, session_id
 from tests.index.contract.chains import CREATED_S, LATER_S, chain, namespace, put, record
+from tests.index.sharding.flaky import FlakyLeaf
 from tests.index.sharding.moving import (
     ALL,
     BANNED,
     FEW,
     SALT,
     STEPS,
+    TTL_S,
     WAYS,
     Engine,
     Stepped,
@@ -209,6 +217,21 @@ def _unpin(engine: Engine, chains: list[bytes]) -> None:
     engine.tools.unpin(engine.name, engine.segments(chains))
 
 
+def _join(engine: Engine, chains: list[bytes]) -> None:
+    """As an engine does that saves more of a chain: its last segments become one, which may be missed."""
+    for one in chains[:3]:
+        olds = [run.segment for run in engine.index.match(engine.name, one) if run.start == 2]
+        rest = chain(2, seed="more", after=one)[32:]
+        made = record(4, depth=2, salt=SALT, created_s=CREATED_S)
+        replaces = [Replaced(old, one[32:]) for old in olds]
+        segment = new_segment_id(one)
+        state = engine.index.commit(engine.name, segment, rest, made, rank=0, ranks=1, replaces=replaces)
+        assert state is CommitState.VISIBLE
+        engine.payloads.add(segment)
+        engine.strays.add(segment)
+    engine.reap()
+
+
 #: What others do, and what can be matched after it.
 ACTIONS = [
     (_evict, [0] * 3 + ALL[3:]),
@@ -219,6 +242,7 @@ ACTIONS = [
     (_upkeep, ALL),
     (_pin, ALL),
     (_unpin, ALL),
+    (_join, None),
 ]
 
 
@@ -254,9 +278,132 @@ def test_what_is_done_meanwhile_is_done(
         engine.check(index)
         if left is not None:
             assert found(index, name, chains) == left, step
+        if action is _join:
+            assert {2, 4} >= set(found(index, name, chains[:3])), step
         if action in (_pin, _unpin):
             pinned = {one.pinned for one in index.segments(name)}
             assert pinned == {action is _pin}, step
+
+
+@pytest.mark.parametrize("when", ["second round", "turn"])
+@pytest.mark.parametrize("verb", ["cull", "join"])
+def test_what_could_not_be_told_to_the_new_shards_is_taken_out(
+    leaf: RedisIndex, stepped: Stepped, raw: Any, when: str, verb: str
+) -> None:
+    """Somebody evicts and replaces while only the new shards are down for them. What is replaced leaves no
+    hole if a round follows."""
+    name, chains = filled(ShardedIndex(leaf, shards=8), FEW)
+    enters = 0
+
+    def count() -> None:
+        nonlocal enters
+        enters += stepped.last == "enter"
+
+    stepped.between = count
+    resharded(stepped.leaf, name, 2)
+    raw.flushall()
+    name, chains = filled(ShardedIndex(leaf, shards=8), FEW)
+    engine = Engine(leaf, name)
+    # Two rounds have equally many.
+    last, enters = enters if when == "turn" else enters // 2, 0
+
+    def work() -> None:
+        (account,) = ShardedIndex(leaf).accounts()
+        flaky = FlakyLeaf(leaf)
+        flaky.down.update(shard_names(name, account.to))
+        engine.index = ShardedRequests(flaky)
+        engine.tools = ShardedIndex(flaky)
+        (_join if verb == "join" else _cull)(engine, chains)
+
+    def between() -> None:
+        count()
+        if enters == last:
+            stepped.between = lambda: None
+            work()
+
+    stepped.between = between
+    resharded(stepped.leaf, name, 2)
+    index = ShardedIndex(leaf)
+    engine.check(index)
+    if verb == "join" and when == "second round":
+        assert found(index, name, chains[:3]) == [4] * 3
+
+
+def test_what_a_commit_replaces_goes_from_what_is_filled(leaf: RedisIndex, stepped: Stepped) -> None:
+    name, chains = filled(ShardedIndex(leaf, shards=8), FEW)
+    with stepped.killed(before="turn"):
+        resharded(stepped.leaf, name, 2)
+    engine = Engine(leaf, name)
+    olds = {run.segment for one in chains[:3] for run in engine.index.match(name, one) if run.start == 2}
+    (account,) = ShardedIndex(leaf).accounts()
+    news = shard_names(name, account.to)
+
+    def there() -> set[SegmentId]:
+        return {one.segment for new in news for one in leaf.segments(new)}
+
+    assert len(olds) == 3 and olds <= there()
+    _join(engine, chains)
+    assert not olds & there()
+
+
+@pytest.mark.parametrize(("before", "after"), WAYS)
+@pytest.mark.parametrize("when", ["", "register", "adopt", "turn"])
+def test_a_writer_that_has_failed_is_refused_after(
+    leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int, when: str
+) -> None:
+    """It was found out before, or meanwhile. Nothing of that is left in the shards before."""
+    index = ShardedIndex(leaf, shards=before)
+    name, _ = filled(index, FEW)
+    one = chain(2, seed="late")
+    late = dataclasses.replace(record(2), writer=b"a writer")
+
+    def judge() -> None:
+        ShardedIndex(leaf).judge(name, WriterId(b"a writer"), "differs", by=PlaceId(b"somebody"), stands=True)
+
+    if when:
+        stepped.before(when, judge)
+    else:
+        judge()
+    resharded(stepped.leaf, name, after)
+    index = ShardedIndex(leaf)
+    shards = shard_names(name, index.accounts()[0].layout)
+    for shard in shards:
+        # Even where nobody asks for the verdict before.
+        assert leaf.commit(shard, new_segment_id(one), one, late, rank=0, ranks=1) is CommitState.REFUSED
+    assert {key.decode().split("}")[0][5:] for key in raw.keys("kvs:{*:writers")} == {name, *shards}
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 1), (1, 8)])
+def test_a_pass_by_age_begins_anew(leaf: RedisIndex, before: int, after: int) -> None:
+    """It was under way before, and goes through all shards that there are then."""
+    name, _ = filled(ShardedIndex(leaf, shards=before), FEW * 100)
+    index = ShardedIndex(leaf)
+    _, place = index.age_out(name, TTL_S, delete_after_s=LATER_S)
+    assert place
+    resharded(leaf, name, after)
+    index, gone = ShardedIndex(leaf), 0
+    segments = index.usage(name).segments
+    while place:
+        # All are too old for this.
+        some, place = index.age_out(name, 1, delete_after_s=LATER_S, after=place)
+        gone += some
+    assert (gone, index.usage(name).segments) == (segments, 0)
+
+
+def test_a_pass_by_age_whose_place_makes_no_sense_begins_anew(leaf: RedisIndex, tmp_path: Path) -> None:
+    index = ShardedIndex(leaf)
+    name, _ = filled(index, FEW)
+    tree = {"payloads": f"file://{tmp_path}", "eviction": {"ttl_s": TTL_S}}
+    ageing = Ageing(index, load_settings(tree, environ={}), time.time)
+
+    def damaged() -> set[NamespaceId]:
+        ageing.round(index.accounts(), lambda: True, lambda: None)
+        return set(ageing.damaged)
+
+    assert not damaged()
+    ageing._passes[name].after, ageing._passes[name].done_s = "nonsense", None
+    assert damaged() == {name}
+    assert not damaged()
 
 
 @pytest.mark.parametrize(("before", "after"), WAYS)

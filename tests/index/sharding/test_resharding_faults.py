@@ -365,3 +365,92 @@ def test_what_is_believed_is_believed_from_when_it_was_asked(leaf: RedisIndex) -
     resharded(leaf, name, 2)
     now += LOOK_S * 0.5
     assert found(index, name, chains) == ALL
+
+
+def test_evictions_do_not_keep_what_is_nobodys(leaf: RedisIndex, stepped: Stepped, raw: Any) -> None:
+    """They reach what was left as well, between any two steps that drop it."""
+
+    def steps(*, evicts: bool) -> int:
+        raw.flushall()
+        index = ShardedIndex(leaf, shards=2)
+        name = index.register(namespace(), expected_blocks=2_000_000)
+        shard = shard_names(name, 2)[0]
+        some = [put(leaf, shard, chain(2, seed=str(seed))) for seed in range(100)]
+        count = 0
+
+        def between() -> None:
+            nonlocal count
+            if stepped.last == "erase":
+                count += 1
+                if evicts:
+                    leaf.evict(shard, [some.pop()], delete_after_s=0, rule="capacity")
+
+        stepped.between = between
+        stepped.leaf.forget(shard)
+        stepped.between = lambda: None
+        assert not [one for one in raw.keys("kvs:{*") if shard.encode() in one]
+        return count
+
+    assert 1 < steps(evicts=False) == steps(evicts=True) < 50
+
+
+@pytest.mark.parametrize(("before", "after"), WAYS)
+def test_the_trash_is_known_at_every_step(
+    leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int
+) -> None:
+    """Else `gc` takes it for waste before its time. Somebody may have asked before it came over, and go on
+    after that."""
+    name, _ = filled(ShardedIndex(leaf, shards=before), FEW)
+    index = ShardedIndex(leaf)
+    some = [one for one, _ in index.reapable(name, 1 << 40, 1000)]
+    states = index.states(name, some)
+    assert some and None not in states
+    stepped.between = lambda: index.states(name, some) == states or pytest.fail(stepped.last)
+    resharded(stepped.leaf, name, after)
+    stepped.between = lambda: None
+    asking = FlakyLeaf(leaf)
+    index, asked = ShardedIndex(asking), 0
+    with stepped.killed(before="ZSCAN"):
+        resharded(stepped.leaf, name, before)
+
+    def between(verb: str, where: Any) -> None:
+        nonlocal asked
+        asked += verb == "states"
+        if verb == "states" and asked == 2:
+            asking.between = lambda verb, where: None
+            resharded(leaf, name, before)
+
+    asking.between = between
+    assert index.states(name, some) == states
+
+
+def test_one_that_comes_late_leaves_no_shards(leaf: RedisIndex, raw: Any) -> None:
+    """Another one has come to its end while it waited."""
+    name, _ = filled(ShardedIndex(leaf, shards=2), FEW)
+    with pytest.raises(TransientError, match="run it again"):
+        resharded(leaf, name, 8, wait=lambda seconds: resharded(leaf, name, 3) and None)
+    (account,) = ShardedIndex(leaf).accounts()
+    assert account.shards == 3
+    assert {one.decode() for one in raw.smembers("kvs:ns")} == {name, *shard_names(name, account.layout)}
+
+
+@pytest.mark.parametrize(("before", "after"), WAYS)
+def test_what_is_stored_again_is_not_discarded(leaf: RedisIndex, before: int, after: int) -> None:
+    """A rebuild commits what was evicted, right before that is brought over."""
+    name, _ = filled(ShardedIndex(leaf, shards=before), FEW)
+    index, flaky, times = ShardedIndex(leaf), FlakyLeaf(leaf), 0
+    segment = put(index, name, one := chain(2, seed="again"))
+    index.evict(name, [segment], delete_after_s=0, rule="bad")
+    engine = Engine(leaf, name)
+
+    def again(verb: str, where: Any) -> None:
+        nonlocal times
+        if verb == "discard" and segment in {one for one, _ in flaky.calls[-1][1][1]}:
+            put(ShardedIndex(leaf), name, one, segment=segment)
+            times += 1
+
+    flaky.between = again
+    resharded(flaky, name, after)
+    assert times == 1
+    assert found(ShardedIndex(leaf), name, [one]) == [2]
+    engine.check(ShardedIndex(leaf))

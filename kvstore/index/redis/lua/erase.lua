@@ -3,7 +3,8 @@
 -- Answers {0 all is gone, 1 call again, 2 something is stored; entries dropped, looked at}.
 --
 -- Race closed: that nothing is stored and what is removed are one step. Where it stopped counts only while
--- `changes` is what it was: buckets that were passed may have been filled since.
+-- `changes` is what it was: buckets that were passed may have been filled since. The segments of what is nobody's go
+-- first: evictions reach that too, and would raise `changes` between any two calls.
 --
 -- What `erased` forbids outlives the namespace: archives and folders of other machines may still have it.
 --
@@ -13,8 +14,8 @@ local bits, aside = known[1], ARGV[3] ~= ''
 if aside then
   -- What lies under an id is nobody's only if the namespace lies in shards: a failover may have lost that.
   if not bits or ARGV[3] == 'left' and not known[4] then
-    -- A shard that was never registered may have been told what is forbidden.
-    if ARGV[3] == 'shard' then redis.call('UNLINK', prefix .. 'erased') end
+    -- A shard that was never registered may have been told what is forbidden, and who has failed.
+    if ARGV[3] == 'shard' then redis.call('UNLINK', prefix .. 'erased', prefix .. 'writers') end
     return {0, 0, 0}
   end
 elseif known[4] then
@@ -33,6 +34,7 @@ local stored = redis.call('EXISTS', segs, trash) + redis.call('ZCOUNT', parts, '
 for n = first, last do stored = stored + redis.call('EXISTS', prefix .. 'old:' .. n) end
 if stored > 0 and not aside then return {2, 0, 0} end
 
+if aside then redis.call('UNLINK', segs, lru, pins, hot, salts, held, owner, kept, retained) end
 local most, patience, buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), 2 ^ math.min(tonumber(bits) or MOST_BITS, MOST_BITS)
 local changes, dropped, looked = known[2] or '0', 0, 0
 local at, of_changes = string.match(known[3] or '', '^(%d+):(%d+)$')
@@ -53,7 +55,7 @@ end
 redis.call('UNLINK', lru, pins, hot, parts, ghosts, salts, held, prefix .. 'ghost', prefix .. 'seen', prefix .. 'events',
   prefix .. 'outcomes', prefix .. 'faults', owner, kept, retained, sessions[1], sessions[2])
 if aside then
-  redis.call('UNLINK', segs, trash)
+  redis.call('UNLINK', trash)
   for n = first, last do redis.call('UNLINK', prefix .. 'old:' .. n) end
 end
 if ARGV[3] == 'left' then
