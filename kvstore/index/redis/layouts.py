@@ -91,13 +91,14 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
 
     @understood
     def layout(self, namespace: NamespaceId) -> Layout | None:
-        schema, layout, kind, to, left = self._client.command(
-            "HMGET", key(namespace, "meta"), "schema", "shards", "kind", "to", "from"
+        schema, layout, kind, to, left, created = self._client.command(
+            "HMGET", key(namespace, "meta"), "schema", "shards", "kind", "to", "from", "created"
         )
         if schema is None:
             return None
         name = layout_in(layout) if schema == b"%d" % SHARDED_SCHEMA else ONE
-        return Layout(name, kind == b"ec", other_layout(to), other_layout(left))
+        created_s = int(created) if created is not None and created.isdigit() else 0
+        return Layout(name, kind == b"ec", other_layout(to), other_layout(left), created_s)
 
     @understood
     def lay_over(self, namespace: NamespaceId, was: Layout, now: Layout) -> bool:

@@ -206,12 +206,15 @@ class ShardedLayouts(EngineIndex):
 
     def _lost(self, name: NamespaceId) -> str:
         """Returns the layout of a namespace that has lost what lays it out: of several the one whose shards
-        hold most. "" if there are none. Raises what the leaf raises."""
-        held = Counter[str]()
+        hold most, and of those the oldest: a fresh one holds all segments before it holds their entries. ""
+        if there are none. Raises what the leaf raises."""
+        held, since = Counter[str](), dict[str, int]()
         for one in sorted(self._leaf.listed(name)):
-            if self._leaf.layout(one) is not None:
-                held[layout_of(one)] += self._leaf.usage(one).segments
-        return max(held, key=lambda layout: (held[layout], layout == str(self._asked)), default="")
+            if (found := self._leaf.layout(one)) is not None:
+                held[layout := layout_of(one)] += self._leaf.usage(one).segments
+                since[layout] = min(found.created_s, since.get(layout, found.created_s))
+        # Drawn ones are younger, also within a second.
+        return max(held, key=lambda one: (held[one], -since[one], "." not in one), default="")
 
     def _ask(self, names: Iterable[NamespaceId]) -> None:
         failures = FailedShards()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.index.maintenance import Entry, FullIndex
 from kvstore.index.sharding.names import ONE, shards_in
@@ -23,6 +23,8 @@ class Layout:
     #: The layout that a reshard fills, or that it has left and not dropped yet; "": none.
     to: str = ""
     left: str = ""
+    #: When it was registered, unix seconds; 0: not known.
+    created_s: int = field(default=0, compare=False)
 
     @property
     def shards(self) -> int:
