@@ -107,7 +107,9 @@ class Rounds:
         given = maintenance.quotas()
         if any(is_at_work(given, now, sign) for sign in SIGNS):
             return evicted
-        maintenance.set_quota(TIDYING, int(now))
+        # Where it can't be said, all the same: what is damaged is mended by tidying.
+        with suppress(KVStoreError):
+            maintenance.set_quota(TIDYING, int(now))
         try:
             return evicted + self._tidy_all()
         finally:
