@@ -232,24 +232,25 @@ class ShardedLayouts(EngineIndex):
         every: bool = False,
     ) -> None:
         """Registers the shards of a layout, whether or not the namespace lies in them by now, with all that
-        is forbidden in it, and the writers that have failed. Raises if none answers, or not `every` one does,
-        after all were asked.
-        """
+        is forbidden in it. Raises if none answers, or not `every` one does, after all were asked."""
         with self._guard(name):
             forbidden = self._leaf.forbidden(name)
-            verdicts = self._leaf.verdicts(name)
-        failed = {writer: one for writer, one in verdicts.items() if one.state == "failed"}
         shards, failures, done = shard_names(name, layout), FailedShards(), 0
         for one in shards:
             with failures.passed(), self._guard(one):
                 self._forbid_as_before(one, forbidden)
                 self._leaf.register_shard(one, namespace, expected_blocks=-(-expected_blocks // len(shards)))
-                there = self._leaf.verdicts(one, list(failed))
-                for writer in failed.keys() - there.keys():
-                    self._leaf.judge(one, writer, "differs", by=failed[writer].by, stands=True)
                 done += 1
         if every or not done:
             failures.end()
+
+    def refuse_failed(self, name: NamespaceId, layout: str) -> None:
+        """Tells fresh shards of a layout which writers have failed, so that they refuse their commits."""
+        verdicts = self._leaf.verdicts(name)
+        for writer, one in verdicts.items():
+            if one.state == "failed":
+                for shard in shard_names(name, layout):
+                    self._leaf.judge(shard, writer, "differs", by=one.by, stands=True)
 
     def _forbid_as_before(self, name: NamespaceId, forbidden: Mapping[SaltId, float]) -> None:
         """Forbids in a shard, before it begins, what was forbidden before, and what it was down for.

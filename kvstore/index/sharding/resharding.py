@@ -138,6 +138,7 @@ class Resharding:
             self._index.register_shards(
                 self._name, self._namespace, filling.to, self._expected_blocks, every=True
             )
+            self._index.refuse_failed(self._name, filling.to)
             self._tell_ttl(news)
             few = 0.0
             for _ in range(_ROUNDS):
