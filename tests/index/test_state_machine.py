@@ -726,20 +726,6 @@ class ShardedMachine(IndexMachine):
     sessions = 0
 
 
-def test_eight_shards_in_sqlite() -> None:
-    class Machine(ShardedMachine):
-        count = 0
-
-        def open(self) -> ShardedIndex:
-            return ShardedIndex(SqliteIndex.in_memory(f"sharded machine {Machine.count}"), shards=8)
-
-        def empty(self) -> None:
-            Machine.count += 1
-            self.handles = [self.open(), self.open()]
-
-    run(Machine, 60)
-
-
 def test_eight_shards_in_redis(redis_server: RedisServer) -> None:
     class Machine(ShardedMachine):
         def open(self) -> ShardedIndex:
