@@ -69,7 +69,6 @@ class Engine:
     done: Done = field(default_factory=Done)
     _own: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _outcomes: list[Outcome] = field(default_factory=list)
-    _asked: list[bytes] = field(default_factory=list)
     _told_s: float = field(default_factory=time.monotonic)
 
     def serve(self, hashes: Sequence[bytes]) -> None:
@@ -128,11 +127,10 @@ class Engine:
                 time.time(), "r", "match", asked, match.blocks, reason, match.blocks, packed[at : at + 4096]
             )
         )
-        self._asked.append(packed)
         if time.monotonic() - self._told_s > _TOLD_S:
             self._told_s = time.monotonic()
-            self.space.tell(self._outcomes, b"".join(self._asked))
-            self._outcomes, self._asked = [], []
+            self.space.tell(self._outcomes)
+            self._outcomes = []
             self.done.counts["tells"] += 1
 
 

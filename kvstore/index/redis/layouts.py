@@ -4,6 +4,7 @@ kvstore.index.redis.index."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvstore.errors import NamespaceUnknown, PermissionDenied
@@ -97,7 +98,9 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
         if schema is None:
             return None
         name = layout_in(layout) if schema == b"%d" % SHARDED_SCHEMA else ONE
-        created_s = int(created) if created is not None and created.isdigit() else 0
+        created_s = 0
+        with suppress(ValueError):  # of a damaged one it isn't known
+            created_s = whole(created)
         return Layout(name, kind == b"ec", other_layout(to), other_layout(left), created_s)
 
     @understood
