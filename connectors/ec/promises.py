@@ -65,8 +65,8 @@ class Promises:
         return True
 
     def hand_over(self, staged: StagedItem, name: str) -> StagedItem | None:
-        """Keep a promised item until the workers report its load. Returns the item as they are to load it, or
-        None if it was not promised."""
+        """Keep a promised item until the workers report its load. Returns the item as the workers load it,
+        or None if no pass promised the item."""
         handed = self._promised.get(name)
         if handed is not None or name not in self._promised:
             return handed

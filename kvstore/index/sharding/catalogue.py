@@ -37,8 +37,8 @@ _LOST = (
 )
 
 _MOVING = (
-    "namespace {0} is being brought into {1} shards, which takes memory for both; unless somebody is about "
-    "it, run `cache-admin reshard {0} --shards {1} --apply`, which does that to its end"
+    "a reshard brings namespace {0} into {1} shards and takes memory for both layouts; if no reshard runs, "
+    "run `cache-admin reshard {0} --shards {1} --apply`, which finishes it"
 )
 
 _T = TypeVar("_T")
@@ -118,7 +118,7 @@ class ShardedCatalogue(ShardedRequests):
             if layout.name == before.name:
                 return [one or other for one, other in zip(states, left, strict=True)]
         raise TransientError(
-            f"{self._leaf!r}: namespace {namespace} is being brought into {layout.shards} shards: try again"
+            f"{self._leaf!r}: a reshard brings namespace {namespace} into {layout.shards} shards: try again"
         )
 
     def _now(self, namespace: NamespaceId) -> Layout:

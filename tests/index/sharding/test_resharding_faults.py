@@ -206,7 +206,7 @@ def test_another_number_undoes_what_was_begun(leaf: RedisIndex, stepped: Stepped
             resharded(stepped.leaf, name, first)
         (account,) = index.accounts()
         assert layout_of(shard_names(name, account.to)[0]) == account.to
-        assert any("is being brought into" in text for text in index.warnings())
+        assert any("a reshard brings namespace" in text for text in index.warnings())
         resharded(leaf, name, then)
         index = ShardedIndex(leaf)
         assert everything(index, name) == kept
