@@ -237,17 +237,15 @@ class ShardedRemoval(ShardedCatalogue):
                 self._each(parts, lambda name: self._leaf.pin(name, parts[name], most_bytes=most_bytes))
             )
 
-        if len(self._shards(namespace)) == 1:
-            return self._in_all(namespace, pin)
-        some = list(dict.fromkeys(segments))
-        fresh = [one for one in self.get(namespace, some) if one is not None and not one.pinned]
-        pinned = self.usage(namespace).pinned_bytes
-        whole = pinned + sum(one.record.nbytes for one in fresh)
-        if fresh and whole > most_bytes:
-            raise CapacityExceeded(
-                f"{self._leaf!r}: pin: {whole} bytes of namespace {namespace} would be pinned; at most "
-                f"{most_bytes} may be"
-            )
+        if len(self._shards(namespace)) > 1:  # each knows its own part alone
+            some = list(dict.fromkeys(segments))
+            fresh = [one for one in self.get(namespace, some) if one is not None and not one.pinned]
+            whole = self.usage(namespace).pinned_bytes + sum(one.record.nbytes for one in fresh)
+            if fresh and whole > most_bytes:
+                raise CapacityExceeded(
+                    f"{self._leaf!r}: pin: {whole} bytes of namespace {namespace} would be pinned; at most "
+                    f"{most_bytes} may be"
+                )
         return self._in_all(namespace, pin)
 
     def unpin(self, namespace: NamespaceId, segments: Sequence[SegmentId]) -> int:

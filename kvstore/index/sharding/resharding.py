@@ -197,8 +197,8 @@ class Resharding:
         return copied
 
     def _take_out(self, filling: Layout, olds: Sequence[NamespaceId], news: Sequence[NamespaceId]) -> None:
-        """Takes out of the new shards what isn't visible in the old ones any more. Whoever evicted it there,
-        or replaced it, may not have reached the new ones."""
+        """Takes segments out of the new shards that are no longer visible in the old ones. A process that
+        evicted or replaced one there may not have reached the new shards."""
         for new in news:
             for page in self._leaf.taken(new):
                 self._see_that_it_lies(filling)
