@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvstore.build import load_settings
-from tests.helm.test_vllm import ALL, EVERY_KIND, config_map
+from tests.helm.test_vllm import ALL, BUCKET, EVERY_KIND, config_map
+from tests.helm.test_vllm_manifests import ENGINE, FOLDER
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -53,6 +55,21 @@ def test_vllm_reads_every_file(tmp_path: Path) -> None:
             seen.append(("ec", kind, accepted(engine.ec_transfer_config.ec_connector_extra_config, tmp_path)))
     assert {kind for _, kind, _ in seen} == set(EVERY_KIND)
     assert {url for _, _, url in seen} == {"redis://cache-kvstore-redis.inference.svc:6379/0"}
+
+
+def test_vllm_serve_reads_the_arguments_of_the_manifests(tmp_path: Path) -> None:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    for name, text in config_map(BUCKET).items():
+        (tmp_path / name).write_text(text)
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    [model] = yaml.safe_load((FOLDER / "production-stack.yaml").read_text())["servingEngineSpec"]["modelSpec"]
+    for words in (ENGINE["args"], [model["modelURL"], *model["vllmConfig"]["extraArgs"]]):
+        here = [word.replace("/etc/kvstore", str(tmp_path)) for word in words]
+        given = parser.parse_args(["serve", *here])
+        assert given.kv_transfer_config.kv_connector == "KVStoreConnector" and given.shutdown_timeout == 60
 
 
 def accepted(extra: Mapping[str, str], folder: Path) -> str | None:

@@ -81,7 +81,7 @@ def test_a_pod_is_as_the_notes_of_a_default_release_say() -> None:
     assert pod["labels"].items() <= TEMPLATE["metadata"]["labels"].items()
     for place, name in ((ENGINE, "env"), (ENGINE, "volumeMounts"), (SPEC, "volumes")):
         assert [one for one in place[name] if one in pod[name]] == pod[name]
-    [config] = [word.partition("=")[2] for word in ENGINE["args"] if word.startswith("--config=")]
+    config = ENGINE["args"][ENGINE["args"].index("--config") + 1]
     assert config.removeprefix("/etc/kvstore/") in config_map(BUCKET)
 
 
