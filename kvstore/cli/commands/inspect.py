@@ -125,7 +125,7 @@ def _top(
     """
     with call.cache() as cache:
         report = top.top(cache, namespace, limit=limit, now_s=time.time())
-    call.print(report, inspect_text.top)
+    call.print(report)
 
 
 @verb(
@@ -226,7 +226,7 @@ def _du(call: Call, namespace: Namespace = None) -> None:
     """
     with call.cache() as cache, progress.shown() as shows:
         report = du.du(cache, namespace, time.time(), shows)
-    call.print(report, inspect_text.du)
+    call.print(report)
 
 
 @verb(
