@@ -34,7 +34,6 @@ MODULES = (
             "curate",
             "remove",
             "archive",
-            "pack",
             "doctor",
             "bench",
             "repair",

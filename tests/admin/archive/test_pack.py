@@ -1,4 +1,5 @@
-"""Packs without an engine: what is in one, who signed it, whom it is for, and how it gets into a store."""
+"""Archives of prompts, without an engine: what is in one, who signed it, whom it is for, and how it gets into
+a store."""
 
 from __future__ import annotations
 
@@ -12,19 +13,20 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstore.admin.archive.manifest import check_signed, document_of
+from kvstore.admin.archive.asked import plan_pack
+from kvstore.admin.archive.export import export
+from kvstore.admin.archive.manifest import Prompts, check_signed, document_of
+from kvstore.admin.archive.place import writable
+from kvstore.admin.archive.reports import ExportReport
+from kvstore.admin.archive.wanted import EVERYTHING, check_fits
 from kvstore.admin.backends import Cache, Refused
-from kvstore.admin.pack.build import write
-from kvstore.admin.pack.engine import Computed
-from kvstore.admin.pack.pack import Intended, check_fits
-from kvstore.admin.progress import Silent
 from kvstore.build import load_settings, open_store
 from kvstore.cli.exits import ExitCode, of_report
 from kvstore.format.keyring import Keyring
-from kvstore.keys import canonical_json, digest, namespace_id, new_segment_id
+from kvstore.keys import NamespaceId, canonical_json, digest, namespace_id, new_segment_id
 from schemas.archive import Manifest
 from schemas.namespace import Namespace
-from schemas.pack import PackedPrompt
+from schemas.pack import Pack, PackedPrompt
 from tests.admin.conftest import Admin, Filled, ec_space, fill, kv_slots, kv_space
 from tests.format import second
 from tests.servers.s3.servers import S3Bucket
@@ -39,7 +41,7 @@ def packed(name: str, blocks: int, tokens: int | None = None) -> PackedPrompt:
     return PackedPrompt(name=name, tokens=tokens or blocks * 16 + 3, blocks=digits)
 
 
-COMPUTED = Computed("0.32.0", (packed("agent", 4), packed("agent/tools", BLOCKS)))
+PACK = Pack(engine="0.32.0", prompts=(packed("agent", 4), packed("agent/tools", BLOCKS)))
 
 
 class Packed:
@@ -53,9 +55,13 @@ class Packed:
         self.file = root / "target.yaml"
         self.target = root / "target"
 
-    def made(self, computed: Computed = COMPUTED, **more: Any) -> Path:
+    def exported(self, pack: Pack = PACK) -> ExportReport:
         with Cache(load_settings(self.settings, {})) as cache:
-            write(cache, computed, self.pack, progress=Silent(), **more)
+            name = NamespaceId(self.source.kv_id)
+            return export(cache, plan_pack(cache, name, pack), self.pack, pack=pack)
+
+    def made(self) -> Path:
+        assert self.exported().ended == "complete"
         return self.pack
 
     def options(self, **settings: Any) -> list[str]:
@@ -93,33 +99,31 @@ def test_a_pack_is_an_archive_with_its_prompts_in_the_manifest(of: Packed, admin
     assert manifest["pack"] == {
         "format": 1,
         "engine": "0.32.0",
-        "prompts": [one.model_dump() for one in COMPUTED.prompts],
+        "prompts": [one.model_dump() for one in PACK.prompts],
         "key": "",
         "mac": "",
     }
     # Encoder items and other prompts of the store are not in it.
     assert (manifest["segments"], len(payloads)) == (3, 3)
     assert list(manifest["namespaces"]) == [of.source.kv_id]
-    shown = admin("pack", "inspect", str(pack), "--json").json
+    shown = admin("import", str(pack), "--dry-run", "--json").json["pack"]
     assert (shown["model"], shown["weights"]) == (of.source.kv.model, of.source.kv.weights)
     assert (shown["engine"], shown["key"], shown["namespace"]) == ("0.32.0", "", of.source.kv_id)
-    assert [(one["name"], one["tokens"], one["blocks"]) for one in shown["prompts"]] == [
-        ("agent", 67, 4), ("agent/tools", 195, 12),
+    assert [(one["name"], one["tokens"], one["blocks"], one["loadable"]) for one in shown["prompts"]] == [
+        ("agent", 67, 4, 64), ("agent/tools", 195, 12, 192),
     ]  # fmt: skip
-    text = admin("pack", "inspect", str(pack)).out
-    assert of.source.kv.weights in text and "agent/tools" in text
+    text = admin("import", str(pack), "--dry-run").out
+    assert of.source.kv.weights in text and "agent/tools" in text and "nothing: a dry run" in text
 
 
-def test_an_export_is_as_it_was(of: Packed, admin: Admin) -> None:
-    export = of.root / "export.tar"
-    assert admin("export", "--to", str(export), *of.source.options).code == 0
-    manifest, _ = second.read_archive(export.read_bytes())
+def test_an_archive_without_prompts_says_nothing_of_them(of: Packed, admin: Admin) -> None:
+    archive = of.root / "export.tar"
+    assert admin("export", "--to", str(archive), *of.source.options).code == 0
+    manifest, _ = second.read_archive(archive.read_bytes())
     assert set(manifest) == {
         "format", "version", "created_s", "namespaces", "segments", "payloads", "payload_bytes",
     }  # fmt: skip
-    for verb in ("inspect", "verify"):
-        ran = admin("pack", verb, str(export))
-        assert ran.code == 3 and "this is an export, not a pack" in ran.err
+    assert admin("import", str(archive), "--dry-run", "--json").json["pack"] is None
 
 
 def test_golden_manifest() -> None:
@@ -137,34 +141,29 @@ def test_golden_manifest() -> None:
             Manifest.model_validate_json(other)
 
 
-def test_applied_twice_it_is_there_once(either: Filled, of: Packed, admin: Admin) -> None:
+def test_imported_twice_it_is_there_once(either: Filled, of: Packed, admin: Admin) -> None:
     of.made()
     where = either.options
     admin("drop", either.kv_id, "--now", "--apply", *where)
-    first = admin("pack", "apply", str(of.pack), "--json", *where).json
-    assert first["archive"]["imported"] == first["archive"]["verified"]
+    first = admin("import", str(of.pack), "--json", *where).json
+    assert first["imported"] == first["verified"]
     assert [one["loadable"] for one in first["pack"]["prompts"]] == [64, 192]
     before = either.payload_files()
-    again = admin("pack", "apply", str(of.pack), "--json", *where)
+    again = admin("import", str(of.pack), "--json", *where)
     assert again.code == 0
-    assert again.json["archive"]["present"] == first["archive"]["imported"]
-    assert again.json["archive"]["imported"]["segments"] == 0
+    assert again.json["present"] == first["imported"]
+    assert again.json["imported"]["segments"] == 0
     assert [one["loadable"] for one in again.json["pack"]["prompts"]] == [64, 192]
     assert either.payload_files() == before
-    assert "3 segments" in admin("pack", "apply", str(of.pack), *where).out
-
-
-def test_import_takes_a_pack(of: Packed, admin: Admin) -> None:
-    done = admin("import", str(of.made()), "--new-namespaces", "--json", *of.options()).json
-    assert (done["ended"], done["imported"]["segments"]) == ("complete", 3)
+    assert "3 segments" in admin("import", str(of.pack), *where).out
 
 
 def test_what_was_evicted_meanwhile_comes_back(of: Packed, admin: Admin) -> None:
     of.made()
     where = of.options(grace_s=42.0)
-    assert admin("pack", "apply", str(of.pack), *where).code == 0
+    assert admin("import", str(of.pack), *where).code == 0
     assert admin("drop", of.source.kv_id, "--now", "--apply", *where).code == 0
-    assert admin("pack", "apply", str(of.pack), *where).code == 0
+    assert admin("import", str(of.pack), *where).code == 0
 
 
 def with_other(of: Packed, **changes: Any) -> Namespace:
@@ -179,16 +178,17 @@ def test_other_weights_are_refused(of: Packed, admin: Admin) -> None:
     of.made()
     with_other(of, weights="ffff")
     where = of.options()
-    refused = admin("pack", "apply", str(of.pack), *where)
-    assert refused.code == 1
     ours = of.source.kv.weights
-    assert "engines here have model tiny-random with weights ffff" in refused.err
-    assert f"the pack is of weights {ours}" in refused.err and f"--weights {ours}" in refused.err
+    for words in [], ["--new-namespaces"], ["--tenant", "default"]:
+        refused = admin("import", str(of.pack), *words, *where)
+        assert refused.code == 1
+        assert "engines here have model tiny-random with weights ffff" in refused.err
+        assert f"the pack is of weights {ours}" in refused.err and f"--weights {ours}" in refused.err
     assert admin("operations", "--json", *where).json["operations"] == []
     assert admin("namespaces", "--json", *where).json["namespaces"][0]["usage"]["segments"] == 1
     # Said, or known beside them, they are right.
-    assert admin("pack", "apply", str(of.pack), "--weights", ours[:6], *where).code == 0
-    assert admin("pack", "apply", str(of.pack), *where).code == 0
+    assert admin("import", str(of.pack), "--weights", ours[:6], *where).code == 0
+    assert admin("import", str(of.pack), *where).code == 0
 
 
 @pytest.mark.parametrize("changes", [{"model": "other"}, {"tenant": "other"}])
@@ -197,63 +197,48 @@ def test_other_models_and_tenants_have_weights_of_their_own(
 ) -> None:
     of.made()
     with_other(of, weights="ffff", **changes)
-    done = admin("pack", "apply", str(of.pack), "--json", *of.options())
+    done = admin("import", str(of.pack), "--json", *of.options())
     # They load nothing of it, which is said.
     assert done.code == 0
-    assert [one["path"] for one in done.json["differences"]] == [*changes, "weights"]
+    assert [one["path"] for one in done.json["pack"]["differences"]] == [*changes, "weights"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model": "other"}, ["--model", "tiny-random"]),
-        ({"model": "other"}, ["--namespace"]),
-        ({"tenant": "other"}, ["--namespace"]),
-    ],
-)
+@pytest.mark.parametrize("changes", [{"model": "other"}, {"tenant": "other"}])
 def test_weights_of_another_model_or_tenant_are_refused(
-    of: Packed, admin: Admin, changes: dict[str, str], words: list[str]
+    of: Packed, admin: Admin, changes: dict[str, str]
 ) -> None:
     of.made()
     with_other(of, **changes)
     ours = of.source.kv_id
-    for more in [], ["--weights", of.source.kv.weights], ["--model", "tiny-random"] * ("tenant" in changes):
-        ran = admin("pack", "apply", str(of.pack), *more, *of.options())
+    for words in [], ["--weights", of.source.kv.weights], ["--new-namespaces"]:
+        ran = admin("import", str(of.pack), *words, *of.options())
         assert ran.code == 1 and "they would load nothing of it" in ran.err
-        assert "other" in ran.err and f"--namespace {ours}" in ran.err
-    words = [*words, ours] if words == ["--namespace"] else words
-    done = admin("pack", "apply", str(of.pack), *words, "--json", *of.options())
-    assert done.code == 0 and [one["path"] for one in done.json["differences"]] == list(changes)
+        assert "other" in ran.err and f"name its namespace: {ours}" in ran.err
+    done = admin("import", str(of.pack), ours, "--json", *of.options())
+    assert done.code == 0 and [one["path"] for one in done.json["pack"]["differences"]] == list(changes)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["--weights", "1234"],
-            "of weights 0011223344556677, not 1234: engines with those would load nothing",
-        ),
-        (["--model", "llama"], "the pack is of model tiny-random, not llama"),
-        (["--namespace", "ffff"], "not ffff"),
-    ],
-)
-def test_what_is_not_expected_is_refused(of: Packed, admin: Admin, words: list[str], said: str) -> None:
-    refused = admin("pack", "apply", str(of.made()), *words, *of.options())
-    assert refused.code == 1 and said in refused.err
+@pytest.mark.parametrize("words", [["--weights", "1234"], ["--tenant", "other"], ["ffff"]])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_was_not_named_is_refused(of: Packed, admin: Admin, words: list[str], dry_run: bool) -> None:
+    words = [*words, "--dry-run"] if dry_run else words
+    refused = admin("import", str(of.made()), *words, *of.options())
+    assert refused.code == 1
+    assert f"namespace {of.source.kv_id}, model tiny-random of tenant default" in refused.err
+    assert "of weights 0011223344556677" in refused.err
     assert not of.target.exists()
 
 
 def test_a_namespace_that_is_known_says_what_differs(of: Packed, admin: Admin) -> None:
     of.made()
     other = with_other(of, page_format="vllm0.31.0/cpu/CPU_ATTN/amx", kv_dtype="fp8")
-    refused = admin("pack", "apply", str(of.pack), "--namespace", namespace_id(other), *of.options())
-    assert refused.code == 1 and f"namespace {of.source.kv_id}, not {namespace_id(other)}" in refused.err
+    refused = admin("import", str(of.pack), namespace_id(other), *of.options())
+    assert refused.code == 1 and f"of namespace {of.source.kv_id}" in refused.err
     assert "kv_dtype is auto, not fp8" in refused.err and "page_format is" in refused.err
-    done = admin("pack", "apply", str(of.pack), "--json", *of.options())
+    done = admin("import", str(of.pack), "--json", *of.options())
     assert done.code == 0
-    assert [one["path"] for one in done.json["differences"]] == ["kv_dtype", "page_format"]
-    mine = ["--namespace", of.source.kv_id[:5].upper(), "--model", "tiny-random"]
-    assert admin("pack", "apply", str(of.pack), *mine, *of.options()).code == 0
+    assert [one["path"] for one in done.json["pack"]["differences"]] == ["kv_dtype", "page_format"]
+    assert admin("import", str(of.pack), of.source.kv_id[:5].upper(), *of.options()).code == 0
 
 
 @pytest.mark.parametrize(
@@ -266,27 +251,32 @@ def test_a_namespace_that_is_known_says_what_differs(of: Packed, admin: Admin) -
     ],
 )
 def test_what_an_upgrade_changes_is_not_named(theirs: str, ours: str, said: list[str]) -> None:
-    pack, known = kv_space(page_format=ours), kv_space(page_format=theirs)
-    texts = {namespace_id(known): known.model_dump_json()}
-    found = check_fits(namespace_id(pack), pack.model_dump(mode="json"), texts, Intended())
+    space, known = kv_space(page_format=ours), kv_space(page_format=theirs)
+    manifest = Manifest(
+        version="0.1.0", created_s=0, namespaces={namespace_id(space): canonical_json(space)}, segments=0,
+        payloads=0, payload_bytes=0, pack=PACK,
+    )  # fmt: skip
+    prompts = Prompts.of(manifest)
+    assert prompts is not None
+    found = check_fits(prompts, EVERYTHING, {namespace_id(known): canonical_json(known)})
     assert [one.path for one in found] == said
 
 
 def test_a_damaged_pack_is_not_whole(of: Packed, admin: Admin) -> None:
     pack = of.made()
-    assert admin("pack", "verify", str(pack), "--json").json["good"] is True
+    assert admin("import", str(pack), "--dry-run", "--json").json["pack"]["whole"] is True
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1
     pack.write_bytes(data)
-    ran = admin("pack", "verify", str(pack), "--json")
-    assert (ran.code, ran.json["good"], ran.json["archive"]["left_out"]) == (3, False, 1)
-    applied = admin("pack", "apply", str(pack), "--json", *of.options())
+    ran = admin("import", str(pack), "--dry-run", "--json")
+    assert (ran.code, ran.json["pack"]["whole"], ran.json["left_out"]) == (3, False, 1)
+    done = admin("import", str(pack), "--json", *of.options())
     # Another time it is no better.
-    assert (applied.code, applied.json["archive"]["imported"]["segments"]) == (3, 2)
-    assert applied.json["whole"] is False
+    assert (done.code, done.json["imported"]["segments"]) == (3, 2)
+    assert done.json["pack"]["whole"] is False
     of.pack.write_bytes(data[:700])
-    for words in (["verify", str(pack)], ["inspect", str(pack)], ["apply", str(pack), *of.options()]):
-        assert admin("pack", *words).code == 3
+    for words in ["--dry-run"], of.options():
+        assert admin("import", str(pack), *words).code == 3
 
 
 @pytest.mark.parametrize("said", [3, 2])
@@ -297,33 +287,30 @@ def test_segments_that_are_missing_are_missed(of: Packed, admin: Admin, said: in
     # A manifest that counts what there is may still name blocks that there aren't.
     manifest |= {"segments": said, "payloads": said, "payload_bytes": sum(map(len, payloads.values()))}
     of.pack.write_bytes(second.write_archive(manifest["namespaces"], payloads, 0, manifest))
-    ran = admin("pack", "verify", str(of.pack), "--json")
-    assert (ran.code, ran.json["good"]) == (3, False)
-    assert ran.json["archive"]["verified"]["segments"] == 2
-    ran = admin("pack", "apply", str(of.pack), "--json", *of.options())
-    assert (ran.code, ran.json["whole"]) == (3, False)
-    assert [one["loadable"] for one in ran.json["pack"]["prompts"]] == [64, 128]
-    assert "not all of it is here" in admin("pack", "apply", str(of.pack), *of.options()).out
+    for words in ["--dry-run"], of.options():
+        ran = admin("import", str(of.pack), "--json", *words)
+        assert (ran.code, ran.json["pack"]["whole"], ran.json["verified"]["segments"]) == (3, False, 2)
+        assert [one["loadable"] for one in ran.json["pack"]["prompts"]] == [64, 128]
+    assert "not all of it is here" in admin("import", str(of.pack), *of.options()).out
 
 
 def test_segments_of_another_namespace_are_none_of_the_pack(of: Packed, admin: Admin) -> None:
     of.made()
-    export = of.root / "export.tar"
-    assert admin("export", "--to", str(export), *of.source.options).code == 0
-    manifest, payloads = second.read_archive(of.pack.read_bytes())
-    _, others = second.read_archive(export.read_bytes())
-    of.pack.write_bytes(second.write_archive(manifest["namespaces"], others | payloads, 0, manifest))
-    ran = admin("pack", "verify", str(of.pack), "--json")
-    assert (ran.code, ran.json["good"], ran.json["archive"]["unwanted"]) == (3, False, 2)
-    ran = admin("pack", "apply", str(of.pack), "--json", *of.options())
-    assert (ran.code, ran.json["whole"], ran.json["archive"]["unwanted"]) == (3, False, 2)
+    archive = of.root / "export.tar"
+    assert admin("export", "--to", str(archive), *of.source.options).code == 0
+    manifest, _ = second.read_archive(of.pack.read_bytes())
+    _, payloads = second.read_archive(archive.read_bytes())
+    of.pack.write_bytes(second.write_archive(manifest["namespaces"], payloads, 0, manifest))
+    for words in ["--dry-run"], of.options(), ["--new-namespaces", *of.options()]:
+        ran = admin("import", str(of.pack), "--json", *words)
+        assert (ran.code, ran.json["pack"]["whole"], ran.json["unwanted"]) == (3, False, 2)
 
 
 def test_of_a_pack_that_is_not_let_in_at_all_the_report_says_why(of: Packed, admin: Admin) -> None:
     of.made()
-    ran = admin("pack", "apply", str(of.pack), "--json", *of.options(capacity_bytes="4KiB"))
-    assert (ran.code, ran.json["whole"], ran.json["archive"]["left_out"]) == (3, False, 3)
-    assert "no room" in ran.json["archive"]["left"][0]["reason"]
+    ran = admin("import", str(of.pack), "--json", *of.options(capacity_bytes="4KiB"))
+    assert (ran.code, ran.json["pack"]["whole"], ran.json["left_out"]) == (3, False, 3)
+    assert "no room" in ran.json["left"][0]["reason"]
     assert [one["loadable"] for one in ran.json["pack"]["prompts"]] == [0, 0]
 
 
@@ -331,7 +318,7 @@ def test_a_pack_of_encoder_items_is_none(of: Packed, admin: Admin) -> None:
     of.made()
     other = ec_space()
     of.change(lambda one: one.update(namespaces={namespace_id(other): canonical_json(other)}))
-    ran = admin("pack", "apply", str(of.pack), *of.options())
+    ran = admin("import", str(of.pack), *of.options())
     assert ran.code == 3 and "encoder items, not prompts" in ran.err
 
 
@@ -343,8 +330,8 @@ def test_what_is_being_saved_just_now_is_brought_by_another_try(of: Packed, admi
         space = store.open(claimed, block_bytes=4096)
         digests = b"".join(digest(slot.key) for slot in kv_slots(4))
         assert store.index.claim(space.id, digests, new_segment_id(), 60.0).granted
-    ran = admin("pack", "apply", str(of.pack), "--json", *where)
-    assert (ran.code, ran.json["archive"]["later"], ran.json["whole"]) == (4, 1, False)
+    ran = admin("import", str(of.pack), "--json", *where)
+    assert (ran.code, ran.json["later"], ran.json["pack"]["whole"]) == (4, 1, False)
 
 
 def test_a_signed_pack_is_believed_by_whom_has_the_key(tmp_path: Path, admin: Admin) -> None:
@@ -357,24 +344,24 @@ def test_a_signed_pack_is_believed_by_whom_has_the_key(tmp_path: Path, admin: Ad
     assert manifest["pack"]["key"] == "ours"
     assert manifest["pack"]["mac"] == second.manifest_mac(manifest, bytes.fromhex(KEY))
     accepts = of.options(signing=of.settings["signing"])
-    assert admin("pack", "verify", str(of.pack), *accepts).code == 0
-    assert admin("pack", "apply", str(of.pack), *accepts).code == 0
+    for words in ["--dry-run"], []:
+        assert admin("import", str(of.pack), *words, *accepts).code == 0
     # Whoever has no keys takes it for what its checksums are.
-    assert admin("pack", "verify", str(of.pack), "--json").json["pack"]["key"] == "ours"
+    assert admin("import", str(of.pack), "--dry-run", "--json").json["pack"]["key"] == "ours"
 
     of.change(lambda one: one["pack"]["prompts"][0].update(name="another"))
-    for words in (["verify", str(of.pack)], ["apply", str(of.pack)]):
-        ran = admin("pack", *words, *accepts)
+    for words in ["--dry-run"], []:
+        ran = admin("import", str(of.pack), *words, *accepts)
         assert ran.code == 3 and "the pack's signature is not one of key ours" in ran.err
     of.change(lambda one: one["pack"].update(key="nobodys"))
-    ran = admin("pack", "verify", str(of.pack), *accepts)
+    ran = admin("import", str(of.pack), "--dry-run", *accepts)
     assert ran.code == 1 and "key nobodys" in ran.err
 
 
 def test_a_pack_without_a_signature_is_refused_where_that_is_asked_for(of: Packed, admin: Admin) -> None:
     of.made()
-    for verb in ("verify", "apply"):
-        ran = admin("pack", verb, str(of.pack), *of.options(**signing(of.root)))
+    for words in ["--dry-run"], []:
+        ran = admin("import", str(of.pack), *words, *of.options(**signing(of.root)))
         assert ran.code == 3 and "the pack is not signed, and signing.unsigned is refuse" in ran.err
     assert not of.target.exists()
 
@@ -382,26 +369,22 @@ def test_a_pack_without_a_signature_is_refused_where_that_is_asked_for(of: Packe
 def test_what_is_not_stored_is_not_packed(of: Packed) -> None:
     lost = PackedPrompt(name="lost", tokens=16, blocks="ab" * 16)
     with pytest.raises(Refused, match="nothing of prompt 'lost' is stored"):
-        of.made(Computed("0.32.0", (lost,)))
+        of.exported(Pack(engine="0.32.0", prompts=(lost,)))
     long = PackedPrompt(name="long", tokens=16, blocks="ab" * 16 * 120_000)
-    with pytest.raises(Refused, match="prompts of 120000 blocks; a pack has at most 98304: make several"):
-        of.made(Computed("0.32.0", (long,)))
+    with pytest.raises(Refused, match="prompts of 120000 blocks; an archive has at most 98304: make several"):
+        of.exported(Pack(engine="0.32.0", prompts=(long,)))
     assert not of.pack.exists()
 
 
 def test_a_pack_with_a_hole_is_not_written(of: Packed) -> None:
     next(path for path in of.source.payload_files() if of.source.kv_id in path.parts).unlink()
-    with Cache(load_settings(of.settings, {})) as cache:
-        report = write(cache, COMPUTED, of.pack, progress=Silent())
-    assert (report.pack, report.export.left_out, of_report(report)) == (None, 1, ExitCode.PROBLEMS)
+    report = of.exported()
+    assert (report.pack, report.left_out, of_report(report)) == (None, 1, ExitCode.PROBLEMS)
+    assert "not all that the prompts need" in report.problem
     assert not of.pack.exists()
 
 
 def test_a_pack_in_a_bucket(of: Packed, admin: Admin, moto_bucket: S3Bucket) -> None:
-    from kvstore.admin.pack.place import check_free, upload
-
-    # An archive may be padded: this one goes in parts, and is read in several steps.
-    of.pack.write_bytes(of.made().read_bytes() + bytes(11 << 20))
     url = moto_bucket.url.replace("?", "/packs/base.tar?", 1)
     credentials = {
         "KVSTORE_S3__ACCESS_KEY_ID": moto_bucket.credentials.access_key,
@@ -411,22 +394,45 @@ def test_a_pack_in_a_bucket(of: Packed, admin: Admin, moto_bucket: S3Bucket) -> 
         {"payloads": "memory://pack", "index": "memory://pack"},
         credentials | {"KVSTORE_S3__MULTIPART_BYTES": "5MiB", "KVSTORE_S3__PART_BYTES": "5MiB"},
     )
-    ran = admin("pack", "inspect", url, env=credentials)
+    ran = admin("import", url, "--dry-run", env=credentials)
     assert ran.code == 1 and "there is no s3://" in ran.err
-    check_free(url, settings, overwrite=False)
-    upload(of.pack, url, settings)
-    with pytest.raises(Refused, match="exists; --force overwrites it"):
-        check_free(url, settings, overwrite=False)
-    check_free(url, settings, overwrite=True)
-    for words in (["verify", url], ["inspect", url], ["apply", url, *of.options()]):
-        ran = admin("pack", *words, "--json", env=credentials)
+    with writable(url, settings, overwrite=False):
+        pass
+    assert admin("import", url, "--dry-run", env=credentials).code == 1, (
+        "an export that failed leaves nothing"
+    )
+    with writable(url, settings, overwrite=False) as path:
+        # An archive may be padded: this one goes in parts, and is read in several steps.
+        path.write_bytes(of.made().read_bytes() + bytes(11 << 20))
+    with (
+        pytest.raises(Refused, match="exists; --force overwrites it"),
+        writable(url, settings, overwrite=False),
+    ):
+        pass
+    for words in ["--dry-run"], of.options():
+        ran = admin("import", url, *words, "--json", env=credentials)
         assert ran.code == 0, ran.err
-    assert ran.json["archive"]["imported"]["segments"] == 3
+    assert ran.json["imported"]["segments"] == 3
+
+
+def test_any_export_may_go_into_a_bucket(of: Packed, admin: Admin, moto_bucket: S3Bucket) -> None:
+    url = moto_bucket.url.replace("?", "/all.tar?", 1)
+    credentials = {
+        "KVSTORE_S3__ACCESS_KEY_ID": moto_bucket.credentials.access_key,
+        "KVSTORE_S3__SECRET_ACCESS_KEY": moto_bucket.credentials.secret_key,
+    }
+    words = ["export", "--to", url, *of.source.options]
+    assert admin(*words, env=credentials).code == 0
+    assert admin(*words, env=credentials).code == 1
+    assert admin(*words, "--force", env=credentials).code == 0
+    ran = admin("import", url, "--new-namespaces", "--json", *of.options(), env=credentials)
+    assert ran.json["imported"]["segments"] == 5
 
 
 @pytest.mark.parametrize(
     "where", ["http://host/base.tar", "s3://bucket", "file://host/base.tar", "s3://u:p@b/x"]
 )
-def test_a_place_that_is_none_is_refused(of: Packed, admin: Admin, where: str) -> None:
-    ran = admin("pack", "inspect", where)
+@pytest.mark.parametrize("verb", [["import"], ["export", "--to"]])
+def test_a_place_that_is_none_is_refused(of: Packed, admin: Admin, verb: list[str], where: str) -> None:
+    ran = admin(*verb, where, *of.options())
     assert ran.code == 2 and "u:p" not in ran.err

@@ -1,4 +1,4 @@
-"""The file that names prompts, and an engine that does not come: what was wrong is said."""
+"""The file that names prompts: what may stand in it, and what was wrong with it is said."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvstore.admin.pack.engine import EngineFailed, compute
-from kvstore.admin.pack.prompts import read_prompts
-from kvstore.admin.progress import Silent
+from kvstore.admin.archive.prompts import read_prompts
 from kvstore.errors import ConfigError
-from schemas.settings import Settings
-from tests.admin.conftest import Admin
 
 
 def written(folder: Path, text: str, name: str = "prompts.yaml") -> Path:
@@ -208,7 +204,7 @@ def test_yaml_has_a_bound_that_json_has_not(tmp_path: Path) -> None:
 
 def test_all_files_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of 64 MiB that is named four million times would fill any memory."""
-    monkeypatch.setattr("kvstore.admin.pack.prompts._MOST_TOGETHER", 1000)
+    monkeypatch.setattr("kvstore.admin.archive.prompts._MOST_TOGETHER", 1000)
     (tmp_path / "a.txt").write_text("a" * 300)
     path = written(tmp_path, "prompts: [" + ", ".join(f"{{name: p{n}, file: a.txt}}" for n in range(4)) + "]")
     with pytest.raises(ConfigError, match="make several packs"):
@@ -255,27 +251,3 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         file.truncate((64 << 20) + 1)
     with pytest.raises(ConfigError, match="more than 64 MiB"):
         read_prompts(path)
-
-
-def test_without_vllm_it_says_so(tmp_path: Path, admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "vllm.py").write_text("raise ImportError('there is none')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    prompts = written(tmp_path, "prompts: [{name: a, tokens: [1]}]")
-    ran = admin("pack", "build", str(prompts), "--to", str(tmp_path / "a.tar"), "--", "my-model")
-    assert ran.code == 1 and "which can't be imported here (there is none)" in ran.err
-    assert not (tmp_path / "a.tar").exists()
-
-
-def test_what_an_engine_said_last_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "vllm.py").write_text("print('no such GPU'); raise SystemExit(3)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    settings = Settings(payloads=f"file://{tmp_path}/store")
-    with pytest.raises(EngineFailed, match="the end of what it said:\nno such GPU"):
-        compute([], [], settings, tmp_path / "log", Silent())
-
-
-def test_nothing_is_computed_for_a_pack_that_is_there(tmp_path: Path, admin: Admin) -> None:
-    prompts, there = written(tmp_path, "prompts: [{name: a, tokens: [1]}]"), tmp_path / "a.tar"
-    there.write_bytes(b"")
-    ran = admin("pack", "build", str(prompts), "--to", str(there), "--", "my-model")
-    assert ran.code == 1 and "exists; --force overwrites it" in ran.err

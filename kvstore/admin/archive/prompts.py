@@ -1,6 +1,6 @@
-"""Reads the file that names the prompts of a pack, and the files that it names.
+"""Reads the file that names the prompts of an export, and the files that it names.
 
-The file lies in Git, and who proposes a change to it is not who builds the pack. So it names nothing but
+The file lies in Git, and who proposes a change to it is not who exports. So it names nothing but
 text: files below its own folder, no hidden ones, and never an image's or another medium's address, which the
 engine would ask. All that is read together is bounded.
 """
