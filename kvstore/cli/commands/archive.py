@@ -35,7 +35,7 @@ _NOWHERE = "memory://nowhere"
     examples=(
         "cache-admin export --to hot.tar --max-bytes 50GiB",
         "cache-admin export 8a74e0fa --depth 64 --to prompts.tar",
-        "cache-admin export --prompts prompts.yaml --engine http://localhost:8000 --to base.tar",
+        "cache-admin export --prompts prompts.json --engine http://localhost:8000 --to base.tar",
         "cache-admin export --to - | ssh other-site cache-admin import -",
     ),
     see_also=("import", "ls"),
@@ -56,8 +56,8 @@ def _export(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="What engines would load of the prompts that this file names, YAML or JSON: --engine, which "
-            "saves into this cache, computes them first.",
+            help="What engines would load of the prompts that this JSON file names: --engine, which saves "
+            "into this cache, computes them first.",
         ),
     ] = None,
     engine: Annotated[
