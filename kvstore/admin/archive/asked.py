@@ -14,6 +14,7 @@ from kvstore.admin.archive.manifest import MAX_MANIFEST
 from kvstore.admin.backends import Cache, Refused
 from kvstore.admin.curate.plan import MovePlan, Planned, plan_of
 from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt, spaces_of
+from kvstore.admin.described import described
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.tokenizer import compute, release
 from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId
@@ -76,7 +77,9 @@ def _computed(
 ) -> tuple[NamespaceId, PackedPrompt]:
     said = f"prompt {prompt['name']!r}"
     tokens = compute(engine, prompt)
-    spaces = spaces_of(cache, StoredPrompt(tokens, seed=seed), prefixes)
+    # All of them, also those with another seed: one might be the engine's, and another hold the prompt.
+    known = [name for name, text in cache.namespaces().items() if described(text)[0] == "kv"]
+    spaces = spaces_of(cache, StoredPrompt(tokens, seed=seed), prefixes or known)
     if len(spaces) != 1:
         raise Refused(f"the cache has namespaces {', '.join(spaces)}: name the engine's, which its log says")
     [(name, (space, hashes))] = spaces.items()
