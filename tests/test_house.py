@@ -75,7 +75,6 @@ RUN = re.compile(
 #: Where such a call is given names of modules that are ours.
 RUN_HERE = {
     "connectors/plugin.py: importlib.import_module",
-    "kvstore/admin/pack/engine.py: subprocess.Popen",
     "kvstore/lazy.py: import_module",
 }
 

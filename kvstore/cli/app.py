@@ -18,7 +18,6 @@ from kvstore.cli.commands import (
     explain,
     feed,
     inspect,
-    pack,
     remove,
     repair,
     serve,
@@ -28,7 +27,7 @@ from kvstore.cli.verbs import add_to, verbs_of
 
 #: In the order of the reference and of --help.
 VERBS = verbs_of(
-    (inspect, archive, pack, curate, remove, repair, serve, feed, explain, advise, simulate, doctor, bench)
+    (inspect, archive, curate, remove, repair, serve, feed, explain, advise, simulate, doctor, bench)
 )
 
 _EPILOG = (

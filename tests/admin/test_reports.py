@@ -37,7 +37,6 @@ MODULES = (
             "curate",
             "remove",
             "archive",
-            "pack",
             "doctor",
             "bench",
             "repair",

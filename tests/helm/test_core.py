@@ -409,9 +409,9 @@ def test_what_was_found_is_not_looked_for_again(verb: str) -> None:
     assert "podFailurePolicy" not in old and old["backoffLimit"] == 0
 
 
-def test_packs_are_applied_by_hooks_in_their_order() -> None:
+def test_packs_are_imported_by_hooks_in_their_order() -> None:
     url = "s3://my-bucket/packs/base.tar?endpoint=https://rgw:443"
-    packs = [{"pack": url}, {"pack": "/packs/more.tar", "model": "m", "weights": "9f86", "namespace": "01ab"}]
+    packs = [{"pack": url}, {"pack": "/packs/more.tar", "weights": "9f86", "namespace": "01ab"}]
     jobs = [one for one in render(given(packs__apply=packs)) if one["kind"] == "Job"]
     assert [one["metadata"]["name"] for one in jobs] == ["cache-kvstore-pack-0", "cache-kvstore-pack-1"]
     hooks = [one["metadata"]["annotations"] for one in jobs]
@@ -421,8 +421,8 @@ def test_packs_are_applied_by_hooks_in_their_order() -> None:
     assert {one["helm.sh/hook-delete-policy"] for one in hooks} == {"before-hook-creation"}
     arguments = [one["spec"]["template"]["spec"]["containers"][0]["args"] for one in jobs]
     assert arguments == [
-        ["pack", "apply", url],
-        ["pack", "apply", "/packs/more.tar", "--model", "m", "--weights", "9f86", "--namespace", "01ab"],
+        ["import", url],
+        ["import", "/packs/more.tar", "01ab", "--weights", "9f86"],
     ]
     assert not [one for one in render(given()) if one["kind"] == "Job"]
 

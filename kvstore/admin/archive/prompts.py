@@ -1,6 +1,6 @@
-"""Reads the file that names the prompts of a pack, and the files that it names.
+"""Reads the file that names the prompts of an export, and the files that it names.
 
-The file lies in Git, and who proposes a change to it is not who builds the pack. So it names nothing but
+The file lies in Git, and who proposes a change to it is not who exports. So it names nothing but
 text: files below its own folder, no hidden ones, and never an image's or another medium's address, which the
 engine would ask. All that is read together is bounded.
 """
@@ -13,7 +13,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from kvstore.errors import ConfigError
@@ -26,19 +25,6 @@ from schemas.pack import PromptEntry, PromptFile
 _MOST_BYTES = 64 << 20
 #: Most bytes of all together.
 _MOST_TOGETHER = 4 * _MOST_BYTES
-#: Most characters of YAML: its parser takes a second for each 100 KB or so. JSON has no such bound.
-_MOST_YAML = 4 << 20
-#: Most levels of YAML within each other: the time for one grows with their number.
-_MOST_LEVELS = 64
-#: Most characters of a number: 1:30:15 is one to base 60, and the time for one grows with the square of them.
-_MOST_DIGITS = 1000
-_BEGINS = (
-    yaml.BlockMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.FlowSequenceStartToken,
-)
-_ENDS = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 #: Kinds of a message's parts that are text, and the field that has it.
 _TEXTS = {
     "text": "text",
@@ -53,52 +39,18 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     """Returns each prompt as an engine is given it: its `name`, and `text`, `tokens`, or `messages` and
     `tools`.
 
-    The file is YAML or JSON. Raises ConfigError, which names the file and what is wrong with it.
+    The file is JSON. Raises ConfigError, which names the file and what is wrong with it.
     """
     folder = _Folder(path)
-    # Whoever builds has named this one, wherever it lies.
+    # Whoever exports has named this one, wherever it lies.
     text = folder.text(path.resolve(), path)
     try:
-        # JSON is YAML, but its parser is a hundred times as fast.
-        tree = json.loads(text) if path.suffix == ".json" else _yaml(text)
-        # The engine is told as JSON, which has no dates, for instance.
-        json.dumps(tree)
-        made = PromptFile.model_validate(tree)
+        made = PromptFile.model_validate(json.loads(text))
     except ValidationError as exc:
         raise ConfigError(f"{readable(path)}: {'; '.join(explain(exc, PromptFile))}") from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as exc:
-        said = (str(exc).splitlines() or [type(exc).__name__])[0]
-        raise ConfigError(f"{readable(path)} is neither YAML nor JSON: {said}") from None
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{readable(path)} is not JSON: {exc}") from None
     return [_prompt(one, folder) for one in made.prompts]
-
-
-def _yaml(text: str) -> Any:
-    """Returns a tree without aliases: some lines of them stand for more than any memory holds, or for
-    themselves."""
-    if len(text) > _MOST_YAML:
-        raise yaml.YAMLError(
-            f"more than {_MOST_YAML >> 20} MiB of YAML: put texts into files of their own, or write JSON"
-        )
-    level = 0
-    for token in yaml.scan(text):
-        level += isinstance(token, _BEGINS) - isinstance(token, _ENDS)
-        if level > _MOST_LEVELS:
-            raise yaml.YAMLError(f"line {token.start_mark.line + 1} is more than {_MOST_LEVELS} levels deep")
-        if isinstance(token, yaml.ScalarToken) and token.plain and _is_endless(token.value):
-            raise yaml.YAMLError(f"line {token.start_mark.line + 1} has a number of too many digits")
-        if isinstance(token, yaml.TagToken):
-            raise yaml.YAMLError(
-                f"line {token.start_mark.line + 1} has a tag, which a prompts' file may not have"
-            )
-        if isinstance(token, yaml.AliasToken):
-            raise yaml.YAMLError(
-                f"*{token.value} is an alias, which a prompts' file may not have: say it twice"
-            )
-    return yaml.safe_load(text)
-
-
-def _is_endless(text: str) -> bool:
-    return len(text) > _MOST_DIGITS and set(text) <= set("0123456789:._+-")
 
 
 def _prompt(one: PromptEntry, folder: _Folder) -> dict[str, Any]:
@@ -121,7 +73,7 @@ def _message(message: dict[str, Any], name: str, folder: _Folder) -> dict[str, A
         if not isinstance(content, str | None) and not all(map(_is_text, _parts(content))):
             raise ConfigError(
                 f"prompt {name!r}: a message's content is text, or a list of parts such as "
-                "{type: text, text: ...}; of images, sound and video no pack can be made"
+                '{"type": "text", "text": ...}, without images, sound and video'
             )
         return message
     if not isinstance(file, str) or "content" in message:
@@ -180,7 +132,7 @@ class _Folder:
         if self._left < 0:
             raise ConfigError(
                 f"{readable(named)}: what prompts name has more than {_MOST_TOGETHER >> 20} MiB together; "
-                "make several packs"
+                "make several exports"
             )
         try:
             return data.decode()
