@@ -39,7 +39,6 @@ MODULES = (
             "bench",
             "repair",
             "explain",
-            "simulate",
             "advise",
             "feed",
         )

@@ -130,7 +130,7 @@ _LOOKING = (
     "operations",
     "quota",
     "pin",
-    "whatif",
+    "advise",
     "explain --digest 00112233445566778899aabbccddeeff",
     "evict --keep 1KiB",
     "invalidate KV",

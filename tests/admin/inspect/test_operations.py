@@ -90,7 +90,7 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
 #: probes are gone when it ends.
 HARMLESS = {
     "status", "ls", "namespaces", "namespaces diff", "show", "stats", "top", "du", "events", "operations",
-    "explain", "simulate", "advise", "doctor", "vllm-config", "export", "serve", "feed", "whatif",
+    "explain", "advise", "doctor", "vllm-config", "export", "serve", "feed",
     "pack build", "pack inspect", "pack verify",
 }  # fmt: skip
 
