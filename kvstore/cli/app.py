@@ -21,13 +21,12 @@ from kvstore.cli.commands import (
     remove,
     repair,
     serve,
-    simulate,
 )
 from kvstore.cli.verbs import add_to, verbs_of
 
 #: In the order of the reference and of --help.
 VERBS = verbs_of(
-    (inspect, archive, curate, remove, repair, serve, feed, explain, advise, simulate, doctor, bench)
+    (inspect, archive, curate, remove, repair, serve, feed, explain, advise, doctor, bench)
 )
 
 _EPILOG = (

@@ -41,7 +41,6 @@ MODULES = (
             "bench",
             "repair",
             "explain",
-            "simulate",
             "advise",
             "feed",
         )

@@ -194,7 +194,7 @@ def _quota(call: Call) -> None:
         "cache-admin quota set tenant/search 200GiB",
         "cache-admin quota set namespace/8a74e0fa 50GiB --apply",
     ),
-    see_also=("quota", "quota clear", "whatif"),
+    see_also=("quota", "quota clear", "advise"),
 )
 def _quota_set(
     call: Call,

@@ -57,7 +57,7 @@ def _status(call: Call) -> None:
         "cache-admin stats --watch --every 10",
         "cache-admin stats 8a74e0fa --watch --json | jq -c '[.at_s, .total.hit_ratio, .total.misses]'",
     ),
-    see_also=("explain", "whatif", "top"),
+    see_also=("explain", "advise", "top"),
 )
 def _stats(
     call: Call,

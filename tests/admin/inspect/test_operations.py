@@ -76,7 +76,7 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
 #: probes are gone when it ends.
 HARMLESS = {
     "status", "ls", "namespaces", "namespaces diff", "show", "stats", "top", "du", "events", "operations",
-    "explain", "simulate", "advise", "doctor", "vllm-config", "export", "serve", "feed", "whatif",
+    "explain", "advise", "doctor", "vllm-config", "export", "serve", "feed",
 }  # fmt: skip
 
 

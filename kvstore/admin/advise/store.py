@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from kvstore.admin.simulate.replay import ReplayTotals
-from kvstore.admin.simulate.sessions import NONE, Heard
-from kvstore.admin.simulate.traces import Request, Trace
+from kvstore.admin.advise.replay import ReplayTotals
+from kvstore.admin.advise.sessions import NONE, Heard
+from kvstore.admin.advise.traces import Request, Trace
 from kvstore.format.segment import ALIGN
 from kvstore.index.contract import minute, saved_minute
 from kvstore.index.eviction import MINUTE_S, watermarks
@@ -61,6 +61,20 @@ class Rules:
     #: `s3.gap_bytes`).
     range_bytes: int = 8 << 20
     gap_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One capacity under this store's rules."""
+
+    totals: ReplayTotals
+    #: The number of blocks found, for each request.
+    hits: Sequence[int]
+    #: The number of segments that were saved.
+    segments: int
+    #: Requests of an object store: a PUT for each part of a segment, GETs by what of it is loaded.
+    puts: int
+    gets: int
 
 
 def noted(trace: Trace, window_s: float) -> list[int]:
@@ -155,38 +169,33 @@ class StoreReplay:
         self._rank = {number: rank for rank, (_, number) in enumerate(ids)}
         self.used_bytes = 0
         self.stored_bytes = 0
-        #: Requests of an object store: a PUT for each part of a segment, GETs by what of it is loaded.
         self.puts = 0
         self.gets = 0
         self.evictions = 0
         self.evicted_bytes = 0
-
-    @property
-    def segments(self) -> int:
-        """How many segments were saved."""
-        return len(self._segments)
 
     def run(
         self,
         notes: Sequence[int] | None = None,
         sessions: Sequence[int] | None = None,
         told: Iterable[Heard] = (),
-    ) -> ReplayTotals:
+    ) -> Replayed:
         """Replays all requests. `notes` says how many leading blocks of each are worth saving; None: all.
         `sessions` are those of the requests, None if they aren't known; `told` is what is said of them, in
         the order of time.
         """
         tokens = [space.block_tokens for space in self._trace.spaces]
         waiting = deque(told)
-        blocks = saved = 0
+        hits, saved = [], 0
         for number, request in enumerate(self._trace.requests):
             while waiting and waiting[0].after < number:
                 self.tell(waiting.popleft())
             worth = len(request.chain) if notes is None else notes[number]
-            hits = self.serve(request, worth, NONE if sessions is None else sessions[number])
-            blocks += hits
-            saved += hits * tokens[request.space]
-        return ReplayTotals(blocks, saved, self.stored_bytes, self.evictions, self.evicted_bytes)
+            found = self.serve(request, worth, NONE if sessions is None else sessions[number])
+            hits.append(found)
+            saved += found * tokens[request.space]
+        totals = ReplayTotals(sum(hits), saved, self.stored_bytes, self.evictions, self.evicted_bytes)
+        return Replayed(totals, hits, len(self._segments), self.puts, self.gets)
 
     def serve(self, request: Request, worth: int, session: int = NONE) -> int:
         """Serves a request whose first `worth` blocks are worth saving; returns how many blocks it found."""

@@ -17,8 +17,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from kvstore.admin.simulate.replay import ReplayTotals
-from kvstore.admin.simulate.traces import Trace
+from kvstore.admin.advise.replay import ReplayTotals
+from kvstore.admin.advise.traces import Trace
 
 #: (number of the request that uses these blocks next, place of the first in its chain, that behind the last)
 _Run = tuple[int, int, int]

@@ -22,7 +22,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -160,6 +160,25 @@ class Trace:
     def distinct_bytes(self) -> int:
         """Bytes of all blocks, each counted once: a cache of this size evicts nothing."""
         return int(self.weights().sum()) if self.blocks else 0
+
+    def since(self, from_s: float) -> Trace:
+        """Returns the requests from `from_s` (the trace's own time) on, as if there had been none before.
+        Their blocks are numbered anew; the costs of computing count from before as well. Raises BadTrace."""
+        number: dict[int, int] = {}
+        later = Trace(spaces=self.spaces, costs=self.costs, skipped=self.skipped)
+        for request in self.requests:
+            if request.at_s >= from_s:
+                chain = [number.setdefault(block, len(number)) for block in request.chain]
+                later.requests.append(replace(request, chain=chain))
+                later.references += len(chain)
+        if not later.requests:
+            raise BadTrace("no request was recorded since then")
+        later.space_of = [self.space_of[block] for block in number]
+        later.said = [said for said in self.said if said.at_s >= from_s]
+        later.spans = {
+            name: (max(first, from_s), last) for name, (first, last) in self.spans.items() if last >= from_s
+        }
+        return later
 
 
 def read_traces(paths: Sequence[Path], assumed: Assumed, progress: ProgressListener) -> Trace:

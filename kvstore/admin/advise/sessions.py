@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.admin.simulate.traces import Trace
+from kvstore.admin.advise.traces import Trace
 from kvstore.index.sessions import Priority
 
 #: The session of a request that belongs to none.

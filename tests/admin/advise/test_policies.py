@@ -1,4 +1,4 @@
-"""What could be served by those who know more: the optimum, and a store that is told of ends of sessions."""
+"""Policies on single blocks, some of which know the future, and a store that is told of ends of sessions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Any
 
 import pytest
 
-from kvstore.admin.progress import Silent
-from kvstore.admin.simulate import store
-from kvstore.admin.simulate.optimum import optimum
-from kvstore.admin.simulate.replay import endless, lru
-from kvstore.admin.simulate.sessions import NONE, ends, sessions
-from kvstore.admin.simulate.simulate import Setup, simulate
-from kvstore.admin.simulate.store import Rules, StoreReplay
-from kvstore.admin.simulate.traces import Assumed, Trace
-from tests.admin.simulate import workloads
-from tests.admin.simulate.test_simulate import SETTINGS, mooncake, random_trace, read
+from kvstore.admin.advise.optimum import optimum
+from kvstore.admin.advise.replay import ReplayTotals, by_block
+from kvstore.admin.advise.sessions import NONE, ends, sessions
+from kvstore.admin.advise.store import Rules, StoreReplay
+from kvstore.admin.advise.traces import Trace
+from tests.admin.advise.test_traces import mooncake, random_trace, read
+
+
+def test_a_block_goes_by_its_last_use_or_by_when_it_was_stored(tmp_path: Path) -> None:
+    trace = read(tmp_path, mooncake([1, 2], [3], [1, 2], [4], [3]))
+    assert by_block(trace, 30, by_use=True) == ReplayTotals(2, 1024, 50, 2, 20), "3 goes, and then the tail"
+    assert by_block(trace, 30, by_use=False) == ReplayTotals(3, 1536, 40, 1, 10), "the oldest tail goes"
+    # More than a request may be too much.
+    assert by_block(trace, 10, by_use=True) == ReplayTotals(0, 0, 70, 6, 60)
+
 
 # ---- the optimum
 
@@ -61,9 +66,9 @@ def test_the_optimum_is_beladys_with_bypass(tmp_path: Path, seed: int, spaces: i
             capacity
         )
         assert tally.hit_tokens == 16 * tally.hit_blocks
-        assert tally.evicted_bytes <= tally.stored_bytes <= endless(trace).stored_bytes + tally.evicted_bytes
+        assert tally.evicted_bytes <= tally.stored_bytes <= trace.distinct_bytes + tally.evicted_bytes
     assert found[0].hit_blocks == found[0].stored_bytes == 0
-    assert found[-1].hit_blocks == endless(trace).hit_blocks > 50
+    assert found[-1].hit_blocks == by_block(trace, 1 << 30, by_use=True).hit_blocks > 50
     assert found[-1].evictions == 0
 
 
@@ -96,16 +101,12 @@ def test_no_choice_serves_more_than_the_optimum(tmp_path: Path, seed: int) -> No
 def test_nothing_is_above_the_optimum(tmp_path: Path) -> None:
     trace = random_trace(tmp_path, 6)
     capacities = [20, 80, 200, 500, 2000]
-    most = optimum(trace, capacities)
-    assert most[1].hit_blocks > 1.2 * lru(trace, capacities)[1].hit_blocks
-    for capacity, best, blind in zip(capacities, most, lru(trace, capacities), strict=True):
-        replay = StoreReplay(trace, Rules([1], lambda slots: 0), capacity)
-        owners = sessions(trace)
-        told = StoreReplay(trace, Rules([1], lambda slots: 0), capacity).run(
-            None, owners, ends(trace, owners)
-        )
-        for other in (blind, replay.run(), told):
-            assert other.hit_blocks <= best.hit_blocks
+    owners, rules = sessions(trace), Rules([1], lambda slots: 0)
+    for capacity, best in zip(capacities, optimum(trace, capacities), strict=True):
+        others = [by_block(trace, capacity, by_use=by_use) for by_use in (True, False)]
+        others.append(StoreReplay(trace, rules, capacity).run().totals)
+        others.append(StoreReplay(trace, rules, capacity).run(None, owners, ends(trace, owners)).totals)
+        assert all(other.hit_blocks <= best.hit_blocks for other in others)
 
 
 # ---- sessions
@@ -143,56 +144,3 @@ def test_items_are_no_sessions(tmp_path: Path) -> None:
     trace.spaces[0] = type(trace.spaces[0])("0" * 16, "ec", 0, 10)
     assert {*sessions(trace)} == {NONE}
     assert not ends(trace, sessions(trace))
-
-
-def plain_told(trace: Trace, capacity: int) -> int:
-    """Blocks of equal size, each by itself, in a list that is sorted whenever something has to go."""
-    owners = sessions(trace)
-    held: dict[int, dict[str, Any]] = {}
-    hits = made = 0
-    for number, request in enumerate(trace.requests):
-        session, leading = owners[number], True
-        used, saved = request.at_s // 15, request.at_s // 15 - 2
-        for depth, block in enumerate(request.chain):
-            leading = leading and block in held
-            if leading:
-                hits += 1
-                held[block]["users"] |= {session}
-                held[block]["used"] = max(held[block]["used"], used)
-                continue
-            held[block] = {"used": saved, "depth": depth, "made": made, "users": {session}}
-            made += 1
-            while 10 * len(held) > capacity:
-                held.pop(min(held, key=lambda at: (held[at]["used"], -held[at]["depth"], held[at]["made"])))
-        if session not in owners[number + 1 :]:
-            for one in held.values():
-                if one["users"] == {session}:
-                    one["used"] = -1
-    return hits
-
-
-@pytest.mark.parametrize("seed", [8, 9])
-def test_what_only_an_ended_session_used_goes_first(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "watermarks", lambda capacity: (capacity, capacity))
-    path = tmp_path / "chats.jsonl"
-    workloads.write(path, workloads.requests(seed, 250))
-    trace = read(tmp_path, path.read_text(), Assumed(10, 16))
-    better = 0
-    for capacity in (300, 1000, 3000, 8000):
-        rules, owners = Rules([1], lambda slots: 0), sessions(trace)
-        found = StoreReplay(trace, rules, capacity).run(None, owners, ends(trace, owners)).hit_blocks
-        assert found == plain_told(trace, capacity)
-        better += found - StoreReplay(trace, rules, capacity).run().hit_blocks
-    assert better > 300
-
-
-def test_ends_are_worth_something_in_the_report(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    workloads.write(path, workloads.requests(9, 400))
-    setup = Setup(SETTINGS, ["kvstore", "told-ends", "optimum"], [100 << 20, 300 << 20], segment_blocks=(1,))
-    blind, told, best = simulate([path], Assumed(1 << 20, 16), setup, Silent()).curves
-    assert (told.policy, told.segment_blocks, best.segment_blocks) == ("told-ends", 1, None)
-    for at in range(2):
-        assert blind.points[at].hit_ratio + 0.01 < told.points[at].hit_ratio < best.points[at].hit_ratio

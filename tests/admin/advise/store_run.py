@@ -1,4 +1,4 @@
-"""Requests against the real store, on a clock of their own: what the simulation is held against."""
+"""Requests against the real store, on a clock of their own: what replays are held against."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvstore.store.trace import TraceRecorder
 from kvstore.threads.transfers import Transfers
 from schemas.namespace import GroupSpec, Namespace
 from schemas.settings import JournalSettings, Settings
-from tests.admin.simulate.workloads import Asked
+from tests.admin.advise.workloads import Asked
 
 #: A block of 128 KiB, of 16 tokens.
 SHAPE = (4, 1, 16, 1024)
