@@ -21,6 +21,7 @@ from importlib.resources import files
 from kvstore.admin.backends import Cache
 from kvstore.admin.serve.door import Guests, Refusal
 from kvstore.admin.serve.exporter import Exporter
+from kvstore.admin.serve.exposed import Exposition
 from kvstore.admin.serve.history import KEPT_S, SAMPLE_S
 from kvstore.admin.serve.listener import HttpRequest, Listener, Response, sentence
 from kvstore.admin.serve.monitor import ASK_PAYLOADS_S, LOOK_S, Monitor, Readiness
@@ -33,6 +34,8 @@ from kvstore.janitor.reports import JanitorState
 log = logging.getLogger(__name__)
 
 _HOUR_S = 3600
+#: Seconds that the metrics' text is kept for: with many namespaces it takes tens of milliseconds to make.
+TEXT_KEPT_S = 2.0
 #: The files of the page: path, file, content type.
 _PAGE = (
     ("/", "index.html", "text/html; charset=utf-8"),
@@ -166,7 +169,7 @@ class Serving:
             for path, answer in page.items()
         }
         return routes | {
-            "/metrics": lambda request: Response(*self._exporter.text(request.accept)),
+            "/metrics": Exposition(self._exporter.metrics, kept_s=TEXT_KEPT_S),
             "/api/status": self._status,
         }
 
