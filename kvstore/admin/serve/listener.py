@@ -124,10 +124,10 @@ class Listener:
         #: The address and the port at which it listens.
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._visits: dict[asyncio.Task[None], _Visit] = {}
+        self._closing = asyncio.Event()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="http")
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)
-        self._loop.add_reader(self._socket, self._accept)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
 
@@ -148,46 +148,37 @@ class Listener:
     def close(self) -> None:
         """Stops at once, whatever is being answered. Idempotent."""
         with suppress(RuntimeError):  # it is closed already
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_CLOSE_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # The thread that waits for all connections.
 
     def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-            self._loop.remove_reader(self._socket)
-            self._loop.run_until_complete(self._end())
-        finally:
-            self._socket.close()
-            self._loop.close()
+        # The runner's end is that of all connections.
+        with self._socket, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
-    def _accept(self) -> None:
-        """Accepts one connection; called while there are any, with a turn for all others in between."""
-        try:
-            connection, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError:
-            self._loop.remove_reader(self._socket)
-            self._loop.call_later(_ACCEPT_AGAIN_S, self._loop.add_reader, self._socket, self._accept)
-            return
-        connection.setblocking(False)
-        if len(self._visits) >= CONNECTIONS:
-            self._make_room()
-        visit = _Visit(connection)
-        task = self._loop.create_task(self._converse(visit))
-        self._visits[task] = visit
-        task.add_done_callback(partial(self._left, visit))
+    async def _serve(self) -> None:
+        accepting = asyncio.create_task(self._accept())
+        await self._closing.wait()
+        accepting.cancel()
 
-    async def _end(self) -> None:
-        tasks = list(self._visits)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # Transports close their sockets a turn later.
-        await asyncio.sleep(0)
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._socket)
+            except OSError as exc:
+                await asyncio.sleep(0 if isinstance(exc, ConnectionAbortedError) else _ACCEPT_AGAIN_S)
+                continue
+            if len(self._visits) >= CONNECTIONS:
+                self._make_room()
+            visit = _Visit(connection)
+            task = asyncio.create_task(self._converse(visit))
+            self._visits[task] = visit
+            task.add_done_callback(partial(self._left, visit))
+            # All others have a turn before the next one.
+            await asyncio.sleep(0)
 
     def _make_room(self) -> None:
         oldest = next((task for task, visit in self._visits.items() if visit.idle), next(iter(self._visits)))
