@@ -60,25 +60,21 @@ class Look:
 
 
 class IndexCollector:
-    """Looks at the index, and fills `history`, `highlights` and `sessions`. For one thread; any may read
-    those and `damaged`, which the thread replaces as a whole."""
+    """Looks at the index. For one thread; any may read the public attributes."""
 
     def __init__(
         self,
         settings: Settings,
-        history: History,
-        highlights: Highlights,
-        sessions: SessionRounds,
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._history = history
-        self._highlights = highlights
-        self._sessions = sessions
         self._clock = clock
         self._monotonic = monotonic
+        self.history = History(clock())
+        self.highlights = Highlights(clock())
+        self.sessions = SessionRounds(clock, monotonic)
         self._growth = Growth()
         self._highlighted_at: float | None = None
         #: Each namespace's JSON. An id stands for all of it, so it never changes.
@@ -89,7 +85,7 @@ class IndexCollector:
         self._at_start: set[NamespaceId] | None = None
         self._next_other = 0
         self._others_counted: Counter[str] = Counter()
-        #: Namespaces in which the highlights met something that makes no sense, and what.
+        #: Namespaces in which the highlights met something that makes no sense, and what. Replaced as a whole.
         self.damaged: dict[NamespaceId, str] = {}
 
     def take(self, index: FullIndex) -> Look:
@@ -110,7 +106,7 @@ class IndexCollector:
                 damaged[name] = str(exc)
                 continue
             added = self._growth.advance(name, seen, is_new=name not in (self._at_start or ()))
-            self._history.count(added)
+            self.history.count(added)
             if name not in self._places:
                 self._others_counted.update(added)
         nowhere = BackendState(url="", state="ok")
@@ -134,7 +130,7 @@ class IndexCollector:
             unreadable=index.unreadable,
             memory=index.memory(),
         )
-        self._history.sample(now, sum(account.usage.nbytes for account in held.accounts))
+        self.history.sample(now, sum(account.usage.nbytes for account in held.accounts))
         return look
 
     def highlight(self, index: FullIndex, look: Look) -> None:
@@ -153,16 +149,16 @@ class IndexCollector:
                 damaged[name] = str(exc)
             self.damaged = dict(damaged)
 
-        self._highlights.keep_to(names)
-        self._highlights.read_events(index, names, look.at_s, within)
+        self.highlights.keep_to(names)
+        self.highlights.read_events(index, names, look.at_s, within)
         now = self._monotonic()
         if self._highlighted_at is None or now - self._highlighted_at >= HIGHLIGHTS_S:
             shifted = self._settings.eviction.cost_aware
-            self._highlights.read_top(index, look.named, look.models, look.at_s, within, shifted=shifted)
-            self._highlights.read_journal(index, names, within)
+            self.highlights.read_top(index, look.named, look.models, look.at_s, within, shifted=shifted)
+            self.highlights.read_faults(index, names, within)
             self._highlighted_at = now
         on_time()
-        self._sessions.read(index, names)
+        self.sessions.read(index, names)
 
     def _deadline(self) -> Callable[[], None]:
         """Returns a function to call between calls of the index; it raises if the look takes too long."""

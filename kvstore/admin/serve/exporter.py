@@ -7,6 +7,7 @@ are those of the index, so every server that looks at one index exports the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import get_args
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,26 +29,19 @@ _NAMESPACE = ("cache_namespace", "kind", "model", "tenant")
 _OTHER = ("other", "", "", "")
 _ELSE = "other"
 
-_HELD: Mapping[str, tuple[str, Callable[[Account], float]]] = {
-    "stored_bytes": ("Bytes of visible segments", lambda account: account.usage.nbytes),
-    "segments": ("Visible segments", lambda account: account.usage.segments),
-    "blocks": ("Blocks in visible segments; an encoder item is one", lambda account: account.usage.blocks),
-    "pinned_bytes": (
-        "Of the stored bytes, those of pinned segments",
-        lambda account: account.usage.pinned_bytes,
-    ),
+#: By metric: its text, the field of an account that it is, and how many of these are one.
+_HELD: Mapping[str, tuple[str, str, float]] = {
+    "stored_bytes": ("Bytes of visible segments", "usage.nbytes", 1),
+    "segments": ("Visible segments", "usage.segments", 1),
+    "blocks": ("Blocks in visible segments; an encoder item is one", "usage.blocks", 1),
+    "pinned_bytes": ("Of the stored bytes, those of pinned segments", "usage.pinned_bytes", 1),
     "recompute_seconds": (
         "What computing all that is stored would take, as engines told",
-        lambda account: account.usage.cost_us / 1e6,
+        "usage.cost_us",
+        1e6,
     ),
-    "trashed_segments": (
-        "Evicted segments whose payloads are not deleted yet",
-        lambda account: account.trashed,
-    ),
-    "invalidated_segments": (
-        "Invalidated segments that are not in the trash yet",
-        lambda account: account.bygone,
-    ),
+    "trashed_segments": ("Evicted segments whose payloads are not deleted yet", "trashed", 1),
+    "invalidated_segments": ("Invalidated segments that are not in the trash yet", "bygone", 1),
 }
 #: By metric: its text, and the total of the index that it is.
 _COUNTED: Mapping[str, tuple[str, str]] = {
@@ -144,12 +138,12 @@ def _of_look(look: Look) -> Iterator[Metric]:
         used.add_metric([readable(one.scope)], one.used_bytes)
     yield from (quota, used)
     labels = {account.namespace: _labels(account, look.models) for account in look.named}
-    for name, (text, value) in _HELD.items():
-        gauge = _gauge(name, text, *_NAMESPACE)
+    for name, (text, path, unit) in _HELD.items():
+        gauge, field = _gauge(name, text, *_NAMESPACE), attrgetter(path)
         for account in look.named:
-            gauge.add_metric(labels[account.namespace], value(account))
+            gauge.add_metric(labels[account.namespace], field(account) / unit)
         if look.others:
-            gauge.add_metric(_OTHER, sum(map(value, look.others)))
+            gauge.add_metric(_OTHER, sum(map(field, look.others)) / unit)
         yield gauge
     # The others' counters are exported from the start, so that their first count shows as an increase.
     rows = [(labels[name], totals) for name, totals in look.totals.items()]

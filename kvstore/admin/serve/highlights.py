@@ -1,6 +1,6 @@
 """Highlights of a cache for `cache-admin serve`, from the index's journal and its order of eviction.
 
-They are the most and least used prefixes, the newest evictions and faults, and what more room would bring.
+They are the most and least used prefixes, and the newest evictions and faults.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
 
 from kvstore.admin.inspect.events import event_lines
 from kvstore.admin.inspect.reports import EventLine, EventsReport, TopReport
 from kvstore.admin.inspect.top import top_of
-from kvstore.admin.serve.reports import FaultLine, GainLine
+from kvstore.admin.serve.reports import FaultLine
 from kvstore.events import Event, EventReader, Gap
 from kvstore.index.maintenance import Account, FullIndex
 from kvstore.index.port import Outcome
@@ -49,7 +48,6 @@ class Highlights:
         self.by_rule: dict[str, int] = {}
         self.top = TopReport(at_s=began_s, namespace=None, limit=_LINES, hottest=(), coldest=())
         self.faults: tuple[FaultLine, ...] = ()
-        self.gains: tuple[GainLine, ...] = ()
 
     def read_events(
         self, index: FullIndex, names: Sequence[NamespaceId], now_s: float, within: Within
@@ -96,21 +94,13 @@ class Highlights:
             index, accounts[:_ASKED], models, shifted=shifted, limit=_LINES, now_s=now_s, within=within
         )
 
-    def read_journal(self, index: FullIndex, names: Sequence[NamespaceId], within: Within) -> None:
-        """Reads what went wrong for requests, and what more room would have brought."""
+    def read_faults(self, index: FullIndex, names: Sequence[NamespaceId], within: Within) -> None:
+        """Reads what went wrong for requests."""
         faults: list[FaultLine] = []
-        gains: Counter[int] = Counter()
         for name in names:
             with within(name):
                 faults += [_fault(name, outcome) for outcome in index.outcomes(name, _FAULTS, faults=True)]
-                for ghosts in index.ghosts(name):
-                    gains[ghosts.extra_bytes] += ghosts.blocks
         self.faults = tuple(sorted(faults, key=lambda line: -line.at_s)[:_FAULTS])
-        steps = sorted(gains)
-        sums = accumulate(gains[step] for step in steps)
-        self.gains = tuple(
-            GainLine(extra_bytes=step, blocks=blocks) for step, blocks in zip(steps, sums, strict=True)
-        )
 
     def keep_to(self, names: Sequence[NamespaceId]) -> None:
         """Forgets all namespaces but these."""

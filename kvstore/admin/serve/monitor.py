@@ -24,10 +24,7 @@ from kvstore.admin.inspect.stats import stats_of
 from kvstore.admin.inspect.status import status_of
 from kvstore.admin.reports import BackendState, FastBackend
 from kvstore.admin.serve.collector import IndexCollector, Look
-from kvstore.admin.serve.highlights import Highlights
-from kvstore.admin.serve.history import History
 from kvstore.admin.serve.reports import Answering, FaultLine, ServingReport
-from kvstore.admin.serve.sessions import SessionRounds
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import FullIndex
 from kvstore.janitor.reports import JanitorState
@@ -75,17 +72,11 @@ class Monitor:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        now = clock()
         self._cache = cache
         self._clock = clock
         self._monotonic = monotonic
-        self._started_s = now
-        self._history = History(now)
-        self._highlights = Highlights(now)
-        self._sessions = SessionRounds(clock, monotonic)
-        self._collector = IndexCollector(
-            cache.settings, self._history, self._highlights, self._sessions, clock=clock, monotonic=monotonic
-        )
+        self._started_s = clock()
+        self._collector = IndexCollector(cache.settings, clock=clock, monotonic=monotonic)
         self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._look: Look | None = None
@@ -148,7 +139,7 @@ class Monitor:
                 self._monotonic() if answers else before.answered_at,
             )
             if changed and not answers:
-                fault = FaultLine(at_s=now, where=name, namespace="", subject="", problem=state.problem)
+                fault = FaultLine(at_s=now, where=name, problem=state.problem)
                 self._faults = (fault, *self._faults)[:_OWN_FAULTS]
 
     # What other threads ask. None of it does I/O.
@@ -160,7 +151,7 @@ class Monitor:
 
     def evictions_by_rule(self) -> Mapping[str, int]:
         """Returns by rule how many evictions the journal has told of since this server began."""
-        return self._highlights.by_rule
+        return self._collector.highlights.by_rule
 
     def backends(self) -> tuple[Backend, Backend, FastBackend | None]:
         """Returns the states of the index, the payloads, and this node's fast tier (None: there is none)."""
@@ -196,7 +187,7 @@ class Monitor:
 
         Its texts are fit for a page: names are a client's to choose.
         """
-        now, settings, highlights = self._clock(), self._cache.settings, self._highlights
+        now, settings, seen = self._clock(), self._cache.settings, self._collector
         look, (index, payloads, fast) = self.last_look(), self.backends()
         if look is None:
             unknown = BackendState(url="", state="unreachable")
@@ -218,15 +209,14 @@ class Monitor:
             others=0 if look is None else len(look.others),
             cost_s=sum(account.usage.cost_us for account in accounts) / 1e6,
             stats=stats_of((), {}, {}, None, now) if look is None else look.stats,
-            history=self._history.report(now, window_s),
-            top=highlights.top,
-            events=highlights.events,
-            evictions_by_rule=highlights.by_rule,
-            sessions=self._sessions.seen,
-            sessions_read_s=self._sessions.read_s,
+            history=seen.history.report(now, window_s),
+            top=seen.highlights.top,
+            events=seen.highlights.events,
+            evictions_by_rule=seen.highlights.by_rule,
+            sessions=seen.sessions.seen,
+            sessions_read_s=seen.sessions.read_s,
             retainable_bytes=int(settings.sessions.retain_share * status.capacity_bytes),
             faults=self._all_faults(look, janitor),
-            gains=highlights.gains,
             janitor=janitor,
         )
         return ServingReport.model_validate(_readable(report.model_dump()))
@@ -234,22 +224,15 @@ class Monitor:
     def _all_faults(self, look: Look | None, janitor: JanitorState | None) -> tuple[FaultLine, ...]:
         """Returns faults of this server, of requests and of the janitor, and damage; the newest first."""
         with self._lock:
-            faults = [*self._faults, *self._highlights.faults]
+            faults = [*self._faults, *self._collector.highlights.faults]
         for fault in () if janitor is None else janitor.faults:
-            where, problem = f"janitor: {fault.step}", readable(fault.problem)
-            faults.append(
-                FaultLine(
-                    at_s=fault.at_s,
-                    where=where,
-                    namespace=fault.namespace,
-                    subject=fault.segment,
-                    problem=problem,
+            of, problem = {"namespace": fault.namespace, "subject": fault.segment}, readable(fault.problem)
+            faults.append(FaultLine(at_s=fault.at_s, where=f"janitor: {fault.step}", problem=problem, **of))
+        if look is not None:
+            for name, problem in {**self._collector.damaged, **look.damaged}.items():
+                faults.append(
+                    FaultLine(at_s=look.at_s, where="index", namespace=name, problem=readable(problem))
                 )
-            )
-        damaged = {} if look is None else {**self._collector.damaged, **look.damaged}
-        for name, text in damaged.items():
-            at_s, problem = look.at_s if look is not None else 0.0, readable(text)
-            faults.append(FaultLine(at_s=at_s, where="index", namespace=name, subject="", problem=problem))
         return tuple(sorted(faults, key=lambda fault: -fault.at_s))
 
 

@@ -49,17 +49,10 @@ class FaultLine(StrictModel):
 
     at_s: float
     where: str
-    namespace: str
-    #: The segment or request that is concerned, if there is one.
-    subject: str
     problem: str
-
-
-class GainLine(StrictModel):
-    """The number of blocks missed as absent that `extra_bytes` more capacity would have served."""
-
-    extra_bytes: int
-    blocks: int
+    namespace: str = ""
+    #: The segment or request that is concerned, if there is one.
+    subject: str = ""
 
 
 class ServingReport(StrictModel):
@@ -97,8 +90,6 @@ class ServingReport(StrictModel):
     retainable_bytes: int
     #: The last faults, the newest first.
     faults: tuple[FaultLine, ...]
-    #: Gains, ascending; each includes those before it.
-    gains: tuple[GainLine, ...]
     #: None: this server runs no janitor.
     janitor: JanitorState | None
 

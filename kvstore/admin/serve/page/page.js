@@ -127,7 +127,6 @@ function show(report) {
   attention(report);
   parts(report);
   overTime(report);
-  gains(report);
   lists(report);
   janitor(report);
   figure("about", `kvstore ${report.version}, serving since ${clock(report.started_s)}`);
@@ -242,22 +241,6 @@ function times(from, window) {
   return Array.from({ length: Math.floor((from + window - first) / every) + 1 }, (_, i) => {
     const at = first + i * every;
     return [at, clock(at, false)];
-  });
-}
-
-function gains(report) {
-  const lines = report.gains;
-  const [all, extra] = [report.stats.total.asked, lines.map((one) => one.extra_bytes)];
-  const x = extra.map((bytes) => Math.log2(bytes));
-  const places = x.length ? [Math.floor(x[0]) - 0.2, Math.max(Math.ceil(x.at(-1)), Math.floor(x[0]) + 2)] : [0, 1];
-  const marks = Array.from({ length: 64 }, (_, i) => [i, size(2 ** i).replace(".0 ", " ")]);
-  const best = lines.at(-1);
-  chart($("chart-gains"), {
-    kind: "area", x, gap: Infinity, xFrom: places[0], xTo: places[1], xName: "More for each namespace",
-    xTicks: marks.filter(([at]) => at >= places[0] && at <= places[1]), xText: (at) => `${size(2 ** at)} more`,
-    yText: (value) => short(value), series: [{ name: "Blocks more", color: 6, values: lines.map((one) => one.blocks) }],
-    nothing: "Nothing that was evicted has been asked for again: more capacity would have brought nothing.",
-    label: best ? `With ${size(best.extra_bytes)} more for each namespace, ${count(best.blocks, "block")} more of ${count(all, "block")} asked for would have been served.` : "More capacity would have brought nothing.",
   });
 }
 
