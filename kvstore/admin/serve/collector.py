@@ -85,7 +85,7 @@ class IndexCollector:
         self._at_start: set[NamespaceId] | None = None
         self._next_other = 0
         self._others_counted: Counter[str] = Counter()
-        #: Namespaces in which the highlights met something that makes no sense, and what. Replaced as a whole.
+        #: Namespaces in which the highlights met something that makes no sense, and what.
         self.damaged: dict[NamespaceId, str] = {}
 
     def take(self, index: FullIndex) -> Look:

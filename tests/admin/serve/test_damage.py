@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from kvstore.admin.backends import Cache
+from kvstore.admin.serve.collector import IndexCollector
 from kvstore.admin.serve.monitor import HANGS_S, Monitor
 from kvstore.build import load_settings
 from kvstore.keys import namespace_id
@@ -48,7 +49,7 @@ def test_the_loop_of_a_server_turns(redis_url: str, tmp_path: Path) -> None:
         assert server.get("/readyz")[0] == 200
         assert server.get("/healthz")[0] == 200
         report = server.report()
-        assert report.index.state == "ok" and len(report.namespaces) > 1
+        assert report.status.index.state == "ok" and len(report.status.namespaces) > 1
         found = re.search(r"^kvstore_journal_unreadable_entries_total (\S+)", server.get("/metrics")[1], re.M)
         assert found and float(found[1]) >= len(ENTRIES)
         assert "failed unexpectedly" not in server.log()
@@ -65,12 +66,12 @@ def test_a_look_that_fails_in_an_unknown_way_is_not_ready_and_turns(
         monitor.look()
         monitor.ask_payloads()
         assert monitor.ready().ok and monitor.turning().ok
-        assert namespace_id(kv_space()) in {one.id for one in monitor.report(3600, None).namespaces}
+        assert namespace_id(kv_space()) in {one.id for one in monitor.report(3600, None).status.namespaces}
 
         def fail(*_: object) -> None:
             raise ZeroDivisionError("x")
 
-        monkeypatch.setattr(monitor._collector, "highlight", fail)
+        monkeypatch.setattr(IndexCollector, "highlight", fail)
         for _ in range(20):
             now += HANGS_S / 10
             monitor.look()
