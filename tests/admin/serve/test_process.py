@@ -122,14 +122,13 @@ def test_without_its_index_it_goes_on_answering_and_ends_when_told(
     with ServeProcess(tmp_path / "serve", filled.options, {"KVSTORE_REDIS__TIMEOUT_S": "3"}) as serve:
         serve.until(lambda: (total := serve.report().status.total) and total.segments == 5)
         private_redis.kill() if how == "gone" else private_redis.pause()
-        serve.until(lambda: serve.report().status.index.state == "unreachable")
+        report = serve.until(lambda: (now := serve.report()).faults and now)
+        assert report.status.index.state == "unreachable"
         began = time.monotonic()
         for path in ("/", "/metrics", "/api/status", "/healthz") * 10:
             assert serve.get(path)[0] == 200, path
         assert time.monotonic() - began < PATIENCE_S / 2  # each on its own would wait for three seconds
-        report = serve.report()
-        assert report.status.total is not None and report.status.total.segments == 5
-        assert report.faults
+        assert (total := serve.report().status.total) is not None and total.segments == 5
         assert 'kvstore_up{backend="index"} 0.0' in serve.get("/metrics")[1]
         began = time.monotonic()
         assert serve.end(signal.SIGTERM) == 0
