@@ -15,8 +15,9 @@ from kvstore.admin.inspect.namespaces import Overview
 from kvstore.admin.inspect.reports import StatsReport, StatusReport
 from kvstore.admin.inspect.stats import stats_of
 from kvstore.admin.inspect.status import status_of
+from kvstore.admin.inspect.top import top_of
 from kvstore.admin.reports import BackendState, QuotaLine
-from kvstore.admin.serve.highlights import Highlights
+from kvstore.admin.serve.highlights import LINES, Highlights
 from kvstore.admin.serve.history import History
 from kvstore.admin.serve.sessions import SessionRounds
 from kvstore.errors import DamagedIndex, DeadlineExceeded
@@ -32,6 +33,8 @@ LOOK_MOST_S = 10.0
 #: The most namespaces that are told apart. The others are summed, and their totals read some at a time.
 NAMED = 48
 _OTHERS_AT_ONCE = 32
+#: How many of them are asked for their hottest and coldest segments.
+_ASKED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +156,15 @@ class IndexCollector:
         self.highlights.read_events(index, names, look.at_s, within)
         now = self._monotonic()
         if self._highlighted_at is None or now - self._highlighted_at >= HIGHLIGHTS_S:
-            shifted = self._settings.eviction.cost_aware
-            self.highlights.read_top(index, look.named, look.models, look.at_s, within, shifted=shifted)
+            self.highlights.top = top_of(
+                index,
+                look.named[:_ASKED],
+                look.models,
+                shifted=self._settings.eviction.cost_aware,
+                limit=LINES,
+                now_s=look.at_s,
+                within=within,
+            )
             self.highlights.read_faults(index, names, within)
             self._highlighted_at = now
         on_time()

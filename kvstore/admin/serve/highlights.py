@@ -6,25 +6,22 @@ They are the most and least used prefixes, and the newest evictions and faults.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from kvstore.admin.inspect.events import event_lines
 from kvstore.admin.inspect.reports import EventLine, EventsReport, TopReport
-from kvstore.admin.inspect.top import top_of
 from kvstore.admin.serve.reports import FaultLine
 from kvstore.events import Event, EventReader, Gap
-from kvstore.index.maintenance import Account, FullIndex
+from kvstore.index.maintenance import FullIndex
 from kvstore.index.port import Outcome
 from kvstore.keys import NamespaceId
 from kvstore.rules.text import readable
 
-#: Lines of the hottest and the coldest, of the faults and of the evictions; and how many namespaces are asked
-#: for their hottest and coldest.
-_LINES = 12
+#: Lines of the hottest and the coldest, of the faults and of the evictions.
+LINES = 12
 _FAULTS = 30
 _EVICTIONS = 60
-_ASKED = 16
 #: Events of a page, and pages for each namespace and look: the ring is read through in a few looks, and kept
 #: up with from then on.
 _EVENT_PAGE, _EVENT_PAGES = 1000, 4
@@ -33,7 +30,7 @@ Within = Callable[[NamespaceId], AbstractContextManager[object]]
 
 
 class Highlights:
-    """Reads the highlights. For one thread, which replaces each attribute as a whole; any may look at them.
+    """Keeps the highlights. For one thread, which replaces each attribute as a whole; any may look at them.
 
     Each namespace is read `within(namespace)`. The methods raise what the index raises.
     """
@@ -46,7 +43,7 @@ class Highlights:
         self._by_rule: Counter[str] = Counter()
         self.events = EventsReport(at_s=began_s, events=())
         self.by_rule: dict[str, int] = {}
-        self.top = TopReport(at_s=began_s, namespace=None, limit=_LINES, hottest=(), coldest=())
+        self.top = TopReport(at_s=began_s, namespace=None, limit=LINES, hottest=(), coldest=())
         self.faults: tuple[FaultLine, ...] = ()
 
     def read_events(
@@ -78,21 +75,6 @@ class Highlights:
         self._by_rule.update(str(event.rule) for event in gone if event.at_s >= self._began_s)
         # A segment that was joined lost nothing, and there is one for each turn of a conversation.
         return [event for event in gone if event.rule != "joined"]
-
-    def read_top(
-        self,
-        index: FullIndex,
-        accounts: Sequence[Account],
-        models: Mapping[NamespaceId, str],
-        now_s: float,
-        within: Within,
-        *,
-        shifted: bool,
-    ) -> None:
-        """Reads the hottest and the coldest segments of the first of `accounts`."""
-        self.top = top_of(
-            index, accounts[:_ASKED], models, shifted=shifted, limit=_LINES, now_s=now_s, within=within
-        )
 
     def read_faults(self, index: FullIndex, names: Sequence[NamespaceId], within: Within) -> None:
         """Reads what went wrong for requests."""

@@ -199,7 +199,7 @@ def shown(page: Browser, name: str) -> tuple[str, str]:
     )
 
 
-def test_the_page_says_what_status_says(world: World, page: Browser, admin: Admin) -> None:
+def test_the_page_says_what_the_verbs_say(world: World, page: Browser, admin: Admin) -> None:
     status = admin("status", "--json", *world.filled.options).json
     stored = status["total"]["stored_bytes"]
     assert shown(page, "tile-stored") == (size(stored), str(stored))
@@ -210,18 +210,12 @@ def test_the_page_says_what_status_says(world: World, page: Browser, admin: Admi
     for line in status["namespaces"]:
         row, usage = rows[line["id"][:8]], line["usage"]
         assert row["Stored"] == [size(usage["stored_bytes"]), str(usage["stored_bytes"])]
-        assert row["Segments"] == [str(usage["segments"])] * 2
-        assert row["Blocks"] == [str(usage["blocks"])] * 2
-        assert (row["Model"][0], row["Tenant"][0], row["Kind"][0]) == (
-            line["model"], line["tenant"], line["kind"]
-        )  # fmt: skip
+        assert (row["Segments"][1], row["Blocks"][1]) == (str(usage["segments"]), str(usage["blocks"]))
+        names = [row[title][0] for title in ("Model", "Tenant", "Kind")]
+        assert names == [line["model"], line["tenant"], line["kind"]]
     tiers = page.run(_ROWS, "tiers")
-    assert tiers[0]["Stored"][1] == str(stored)
-    assert tiers[0]["Of"][1] == str(status["capacity_bytes"])
+    assert (tiers[0]["Stored"][1], tiers[0]["Of"][1]) == (str(stored), str(status["capacity_bytes"]))
     assert page.run("return document.getElementById('state').textContent") == "all well"
-
-
-def test_the_page_says_what_the_api_says(world: World, page: Browser) -> None:
     # Both of one moment: the page asks as it asks for itself.
     report = ServingReport.model_validate_json(
         page.run("return fetch('api/status').then((answer) => answer.text())")
@@ -249,14 +243,10 @@ def test_the_page_says_what_the_api_says(world: World, page: Browser) -> None:
 def test_charts_are_drawn_labelled_and_there_as_tables(world: World, page: Browser) -> None:
     page.until("return document.querySelectorAll('#chart-missed svg rect.fill').length > 0")
     points = world.serve.report().history.points
-    for name in ("ratio", "missed", "stored"):
-        label = page.run(f"return document.querySelector('#chart-{name} svg').getAttribute('aria-label')")
-        assert len(label) > 20
-        drawn = page.run(f"return document.querySelectorAll('#chart-{name} svg .fill').length")
-        assert drawn > 0, name
-    assert "absent 35" in page.run(
-        "return document.querySelector('#chart-missed svg').getAttribute('aria-label')"
-    )
+    label = page.run("return document.querySelector('#chart-missed svg').getAttribute('aria-label')")
+    assert "absent 35" in label
+    for name in ("ratio", "stored"):
+        assert page.run(f"return document.querySelectorAll('#chart-{name} svg .fill').length") > 0, name
     page.run("document.querySelector('#chart-stored summary').click()")
     rows = page.until(
         "const rows = document.querySelectorAll('#chart-stored tbody tr');"
