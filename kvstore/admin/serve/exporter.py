@@ -29,7 +29,7 @@ _NAMESPACE = ("cache_namespace", "kind", "model", "tenant")
 _OTHER = ("other", "", "", "")
 _ELSE = "other"
 
-#: By metric: its text, the field of an account that it is, and how many of these are one.
+#: Text, field of an account, and unit of each metric of what is held.
 _HELD: Mapping[str, tuple[str, str, float]] = {
     "stored_bytes": ("Bytes of visible segments", "usage.nbytes", 1),
     "segments": ("Visible segments", "usage.segments", 1),
@@ -43,7 +43,7 @@ _HELD: Mapping[str, tuple[str, str, float]] = {
     "trashed_segments": ("Evicted segments whose payloads are not deleted yet", "trashed", 1),
     "invalidated_segments": ("Invalidated segments that are not in the trash yet", "bygone", 1),
 }
-#: By metric: its text, and the total of the index that it is.
+#: Text, and name of the total in the index, of each counter.
 _COUNTED: Mapping[str, tuple[str, str]] = {
     "requests": ("Requests that engines told of", "requests"),
     "asked_blocks": ("Blocks that requests asked for", "asked"),
@@ -52,7 +52,7 @@ _COUNTED: Mapping[str, tuple[str, str]] = {
     "saved_blocks": ("Of the blocks offered, those stored", "stored"),
     "evicted_bytes": ("Bytes evicted to meet a quota", "evicted"),
 }
-#: By metric: its text, the beginning of the totals that it has by reason, and the reasons that are known.
+#: Text, prefix of the totals in the index, and known reasons of each counter by reason.
 _BY_REASON: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "missed_blocks": ("Blocks asked for that did not come", "miss:", MISS_REASONS),
     "unsaved_blocks": ("Blocks offered that were not stored", "unsaved:", tuple(UNSAVED)),
