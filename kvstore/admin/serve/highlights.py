@@ -38,8 +38,9 @@ class Highlights:
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s
         self._readers: dict[NamespaceId, EventReader] = {}
-        #: Time of the newest event that was read of each namespace.
+        #: Time of the newest event that was read of each namespace, and of the newest before the last gap.
         self._newest_s: dict[NamespaceId, float] = {}
+        self._read_s: dict[NamespaceId, float] = {}
         self._by_rule: Counter[str] = Counter()
         self.events = EventsReport(at_s=began_s, events=())
         self.by_rule: dict[str, int] = {}
@@ -66,11 +67,13 @@ class Highlights:
 
     def _evictions(self, name: NamespaceId, found: Sequence[Event | Gap]) -> list[Event]:
         """Counts evictions since this server began, and returns those that lost something."""
-        # After a gap the ring is read from its beginning: it may hold what was read before.
-        read_s = self._newest_s.get(name, 0.0) if found and isinstance(found[0], Gap) else 0.0
+        if found and isinstance(found[0], Gap):
+            # The ring is read from its beginning again: it may hold what was read before.
+            self._read_s[name] = self._newest_s.get(name, 0.0)
+        read_s = self._read_s.get(name, 0.0)
         fresh = [event for event in found if isinstance(event, Event) and event.at_s > read_s]
         if fresh:
-            self._newest_s[name] = max(event.at_s for event in fresh)
+            self._newest_s[name] = max(self._newest_s.get(name, 0.0), *(event.at_s for event in fresh))
         gone = [event for event in fresh if event.rule is not None]
         self._by_rule.update(str(event.rule) for event in gone if event.at_s >= self._began_s)
         # A segment that was joined lost nothing, and there is one for each turn of a conversation.
@@ -89,6 +92,7 @@ class Highlights:
         for gone in self._readers.keys() - set(names):
             del self._readers[gone]
             self._newest_s.pop(gone, None)
+            self._read_s.pop(gone, None)
 
 
 def _fault(name: NamespaceId, outcome: Outcome) -> FaultLine:
