@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvstore.admin.counting import Growth
 from kvstore.admin.described import models
@@ -24,7 +25,11 @@ from kvstore.errors import DamagedIndex, DeadlineExceeded
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Account, FullIndex
 from kvstore.keys import NamespaceId
+from kvstore.rules.text import readable
+from schemas.base import StrictModel
 from schemas.settings import Settings
+
+_M = TypeVar("_M", bound=StrictModel)
 
 #: Seconds between two readings of what people read and no alert depends on.
 HIGHLIGHTS_S = 15.0
@@ -114,16 +119,14 @@ class IndexCollector:
                 self._others_counted.update(added)
         nowhere = BackendState(url="", state="ok")
         status = status_of(held, named, self._settings, index=nowhere, payloads=nowhere, fast=None, now_s=now)
-        status = status.model_copy(
-            update={"quotas": self._told_apart(status.quotas), "tenants": status.tenants[:NAMED]}
-        )
+        shown = {"quotas": self._told_apart(status.quotas), "tenants": status.tenants[:NAMED]}
         known = models({account.namespace: self._texts[account.namespace] for account in named})
         totals = {account.namespace: self._growth.last(account.namespace) for account in named}
         look = Look(
             at_s=now,
             seconds=self._monotonic() - began,
-            status=status,
-            stats=stats_of(named, known, totals, None, now),
+            status=_readable(status.model_copy(update=shown)),
+            stats=_readable(stats_of(named, known, totals, None, now)),
             named=named,
             others=others,
             models=known,
@@ -156,7 +159,7 @@ class IndexCollector:
         self.highlights.read_events(index, names, look.at_s, within)
         now = self._monotonic()
         if self._highlighted_at is None or now - self._highlighted_at >= HIGHLIGHTS_S:
-            self.highlights.top = top_of(
+            top = top_of(
                 index,
                 look.named[:_ASKED],
                 look.models,
@@ -165,6 +168,7 @@ class IndexCollector:
                 now_s=look.at_s,
                 within=within,
             )
+            self.highlights.top = _readable(top)
             self.highlights.read_faults(index, names, within)
             self._highlighted_at = now
         on_time()
@@ -218,3 +222,17 @@ class IndexCollector:
         tenants = [line for line in quotas if line.known and line.scope.startswith(Scope.tenant(""))]
         tenants.sort(key=lambda line: -line.used_bytes)
         return (*tenants[:NAMED], *(line for line in quotas if line.known and line.scope in own))
+
+
+def _readable(report: _M) -> _M:
+    """Returns a report without anything that changes how the rest of a line reads: names are a client's to
+    choose."""
+    return type(report).model_validate(_fit(report.model_dump()))
+
+
+def _fit(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isprintable() else readable(value, None)
+    if isinstance(value, dict):
+        return {_fit(key): _fit(one) for key, one in value.items()}
+    return tuple(map(_fit, value)) if isinstance(value, tuple) else value

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kvstore import __version__
 from kvstore.admin.backends import Cache
@@ -183,10 +182,7 @@ class Monitor:
         return Readiness(True, "ok")
 
     def report(self, window_s: int, janitor: JanitorState | None) -> ServingReport:
-        """Returns all that is known, with the last `window_s` seconds of history.
-
-        Its texts are fit for a page: names are a client's to choose.
-        """
+        """Returns all that is known, with the last `window_s` seconds of history."""
         now, settings, seen = self._clock(), self._cache.settings, self._collector
         look, (index, payloads, fast) = self.last_look(), self.backends()
         if look is None:
@@ -198,7 +194,7 @@ class Monitor:
             status = look.status
         states = {"index": index.state, "payloads": payloads.state, "fast": fast}
         accounts = () if look is None else (*look.named, *look.others)
-        report = ServingReport(
+        return ServingReport(
             version=__version__,
             at_s=now,
             started_s=self._started_s,
@@ -219,7 +215,6 @@ class Monitor:
             faults=self._all_faults(look, janitor),
             janitor=janitor,
         )
-        return ServingReport.model_validate(_readable(report.model_dump()))
 
     def _all_faults(self, look: Look | None, janitor: JanitorState | None) -> tuple[FaultLine, ...]:
         """Returns faults of this server, of requests and of the janitor, and damage; the newest first."""
@@ -238,12 +233,3 @@ class Monitor:
 
 def _unasked(url: str) -> Backend:
     return Backend(BackendState(url=redact(url), state="unreachable"), Answering())
-
-
-def _readable(value: Any) -> Any:
-    """Returns a dumped report without anything that changes how the rest of a line reads."""
-    if isinstance(value, str):
-        return value if value.isprintable() else readable(value, None)
-    if isinstance(value, dict):
-        return {_readable(key): _readable(one) for key, one in value.items()}
-    return tuple(map(_readable, value)) if isinstance(value, tuple) else value
