@@ -1,4 +1,4 @@
-"""Metrics of a cache for Prometheus: what a Monitor saw last, and what the janitor says of itself.
+"""Metrics of a cache for Prometheus: a Monitor's last look, and the janitor's own counts.
 
 Nothing here does I/O. docs/metrics.md explains each metric; a test compares the two. Counters of a namespace
 are those of the index, so every server that looks at one index exports the same.

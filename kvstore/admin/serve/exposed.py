@@ -1,4 +1,4 @@
-"""Metrics as text for Prometheus, and what `--listen` of a command that runs until it is stopped serves: its
+"""Metrics as text for Prometheus, and the server behind `--listen` of a command that runs until it is ended: its
 metrics, and whether it still does something."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What `cache-admin serve` knows of a cache.
+"""The state of a cache, as `cache-admin serve` shows it.
 
 Two threads look at it, one at the index, one at the payloads. Every request to the server is answered from
 what they saw last: it never waits for a backend, and ten scrapers cost no more than none.
 
-A look at the index is a few round trips, and two or three for each of its largest namespaces; half a second
+A look at the index is a few round trips, and three or four for each of its largest namespaces. Half a second
 of it goes to the sessions, if there are many. A look that
 takes too long is broken off, so that the loop turns whatever the index does.
 """

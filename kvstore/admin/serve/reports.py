@@ -1,6 +1,6 @@
-"""What `cache-admin serve` knows of a cache: its page reads it as JSON, `--once` prints it.
+"""The state of a cache as `cache-admin serve` knows it: its page reads it as JSON, `--once` prints it.
 
-Most of it are the reports of the verbs that look. The rules are those of kvstore.admin.reports.
+It is composed of the reports of the verbs that look. The rules are those of kvstore.admin.reports.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class FaultLine(StrictModel):
 
 
 class ServingReport(StrictModel):
-    """All that the server knows. What comes from the index is as of `looked_s`.
+    """All that the server knows. The index's part is as of `looked_s`.
 
-    `status`, `stats`, `top`, `events` and `sessions` are what these verbs print, of the namespaces that are
-    told apart: the first come.
+    `status`, `stats`, `top`, `events` and `sessions` are the reports of these verbs, on the namespaces that
+    are told apart: the first come.
     """
 
     version: str
