@@ -1,5 +1,5 @@
-"""Metrics as text for Prometheus, and the server behind `--listen` of a command that runs until it is ended: its
-metrics, and whether it still does something."""
+"""Metrics as text for Prometheus, and the server behind `--listen` of a command that runs until it is ended:
+its metrics, and whether it still does something."""
 
 from __future__ import annotations
 
