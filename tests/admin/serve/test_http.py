@@ -205,16 +205,6 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trickle", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nX: "])
-def test_who_is_slow_is_cut_off(server: Listener, monkeypatch: pytest.MonkeyPatch, trickle: bytes) -> None:
-    with monkeypatch.context() as soon, connect(server) as slow:
-        soon.setattr(listening, "HEAD_S", 0.3)
-        slow.sendall(trickle)
-        assert ended(slow)
-    assert get(server, "/") == (200, b"<p>page")
-
-
 def test_who_does_not_read_is_cut_off(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as soon, connect(server) as connection:
         soon.setattr(listening, "WRITE_S", 0.3)
