@@ -300,6 +300,9 @@ def _parsed(head: bytes) -> tuple[str, str, Message]:
     method, target, version = lines.readline().decode("latin-1").split()
     if not version.startswith("HTTP/1."):
         raise ValueError(version)
+    if target.startswith("//"):
+        # A path, and no name of a host.
+        target = f"/{target.lstrip('/')}"
     return method, target, http.client.parse_headers(lines)
 
 

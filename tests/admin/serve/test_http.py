@@ -80,6 +80,7 @@ def test_the_query_is_read_and_is_no_part_of_the_path(server: Listener) -> None:
     request = b"GET /ask?window_s=60&x=%3Cb%3E&x=2 HTTP/1.1\r\nHost: localhost\r\nAccept: text/plain\r\n\r\n"
     assert talk(server, request)[0] == 200
     assert _ASKED == [HttpRequest({"window_s": "60", "x": "2"}, "text/plain")]
+    assert get(server, "//ask")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/nothing", "/fail"])
