@@ -48,7 +48,7 @@ _AGO = ("at_s", "created_s", "seen_s", "newest_s", "oldest_s")
 _UNTIL = ("until_s", "delete_after_s", "due_s")
 #: Columns whose values may be broken into lines.
 _WRAPS = ("model", "request", "revision", "tenant", "scope", "reason", "shape")
-#: What came of a run: shown where something was applied, also if it is nothing.
+#: Results of a run: shown where something was applied, also if they are nothing.
 _RESULTS = ("changed", "deleted_payloads", "evicted_segments", "hidden_segments", "invalidated", "warm")
 #: Columns that say what a row is about.
 _FIRST = ("namespace", "id", "kind", "model", "tenant")

@@ -118,7 +118,7 @@ def test_a_report_is_drawn_from_its_model() -> None:
     ]
 
 
-def test_what_came_of_a_run_is_shown_where_it_is_nothing() -> None:
+def test_results_of_a_run_are_shown_where_they_are_nothing() -> None:
     def lines(report: BaseModel) -> list[list[str]]:
         console = Console(width=80, record=True, file=io.StringIO())
         for renderable in shown(report):
