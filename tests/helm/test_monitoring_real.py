@@ -373,7 +373,9 @@ def test_two_servers_are_not_counted_twice(world: World) -> None:
     assert status.total is not None
     held = world.prometheus.query(f'sum(kvstore_stored_bytes{{release="{RELEASE}"}})')[0].value
     assert held == 2 * status.total.stored_bytes
-    assert value("Stored, of the capacity") == pytest.approx(status.total.stored_bytes / status.capacity_bytes)
+    assert value("Stored, of the capacity") == pytest.approx(
+        status.total.stored_bytes / status.capacity_bytes
+    )
     assert value("Hit ratio") == pytest.approx(0.5)
     assert value("Engines cut off") == 0
 
