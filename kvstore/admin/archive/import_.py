@@ -78,7 +78,7 @@ def import_archive(
     except OSError as exc:
         run.ended, run.problem = "failed", f"can't read the archive: {exc.strerror or exc}"
     except (CorruptPayload, UnreadablePayload, Refused, ConfigError):
-        # The import changed nothing yet: a segment is left out for the first two, so they are about the manifest.
+        # The import changed nothing yet: the first two leave a segment out, so they are about the manifest.
         raise
     except KVStoreError as exc:
         run.ended, run.problem = "failed", str(exc)
