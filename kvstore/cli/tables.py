@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.admin.curate.reports import PolicyLine
 from kvstore.admin.reports import Amount, BackendState, Left, QuotaLine
 from kvstore.index.eviction import MINUTE_S
 from kvstore.index.sessions import ENDED_MINUTE
@@ -132,13 +133,13 @@ def share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def quota_rows(lines: Sequence[QuotaLine]) -> TableRows:
-    """Returns a line per quota."""
+def quota_rows(lines: Sequence[QuotaLine | PolicyLine], *more: Column) -> TableRows:
+    """Returns a line per quota, with `more` columns before its state."""
     return TableRows(
         Column("quota", [line.scope for line in lines], wraps=True),
         Column("used", [size(line.used_bytes) for line in lines], right=True),
-        Column("of", [size(line.quota_bytes) for line in lines], right=True),
-        Column("full", [share(line.used_bytes, line.quota_bytes) for line in lines], right=True),
+        Column("of", [size(line.quota_bytes) if line.quota_bytes else "-" for line in lines], right=True),
+        Column("full", [share(line.used_bytes, line.quota_bytes or 0) for line in lines], right=True),
         Column(
             "pinned",
             [size(line.pinned_bytes) if line.pinned_bytes else "-" for line in lines],
@@ -146,6 +147,7 @@ def quota_rows(lines: Sequence[QuotaLine]) -> TableRows:
             plain="-",
         ),
         Column("from", [line.source if line.known else "set, unknown here" for line in lines]),
+        *more,
         Column("", [line.state for line in lines], plain="ok"),
     )
 

@@ -21,7 +21,7 @@ class EvictionSettings(StrictModel):
     #: Bytes that requests with one `cache_salt` may hold in one namespace.
     salt_bytes: Bytes | None = Field(default=None, ge=1)
     #: Segments made longer ago are not served, and are evicted, pinned or not. A shorter time that
-    #: `cache-admin ttl` has set wins. Left out: age does not matter.
+    #: `cache-admin quota` has set wins. Left out: age does not matter.
     ttl_s: Seconds | None = Field(default=None, ge=600)
     #: Segments used within this time are evicted only if there are no others.
     fresh_s: Seconds = 120.0

@@ -16,9 +16,7 @@ def test_verbs_on_nothing_make_nothing(admin: Admin, tmp_path: Path) -> None:
         ["du"],
         ["events"],
         ["quota"],
-        ["quota", "set", "store", "1GiB"],
-        ["ttl"],
-        ["ttl", "set", "store", "30d"],
+        ["quota", "store", "--size", "1GiB", "--ttl", "30d"],
         ["pin"],
         ["unpin", "--all", "--apply"],
         ["evict", "--unused-for", "1d", "--apply"],
@@ -27,5 +25,5 @@ def test_verbs_on_nothing_make_nothing(admin: Admin, tmp_path: Path) -> None:
         ran = admin(*words, *options)
         assert ran.code == 0, (words, ran.err)
         assert not folder.exists(), words
-    assert admin("quota", "set", "store", "1GiB", "--apply", *options).code == 0
+    assert admin("quota", "store", "--size", "1GiB", "--apply", *options).code == 0
     assert (folder / "index.sqlite").exists(), "a quota may be set before the first save"

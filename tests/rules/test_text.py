@@ -76,7 +76,8 @@ def test_a_hostile_name_steers_no_terminal(hostile: tuple[str, str], verb: str, 
 ARGUMENTS = (
     "show HOSTILE", "evict HOSTILE", "pin HOSTILE", "drop HOSTILE", "invalidate HOSTILE", "ls HOSTILE",
     "HOSTILE", "status --index HOSTILE", "status --settings HOSTILE", "status --HOSTILE", "top HOSTILE",
-    "ls --namespace HOSTILE", "quota set HOSTILE 1GiB", "quota set store HOSTILE", "import HOSTILE",
+    "ls --namespace HOSTILE", "quota HOSTILE --size 1GiB", "quota store --size HOSTILE", "import HOSTILE",
+    "quota store --ttl HOSTILE",
     "explain --digest HOSTILE", "explain --tokens HOSTILE", "erase --salt-file HOSTILE", "export HOSTILE",
     "advise HOSTILE", "feed --once --model HOSTILE", "feed --publish HOSTILE", "feed --hashes HOSTILE",
 )  # fmt: skip

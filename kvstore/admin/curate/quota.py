@@ -1,17 +1,22 @@
-"""quota: shows and sets what the store, tenants and namespaces may hold.
+"""quota: shows and sets how much the store, tenants and namespaces may hold, and for how long.
 
-Setting a quota evicts nothing by itself: engines evict when they save, and a janitor in its next round.
+Setting a size evicts nothing by itself: engines evict when they save, and a janitor in its next round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
+from typing import Final, Literal
 
 from kvstore.admin.backends import Cache, UnknownName
-from kvstore.admin.curate.reports import QuotaReport, QuotasReport
-from kvstore.admin.reports import QuotaLine, QuotaState
-from kvstore.index.eviction import Scope, watermarks
+from kvstore.admin.counting import amount_of
+from kvstore.admin.curate import ttl
+from kvstore.admin.curate.reports import PolicyLine, QuotaReport, QuotasReport
+from kvstore.admin.reports import Amount, QuotaLine, QuotaState
+from kvstore.index.eviction import Lifetimes, Scope, watermarks
 from kvstore.index.maintenance import Account
 from kvstore.keys import NamespaceId, SaltId
 from kvstore.rules.units import size
@@ -25,26 +30,74 @@ _NAMESPACE = Scope.namespace("")
 _SALT = "salt/"
 
 
+class Unchanged(Enum):
+    """No change, where None clears."""
+
+    YES = 0
+
+
+UNCHANGED: Final = Unchanged.YES
+
+
 def quotas(cache: Cache, now_s: float) -> QuotasReport:
-    """Returns every quota and how much of it is used. Raises what the index raises."""
-    given = cache.quotas()
-    lines = quota_lines(cache.accounts(), given, cache.settings, _held(cache, given))
-    return QuotasReport(at_s=now_s, quotas=lines)
+    """Returns every quota, how much of it is used, and every time to live. Raises what the index raises."""
+    accounts, given = cache.accounts(), cache.quotas()
+    lifetimes = Lifetimes.of(cache.settings.eviction.ttl_s, given)
+    sizes = quota_lines(accounts, given, cache.settings, _held(cache, given))
+    aged_alone = sorted({*lifetimes.given} - {line.scope for line in sizes})
+    lines = [
+        PolicyLine(
+            scope=scope,
+            quota_bytes=None,
+            used_bytes=amount_of(under).stored_bytes,
+            pinned_bytes=sum(one.usage.pinned_bytes for one in under),
+            source="set",
+            state="ok",
+            known=bool(under),
+            ttl_s=lifetimes.given[scope],
+            ttl_source="set",
+        )
+        for scope in aged_alone
+        for under in [ttl.under(scope, accounts)]
+    ]
+    return QuotasReport(at_s=now_s, quotas=(*lines, *(_with_age(line, lifetimes) for line in sizes)))
 
 
-def set_quota(cache: Cache, scope: str, nbytes: int | None, *, applied: bool, now_s: float) -> QuotaReport:
-    """Sets the quota of a scope, or with None clears it; only a plan unless `applied`.
+def _with_age(line: QuotaLine, lifetimes: Lifetimes) -> PolicyLine:
+    ttl_s, every = lifetimes.given.get(line.scope), lifetimes.every
+    source: Literal["settings", "set"] | None = None if ttl_s is None else "set"
+    if line.scope == Scope.STORE and every is not None and (ttl_s is None or every < ttl_s):
+        ttl_s, source = every, "settings"
+    return PolicyLine(**dict(line), ttl_s=ttl_s, ttl_source=source)
 
-    Creates the index if it is absent and the quota is set. Raises UnknownName for a scope that can't exist,
-    and what the index raises.
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is to hold for a scope from now on; None clears what was set. Without a field it stays."""
+
+    nbytes: int | Unchanged | None = UNCHANGED
+    ttl_s: int | Unchanged | None = UNCHANGED
+
+
+def set_quota(cache: Cache, scope: str, change: Change, *, applied: bool, now_s: float) -> QuotaReport:
+    """Sets the size and the time to live of a scope, or clears them; only a plan unless `applied`.
+
+    Where the time to live changes it reads through what the namespaces under the scope hold, to say how much
+    is older. Creates the index if it is absent and something is set. Raises UnknownName for a scope that
+    can't exist, and what the index raises.
     """
     accounts, given = cache.accounts(), cache.quotas()
-    scope = full_scope(scope, accounts, given)
-    if nbytes is None and scope not in given:
-        raise UnknownName(f"no quota was set for {scope}; `cache-admin quota` lists what there is")
-    after = {name: value for name, value in given.items() if name != scope}
-    if nbytes is not None:
-        after[scope] = nbytes
+    lifetimes = Lifetimes.of(cache.settings.eviction.ttl_s, given)
+    scope = _full_scope(scope, accounts, {*given, *lifetimes.given})
+    nbytes = change.nbytes if not isinstance(change.nbytes, Unchanged) else given.get(scope)
+    ttl_s = change.ttl_s if not isinstance(change.ttl_s, Unchanged) else lifetimes.given.get(scope)
+    if ttl_s is not None and scope.startswith(_SALT):
+        raise UnknownName("a salt has no time to live; `erase` removes what was saved under one")
+    if change.nbytes is None and scope not in given:
+        raise UnknownName(f"no size was set for {scope}; `cache-admin quota` lists what there is")
+    if change.ttl_s is None and scope not in lifetimes.given:
+        raise UnknownName(f"no time to live was set for {scope}; `cache-admin quota` lists what there is")
+    after = _with(given, scope, nbytes)
     in_use = _held(cache, {**given, **after})
     line_before = _line(scope, quota_lines(accounts, given, cache.settings, in_use))
     line = _line(scope, quota_lines(accounts, after, cache.settings, in_use))
@@ -56,21 +109,46 @@ def set_quota(cache: Cache, scope: str, nbytes: int | None, *, applied: bool, no
         excess = min(wanted, used - pinned)
         if excess < wanted:
             problem = "what is pinned does not go: unpin, or give it more"
+    under, old = ttl.under(scope, accounts), Amount()
+    if not isinstance(change.ttl_s, Unchanged):
+        old = ttl.older(cache, under, Lifetimes(lifetimes.every, _with(lifetimes.given, scope, ttl_s)), now_s)
     if applied:
-        cache.record("quota", f"{scope}: {'none' if nbytes is None else size(nbytes)}")
-        cache.made_index().set_quota(scope, nbytes)
+        _apply(cache, scope, change, now_s)
     return QuotaReport(
         at_s=now_s,
         applied=applied,
         scope=scope,
-        known=held is not None and held.known,
+        known=bool(under) or (held is not None and held.known),
         before_bytes=line_before.quota_bytes if line_before else None,
         after_bytes=line.quota_bytes if line else None,
         used_bytes=used,
         pinned_bytes=pinned,
         excess_bytes=excess,
         problem=problem,
+        before_ttl_s=lifetimes.given.get(scope),
+        after_ttl_s=ttl_s,
+        older=old,
     )
+
+
+def _apply(cache: Cache, scope: str, change: Change, now_s: float) -> None:
+    words = []
+    if not isinstance(change.nbytes, Unchanged):
+        words.append("no size" if change.nbytes is None else size(change.nbytes))
+    if not isinstance(change.ttl_s, Unchanged):
+        words.append("no time to live" if change.ttl_s is None else f"{change.ttl_s} s")
+    cache.record("quota", f"{scope}: {', '.join(words)}")
+    index = cache.made_index()
+    if not isinstance(change.nbytes, Unchanged):
+        index.set_quota(scope, change.nbytes)
+    if not isinstance(change.ttl_s, Unchanged):
+        index.set_quota(Scope.ttl(scope), change.ttl_s)
+        ttl.shorten(cache, index, scope, now_s + cache.settings.grace_s)
+
+
+def _with(given: Mapping[str, int], scope: str, value: int | None) -> dict[str, int]:
+    rest = {name: one for name, one in given.items() if name != scope}
+    return rest if value is None else {**rest, scope: value}
 
 
 def quota_lines(
@@ -153,7 +231,7 @@ def _line(scope: str, lines: Sequence[QuotaLine]) -> QuotaLine | None:
     return next((line for line in lines if line.scope == scope), None)
 
 
-def full_scope(scope: str, accounts: Sequence[Account], given: Mapping[str, int]) -> str:
+def _full_scope(scope: str, accounts: Sequence[Account], given: Collection[str]) -> str:
     """Returns a scope as the index spells it; `given` are those that something is set for.
 
     Raises UnknownName.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvstore.admin.reports import Amount, Ended, EndedEarly, Left, QuotaLine, SegmentSummary
+from kvstore.admin.reports import Amount, Ended, EndedEarly, Left, QuotaState, SegmentSummary
 from schemas.base import StrictModel
 
 
@@ -39,24 +39,43 @@ class PinReport(StrictModel):
     left: tuple[Left, ...]
 
 
+class PolicyLine(StrictModel):
+    """How much may be stored in a scope, how much is, and for how long it may stay."""
+
+    #: `store`, `tenant/NAME`, `namespace/ID` or `salt/ID`, which holds in every namespace by itself.
+    scope: str
+    #: None: age alone bounds it.
+    quota_bytes: int | None
+    used_bytes: int
+    pinned_bytes: int
+    #: `settings`, or `set` by `cache-admin quota`, which outranks them.
+    source: Literal["settings", "set"]
+    state: QuotaState
+    #: False if no tenant or namespace of this name is registered.
+    known: bool = True
+    #: None: age does not matter. Of those that a namespace is under the shortest holds.
+    ttl_s: int | None = None
+    ttl_source: Literal["settings", "set"] | None = None
+
+
 class QuotasReport(StrictModel):
-    """`cache-admin quota`: every quota and how much of it is used, the store's last."""
+    """`cache-admin quota`: every quota with its use and time to live, the store's last."""
 
     at_s: float
-    quotas: tuple[QuotaLine, ...]
+    quotas: tuple[PolicyLine, ...]
 
 
 class QuotaReport(StrictModel):
-    """`cache-admin quota set` and `clear`; without `applied` it is only a plan."""
+    """`cache-admin quota SCOPE`; without `applied` it is only a plan."""
 
     at_s: float
     applied: bool
     scope: str = Field(title="quota")
     known: bool = Field(True, title="in use", description="no: nothing belongs to it yet")
     #: The quota that holds now; None: the scope has none.
-    before_bytes: int | None
+    before_bytes: int | None = Field(title="")
     #: The quota that holds afterwards.
-    after_bytes: int | None
+    after_bytes: int | None = Field(title="size", description="{}; before: {before_bytes}")
     used_bytes: int = Field(description="{}, {pinned_bytes} of it pinned")
     pinned_bytes: int = Field(title="")
     #: Bytes that will be evicted because of it.
@@ -64,6 +83,11 @@ class QuotaReport(StrictModel):
         0, title="evicted", description="{}, when an engine saves or a janitor comes by"
     )
     problem: str = ""
+    #: The times to live that are set for the scope; None: none was set, or is.
+    before_ttl_s: int | None = Field(title="")
+    after_ttl_s: int | None = Field(title="to live", description="{}; before: {before_ttl_s}")
+    #: What the namespaces under it held that is older than the time to live that is to hold there.
+    older: Amount = Field(Amount(), description="{}: not served any more once it holds, and evicted soon")
 
 
 class PromptFound(StrictModel):

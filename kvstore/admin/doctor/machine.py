@@ -107,7 +107,7 @@ def check_disk(cache: Cache) -> Iterator[Check]:
             state="warning",
             found=found,
             advice="the disk will be full before old segments are evicted (saves then fail and are counted); "
-            "lower capacity_bytes (or `cache-admin quota set store`), or add space",
+            "lower capacity_bytes (or `cache-admin quota store`), or add space",
         )
     else:
         yield Check(name="disk", state="ok", found=found)

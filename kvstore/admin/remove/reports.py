@@ -43,42 +43,6 @@ class EvictReport(StrictModel):
     delete_after_s: float | None = Field(None, title="payloads", description="deleted in {} or later")
 
 
-class TtlLine(StrictModel):
-    """A time to live."""
-
-    #: `store`, `tenant/NAME` or `namespace/ID`.
-    scope: str
-    ttl_s: int = Field(title="time to live")
-    #: How many namespaces are under it.
-    namespaces: int
-    #: `settings` (eviction.ttl_s), or `set` by `cache-admin ttl`. Of those that a namespace is under the
-    #: shortest holds.
-    source: Literal["settings", "set"]
-
-
-class TtlsReport(StrictModel):
-    """`cache-admin ttl`."""
-
-    at_s: float
-    ttls: tuple[TtlLine, ...] = Field(
-        description="No time to live is set: what is stored stays until a quota evicts it."
-    )
-
-
-class TtlReport(StrictModel):
-    """`cache-admin ttl set` and `cache-admin ttl clear`; without `applied` nothing was changed."""
-
-    at_s: float
-    applied: bool
-    scope: str = Field(description="{}, {namespaces:namespace}")
-    #: None: none was set, or is.
-    before_s: int | None
-    after_s: int | None
-    namespaces: int = Field(title="")
-    #: What the namespaces under it held that is older than the time to live that is to hold there.
-    older: Amount = Field(Amount(), description="{}: not served any more once it holds, and evicted soon")
-
-
 class InvalidateReport(StrictModel):
     """`cache-admin invalidate`; without `applied` nothing was changed."""
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal, cast, get_args
 
 import typer
 
-from kvstore.admin.curate import pin, plan, quota, sessions, warm
+from kvstore.admin.curate import pin, plan, quota, sessions, ttl, warm
 from kvstore.admin.curate.prompts import StoredPrompt, plan_prompt
-from kvstore.admin.curate.reports import PinReport, PromptFound, QuotaReport, SessionLine, WarmReport
+from kvstore.admin.curate.reports import PinReport, PromptFound, SessionLine, WarmReport
 from kvstore.cli import progress
 from kvstore.cli.call import Call, remind
 from kvstore.cli.commands.archive import of_moved
@@ -36,16 +36,11 @@ from kvstore.cli.verbs import verb
 from kvstore.index.sessions import LONGEST_RETAINED_S, SessionState
 from kvstore.keys import NO_SALT, salt_id, session_id
 
+#: Clears what was set.
+_NONE = "none"
 #: Sessions that are listed, unless more or fewer are asked for.
 _LISTED = 50
 
-Scope = Annotated[
-    str,
-    typer.Argument(
-        metavar="SCOPE",
-        help="store, tenant/NAME, namespace/ID by the start of the id, or salt/ID, in each namespace.",
-    ),
-]
 SessionId = Annotated[
     str | None, typer.Argument(metavar="ID", help="The session, by its id or the start of it.")
 ]
@@ -171,63 +166,79 @@ def _end_pin(call: Call, report: PinReport) -> None:
 @verb(
     "quota",
     section="Maintain",
-    examples=("cache-admin quota", "cache-admin quota --json | jq '.quotas[] | select(.state != \"ok\")'"),
-    see_also=("quota set", "quota clear", "status"),
-)
-def _quota(call: Call) -> None:
-    """Show what the store, tenants and namespaces may hold, and what of it is used.
-
-    A quota counts bytes of payload, and is the settings' (capacity_bytes, eviction.tenant_bytes,
-    eviction.namespace_bytes, eviction.salt_bytes) until one is set with `quota set`, which all engines and
-    janitors obey. A salt's holds in each namespace by itself; that of the settings is not listed.
-    """
-    with call.cache() as cache:
-        report = quota.quotas(cache, time.time())
-    call.print(report, curate_text.quotas)
-
-
-@verb(
-    "quota set",
-    section="Maintain",
     examples=(
-        "cache-admin quota set store 2TiB --apply",
-        "cache-admin quota set tenant/search 200GiB",
-        "cache-admin quota set namespace/8a74e0fa 50GiB --apply",
+        "cache-admin quota",
+        "cache-admin quota store --size 2TiB --apply",
+        "cache-admin quota tenant/search --size 200GiB --ttl 30d",
+        "cache-admin quota namespace/8a74e0fa --size none --apply",
+        "cache-admin quota --json | jq '.quotas[] | select(.state != \"ok\")'",
     ),
-    see_also=("quota", "quota clear", "advise"),
+    see_also=("status", "pin", "evict", "advise"),
 )
-def _quota_set(
+def _quota(
     call: Call,
-    scope: Scope,
-    nbytes: Annotated[str, typer.Argument(metavar="SIZE", help="Bytes of payload, such as 200GiB.")],
+    scope: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCOPE",
+            help="store, tenant/NAME, namespace/ID by the start of the id, or salt/ID, in each namespace. "
+            "Default: list all.",
+        ),
+    ] = None,
+    nbytes: Annotated[
+        str | None,
+        typer.Option(
+            "--size",
+            metavar="SIZE",
+            help="Bytes of payload that SCOPE may hold, such as 200GiB; none: what the settings say.",
+        ),
+    ] = None,
+    ttl_: Annotated[
+        str | None,
+        typer.Option(
+            "--ttl",
+            metavar="TIME",
+            help="How old what SCOPE stores may become, such as 90m, 12h or 30d, ten minutes at least; none: "
+            "what the settings say.",
+        ),
+    ] = None,
     apply: Apply = False,
 ) -> None:
-    """Set the quota of a scope, over whatever the settings say.
+    """Show or set how much the store, tenants and namespaces may hold, and for how long.
 
-    Nothing is evicted by this itself: engines do when they save, and `cache-admin serve` in its next round.
+    The size is the settings' (capacity_bytes, eviction.tenant_bytes, eviction.namespace_bytes,
+    eviction.salt_bytes) until one is set here, which all engines and janitors obey. A salt's holds in each
+    namespace by itself; that of the settings is not listed. A size evicts nothing by itself: engines do when
+    they save, and `cache-admin serve` in its next round.
+
+    Of the times to live that a namespace is under the shortest holds: the settings' (eviction.ttl_s), the
+    store's, its tenant's, its own; `status` shows which that is. Age counts from when it was computed and
+    saved; a use makes nothing younger. From now on nothing older is served, whether or not it is evicted yet,
+    and engines that compute it again save it anew. `cache-admin serve`, or an engine that saves, evicts it in
+    its next rounds, pinned or not, and deletes the payload after grace_s. A longer time, or none, holds from
+    their next round on.
     """
-    most = byte_count("SIZE", nbytes)
+    change = quota.Change(
+        quota.UNCHANGED if nbytes is None else None if nbytes == _NONE else byte_count("--size", nbytes),
+        quota.UNCHANGED if ttl_ is None else None if ttl_ == _NONE else _time_to_live(ttl_),
+    )
+    unchanged = change == quota.Change()
+    if (scope is None) != unchanged or (unchanged and apply):
+        raise typer.BadParameter("give SCOPE with --size SIZE, --ttl TIME or both, or none of them to list")
     with call.cache() as cache:
-        report = quota.set_quota(cache, scope, most, applied=apply, now_s=time.time())
-    _end_quota(call, report)
-
-
-@verb(
-    "quota clear",
-    section="Maintain",
-    examples=("cache-admin quota clear tenant/search --apply",),
-    see_also=("quota", "quota set"),
-)
-def _quota_clear(call: Call, scope: Scope, apply: Apply = False) -> None:
-    """Forget the quota that was set for a scope: the settings' holds again."""
-    with call.cache() as cache:
-        report = quota.set_quota(cache, scope, None, applied=apply, now_s=time.time())
-    _end_quota(call, report)
-
-
-def _end_quota(call: Call, report: QuotaReport) -> None:
+        if scope is None:
+            call.print(quota.quotas(cache, time.time()), curate_text.quotas)
+            return
+        report = quota.set_quota(cache, scope, change, applied=apply, now_s=time.time())
     call.print(report)
     remind(applied=report.applied, anything=True)
+
+
+def _time_to_live(text: str) -> int:
+    ttl_s = int(seconds_of("--ttl", text))
+    if not ttl.SHORTEST_S <= ttl_s <= ttl.LONGEST_S:
+        raise typer.BadParameter(f"{text!r} is not between ten minutes and a century", param_hint="--ttl")
+    return ttl_s
 
 
 @verb(

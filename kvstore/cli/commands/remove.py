@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvstore.admin.curate.prompts import StoredPrompt
-from kvstore.admin.remove import drop, erase, evict, ttl
+from kvstore.admin.remove import drop, erase, evict
 from kvstore.admin.remove import named as evict_named
 from kvstore.admin.remove.reports import DropReport, EraseReport, EvictReport
 from kvstore.admin.tokenizer import token_ids
@@ -30,9 +30,6 @@ from kvstore.cli.text import remove as remove_text
 from kvstore.cli.verbs import verb
 from kvstore.keys import salt_id
 
-TtlScope = Annotated[
-    str, typer.Argument(metavar="SCOPE", help="store, tenant/NAME, or namespace/ID by the start of the id.")
-]
 Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id.")]
 
 
@@ -48,7 +45,7 @@ Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start o
         "cache-admin evict --session user-81/trip-planner --apply",
         "cache-admin evict --request chatcmpl-8f14e45f --apply",
     ),
-    see_also=("top", "pin", "quota", "ttl", "erase", "invalidate"),
+    see_also=("top", "pin", "quota", "erase", "invalidate"),
 )
 def _evict(
     call: Call,
@@ -180,73 +177,6 @@ def _evict(
     call.print(report)
     remind(applied=apply, anything=report.planned.segments > 0)
     call.end(report)
-
-
-@verb(
-    "ttl",
-    section="Maintain",
-    examples=("cache-admin ttl", "cache-admin ttl --json | jq '.ttls[].scope'"),
-    see_also=("ttl set", "ttl clear", "erase", "status"),
-)
-def _ttl(call: Call) -> None:
-    """Show how old what is stored may become.
-
-    Of the times to live that a namespace is under the shortest holds: the settings' (eviction.ttl_s), the
-    store's, its tenant's, its own. `status` shows which that is.
-    """
-    with call.cache() as cache:
-        report = ttl.ttls(cache, time.time())
-    call.print(report)
-
-
-@verb(
-    "ttl set",
-    section="Maintain",
-    examples=(
-        "cache-admin ttl set tenant/search 30d --apply",
-        "cache-admin ttl set namespace/8a74e0fa 12h",
-    ),
-    see_also=("ttl", "ttl clear", "erase", "quota"),
-)
-def _ttl_set(
-    call: Call,
-    scope: TtlScope,
-    seconds: Annotated[
-        str, typer.Argument(metavar="TIME", help="Such as 90m, 12h or 30d; ten minutes at least.")
-    ],
-    apply: Apply = False,
-) -> None:
-    """Set how old what a scope stores may become, for a retention rule.
-
-    Age counts from when it was computed and saved; a use makes nothing younger. From now on nothing older
-    is served, whether or not it is evicted yet, and engines that compute it again save it anew. `cache-admin
-    serve`, or an engine that saves, evicts it in its next rounds, pinned or not, and deletes the payload
-    after grace_s. Engines of a release before this one go on serving what is not evicted yet.
-    """
-    ttl_s = int(seconds_of("TIME", seconds))
-    if not ttl.SHORTEST_S <= ttl_s <= ttl.LONGEST_S:
-        raise typer.BadParameter(f"{seconds!r} is not between ten minutes and a century", param_hint="TIME")
-    with call.cache() as cache:
-        report = ttl.set_ttl(cache, scope, ttl_s, applied=apply, now_s=time.time())
-    call.print(report)
-    remind(applied=report.applied, anything=True)
-
-
-@verb(
-    "ttl clear",
-    section="Maintain",
-    examples=("cache-admin ttl clear tenant/search --apply",),
-    see_also=("ttl", "ttl set"),
-)
-def _ttl_clear(call: Call, scope: TtlScope, apply: Apply = False) -> None:
-    """Forget the time to live that was set for a scope: those of others that hold there still do.
-
-    It holds from the next round of `cache-admin serve` on, or of an engine that saves, as a longer one does.
-    """
-    with call.cache() as cache:
-        report = ttl.set_ttl(cache, scope, None, applied=apply, now_s=time.time())
-    call.print(report)
-    remind(applied=report.applied, anything=True)
 
 
 @verb(

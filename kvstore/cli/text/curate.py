@@ -6,15 +6,17 @@ import time
 
 from kvstore.admin.curate.reports import QuotasReport, SessionReport, WarmReport
 from kvstore.cli.shown import rows, shown
-from kvstore.cli.tables import Renderables, count, pair, span
+from kvstore.cli.tables import Column, Renderables, count, pair, quota_rows, span
 from kvstore.cli.text.archive import WIDTH, moved
 from kvstore.index.eviction import ROOM_BYTES
 from kvstore.rules.units import size
 
 
 def quotas(report: QuotasReport) -> Renderables:
-    """Yields a line per quota."""
-    yield from shown(report)
+    """Yields a line per scope for which something holds."""
+    lines = report.quotas
+    ages = [f"{span(line.ttl_s)}, {line.ttl_source}" if line.ttl_s else "-" for line in lines]
+    yield quota_rows(lines, Column("time to live", ages, plain="-"))
     yield ""
     room = f"a hundredth of a quota, at most {size(ROOM_BYTES)}"
     yield f"Eviction begins where {room}, is left, and goes on until there is twice that."

@@ -59,8 +59,7 @@ def a_session(filled: Filled, _: Admin) -> list[str]:
 CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
     "evict": lambda filled, _: ["evict", "--keep", "1B", "--apply"],
     "pin": lambda filled, _: ["pin", "--namespace", filled.kv_id, "--depth", "1", "--apply"],
-    "quota": lambda filled, _: ["quota", "set", "store", "1GiB", "--apply"],
-    "ttl": lambda filled, _: ["ttl", "set", "store", "30d", "--apply"],
+    "quota": lambda filled, _: ["quota", "store", "--size", "1GiB", "--ttl", "30d", "--apply"],
     "invalidate": lambda filled, _: ["invalidate", filled.kv_id, "--apply"],
     "drop": lambda filled, _: ["drop", filled.kv_id, "--now", "--apply"],
     "erase": lambda filled, _: ["erase", "--tenant", filled.kv.tenant, "--apply"],
@@ -100,7 +99,7 @@ def test_what_was_done_has_a_name(filled: Filled, admin: Admin, verb: str) -> No
 
 
 @pytest.mark.parametrize(
-    "verb", ["evict", "pin", "quota", "ttl", "invalidate", "drop", "erase", "gc", "fsck", "sessions"]
+    "verb", ["evict", "pin", "quota", "invalidate", "drop", "erase", "gc", "fsck", "sessions"]
 )
 def test_a_plan_is_nothing_that_was_done(filled: Filled, admin: Admin, verb: str) -> None:
     words = [word for word in CHANGES[verb](filled, admin) if word not in ("--apply", "--repair")]
@@ -116,9 +115,7 @@ def test_unpin_is_recorded(filled: Filled, admin: Admin) -> None:
     assert [one["verb"] for one in listed(admin, filled)] == ["pin", "unpin"]
 
 
-@pytest.mark.parametrize(
-    "verb", ["evict", "invalidate", "drop", "erase", "quota", "ttl", "gc", "pin", "sessions"]
-)
+@pytest.mark.parametrize("verb", ["evict", "invalidate", "drop", "erase", "quota", "gc", "pin", "sessions"])
 def test_what_cannot_be_recorded_is_not_done(
     filled: Filled, admin: Admin, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -150,7 +147,7 @@ HOSTILE = "anna\x1b[2J\u009b31m\u202e\u2066\n\r\udc80" + "x" * 200
 
 @pytest.mark.slow
 def test_a_name_is_one_short_line_whatever_it_is(either: Filled, admin: Admin) -> None:
-    admin("quota", "set", "store", "1GiB", "--apply", *either.options, env={OPERATOR: HOSTILE})
+    admin("quota", "store", "--size", "1GiB", "--apply", *either.options, env={OPERATOR: HOSTILE})
     admin("evict", "--keep", "1B", "--apply", *either.options, env={OPERATOR: HOSTILE})
     [quota, _] = listed(admin, either)
     assert quota["by"].startswith("anna\\x1b[2J\\x9b31m\\u202e\\u2066")
@@ -175,7 +172,7 @@ def test_what_others_wrote_into_the_index_is_cleaned_too(filled: Filled, admin: 
 def test_without_the_variable_it_is_the_user_at_this_machine(
     filled: Filled, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admin("quota", "set", "store", "1GiB", "--apply", *filled.options)
+    admin("quota", "store", "--size", "1GiB", "--apply", *filled.options)
     [one] = listed(admin, filled)
     assert one["by"] == f"{getpass.getuser()}@{socket.gethostname()}"[:64]
     assert operator({OPERATOR: "  "}) == one["by"]

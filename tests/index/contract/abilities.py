@@ -398,14 +398,14 @@ class OperationsConformance(Maintained):
     def test_operations_are_listed_newest_first(self, catalogue: Any) -> None:
         assert catalogue.operations(10) == []
         anna, ben = self.configured(by=_ANNA), self.configured(by="ben \u00e9 \U0001f43b")
-        anna.record_operation("quota set", "store: 10 GiB")
+        anna.record_operation("quota", "store: 10 GiB")
         ben.record_operation("drop", "")
         anna.record_operation("pin", "3 segments")
         found = catalogue.operations(10)
         assert [(one.by, one.verb, one.what) for one in found] == [
             (_ANNA, "pin", "3 segments"),
             ("ben \u00e9 \U0001f43b", "drop", ""),
-            (_ANNA, "quota set", "store: 10 GiB"),
+            (_ANNA, "quota", "store: 10 GiB"),
         ]
         assert found[0].at_s >= found[2].at_s > 1.6e9
         assert catalogue.operations(1) == found[:1]

@@ -1,4 +1,4 @@
-"""ttl: what is set holds at once, is shown, and is a reason that explain names."""
+"""quota --ttl: what is set holds at once, is shown, and is a reason that explain names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
+from kvstore.admin.curate.reports import QuotaReport, QuotasReport
 from kvstore.admin.inspect.reports import StatusReport
-from kvstore.admin.remove.reports import TtlReport, TtlsReport
 from kvstore.build import load_settings, open_store
 from kvstore.keys import block_key, digest, digests, namespace_id
 from kvstore.metrics import Counters
@@ -20,10 +20,10 @@ from tests.waiting import until
 HOUR_S, DAY_S = 3600, 86_400
 
 
-def ttl(admin: Admin, filled: Filled, *words: str) -> TtlReport:
-    ran = admin("ttl", *words, "--json", *filled.options)
+def ttl(admin: Admin, filled: Filled, scope: str, time: str, *words: str) -> QuotaReport:
+    ran = admin("quota", scope, "--ttl", time, *words, "--json", *filled.options)
     assert ran.code == 0, ran.err
-    report = TtlReport.model_validate_json(ran.out)
+    report = QuotaReport.model_validate_json(ran.out)
     assert ("nothing was changed" in ran.err) is not report.applied
     return report
 
@@ -40,31 +40,32 @@ def age(filled: Filled, seconds: int) -> str:
 def test_what_is_set_holds_at_once(admin: Admin, either: Filled) -> None:
     old = bytes.fromhex(age(either, 2 * DAY_S))
     before = snapshot(either)
-    planned = ttl(admin, either, "set", f"namespace/{either.kv_id[:6]}", "1d")
+    planned = ttl(admin, either, f"namespace/{either.kv_id[:6]}", "1d")
     assert (planned.applied, planned.scope) == (False, f"namespace/{either.kv_id}")
-    assert (planned.before_s, planned.after_s, planned.namespaces) == (None, DAY_S, 1)
+    assert (planned.before_ttl_s, planned.after_ttl_s, planned.known) == (None, DAY_S, True)
     assert (planned.older.segments, planned.older.blocks) == (1, 1)
     assert snapshot(either) == before
     with opened(either) as index:
         assert index.find(namespace_id(either.kv), old)[0] is not None
-    done = ttl(admin, either, "set", f"namespace/{either.kv_id[:6]}", "1d", "--apply")
+    done = ttl(admin, either, f"namespace/{either.kv_id[:6]}", "1d", "--apply")
     assert (done.applied, done.older.segments) == (True, 1)
     with opened(either) as index:
         assert index.find(namespace_id(either.kv), old) == [None]
         young = digests([slot.key[:-2] for slot in kv_slots(1)])
         assert index.find(namespace_id(either.kv), young) != [None]
-    listed = TtlsReport.model_validate_json(admin("ttl", "--json", *either.options).out)
-    assert [(one.scope, one.ttl_s, one.source) for one in listed.ttls] == [
-        (f"namespace/{either.kv_id}", DAY_S, "set")
+    listed = QuotasReport.model_validate_json(admin("quota", "--json", *either.options).out).quotas
+    assert [(one.scope, one.ttl_s, one.ttl_source, one.quota_bytes) for one in listed] == [
+        (f"namespace/{either.kv_id}", DAY_S, "set", None),
+        ("store", None, None, 100 << 30),
     ]
+    assert listed[0].used_bytes and listed[0].used_bytes < listed[1].used_bytes
+    assert "24.0h, set" in admin("quota", *either.options).out
     status = StatusReport.model_validate_json(admin("status", "--json", *either.options).out)
     assert {one.id: one.ttl_s for one in status.namespaces} == {either.kv_id: DAY_S, either.ec_id: None}
     assert "24.0h" in row(admin("status", *either.options).out, either.kv_id)
-    # It is no quota.
-    assert [one["scope"] for one in admin("quota", "--json", *either.options).json["quotas"]] == ["store"]
-    cleared = ttl(admin, either, "clear", f"namespace/{either.kv_id}", "--apply")
-    assert (cleared.before_s, cleared.after_s, cleared.older.segments) == (DAY_S, None, 0)
-    assert "No time to live is set" in admin("ttl", *either.options).out
+    cleared = ttl(admin, either, f"namespace/{either.kv_id}", "none", "--apply")
+    assert (cleared.before_ttl_s, cleared.after_ttl_s, cleared.older.segments) == (DAY_S, None, 0)
+    assert "to live" not in admin("quota", *either.options).out
     # Whoever goes by the settings' time says so.
     assert held(either) == {DAY_S, 0}
     round_of(either)
@@ -86,18 +87,18 @@ def round_of(filled: Filled, **eviction: int) -> int:
 
 def test_a_verb_without_the_settings_time_lifts_none(admin: Admin, either: Filled) -> None:
     round_of(either, ttl_s=HOUR_S)
-    ttl(admin, either, "set", "store", "2h", "--apply")
+    ttl(admin, either, "store", "2h", "--apply")
     assert held(either) == {HOUR_S}
-    ttl(admin, either, "clear", "store", "--apply")
+    ttl(admin, either, "store", "none", "--apply")
     assert held(either) == {HOUR_S}
-    ttl(admin, either, "set", "tenant/default", "30m", "--apply")
+    ttl(admin, either, "tenant/default", "30m", "--apply")
     assert held(either) == {HOUR_S // 2}
     round_of(either, ttl_s=HOUR_S)
     assert held(either) == {HOUR_S // 2}
 
 
 def test_a_tenants_holds_in_all_that_it_has_and_will_have(admin: Admin, either: Filled) -> None:
-    assert ttl(admin, either, "set", "tenant/default", "12h", "--apply").namespaces == 2
+    assert ttl(admin, either, "tenant/default", "12h", "--apply").known
     other = kv_space(model="later")
     either.save(other, kv_slots(1))
     with opened(either) as index:
@@ -105,15 +106,15 @@ def test_a_tenants_holds_in_all_that_it_has_and_will_have(admin: Admin, either: 
         Housekeeping(index, None, settings, Counters(), time.time).age_out()  # type: ignore[arg-type]
         assert {one.ttl_s for one in index.accounts()} == {12 * HOUR_S}
     # The shorter of two holds, whichever scope is the larger.
-    assert ttl(admin, either, "set", "store", "1h", "--apply").namespaces == 3
-    ttl(admin, either, "set", f"namespace/{either.kv_id}", "20h", "--apply")
+    assert ttl(admin, either, "store", "1h", "--apply").known
+    ttl(admin, either, f"namespace/{either.kv_id}", "20h", "--apply")
     with opened(either) as index:
         assert {one.ttl_s for one in index.accounts()} == {HOUR_S}
 
 
 def test_explain_names_it_before_and_after_its_eviction(admin: Admin, either: Filled) -> None:
     old = age(either, DAY_S - 2)
-    ttl(admin, either, "set", "store", "1d", "--apply")
+    ttl(admin, either, "store", "1d", "--apply")
     # It becomes too old now.
     with opened(either) as index:
         until(lambda: index.find(namespace_id(either.kv), bytes.fromhex(old)) == [None])
@@ -136,19 +137,39 @@ def test_explain_names_it_before_and_after_its_eviction(admin: Admin, either: Fi
     assert block["findings"][0]["cause"] == "stored"
 
 
+def test_the_shorter_of_the_settings_and_what_is_set_is_listed(admin: Admin, filled: Filled) -> None:
+    ttl(admin, filled, "store", "2h", "--apply")
+    for seconds, holds in ((HOUR_S, (HOUR_S, "settings")), (3 * HOUR_S, (2 * HOUR_S, "set"))):
+        env = {"KVSTORE_EVICTION__TTL_S": str(seconds)}
+        [store] = admin("quota", "--json", *filled.options, env=env).json["quotas"]
+        assert (store["ttl_s"], store["ttl_source"]) == holds
+
+
+def test_a_size_and_a_time_are_set_at_once_and_cleared_one_by_one(admin: Admin, either: Filled) -> None:
+    both = ttl(admin, either, "tenant/default", "12h", "--size", "1GiB", "--apply")
+    assert (both.after_bytes, both.after_ttl_s) == (1 << 30, 12 * HOUR_S)
+    assert ttl(admin, either, "tenant/default", "none", "--apply").after_bytes == 1 << 30
+    ttl(admin, either, "tenant/default", "1h", "--size", "none", "--apply")
+    found = admin("quota", "--json", *either.options).json["quotas"]
+    assert [(one["scope"], one["quota_bytes"], one["ttl_s"]) for one in found] == [
+        ("tenant/default", None, HOUR_S),
+        ("store", 100 << 30, None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["set", "salt/" + "0" * 32, "1d"], 1, "a salt has no time to live"),
-        (["set", "everything", "1d"], 1, "is no scope"),
-        (["set", "store", "599s"], 2, "ten minutes"),
-        (["set", "store", "tomorrow"], 2, "is no time"),
-        (["set", "store", "6000w"], 2, "a century"),
-        (["clear", "store"], 1, "no time to live was set"),
+        (["salt/" + "0" * 32, "--ttl", "1d"], 1, "a salt has no time to live"),
+        (["everything", "--ttl", "1d"], 1, "is no scope"),
+        (["store", "--ttl", "599s"], 2, "ten minutes"),
+        (["store", "--ttl", "tomorrow"], 2, "is no time"),
+        (["store", "--ttl", "6000w"], 2, "a century"),
+        (["store", "--ttl", "none"], 1, "no time to live was set"),
     ],
 )
 def test_what_can_not_be_is_refused_in_words(
     admin: Admin, filled: Filled, words: list[str], code: int, said: str
 ) -> None:
-    ran = admin("ttl", *words, *filled.options)
+    ran = admin("quota", *words, *filled.options)
     assert (ran.code, said in ran.err) == (code, True), ran.err
