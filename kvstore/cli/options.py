@@ -14,6 +14,10 @@ import typer
 from kvstore.rules.text import readable
 from schemas.settings import parse_bytes
 
+Namespace = Annotated[
+    str | None,
+    typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id. Default: all of them."),
+]
 Namespaces = Annotated[
     list[str] | None,
     typer.Argument(metavar="NAMESPACE...", help="Starts of namespaces' ids. Default: all of them."),

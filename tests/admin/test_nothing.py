@@ -18,7 +18,7 @@ def test_verbs_on_nothing_make_nothing(admin: Admin, tmp_path: Path) -> None:
         ["quota"],
         ["quota", "store", "--size", "1GiB", "--ttl", "30d"],
         ["pin"],
-        ["unpin", "--all", "--apply"],
+        ["pin", "--remove", "--apply"],
         ["evict", "--unused-for", "1d", "--apply"],
         ["evict", "--keep", "1GiB", "--apply"],
     ):

@@ -30,7 +30,7 @@ def test_the_committed_reference_is_the_generated_one() -> None:
 def test_every_verb_and_every_parameter_explains_itself() -> None:
     text = docs.reference()
     promised = {"status", "stats", "top", "ls", "show", "namespaces", "namespaces diff", "du", "events"}
-    promised |= {"evict", "pin", "unpin", "quota"}
+    promised |= {"evict", "pin", "quota"}
     promised |= {"export", "import", "warm", "bench", "doctor", "vllm-config"}
     assert promised <= set(COMMANDS)
     for name, command in COMMANDS.items():

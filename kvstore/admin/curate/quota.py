@@ -108,7 +108,7 @@ def set_quota(cache: Cache, scope: str, change: Change, *, applied: bool, now_s:
         wanted = used - watermarks(line.quota_bytes)[1]
         excess = min(wanted, used - pinned)
         if excess < wanted:
-            problem = "what is pinned does not go: unpin, or give it more"
+            problem = "what is pinned does not go: `cache-admin pin --remove`, or give it more"
     under, old = ttl.under(scope, accounts), Amount()
     if not isinstance(change.ttl_s, Unchanged):
         old = ttl.older(cache, under, Lifetimes(lifetimes.every, _with(lifetimes.given, scope, ttl_s)), now_s)

@@ -11,7 +11,7 @@ from schemas.base import StrictModel
 
 
 class PinsReport(StrictModel):
-    """`cache-admin pin` without arguments: what is pinned."""
+    """`cache-admin pin` without segments: what is pinned."""
 
     at_s: float
     pinned: Amount = Field(description="{}; at most {most_bytes} of the store's quota may be")
@@ -21,7 +21,7 @@ class PinsReport(StrictModel):
 
 
 class PinReport(StrictModel):
-    """`cache-admin pin` and `unpin`; without `applied` it is only a plan."""
+    """`cache-admin pin` of segments, or with --remove; without `applied` it is only a plan."""
 
     at_s: float
     action: Literal["pin", "unpin"] = Field(title="")

@@ -69,8 +69,8 @@ def check_quotas(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
                 name="capacity",
                 state="warning",
                 found=f"{size(line.pinned_bytes)} of {line.scope}'s {size(line.quota_bytes)} are pinned",
-                advice="what is pinned is not evicted, so nothing else is kept: `cache-admin unpin`, or a "
-                "larger quota",
+                advice="what is pinned is not evicted, so nothing else is kept: `cache-admin pin --remove`, "
+                "or a larger quota",
             )
     if not troubled:
         store = lines[-1]
@@ -82,7 +82,8 @@ def check_quotas(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
 def _over(line: QuotaLine, *, janitor: bool) -> str:
     if line.pinned_bytes > _PINNED_SHARE * line.quota_bytes:
         return (
-            "most of it is pinned, and what is pinned is not evicted: `cache-admin unpin`, or a larger quota"
+            "most of it is pinned, and what is pinned is not evicted: `cache-admin pin --remove`, or a "
+            "larger quota"
         )
     if not janitor:
         return (

@@ -1,4 +1,4 @@
-"""pin, unpin, quota, sessions: what stays; warm: what is near.
+"""pin, quota, sessions: what stays; warm: what is near.
 
 What keeps something, or lets it go, only says what it would do, until --apply.
 """
@@ -20,6 +20,7 @@ from kvstore.cli.exits import ENDS, ExitCode, of_report
 from kvstore.cli.options import (
     Apply,
     MaxBytes,
+    Namespace,
     Namespaces,
     PromptSalt,
     Segments,
@@ -62,31 +63,31 @@ SessionSalt = Annotated[
     section="Maintain",
     examples=(
         "cache-admin pin",
-        "cache-admin pin --namespace 8a74e0fa --depth 64 --apply",
-        "cache-admin pin --namespace 8a74e0fa --tokens system-prompt.json --apply",
-        "cache-admin top --json | jq -r '.hottest[].segment' | xargs cache-admin pin --apply",
+        "cache-admin pin 8a74e0fa cdf5c6c46cc04768 --apply",
+        "cache-admin pin 8a74e0fa --depth 64 --apply",
+        "cache-admin pin 8a74e0fa --tokens system-prompt.json --apply",
+        "cache-admin pin 8a74e0fa --remove",
     ),
-    see_also=("unpin", "top", "quota"),
+    see_also=("top", "quota", "evict"),
     exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
 )
 def _pin(
     call: Call,
+    namespace: Namespace = None,
     segments: Segments = None,
-    namespace: Within = None,
     depth: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="With --namespace: all that begins within the first N blocks of its chain, where shared "
-            "prompts are.",
+            help="All that begins within the first N blocks of its chain, where shared prompts are.",
         ),
     ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="With --namespace: all that holds this prompt's blocks, given as token ids, a JSON list or "
+            help="All that holds this prompt's blocks, given as token ids, a JSON list or "
             "separated by blanks; - reads stdin.",
         ),
     ] = None,
@@ -95,69 +96,41 @@ def _pin(
         typer.Option(metavar="TEXT", help="With --tokens: the engines' PYTHONHASHSEED, if they have one."),
     ] = None,
     salt_file: PromptSalt = None,
+    remove: Annotated[
+        bool,
+        typer.Option(
+            "--remove", help="Unpin: these, or without any all that is pinned, of NAMESPACE or everywhere."
+        ),
+    ] = False,
     apply: Apply = False,
 ) -> None:
-    """Keep segments from being evicted by a quota; without arguments, list what is pinned.
+    """Keep segments from being evicted by a quota; without any, list what is pinned.
 
     At most eviction.pinned_share of every quota that bounds a namespace can be pinned; what is beyond that is
     left out, tails first, and the exit code is 4, or 3 if nothing remains. `evict --pinned`, `invalidate` and
-    a repair remove pinned segments all the same.
+    a repair remove pinned segments all the same. With --remove quotas evict them again, by their last use.
     """
     now = time.time()
     ways = sum((bool(segments), depth is not None, tokens is not None))
     if ways > 1:
         raise typer.BadParameter("give one of SEGMENT..., --depth and --tokens")
-    if (depth is not None or tokens is not None) and namespace is None:
-        raise typer.BadParameter("--depth and --tokens go with --namespace ID")
+    if ways and namespace is None:
+        raise typer.BadParameter("give NAMESPACE before SEGMENT..., --depth or --tokens")
+    if apply and not ways and not remove:
+        raise typer.BadParameter("say what to pin: SEGMENT..., --depth or --tokens")
     ids, salt = read_prompt(tokens, seed, salt_file)
-    if not ways:
-        if apply:
-            raise typer.BadParameter(
-                "say what to pin: SEGMENT..., or --namespace ID with --depth or --tokens"
-            )
-        with call.cache() as cache:
-            found = pin.pins(cache, namespace, now)
-        call.print(found)
-        return
     with call.cache() as cache:
-        if tokens is not None and namespace is not None:
+        if not ways and not remove:
+            call.print(pin.pins(cache, namespace, now))
+            return
+        if not ways:
+            chosen = pin.pinned(cache, namespace)
+        elif tokens is not None and namespace is not None:
             chosen = pin.choose_prompt(cache, namespace, ids, seed=seed, salt=salt)
         else:
             chosen = pin.choose(cache, segments or [], namespace, depth)
-        report = pin.pin(cache, chosen, applied=apply, now_s=now)
-    _end_pin(call, report)
-
-
-@verb(
-    "unpin",
-    section="Maintain",
-    examples=("cache-admin unpin cdf5c6c46cc04768 --apply", "cache-admin unpin --all --namespace 8a74e0fa"),
-    see_also=("pin", "evict"),
-    exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
-)
-def _unpin(
-    call: Call,
-    segments: Segments = None,
-    namespace: Within = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="All that is pinned, in all namespaces or the one given.")
-    ] = False,
-    apply: Apply = False,
-) -> None:
-    """Let quotas evict segments again, by their last use."""
-    if bool(segments) == every:
-        raise typer.BadParameter("say what to unpin: SEGMENT..., or --all")
-    now = time.time()
-    with call.cache() as cache:
-        if every:
-            chosen = pin.pinned(cache, namespace)
-        else:
-            chosen = pin.choose(cache, segments or [], namespace, None)
-        report = pin.unpin(cache, chosen, applied=apply, now_s=now)
-    _end_pin(call, report)
-
-
-def _end_pin(call: Call, report: PinReport) -> None:
+        change = pin.unpin if remove else pin.pin
+        report = change(cache, chosen, applied=apply, now_s=now)
     call.print(report)
     remind(applied=report.applied, anything=report.planned.segments > 0)
     call.end(report)

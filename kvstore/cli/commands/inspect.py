@@ -16,16 +16,11 @@ from kvstore.admin.inspect.reports import SegmentReport, SortKey, StatsReport, S
 from kvstore.cli import progress
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ExitCode, of_report
-from kvstore.cli.options import one_of
+from kvstore.cli.options import Namespace, one_of
 from kvstore.cli.tables import Renderables
 from kvstore.cli.text import inspect as inspect_text
 from kvstore.cli.verbs import verb
 from kvstore.errors import KVStoreError
-
-Namespace = Annotated[
-    str | None,
-    typer.Argument(metavar="NAMESPACE", help="Start of a namespace's id. Default: all of them."),
-]
 
 
 @verb(

@@ -1,4 +1,4 @@
-"""pin and unpin: what a quota must not evict, within the share of it that may be pinned."""
+"""pin: what a quota must not evict, within the share of it that may be pinned."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.admin.conftest import BLOCK_SHAPE, Admin, Filled, chain, ids, kv_slot
 from tests.admin.inspect.test_status import row
 
 
-def pin_verb(admin: Admin, filled: Filled, verb: str, *words: str, code: int = 0, **env: str) -> PinReport:
-    ran = admin(verb, *words, "--json", *filled.options, env=env)
+def pin_verb(admin: Admin, filled: Filled, *words: str, code: int = 0, **env: str) -> PinReport:
+    ran = admin("pin", *words, "--json", *filled.options, env=env)
     assert ran.code == code, ran.err
     return PinReport.model_validate_json(ran.out)
 
@@ -38,12 +38,12 @@ def test_pin_list_and_unpin(admin: Admin, either: Filled) -> None:
     [head, middle, tail] = ids(chain(either))
     assert pinned(admin, either).segments == ()
     before = snapshot(either)
-    plan = pin_verb(admin, either, "pin", head, middle[:9])
+    plan = pin_verb(admin, either, either.kv_id, head, middle[:9])
     assert (plan.applied, plan.planned.segments, plan.changed) == (False, 2, 0)
     assert snapshot(either) == before
-    done = pin_verb(admin, either, "pin", head, middle[:9], "--apply")
+    done = pin_verb(admin, either, either.kv_id, head, middle[:9], "--apply")
     assert (done.changed, done.left_out) == (2, 0)
-    again = pin_verb(admin, either, "pin", head, tail, "--apply")
+    again = pin_verb(admin, either, either.kv_id, head, tail, "--apply")
     assert (again.planned.segments, again.already.segments, again.changed) == (1, 1, 1)
     found = pinned(admin, either)
     assert [line.segment for line in found.segments] == [head, middle, tail]
@@ -53,17 +53,17 @@ def test_pin_list_and_unpin(admin: Admin, either: Filled) -> None:
     assert "pinned" in admin("show", head, *either.options).out
     with opened(either) as index:
         assert index.order(namespace_id(either.kv), 10) == []
-    assert pin_verb(admin, either, "unpin", tail, "--apply").changed == 1
-    rest = pin_verb(admin, either, "unpin", "--all")
+    assert pin_verb(admin, either, either.kv_id, tail, "--remove", "--apply").changed == 1
+    rest = pin_verb(admin, either, "--remove")
     assert (rest.planned.segments, rest.changed) == (2, 0)
-    assert pin_verb(admin, either, "unpin", "--all", "--namespace", either.ec_id, "--apply").changed == 0
-    assert pin_verb(admin, either, "unpin", "--all", "--apply").changed == 2
+    assert pin_verb(admin, either, either.ec_id, "--remove", "--apply").changed == 0
+    assert pin_verb(admin, either, "--remove", "--apply").changed == 2
     assert pinned(admin, either).segments == ()
 
 
 def test_pin_beginnings(admin: Admin, either: Filled) -> None:
     [head, middle, _] = ids(chain(either))
-    done = pin_verb(admin, either, "pin", "--namespace", either.kv_id[:6], "--depth", "5", "--apply")
+    done = pin_verb(admin, either, either.kv_id[:6], "--depth", "5", "--apply")
     assert [line.segment for line in done.segments] == [head, middle]
     assert [line.segment for line in pinned(admin, either).segments] == [head, middle]
 
@@ -73,7 +73,7 @@ def test_only_a_share_of_every_quota_can_be_pinned(admin: Admin, either: Filled)
     size = head.record.nbytes
     # Of the store half: two and a half segments.
     small = {"KVSTORE_CAPACITY_BYTES": str(5 * size)}
-    words = ("pin", "--namespace", either.kv_id, "--depth", "99")
+    words = (either.kv_id, "--depth", "99")
     plan = pin_verb(admin, either, *words, code=3, **small)
     assert (plan.planned.segments, plan.left_out) == (2, 1)
     assert plan.left[0].segment == tail.segment.hex(), "heads first"
@@ -84,15 +84,15 @@ def test_only_a_share_of_every_quota_can_be_pinned(admin: Admin, either: Filled)
     items = [
         line["segment"] for line in admin("ls", either.ec_id, "--json", *either.options).json["segments"]
     ]
-    none = pin_verb(admin, either, "pin", *items, "--apply", code=3, **small)
+    none = pin_verb(admin, either, either.ec_id, *items, "--apply", code=3, **small)
     assert (none.changed, none.left_out) == (0, 2)
-    pin_verb(admin, either, "unpin", "--all", "--apply")
+    pin_verb(admin, either, "--remove", "--apply")
     # The smallest scope decides.
     with opened(either) as index:
         index.set_quota("tenant/default", 3 * size)
     tenant = pin_verb(admin, either, *words, "--apply", code=4)
     assert (tenant.changed, tenant.left_out) == (1, 2)
-    pin_verb(admin, either, "unpin", "--all", "--apply")
+    pin_verb(admin, either, "--remove", "--apply")
     with opened(either) as index:
         index.set_quota(f"namespace/{either.kv_id}", size)
     assert pin_verb(admin, either, *words, "--apply", code=3).left_out == 3
@@ -107,7 +107,7 @@ def test_what_follows_something_too_large_is_not_pinned_without_it(admin: Admin,
             names = bytes([depth]) * 16
             index.commit(name, SegmentId(bytes(7) + bytes([depth])), names, record, rank=0, ranks=1)
         index.set_quota("tenant/blue", 12_000)
-    done = pin_verb(admin, either, "pin", "--namespace", name, "--depth", "9", "--apply", code=4)
+    done = pin_verb(admin, either, name, "--depth", "9", "--apply", code=4)
     assert [line.depth for line in done.segments] == [0]
     assert (done.changed, done.left_out) == (1, 2)
 
@@ -148,33 +148,32 @@ def test_pin_a_prompt_by_its_tokens(admin: Admin, either: Filled, tmp_path: Path
     path = tmp_path / "prompt.json"
     path.write_text(json.dumps(tokens))
     name = namespace_id(prompt_space())
-    words = ("pin", "--namespace", name, "--tokens", str(path), "--seed", "7")
+    words = (name, "--tokens", str(path), "--seed", "7")
     salt = tmp_path / "salt.txt"
     salt.write_text("hers")
     assert pin_verb(admin, either, *words, "--salt-file", str(salt)).planned.segments == 0
     done = pin_verb(admin, either, *words, "--apply")
     assert [(line.depth, line.slots) for line in done.segments] == [(0, 3), (3, 3)]
     assert done.changed == 2
-    wrong = admin("pin", "--namespace", name, "--tokens", str(path), *either.options)
+    wrong = admin("pin", name, "--tokens", str(path), *either.options)
     assert (wrong.code, "--seed" in wrong.err) == (2, True)
-    items = admin("pin", "--namespace", either.ec_id, "--tokens", str(path), *either.options)
+    items = admin("pin", either.ec_id, "--tokens", str(path), *either.options)
     assert (items.code, "encoder items" in items.err) == (2, True)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["pin", "--apply"],
-        ["pin", "--depth", "3"],
-        ["pin", "abcd", "--depth", "3", "--namespace", "ab"],
-        ["pin", "--tokens", "x"],
-        ["pin", "abcd", "--seed", "7"],
-        ["pin", "abcd", "--salt-file", "-"],
-        ["pin", "--namespace", "ab", "--tokens", "-", "--salt-file", "-"],
-        ["unpin"],
-        ["unpin", "abcd", "--all"],
+        ["--apply"],
+        ["--depth", "3"],
+        ["ab", "abcd", "--depth", "3"],
+        ["--tokens", "x"],
+        ["ab", "abcd", "--seed", "7"],
+        ["ab", "abcd", "--salt-file", "-"],
+        ["ab", "--tokens", "-", "--salt-file", "-"],
+        ["--depth", "3", "--remove"],
     ],
 )
 def test_pin_wants_to_be_told_what(admin: Admin, filled: Filled, words: list[str]) -> None:
-    ran = admin(*words, *filled.options)
+    ran = admin("pin", *words, *filled.options)
     assert (ran.code, ran.out) == (2, "")

@@ -86,7 +86,7 @@ def test_a_quota_that_pins_stand_against_says_so(admin: Admin, filled: Filled) -
         index.pin(namespace_id(filled.kv), [each.segment for each in chain(filled)], most_bytes=1 << 30)
     plan = quota(admin, filled, "store", "--size", "10KiB")
     assert (plan.pinned_bytes, plan.excess_bytes) == (24 << 10, plan.used_bytes - (24 << 10))
-    assert "unpin" in plan.problem
+    assert "pin --remove" in plan.problem
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ def test_a_quota_that_pins_keep_from_being_met(either: Filled) -> None:
         segments = [each.segment for each in index.segments(namespace_id(either.kv))]
         index.pin(namespace_id(either.kv), segments, most_bytes=1 << 30)
     [check] = named(examine(either), "capacity")
-    assert (check.state, "pinned" in check.found, "unpin" in check.advice) == ("warning", True, True)
+    assert (check.state, "pinned" in check.found, "pin --remove" in check.advice) == ("warning", True, True)
     assert either.kv_id in check.found
     with opened(either) as index:
         index.set_quota(f"namespace/{either.kv_id}", 10 << 10)

@@ -58,7 +58,7 @@ def a_session(filled: Filled, _: Admin) -> list[str]:
 #: Verbs that change something, as they are told to do it.
 CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
     "evict": lambda filled, _: ["evict", "--keep", "1B", "--apply"],
-    "pin": lambda filled, _: ["pin", "--namespace", filled.kv_id, "--depth", "1", "--apply"],
+    "pin": lambda filled, _: ["pin", filled.kv_id, "--depth", "1", "--apply"],
     "quota": lambda filled, _: ["quota", "store", "--size", "1GiB", "--ttl", "30d", "--apply"],
     "invalidate": lambda filled, _: ["invalidate", filled.kv_id, "--apply"],
     "drop": lambda filled, _: ["drop", filled.kv_id, "--now", "--apply"],
@@ -80,7 +80,7 @@ HARMLESS = {
 
 
 def test_every_verb_is_among_those_that_change_something_or_nothing() -> None:
-    said = {name.split()[0] for name in (*CHANGES, *HARMLESS)} | {"unpin", "reshard"}
+    said = {name.split()[0] for name in (*CHANGES, *HARMLESS)} | {"reshard"}
     assert {each.name.split()[0] for each in VERBS} - said == set()
 
 
@@ -108,9 +108,8 @@ def test_a_plan_is_nothing_that_was_done(filled: Filled, admin: Admin, verb: str
 
 
 def test_unpin_is_recorded(filled: Filled, admin: Admin) -> None:
-    chosen = {"pin": ["--depth", "1"], "unpin": ["--all"]}
-    for verb, which in chosen.items():
-        words = [verb, "--namespace", filled.kv_id, *which, "--apply"]
+    for which in (["--depth", "1"], ["--remove"]):
+        words = ["pin", filled.kv_id, *which, "--apply"]
         assert admin(*words, *filled.options, env=ANNA).code == 0
     assert [one["verb"] for one in listed(admin, filled)] == ["pin", "unpin"]
 

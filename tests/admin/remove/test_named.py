@@ -201,14 +201,14 @@ def test_a_request_goes_with_what_it_found_missing(admin: Admin, world: World) -
 
 
 def test_pinned_segments_go_only_if_that_is_said(admin: Admin, world: World) -> None:
-    admin("pin", "--namespace", world.name, "--depth", "1", "--apply", *world.filled.options)
+    admin("pin", world.name, "--depth", "1", "--apply", *world.filled.options)
     planned = evict(admin, world, "--hashes", str(world.hashes), "--whole")
     assert (planned.planned.segments, planned.pinned.segments) == (2, 1)
     assert evict(admin, world, "--hashes", str(world.hashes), "--whole", "--pinned").planned.segments == 3
 
 
 def test_a_session_whose_segments_are_pinned_stays_ended(admin: Admin, talked: World) -> None:
-    admin("pin", "--namespace", talked.name, "--depth", "9", "--apply", *talked.filled.options)
+    admin("pin", talked.name, "--depth", "9", "--apply", *talked.filled.options)
     with opened(talked.filled) as index:
         index.session(talked.name, MINE, [], time.time(), Hint(end=True))
     done = evict(admin, talked, "--session", "user-81/trip", "--apply")
