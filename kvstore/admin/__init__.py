@@ -5,7 +5,7 @@ A folder per group of verbs, as in the commands (kvstore.cli.commands) and their
     inspect      status; ls; namespaces, namespaces diff; show; stats; top; du; events; operations
     curate       pin; quota, with times to live in ttl; sessions; warm; plan chooses the segments that export
                  and warm move, prompts those of a prompt
-    remove       evict; invalidate, drop; erase, with what it looks for in looks; removal has the steps that
+    remove       evict; drop; erase, with what it looks for in looks; removal has the steps that
                  drop and erase share
     repair       fsck: what it looks at in check, entries and listing, what it does about it in repair; gc;
                  rebuild; recommit puts a segment back into the index

@@ -35,7 +35,7 @@ def test_what_is_readable_is_one_bounded_line() -> None:
 VERBS = (
     "namespaces", "status", "du", "stats", "top", "ls", "events", "operations", "pin", "quota", "gc", "fsck",
     "rebuild --dry-run", "doctor", "explain --request HOSTILE", "show SELF", "namespaces diff SELF SELF",
-    "invalidate SELF", "drop SELF", "erase --tenant HOSTILE", "vllm-config", "serve --once --no-janitor",
+    "evict SELF --all", "drop SELF", "erase --tenant HOSTILE", "vllm-config", "serve --once --no-janitor",
 )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_a_hostile_name_steers_no_terminal(hostile: tuple[str, str], verb: str, 
 
 
 ARGUMENTS = (
-    "show HOSTILE", "evict HOSTILE", "pin HOSTILE", "drop HOSTILE", "invalidate HOSTILE", "ls HOSTILE",
+    "show HOSTILE", "evict HOSTILE", "pin HOSTILE", "drop HOSTILE", "evict SELF HOSTILE", "ls HOSTILE",
     "HOSTILE", "status --index HOSTILE", "status --settings HOSTILE", "status --HOSTILE", "top HOSTILE",
     "ls --namespace HOSTILE", "quota HOSTILE --size 1GiB", "quota store --size HOSTILE", "import HOSTILE",
     "quota store --ttl HOSTILE",

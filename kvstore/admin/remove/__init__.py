@@ -1,1 +1,1 @@
-"""Verbs that take something away: evict, invalidate, drop, erase."""
+"""Verbs that take something away: evict, drop, erase."""

@@ -1,9 +1,6 @@
-"""drop and invalidate: commands that make a whole namespace invisible, or remove it.
+"""drop: makes a whole namespace invisible, and then removes its payloads and the namespace itself.
 
-invalidate   makes all that it holds invisible at once; engines may save into it again
-drop         invalidates it, and then removes its payloads and the namespace itself
-
-Order of a drop, so that one that is cut off is finished by the next, or by the janitor:
+Order, so that one that is cut off is finished by the next, or by the janitor:
     1. invalidate   out of sight, and refused beside the    crash: the janitor drains and reaps the rest
                     payloads, for an index that gets lost
     2. drain        into the trash, with the grace time     crash: the same
@@ -23,27 +20,11 @@ from kvstore.admin.counting import amount_of
 from kvstore.admin.described import described
 from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.admin.remove.removal import NamespaceRemoval
-from kvstore.admin.remove.reports import DropReport, DropState, InvalidateReport
+from kvstore.admin.remove.reports import DropReport, DropState
 from kvstore.admin.selection import needed_index
 from kvstore.index.maintenance import Account, FullIndex
 from kvstore.keys import NamespaceId
 from kvstore.rules.lateness import SETTLED_S
-
-
-def invalidate(cache: Cache, prefix: str, *, apply: bool = False) -> InvalidateReport:
-    """Makes all that a namespace holds invisible. Raises UnknownName, Refused and what the index raises."""
-    index = needed_index(cache)
-    name = cache.namespace(prefix)
-    account = _account(index, name)
-    if apply:
-        cache.record("invalidate", f"{name}: {account.usage.segments} segments")
-        NamespaceRemoval(cache, index, name, time.time).hide()
-    return InvalidateReport(
-        applied=apply,
-        namespace=name,
-        model=described(cache.namespaces().get(name))[1],
-        visible=amount_of([account]),
-    )
 
 
 def drop(

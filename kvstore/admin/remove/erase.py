@@ -74,7 +74,7 @@ _UNREACHED_OF_SALT = (
     "the journal, until its rings have moved on: digests and sizes of what went, names of requests; "
     "`cache-admin drop` removes a whole namespace's",
     "what a release saved that did not record salts: nobody can tell whose it is. It is found by nobody "
-    "without the salt, and goes with `cache-admin invalidate NAMESPACE`",
+    "without the salt, and goes with `cache-admin evict NAMESPACE --all`",
 )
 
 

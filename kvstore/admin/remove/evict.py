@@ -18,8 +18,10 @@ from kvstore.admin.described import models
 from kvstore.admin.inspect.show import find_segment
 from kvstore.admin.operators import among
 from kvstore.admin.progress import ProgressListener, Silent
+from kvstore.admin.remove.removal import NamespaceRemoval
 from kvstore.admin.remove.reports import EvictLine, EvictReport
-from kvstore.admin.reports import EndedEarly
+from kvstore.admin.reports import Amount, EndedEarly
+from kvstore.admin.selection import needed_index
 from kvstore.errors import KVStoreError
 from kvstore.index.eviction import MINUTE_S, WORTH_MINUTES, shift_s, worth
 from kvstore.index.maintenance import Account, Listing
@@ -161,6 +163,39 @@ def evict(
         evicted_segments=run.evicted,
         spared_segments=run.spared,
         delete_after_s=run.delete_after_s if run.evicted else None,
+    )
+
+
+def evict_all(cache: Cache, prefix: str, *, applied: bool, now_s: float) -> EvictReport:
+    """Makes all that a namespace holds invisible in one step, pinned or not; only a plan unless `applied`.
+
+    What is saved later is seen. No rebuild brings back what has gone. Raises UnknownName, Refused and what
+    the backends raise.
+    """
+    index = needed_index(cache)
+    name = cache.namespace(prefix)
+    held = amount_of(cache.accounts(name))
+    gone = 0
+    if applied:
+        cache.record("evict", f"all of {name}: {held.segments} segments")
+        removal = NamespaceRemoval(cache, index, name, time.time)
+        removal.hide()
+        gone = removal.invalidated
+    line = EvictLine(namespace=name, model=models(cache.namespaces()).get(name, ""), planned=held)
+    return EvictReport(
+        at_s=now_s,
+        applied=applied,
+        ended="complete",
+        problem="",
+        why="all",
+        held=held,
+        planned=held,
+        pinned=Amount(),
+        shared=Amount(),
+        lines=(line,),
+        evicted_segments=gone,
+        spared_segments=0,
+        delete_after_s=now_s + cache.settings.grace_s if gone else None,
     )
 
 

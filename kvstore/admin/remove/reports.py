@@ -43,16 +43,6 @@ class EvictReport(StrictModel):
     delete_after_s: float | None = Field(None, title="payloads", description="deleted in {} or later")
 
 
-class InvalidateReport(StrictModel):
-    """`cache-admin invalidate`; without `applied` nothing was changed."""
-
-    applied: bool
-    namespace: str
-    model: str
-    #: The amount that can be matched, or could be before this was applied.
-    visible: Amount
-
-
 #: `kept`: nothing was changed. `waiting`: it is invisible; payloads that a load may still read are deleted
 #: after the grace time, and the next drop removes the namespace. `in_use`: an engine has stored something
 #: since. `erased`: it is removed.

@@ -107,8 +107,9 @@ def _pin(
     """Keep segments from being evicted by a quota; without any, list what is pinned.
 
     At most eviction.pinned_share of every quota that bounds a namespace can be pinned; what is beyond that is
-    left out, tails first, and the exit code is 4, or 3 if nothing remains. `evict --pinned`, `invalidate` and
-    a repair remove pinned segments all the same. With --remove quotas evict them again, by their last use.
+    left out, tails first, and the exit code is 4, or 3 if nothing remains. `evict` with
+    --pinned or --all, and a repair, remove pinned segments all the same. With --remove quotas evict them
+    again, by their last use.
     """
     now = time.time()
     ways = sum((bool(segments), depth is not None, tokens is not None))

@@ -1,4 +1,4 @@
-"""evict, invalidate, drop, erase: what goes. They only say what they would do, until --apply."""
+"""evict, drop, erase: what goes. They only say what they would do, until --apply."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvstore.cli.call import Call, remind
 from kvstore.cli.exits import ENDS, ExitCode, of_report
 from kvstore.cli.options import (
     Apply,
+    Namespace,
     Segments,
-    Within,
     byte_count,
     read_hashes,
     read_salt,
@@ -30,7 +30,7 @@ from kvstore.cli.text import remove as remove_text
 from kvstore.cli.verbs import verb
 from kvstore.keys import salt_id
 
-Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id.")]
+OneNamespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start of a namespace's id.")]
 
 
 @verb(
@@ -39,18 +39,23 @@ Namespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The start o
     examples=(
         "cache-admin evict --unused-for 7d",
         "cache-admin evict --keep 500GiB --apply",
-        "cache-admin evict cdf5c6c46cc04768 --apply",
+        "cache-admin evict 8a74e0fa cdf5c6c46cc04768 --apply",
+        "cache-admin evict 8a74e0fa --all --apply",
         "cache-admin evict --prompt letter.txt --engine http://localhost:8000",
         "cache-admin evict --tokens prompt.json --whole --apply",
         "cache-admin evict --session user-81/trip-planner --apply",
         "cache-admin evict --request chatcmpl-8f14e45f --apply",
     ),
-    see_also=("top", "pin", "quota", "erase", "invalidate"),
+    see_also=("drop", "erase", "pin", "quota", "top"),
 )
 def _evict(
     call: Call,
+    namespace: Namespace = None,
     segments: Segments = None,
-    namespace: Within = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="All of NAMESPACE from one moment to the next, pinned or not."),
+    ] = False,
     unused_for: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="All that was not used for so long, such as 90m, 12h or 7d."),
@@ -119,14 +124,21 @@ def _evict(
     pinned: Annotated[bool, typer.Option("--pinned", help="Pinned segments as well.")] = False,
     apply: Apply = False,
 ) -> None:
-    """Evict segments: these, what was not used for a time, down to a size, or what somebody's prompt, request
-    or session has stored.
+    """Evict segments: these, all of a namespace, what was not used for a time, down to a size, or what
+    somebody's prompt, request or session has stored.
+
+    To make room, to forget bytes that are not to be trusted, or what belongs to somebody. `drop` removes the
+    namespace as well; `erase` is for good, and proves it.
 
     What is evicted can't be matched from that moment on, or, by engines that read from replicas of Redis or
     remember, up to redis.max_lag_s + redis.near_s later. Its payload is deleted after grace_s, by an engine
     that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
     named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
-    are named, seeing to that is left to you. To forget everything at once: `cache-admin invalidate`.
+    are named, seeing to that is left to you.
+
+    With --all engines compute everything anew, and save into the namespace as before: for weights that
+    changed under the same name, or bytes that are not to be trusted. Where engines read from replicas of
+    Redis or remember, and redis.max_lag_s + redis.near_s is too long, restart them.
 
     Of a prompt goes its last segment, and where that is a session's own, what that session alone was seen to
     use right before it. The rest may be the beginning of others' prompts: it is reported as shared, and goes
@@ -135,11 +147,13 @@ def _evict(
     """
     named = (prompt, tokens, hashes, request, session)
     ways = (*named, unused_for, keep)
-    if sum((bool(segments), *(way is not None for way in ways))) != 1:
+    if sum((bool(segments), every, *(way is not None for way in ways))) != 1:
         raise typer.BadParameter(
-            "say what is to go, in one way: SEGMENT..., --unused-for, --keep, --prompt, --tokens, --hashes, "
-            "--request or --session"
+            "say what is to go, in one way: SEGMENT... after NAMESPACE, --all, --unused-for, --keep, "
+            "--prompt, --tokens, --hashes, --request or --session"
         )
+    if every and (namespace is None or pinned):
+        raise typer.BadParameter("--all goes with NAMESPACE, and takes pinned segments", param_hint="--all")
     if whole and prompt is tokens is hashes is request is None:
         raise typer.BadParameter("--whole goes with --prompt, --tokens, --hashes or --request")
     if seed is not None and prompt is tokens is None:
@@ -150,10 +164,14 @@ def _evict(
         raise typer.BadParameter("the prompt and --salt-file can't both be on stdin")
     salt = "" if salt_file is None else read_salt(salt_file)
     if keep is not None and pinned:
-        raise typer.BadParameter("--keep leaves pinned segments alone; unpin them", param_hint="--pinned")
+        raise typer.BadParameter("--keep leaves pinned segments alone: pin --remove", param_hint="--pinned")
     unused_for_s = None if unused_for is None else seconds_of("--unused-for", unused_for)
     keep_bytes = None if keep is None else byte_count("--keep", keep)
     now = time.time()
+    if every and namespace is not None:
+        with call.cache() as cache:
+            _end_evict(call, evict.evict_all(cache, namespace, applied=apply, now_s=now))
+        return
     with call.cache() as cache, progress.shown() as shows:
         if segments:
             planned = evict.plan_segments(cache, segments, namespace, pinned=pinned)
@@ -174,41 +192,25 @@ def _evict(
             assert keep_bytes is not None, "it is one of the three"
             planned = evict.plan_keep(cache, namespace, keep_bytes=keep_bytes, now_s=now)
         report = evict.evict(cache, planned, applied=apply, now_s=now, progress=shows)
+    _end_evict(call, report)
+
+
+def _end_evict(call: Call, report: EvictReport) -> None:
     call.print(report)
-    remind(applied=apply, anything=report.planned.segments > 0)
+    remind(applied=report.applied, anything=report.planned.segments > 0)
     call.end(report)
-
-
-@verb(
-    "invalidate",
-    section="Maintain",
-    examples=("cache-admin invalidate 8a74e0fa", "cache-admin invalidate 8a74e0fa --apply"),
-    see_also=("drop", "evict"),
-)
-def _invalidate(call: Call, namespace: Namespace, apply: Apply = False) -> None:
-    """Forget what a namespace holds, from one moment to the next.
-
-    For weights that changed under the same name, or bytes that are not to be trusted. Engines that read
-    from replicas of Redis or remember may go on matching it for up to redis.max_lag_s + redis.near_s: restart
-    them where that is too long. Pinned segments go as well. Engines compute everything anew and save into the
-    namespace as before; the old payloads are deleted after the grace time by whoever tends the cache: the
-    janitor, an embedded store, or `gc --apply`.
-    """
-    with call.cache() as cache:
-        report = drop.invalidate(cache, namespace, apply=apply)
-    call.print(report, remove_text.invalidate)
 
 
 @verb(
     "drop",
     section="Maintain",
     examples=("cache-admin drop 8a74e0fa", "cache-admin drop 8a74e0fa --now --apply"),
-    see_also=("invalidate", "namespaces"),
+    see_also=("evict", "erase", "namespaces"),
     exits=(ExitCode.PARTIAL,),
 )
 def _drop(
     call: Call,
-    namespace: Namespace,
+    namespace: OneNamespace,
     now: Annotated[
         bool,
         typer.Option("--now", help="Delete the payloads at once: for a namespace that no engine uses."),
@@ -216,6 +218,9 @@ def _drop(
     apply: Apply = False,
 ) -> None:
     """Remove a namespace with all that it holds.
+
+    For a model, a version or a tenant's share that no engine uses any more. `evict NAMESPACE --all` keeps
+    the namespace; `erase` is for good, and proves it.
 
     What it holds can't be matched from then on (by engines that read from replicas of Redis or remember, up
     to redis.max_lag_s + redis.near_s later). Its payloads are deleted when the grace time has passed, in
@@ -238,7 +243,7 @@ def _drop(
         "cache-admin erase --salt-file salt.txt --apply",
         "vault read -field=salt users/4711 | cache-admin erase --salt-file - --apply --json",
     ),
-    see_also=("drop", "gc", "namespaces"),
+    see_also=("evict", "drop", "gc"),
     exits=(ExitCode.PARTIAL,),
 )
 def _erase(
@@ -265,6 +270,9 @@ def _erase(
     apply: Apply = False,
 ) -> None:
     """Erase all of a tenant, or all that was saved under a salt, and look what is left.
+
+    For what must be gone for good, such as after a request to be forgotten. `evict` and `drop` keep payloads
+    for the grace time, and prove nothing.
 
     None of it can be matched from then on, and its payloads are deleted at once, without the grace time: a
     load that is under way computes instead. Where engines may read from replicas of Redis, or remember, it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from kvstore.admin.remove.reports import DropReport, EraseReport, InvalidateReport, VersionsReport
+from kvstore.admin.remove.reports import DropReport, EraseReport, VersionsReport
 from kvstore.cli.shown import shown
 from kvstore.cli.tables import Renderables, pair
 
@@ -30,14 +30,6 @@ _ERASED = {
         "the last look found nothing of it, but the bucket keeps former versions, or may", style="bold red"
     ),
 }
-
-
-def invalidate(report: InvalidateReport) -> Renderables:
-    """Yields what can't be matched any more, or would not be."""
-    yield from shown(report, width=_WIDTH)
-    yield pair(
-        "result", "invalidated" if report.applied else "nothing done; --apply invalidates it", width=_WIDTH
-    )
 
 
 def drop(report: DropReport) -> Renderables:

@@ -139,6 +139,6 @@ def test_what_is_no_id_is_no_session(told: Filled, admin: Admin, name: str) -> N
 def test_an_ended_sessions_segments_are_those_that_are_evicted_first(told: Filled, admin: Admin) -> None:
     assert admin("sessions", "end", TRIP.hex(), "--apply", *told.options).code == 0
     held = sum(one.record.nbytes for one in chain(told)) - 1
-    ran = admin("evict", "--namespace", told.kv_id, "--keep", f"{held}B", "--apply", *told.options)
+    ran = admin("evict", told.kv_id, "--keep", f"{held}B", "--apply", *told.options)
     assert ran.code == 0, ran.err
     assert b"tripsegm" not in {one.segment for one in chain(told)} and len(chain(told)) == 3

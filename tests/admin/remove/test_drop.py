@@ -1,4 +1,4 @@
-"""invalidate and drop: a namespace goes as a whole, and another one loses nothing."""
+"""evict --all and drop: a namespace goes as a whole, and another one loses nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from contextlib import closing
 
 import pytest
 
-from kvstore.admin.remove.drop import drop, invalidate
-from kvstore.admin.remove.reports import DropReport, InvalidateReport
+from kvstore.admin.remove.drop import drop
+from kvstore.admin.remove.evict import evict_all
+from kvstore.admin.remove.reports import DropReport, EvictReport
 from kvstore.admin.repair.fsck import fsck
 from kvstore.build import open_store
 from kvstore.cli import exits
@@ -52,20 +53,27 @@ def blocks_matched(world: World) -> int:
         return space.match(b"".join(digest(key) for key in world.chains[0][1])).blocks
 
 
-def test_invalidate(admin: Admin, world: World) -> None:
+def test_evict_all(admin: Admin, world: World) -> None:
     name = namespace_id(KV)
-    ran = admin("invalidate", name[:6], "--json", *world.options)
+    with world.cache() as cache:
+        assert cache.index is not None
+        cache.index.pin(name, [world.written[0].segment], most_bytes=1 << 30)
+    ran = admin("evict", name[:6], "--all", "--json", *world.options)
     assert ran.code == 0, ran.err
-    plan = InvalidateReport.model_validate_json(ran.out)
-    assert (plan.applied, plan.visible.segments, plan.visible.blocks) == (False, 2, 6)
+    plan = EvictReport.model_validate_json(ran.out)
+    assert (plan.applied, plan.planned.segments, plan.planned.blocks) == (False, 2, 6)
+    assert "--apply does it" in ran.err
     assert blocks_matched(world) == 6
-    ran = admin("invalidate", name, "--apply", *world.options)
+    ran = admin("evict", name, "--all", "--apply", *world.options)
     assert ran.code == 0 and "2 segments, 6 blocks" in ran.out
     assert blocks_matched(world) == 0
     assert payloads(world, name) == 2, "deleted after the grace time"
     others_are_well(world)
     # Engines go on: what they save is seen.
     world.write(KV, world.chains[0][1][:4], 0)
+    assert blocks_matched(world) == 4
+    for words in (["--all"], [name, "--all", "--pinned"], [name, "ab", "--all"]):
+        assert admin("evict", *words, "--apply", *world.options).code == 2
     assert blocks_matched(world) == 4
 
 
@@ -158,5 +166,5 @@ def test_payloads_that_cannot_be_deleted(world: World) -> None:
 
 def test_invalidating_twice(world: World) -> None:
     with world.cache() as cache:
-        assert invalidate(cache, namespace_id(KV), apply=True).visible.segments == 2
-        assert invalidate(cache, namespace_id(KV), apply=True).visible.segments == 0
+        assert evict_all(cache, namespace_id(KV), applied=True, now_s=time.time()).planned.segments == 2
+        assert evict_all(cache, namespace_id(KV), applied=True, now_s=time.time()).planned.segments == 0

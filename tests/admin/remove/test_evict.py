@@ -44,11 +44,11 @@ def evict(admin: Admin, filled: Filled, *words: str, code: int = 0) -> EvictRepo
 def test_evict_named_segments(admin: Admin, either: Filled) -> None:
     [head, middle, tail] = ids(chain(either))
     before = snapshot(either)
-    planned = evict(admin, either, tail, middle[:10])
+    planned = evict(admin, either, either.kv_id, tail, middle[:10])
     assert (planned.applied, planned.planned.segments, planned.evicted_segments) == (False, 2, 0)
     assert planned.delete_after_s is None
     assert snapshot(either) == before
-    done = evict(admin, either, tail, middle[:10], "--apply")
+    done = evict(admin, either, either.kv_id, tail, middle[:10], "--apply")
     assert (done.applied, done.evicted_segments, done.spared_segments) == (True, 2, 0)
     assert done.delete_after_s == pytest.approx(time.time() + 120, abs=20)
     assert ids(chain(either)) == [head]
@@ -58,20 +58,20 @@ def test_evict_named_segments(admin: Admin, either: Filled) -> None:
     assert states == ["trash", "trash"]
     assert [event.rule for event in events[-2:]] == ["admin", "admin"]
     assert len(either.payload_files()) == 5, "the payloads stay for their grace time"
-    assert admin("evict", "0123456789abcdef", *either.options).code == 1
-    assert "--apply" in admin("evict", head, *either.options).err
+    assert admin("evict", either.kv_id, "0123456789abcdef", *either.options).code == 1
+    assert "--apply" in admin("evict", either.kv_id, head, *either.options).err
 
 
 def test_pinned_segments_are_evicted_only_if_that_is_said(admin: Admin, either: Filled) -> None:
     [head, *_] = chain(either)
     with opened(either) as index:
         index.pin(namespace_id(either.kv), [head.segment], most_bytes=1 << 30)
-    for words in ([head.segment.hex()], ["--unused-for", "0s", "--namespace", either.kv_id]):
-        spared = evict(admin, either, *words)
+    for words in ([head.segment.hex()], ["--unused-for", "0s"]):
+        spared = evict(admin, either, either.kv_id, *words)
         assert (spared.pinned.segments, spared.pinned.stored_bytes) == (1, head.record.nbytes)
         assert head.segment.hex() not in json.dumps(spared.model_dump())
-    assert evict(admin, either, head.segment.hex(), "--apply").evicted_segments == 0
-    assert evict(admin, either, head.segment.hex(), "--pinned", "--apply").evicted_segments == 1
+    assert evict(admin, either, either.kv_id, head.segment.hex(), "--apply").evicted_segments == 0
+    assert evict(admin, either, either.kv_id, head.segment.hex(), "--pinned", "--apply").evicted_segments == 1
     with opened(either) as index:
         assert index.usage(namespace_id(either.kv)).pinned_bytes == 0
 
@@ -204,7 +204,7 @@ def test_evict_down_to_a_size_takes_what_the_order_says(filled: Filled, seed: in
 
 def test_evict_to_a_size_by_hand(admin: Admin, either: Filled) -> None:
     one = chain(either)[0].record.nbytes
-    done = evict(admin, either, "--keep", str(2 * one), "--namespace", either.kv_id, "--apply")
+    done = evict(admin, either, either.kv_id, "--keep", str(2 * one), "--apply")
     assert (done.held.stored_bytes, done.evicted_segments) == (3 * one, 1)
     assert [listing.record.depth for listing in chain(either)] == [0, 4]
     assert evict(admin, either, "--keep", "1GiB").planned.segments == 0
@@ -215,7 +215,8 @@ def test_evict_to_a_size_by_hand(admin: Admin, either: Filled) -> None:
     [
         [],
         ["--keep", "1GiB", "--unused-for", "1d"],
-        ["abcd", "--keep", "1GiB"],
+        ["abcd"],
+        ["abcd", "ef", "--keep", "1GiB"],
         ["--keep", "some"],
         ["--keep", "0"],
         ["--unused-for", "1y"],

@@ -17,7 +17,7 @@ from kvstore.admin.archive.import_ import import_archive
 from kvstore.admin.archive.wanted import EVERYTHING
 from kvstore.admin.backends import Cache
 from kvstore.admin.curate.plan import plan
-from kvstore.admin.remove import drop
+from kvstore.admin.remove import drop, evict
 from kvstore.admin.remove.erase import Target, erase
 from kvstore.admin.repair.follow import PayloadFollower
 from kvstore.admin.repair.fsck import fsck
@@ -297,7 +297,7 @@ def test_what_was_invalidated_comes_back_from_no_listing(here: Region, there: Re
     here.copy_to(there)
     there.follow()
     with here.cache() as cache:
-        assert drop.invalidate(cache, NAME, apply=True).applied
+        assert evict.evict_all(cache, NAME, applied=True, now_s=time.time()).applied
     here.copy_to(there)
     there.follow()
     assert here.served() == there.served() == 0
@@ -325,7 +325,7 @@ def test_what_is_imported_after_an_invalidation_stays_and_comes_back_like_any_ot
 
     def invalidate() -> None:
         with here.cache() as cache:
-            assert drop.invalidate(cache, NAME, apply=True).applied
+            assert evict.evict_all(cache, NAME, applied=True, now_s=time.time()).applied
             assert drop.drop(cache, NAME, apply=True, now=True).state == "erased"
         assert here.served() == 0
 
@@ -360,7 +360,7 @@ def test_what_is_imported_while_a_follower_looks_stays(here: Region, monkeypatch
     archive = io.BytesIO()
     with here.cache() as cache:
         export(cache, plan(cache, []), archive)
-        assert drop.invalidate(cache, NAME, apply=True).applied
+        assert evict.evict_all(cache, NAME, applied=True, now_s=time.time()).applied
         assert drop.drop(cache, NAME, apply=True, now=True).state == "erased"
         last_s = cache.evidence.of(NAME).invalidated_s
     until(lambda: time.time() > last_s + 1)
@@ -441,7 +441,7 @@ def test_of_two_invalidations_at_the_same_time_neither_lets_in_what_was_imported
             put(name, buffers)
 
         monkeypatch.setattr(cache.evidence.payloads, "put", late)
-        assert drop.invalidate(cache, NAME, apply=True).applied
+        assert evict.evict_all(cache, NAME, applied=True, now_s=time.time()).applied
     here.lose_the_index()
     here.rebuild()
     assert here.served() == 0
