@@ -2,7 +2,8 @@
 
 A folder per group of verbs, as in the commands (kvstore.cli.commands) and their texts (kvstore.cli.text):
 
-    inspect      status; ls; namespaces, namespaces diff; show; stats; top; du; events; operations
+    inspect      status, with stats and top; ls; namespaces, namespaces diff; show; du; events, with
+                 operations
     curate       pin; quota, with times to live in ttl; sessions; warm; plan chooses the segments that export
                  and warm move, prompts those of a prompt
     remove       evict; drop; erase, with what it looks for in looks; removal has the steps that

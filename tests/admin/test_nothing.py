@@ -11,10 +11,10 @@ def test_verbs_on_nothing_make_nothing(admin: Admin, tmp_path: Path) -> None:
     folder = tmp_path / "none"
     options = ["--payloads", f"file://{folder}"]
     for words in (
-        ["stats"],
-        ["top"],
+        ["status", "--hits", "--top", "3"],
         ["du"],
         ["events"],
+        ["events", "--operators"],
         ["quota"],
         ["quota", "store", "--size", "1GiB", "--ttl", "30d"],
         ["pin"],

@@ -108,5 +108,5 @@ def test_a_salt_is_erased_beside_an_engine(image_model: Path, tmp_path: Path, st
         assert check_store(config)["segments"] == before["segments"]
     for secret in (ALICE, BOB):
         assert secret not in ran.stdout + ran.stderr + log.read_text(errors="replace")
-    operations = cache_admin(settings, "operations", "--json").stdout
+    operations = cache_admin(settings, "events", "--operators", "--json").stdout
     assert salt_id(ALICE).hex() in operations and ALICE not in operations

@@ -29,7 +29,7 @@ def test_the_committed_reference_is_the_generated_one() -> None:
 
 def test_every_verb_and_every_parameter_explains_itself() -> None:
     text = docs.reference()
-    promised = {"status", "stats", "top", "ls", "show", "namespaces", "namespaces diff", "du", "events"}
+    promised = {"status", "ls", "show", "namespaces", "namespaces diff", "du", "events"}
     promised |= {"evict", "pin", "quota"}
     promised |= {"export", "import", "warm", "bench", "doctor", "vllm-config"}
     assert promised <= set(COMMANDS)
@@ -132,8 +132,8 @@ def test_an_old_name_of_an_option_is_taken_and_not_shown() -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("cache-admin ", {"status", "stats", "evict", "quota", "namespaces", "doctor"}),
-        ("cache-admin st", {"status", "stats"}),
+        ("cache-admin ", {"status", "evict", "quota", "namespaces", "doctor"}),
+        ("cache-admin st", {"status"}),
         ("cache-admin quota --", {"--size", "--ttl"}),
         ("cache-admin evict --un", {"--unused-for"}),
     ],

@@ -33,8 +33,8 @@ def test_what_is_readable_is_one_bounded_line() -> None:
 
 #: Verbs that show names, with what they are given; SELF is the namespace.
 VERBS = (
-    "namespaces", "status", "du", "stats", "top", "ls", "events", "operations", "pin", "quota", "gc", "fsck",
-    "rebuild --dry-run", "doctor", "explain --request HOSTILE", "show SELF", "namespaces diff SELF SELF",
+    "namespaces", "status", "du", "status --hits --top 3", "ls", "events", "events --operators", "pin", "quota",
+    "gc", "fsck", "rebuild --dry-run", "doctor", "explain --request HOSTILE", "show SELF", "namespaces diff SELF SELF",
     "evict SELF --all", "drop SELF", "erase --tenant HOSTILE", "vllm-config", "serve --once --no-janitor",
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ def test_a_hostile_name_steers_no_terminal(hostile: tuple[str, str], verb: str, 
 
 ARGUMENTS = (
     "show HOSTILE", "evict HOSTILE", "pin HOSTILE", "drop HOSTILE", "evict SELF HOSTILE", "ls HOSTILE",
-    "HOSTILE", "status --index HOSTILE", "status --settings HOSTILE", "status --HOSTILE", "top HOSTILE",
+    "HOSTILE", "status --index HOSTILE", "status --settings HOSTILE", "status --HOSTILE", "status HOSTILE",
     "ls --namespace HOSTILE", "quota HOSTILE --size 1GiB", "quota store --size HOSTILE", "import HOSTILE",
     "quota store --ttl HOSTILE",
     "explain --digest HOSTILE", "explain --tokens HOSTILE", "erase --salt-file HOSTILE", "export HOSTILE",

@@ -1,4 +1,4 @@
-"""operations: what operators did to the cache, and who it was."""
+"""events --operators: what operators did to the cache, and who it was."""
 
 from __future__ import annotations
 

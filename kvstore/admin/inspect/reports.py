@@ -59,7 +59,7 @@ class NamespaceStatus(NamespaceSummary):
 
 
 class StatusReport(StrictModel):
-    """`cache-admin status`. Without an index `total` is None: unknown is not zero."""
+    """What is opened and held. Without an index `total` is None: unknown is not zero."""
 
     at_s: float
     index: BackendState
@@ -227,7 +227,7 @@ class NamespaceTraffic(Traffic):
 
 
 class StatsReport(StrictModel):
-    """`cache-admin stats`: totals since the index was made, or over the last `seconds` while watching."""
+    """`cache-admin status --hits`: totals since the index was made, or, watching, over `seconds`."""
 
     at_s: float
     #: None: since the index was made.
@@ -255,7 +255,7 @@ class TopLine(StrictModel):
 
 
 class TopReport(StrictModel):
-    """`cache-admin top`: where most loads begin, and what would be evicted next."""
+    """`cache-admin status --top`: where most loads begin, and what would be evicted next."""
 
     at_s: float
     #: None: all namespaces.
@@ -263,6 +263,13 @@ class TopReport(StrictModel):
     limit: int = Field(title="")
     hottest: tuple[TopLine, ...] = Field(title="where most loads begin")
     coldest: tuple[TopLine, ...] = Field(title="what would be evicted next", description="no segments")
+
+
+class AskedStatus(StatusReport):
+    """`cache-admin status`: with the parts that were asked for; None: the others, and without an index."""
+
+    hits: StatsReport | None
+    top: TopReport | None
 
 
 #: `visible`, `incomplete`, `bygone` (invalidated) and `trash` are states in the index. `orphan`: a stray
@@ -336,7 +343,7 @@ class OperationLine(StrictModel):
 
 
 class OperationsReport(StrictModel):
-    """`cache-admin operations`, the oldest first."""
+    """`cache-admin events --operators`, the oldest first."""
 
     at_s: float
     operations: tuple[OperationLine, ...]

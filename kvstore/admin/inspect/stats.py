@@ -1,4 +1,4 @@
-"""stats: what engines have reported of their requests, in total or while watching."""
+"""status --hits: what engines have reported of their requests, in total or while watching."""
 
 from __future__ import annotations
 

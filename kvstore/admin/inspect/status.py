@@ -1,4 +1,4 @@
-"""status: the backends, whether they answer, and how much is stored of what may be."""
+"""status: the backends, whether they answer, how much is stored of what may be, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.counting import amount_of
 from kvstore.admin.curate.quota import quota_lines
 from kvstore.admin.inspect.namespaces import Overview, summaries, waiting_in
-from kvstore.admin.inspect.reports import NamespaceStatus, StatusReport, TenantStatus
+from kvstore.admin.inspect.reports import AskedStatus, NamespaceStatus, StatusReport, TenantStatus
+from kvstore.admin.inspect.stats import stats
+from kvstore.admin.inspect.top import top as most_used
 from kvstore.admin.reports import BackendState, FastBackend
 from kvstore.errors import KVStoreError
 from kvstore.index.eviction import Scope
@@ -24,12 +26,17 @@ from schemas.settings import Settings
 ASKED_NAMESPACES = 50
 
 
-def status(cache: Cache, now_s: float) -> StatusReport:
+def status(
+    cache: Cache, now_s: float, prefix: str | None = None, *, hits: bool = False, top: int | None = None
+) -> AskedStatus:
     """Returns the backends, whether they answer, and how much is stored of what may be.
 
-    A failing backend is reported, not raised. Costs a few round trips, however much is stored.
+    With `prefix` the lines are of that namespace alone. A failing backend is reported, not raised. Costs a
+    few round trips, however much is stored; `hits` costs one more for each namespace, `top` some. Raises
+    UnknownName, and what the index raises while it is asked for these two.
     """
     index = cache.index_state()
+    chosen = cache.namespace(prefix) if prefix is not None and index.state != "unreachable" else None
     held = Overview()
     oldest: dict[NamespaceId, float] = {}
     if index.state == "ok" and cache.index is not None:
@@ -41,15 +48,21 @@ def status(cache: Cache, now_s: float) -> StatusReport:
         except KVStoreError as exc:
             index = BackendState(url=index.url, state="unreachable", problem=str(exc))
             held = Overview()
-    return status_of(
+    report = status_of(
         held,
-        held.accounts,
+        [one for one in held.accounts if chosen in (None, one.namespace)],
         cache.settings,
         index=index,
         payloads=cache.payloads_state(),
         fast=cache.fast_state(),
         oldest=oldest,
         now_s=now_s,
+    )
+    asked = index.state != "unreachable"
+    return AskedStatus(
+        **dict(report),
+        hits=stats(cache, prefix, now_s) if asked and hits else None,
+        top=most_used(cache, prefix, limit=top, now_s=now_s) if asked and top is not None else None,
     )
 
 

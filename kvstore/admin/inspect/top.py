@@ -1,4 +1,4 @@
-"""top: the segments that most loads begin with, and those that would be evicted next."""
+"""status --top: the segments that most loads begin with, and those that would be evicted next."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class FaultLine(StrictModel):
 class ServingReport(StrictModel):
     """All that the server knows. The index's part is as of `looked_s`.
 
-    `status`, `stats`, `top`, `events` and `sessions` are the reports of these verbs, on the namespaces that
-    are told apart: the first come.
+    `status`, `stats` and `top` are those of the verb `status`, with --hits and --top, `events` and `sessions`
+    those of these verbs, on the namespaces that are told apart: the first come.
     """
 
     version: str

@@ -43,7 +43,7 @@ _COMPARED = get_args(Policy)[2:]
         "cache-admin advise trace.jsonl --capacity 1TiB,2TiB --compare told-ends,lru,optimum",
         "cache-admin advise --capacity 1TiB,2TiB",
     ),
-    see_also=("bench", "stats", "quota", "vllm-config"),
+    see_also=("bench", "status", "quota", "vllm-config"),
 )
 def _advise(
     call: Call,

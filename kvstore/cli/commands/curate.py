@@ -68,7 +68,7 @@ SessionSalt = Annotated[
         "cache-admin pin 8a74e0fa --tokens system-prompt.json --apply",
         "cache-admin pin 8a74e0fa --remove",
     ),
-    see_also=("top", "quota", "evict"),
+    see_also=("status", "quota", "evict"),
     exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
 )
 def _pin(
@@ -334,7 +334,7 @@ def _tell(
         "cache-admin warm 8a74e0fa --hashes blocks.txt",
         "cache-admin warm --session user-81/trip-planner --dry-run",
     ),
-    see_also=("top", "sessions", "status", "explain"),
+    see_also=("sessions", "status", "explain"),
     exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
 )
 def _warm(

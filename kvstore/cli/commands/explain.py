@@ -26,7 +26,7 @@ from kvstore.cli.verbs import verb
         "cache-admin explain --request chatcmpl-8f0e2c --verify",
         "cache-admin explain --digest 5f4dcc3b5aa765d61d8327deb882cf99 --json | jq '.blocks[].findings'",
     ),
-    see_also=("stats", "namespaces diff", "events"),
+    see_also=("status", "namespaces diff", "events"),
     exits=(ExitCode.PROBLEMS,),
 )
 def _explain(

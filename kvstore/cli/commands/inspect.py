@@ -1,4 +1,4 @@
-"""status, stats, top, ls, show, namespaces, du, events: what there is, and what becomes of it."""
+"""status, ls, show, namespaces, du, events: what there is, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from kvstore.admin.inspect import du, events, ls, namespaces, operations, show, stats, status, top
+from kvstore.admin.inspect import du, events, ls, namespaces, operations, show, stats, status
 from kvstore.admin.inspect.reports import SegmentReport, SortKey, StatsReport, StatusReport
 from kvstore.cli import progress
 from kvstore.cli.call import Call, say
@@ -26,39 +26,37 @@ from kvstore.errors import KVStoreError
 @verb(
     "status",
     section="Inspect",
-    examples=("cache-admin status --payloads file:///var/lib/kvstore", "cache-admin status --json"),
-    see_also=("quota", "doctor", "stats"),
-)
-def _status(call: Call) -> None:
-    """Show what is opened, whether it answers, and how much it holds of what it may.
-
-    Costs a few round trips, however much is stored. `opened` is when an engine opened the namespace last,
-    `oldest` the last use of what would be evicted first, `cost` how long computing all of it again would
-    take.
-    """
-    with call.cache() as cache:
-        report = status.status(cache, time.time())
-    call.print(report, inspect_text.status)
-    if "unreachable" in (report.index.state, report.payloads.state):
-        say("unreachable; `cache-admin doctor` says what to do")
-    call.end(report)
-
-
-@verb(
-    "stats",
-    section="Inspect",
     examples=(
-        "cache-admin stats",
-        "cache-admin stats --watch --every 10",
-        "cache-admin stats 8a74e0fa --watch --json | jq -c '[.at_s, .total.hit_ratio, .total.misses]'",
+        "cache-admin status --payloads file:///var/lib/kvstore",
+        "cache-admin status 8a74e0fa --hits",
+        "cache-admin status --top 30 --json | jq -r '.top.hottest[].segment'",
+        "cache-admin status --hits --watch --json | jq -c '[.at_s, .total.hit_ratio, .total.misses]'",
     ),
-    see_also=("explain", "advise", "top"),
+    see_also=("explain", "doctor", "quota", "advise"),
 )
-def _stats(
+def _status(
     call: Call,
     namespace: Namespace = None,
+    hits: Annotated[
+        bool,
+        typer.Option(
+            "--hits",
+            help="Also the hit ratio, and why blocks were missed or not stored, as engines have told the "
+            "index.",
+        ),
+    ] = False,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            metavar="N",
+            help="Also the N segments where most loads begin, and the N that would be evicted next.",
+        ),
+    ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Go on, and show what was added since the last time.")
+        bool,
+        typer.Option("--watch", help="With --hits: go on, and show only what was added since the last time."),
     ] = False,
     every: Annotated[
         float,
@@ -68,18 +66,33 @@ def _stats(
         int | None, typer.Option(min=1, metavar="N", help="With --watch: stop after so many looks.")
     ] = None,
 ) -> None:
-    """Show the hit ratio, and why blocks were missed or not stored, as engines have told the index.
+    """Show what is opened, whether it answers, and how much it holds of what it may; hits and misses on
+    request.
 
-    Totals since the index was made; with --watch what was added since the last look, as a table that is
-    renewed on a terminal, and with --json as one object per line. Ends with Ctrl-C.
+    Costs a few round trips, however much is stored. `opened` is when an engine opened the namespace last,
+    `oldest` the last use of what would be evicted first, `cost` how long computing all of it again would
+    take. With NAMESPACE the lines are of that one, the totals of all.
+
+    --hits counts since the index was made; with --watch what was added since the last look, as a table that
+    is renewed on a terminal, and with --json as one object per line. Ends with Ctrl-C.
+
+    In --top a segment stands for the prefix that begins with it. `minutes` is in how many minutes a load
+    began there, older ones counted for less. What would be evicted next is in that order, across namespaces;
+    what was used in the last eviction.fresh_s is passed over while there is anything else.
     """
+    if watch and (not hits or top is not None):
+        raise typer.BadParameter("it goes with --hits, and without --top", param_hint="--watch")
     if count is not None and not watch:
         raise typer.BadParameter("it goes with --watch", param_hint="--count")
     with call.cache() as cache:
         if watch:
             _watch(call, stats.watch(cache, namespace, every_s=every, trouble=_trouble, rounds=count))
-        else:
-            call.print(stats.stats(cache, namespace, time.time()), inspect_text.stats)
+            return
+        report = status.status(cache, time.time(), namespace, hits=hits, top=top)
+    call.print(report, inspect_text.status)
+    if "unreachable" in (report.index.state, report.payloads.state):
+        say("unreachable; `cache-admin doctor` says what to do")
+    call.end(report)
 
 
 def _watch(call: Call, reports: Iterator[StatsReport]) -> None:
@@ -102,32 +115,10 @@ def _trouble(exc: KVStoreError) -> None:
 
 
 @verb(
-    "top",
-    section="Inspect",
-    examples=("cache-admin top", "cache-admin top 8a74e0fa --limit 30 --json | jq -r '.hottest[].segment'"),
-    see_also=("ls", "pin", "evict"),
-)
-def _top(
-    call: Call,
-    namespace: Namespace = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Show so many of either.")] = 10,
-) -> None:
-    """Show where most loads begin, and what would be evicted next.
-
-    A segment stands for the prefix that begins with it. `minutes` is in how many minutes a load began there,
-    older ones counted for less. What would be evicted next is in that order, across namespaces; what was
-    used in the last eviction.fresh_s is passed over while there is anything else.
-    """
-    with call.cache() as cache:
-        report = top.top(cache, namespace, limit=limit, now_s=time.time())
-    call.print(report)
-
-
-@verb(
     "ls",
     section="Inspect",
     examples=("cache-admin ls --sort bytes --limit 10", "cache-admin ls 8a74e0fa"),
-    see_also=("show", "top", "du"),
+    see_also=("show", "status", "du"),
 )
 def _ls(
     call: Call,
@@ -231,8 +222,9 @@ def _du(call: Call, namespace: Namespace = None) -> None:
         "cache-admin events --limit 20",
         "cache-admin events --follow --json | jq -c 'select(.op == \"evict\")'",
         "cache-admin events 8a74e0fa --after 1763756138211-0",
+        "cache-admin events --operators --json | jq '.operations[] | select(.verb == \"drop\")'",
     ),
-    see_also=("explain", "top"),
+    see_also=("explain", "status"),
 )
 def _events(
     call: Call,
@@ -249,12 +241,27 @@ def _events(
     every: Annotated[
         float, typer.Option(min=0.05, max=3600, metavar="SECONDS", help="With --follow: look so often.")
     ] = 1.0,
+    operators: Annotated[
+        bool, typer.Option("--operators", help="What operators did: who, when, and what it was to do.")
+    ] = False,
 ) -> None:
     """Show commits and evictions, oldest first: what changed what can be loaded.
 
     The index keeps the latest journal.events of each namespace. A line `gap` says that some were lost before
     the next one. With --follow and --json one object per line; kvstore.events is the same for programs.
+
+    Every command that changes something writes a line before it begins, with the name in KVSTORE_OPERATOR or
+    else USER@HOST, and changes nothing if it can't. The index keeps about 1000 of these lines, which
+    --operators shows; events have the same name. It is a record for those who trust each other: who may write
+    to the index may write any name.
     """
+    if operators:
+        if namespace is not None or after is not None or follow:
+            raise typer.BadParameter("it goes with --limit alone", param_hint="--operators")
+        with call.cache() as cache:
+            done = operations.operations(cache, limit=50 if limit is None else limit, now_s=time.time())
+        call.print(done, inspect_text.operations)
+        return
     if after is not None and namespace is None:
         raise typer.BadParameter("positions are a namespace's own: give NAMESPACE too", param_hint="--after")
     if follow and limit is not None:
@@ -268,33 +275,6 @@ def _events(
         newest = (50 if after is None else None) if limit is None else limit or None
         report = events.events(cache, namespace, after=after, limit=newest, now_s=time.time())
     call.print(report, inspect_text.events)
-
-
-@verb(
-    "operations",
-    section="Inspect",
-    examples=(
-        "cache-admin operations",
-        "cache-admin operations --limit 1000 --json | jq '.operations[] | select(.verb == \"drop\")'",
-    ),
-    see_also=("events", "explain"),
-)
-def _operations(
-    call: Call,
-    limit: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The newest so many; the index keeps about 1000.")
-    ] = 50,
-) -> None:
-    """Show what operators did, oldest first: who, when, and what it was to do.
-
-    Every command that changes something writes a line before it begins, with the name in KVSTORE_OPERATOR or
-    else USER@HOST, and changes nothing if it can't. `cache-admin events` has the same name at what became of
-    single segments. It is a record for those who trust each other: who may write to the index may write any
-    name.
-    """
-    with call.cache() as cache:
-        report = operations.operations(cache, limit=limit, now_s=time.time())
-    call.print(report, inspect_text.operations)
 
 
 @of_report.register

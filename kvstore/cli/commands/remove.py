@@ -46,7 +46,7 @@ OneNamespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The star
         "cache-admin evict --session user-81/trip-planner --apply",
         "cache-admin evict --request chatcmpl-8f14e45f --apply",
     ),
-    see_also=("drop", "erase", "pin", "quota", "top"),
+    see_also=("drop", "erase", "pin", "quota", "status"),
 )
 def _evict(
     call: Call,

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from kvstore.admin.inspect.reports import (
+    AskedStatus,
     DiffReport,
     EventLine,
     EventsReport,
@@ -50,7 +51,18 @@ _KEY_DIGITS = 12
 _IDENTITY = ("revision", "dtype", "kv_dtype", "block_tokens", "tp", "pp", "codec", "epoch", "quota_bytes")
 
 
-def status(report: StatusReport) -> Renderables:
+def status(report: AskedStatus) -> Renderables:
+    """Yields the status, and then the parts that were asked for."""
+    yield from _held(report)
+    if report.hits is not None:
+        yield ""
+        yield from stats(report.hits)
+    if report.top is not None:
+        yield ""
+        yield from shown(report.top)
+
+
+def _held(report: StatusReport) -> Renderables:
     """Yields what is opened, totals, then a line per quota, per tenant and per namespace."""
     now_s, whole = report.at_s, report.capacity_bytes
     yield from backend("index", report.index)

@@ -158,7 +158,7 @@ def test_other_weights_are_refused(of: Packed, admin: Admin) -> None:
     ours = of.source.kv.weights
     refused = admin("import", str(of.pack), "--new-namespaces", *where)
     assert refused.code == 1 and f"say so: --weights {ours}" in refused.err
-    assert admin("operations", "--json", *where).json["operations"] == []
+    assert admin("events", "--operators", "--json", *where).json["operations"] == []
     assert admin("namespaces", "--json", *where).json["namespaces"][0]["usage"]["segments"] == 1
     # Said, or known beside them, they are right.
     assert admin("import", str(of.pack), "--weights", ours[:6], *where).code == 0

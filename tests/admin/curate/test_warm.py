@@ -201,7 +201,7 @@ def test_a_program_warms_a_session(admin: Admin, talked: Node) -> None:
     report = warm_session(talked.tree, "user-81/trip", salt="hers")
     assert (report.warm.segments, talked.kept()) == (2, 2)
     assert warm_session(load_settings(talked.tree), TRIP, [talked.name], dry_run=True).planned.segments == 3
-    assert json.loads(admin("operations", "--json", *talked.options).out)["operations"] == []
+    assert json.loads(admin("events", "--operators", "--json", *talked.options).out)["operations"] == []
     with pytest.raises(UnknownName):
         warm_session(talked.tree, "nobody")
     with pytest.raises(ConfigError):
@@ -240,7 +240,7 @@ def test_a_program_warms_a_prompt_and_leaves_no_line(admin: Admin, node: Node) -
     assert (
         warm_prompt(load_settings(node.tree), StoredPrompt(hashes=HASHES[:3]), [node.name]).warm.segments == 1
     )
-    assert json.loads(admin("operations", "--json", *node.options).out)["operations"] == []
+    assert json.loads(admin("events", "--operators", "--json", *node.options).out)["operations"] == []
     with pytest.raises(ConfigError):
         warm_prompt({"payloads": f"file://{node.filled.folder}"}, StoredPrompt(tokens=TOKENS))
     with pytest.raises(UnknownName):

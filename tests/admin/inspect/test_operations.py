@@ -28,7 +28,7 @@ ANNA = {OPERATOR: "anna"}
 
 
 def listed(admin: Admin, filled: Filled) -> list[dict[str, Any]]:
-    return list(admin("operations", "--json", *filled.options).json["operations"])
+    return list(admin("events", "--operators", "--json", *filled.options).json["operations"])
 
 
 def archive(filled: Filled, admin: Admin) -> list[str]:
@@ -73,7 +73,7 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
 #: Verbs that change nothing of the cache's. `serve` is the janitor, whose name is at each event; doctor's
 #: probes are gone when it ends.
 HARMLESS = {
-    "status", "ls", "namespaces", "namespaces diff", "show", "stats", "top", "du", "events", "operations",
+    "status", "ls", "namespaces", "namespaces diff", "show", "du", "events",
     "explain", "advise", "doctor", "vllm-config", "export", "serve", "feed",
 }  # fmt: skip
 
@@ -93,7 +93,7 @@ def test_what_was_done_has_a_name(filled: Filled, admin: Admin, verb: str) -> No
     made = listed(admin, filled)[before:]
     assert [(one["by"], one["verb"]) for one in made] == [("anna", verb)]
     assert made[0]["what"] and abs(made[0]["at_s"] - time.time()) < PATIENCE_S
-    text = admin("operations", *filled.options).out
+    text = admin("events", "--operators", *filled.options).out
     assert f"anna  {verb}  {made[0]['what']}" in text
 
 
@@ -148,8 +148,8 @@ def test_a_name_is_one_short_line_whatever_it_is(either: Filled, admin: Admin) -
     [quota, _] = listed(admin, either)
     assert quota["by"].startswith("anna\\x1b[2J\\x9b31m\\u202e\\u2066")
     assert (len(quota["by"]), quota["by"].isprintable()) == (64, True)
-    for verb in ("operations", "events"):
-        for words in ([verb], [verb, "--json"]):
+    for shown in (["events"], ["events", "--operators"]):
+        for words in (shown, [*shown, "--json"]):
             ran = admin(*words, *either.options)
             assert ran.code == 0
             assert all(c.isprintable() or c == "\n" for c in ran.out), words
@@ -159,8 +159,8 @@ def test_what_others_wrote_into_the_index_is_cleaned_too(filled: Filled, admin: 
     with open_index(load_settings(filled.settings, {}), by="\x1b[2J\u202e" * 100) as index:
         index.record_operation("\u009b", "\u2066" * 1000)
         index.invalidate(NamespaceId(filled.kv_id))
-    for verb in ("operations", "events"):
-        out = admin(verb, "--json", *filled.options).out
+    for words in (["events"], ["events", "--operators"]):
+        out = admin(*words, "--json", *filled.options).out
         assert all(c.isprintable() or c == "\n" for c in out)
         assert len(out) < 20_000
 

@@ -1,4 +1,4 @@
-"""stats, top and events: what becomes of blocks, once and as it goes on, on both indexes."""
+"""status --hits and --top, and events: what becomes of blocks, once and as it goes on, on both indexes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from kvstore.admin.backends import Cache, Sources
 from kvstore.admin.inspect.events import follow_events
-from kvstore.admin.inspect.reports import EventLine, EventsReport, StatsReport, TopReport
+from kvstore.admin.inspect.reports import AskedStatus, EventLine, EventsReport, StatsReport, TopReport
 from kvstore.admin.inspect.stats import watch
 from kvstore.build import load_settings, open_index
 from kvstore.errors import KVStoreError, TransientError
@@ -41,9 +41,21 @@ def tell(filled: Filled, space: Namespace, *outcomes: Outcome) -> None:
 
 
 def stats(admin: Admin, filled: Filled, *words: str) -> StatsReport:
-    ran = admin("stats", "--json", *words, *filled.options)
+    report = asked(admin, filled, *words, "--hits")
+    assert report.hits is not None and report.top is None
+    return report.hits
+
+
+def top(admin: Admin, filled: Filled, number: int, *words: str, **env: str) -> TopReport:
+    report = asked(admin, filled, *words, "--top", str(number), env=env)
+    assert report.top is not None and report.hits is None
+    return report.top
+
+
+def asked(admin: Admin, filled: Filled, *words: str, env: dict[str, str] | None = None) -> AskedStatus:
+    ran = admin("status", "--json", *words, *filled.options, env=env or {})
     assert ran.code == 0, ran.err
-    return StatsReport.model_validate_json(ran.out)
+    return AskedStatus.model_validate_json(ran.out)
 
 
 def test_stats_account_for_every_block(admin: Admin, either: Filled) -> None:
@@ -72,7 +84,7 @@ def test_stats_account_for_every_block(admin: Admin, either: Filled) -> None:
     only = stats(admin, either, either.ec_id[:6])
     assert [line.id for line in only.namespaces] == [either.ec_id]
     assert only.total.asked == 4
-    text = admin("stats", *either.options).out
+    text = admin("status", "--hits", *either.options).out
     assert "164 blocks, 120 served (73.2%)" in text
     assert row(text, either.kv_id)[-1] == "75.0%"
     assert row(text, "absent")[1:] == ["34", "21%", "30", "4"]
@@ -140,20 +152,21 @@ def test_watching_begins_anew_with_an_index_that_was_emptied(
 
 @pytest.mark.slow
 def test_watch_writes_a_line_at_a_time(admin: Admin, filled: Filled) -> None:
-    ran = admin("stats", "--watch", "--every", "0.1", "--count", "3", "--json", *filled.options)
+    ran = admin("status", "--hits", "--watch", "--every", "0.1", "--count", "3", "--json", *filled.options)
     assert ran.code == 0
     lines = [StatsReport.model_validate_json(line) for line in ran.out.splitlines()]
     assert len(lines) == 3
     assert all(line.seconds is not None and 0.1 <= line.seconds < PATIENCE_S for line in lines)
-    text = admin("stats", "--watch", "--every", "0.1", "--count", "2", *filled.options)
+    text = admin("status", "--hits", "--watch", "--every", "0.1", "--count", "2", *filled.options)
     assert text.out.count("requests") == 4, "a line and a column, twice"
-    assert admin("stats", "--count", "3", *filled.options).code == 2
+    for wrong in (["--hits", "--count", "3"], ["--watch"], ["--hits", "--watch", "--top", "3"]):
+        assert admin("status", *wrong, *filled.options).code == 2
 
 
 @pytest.mark.slow
 def test_watch_renews_a_table_on_a_terminal(filled: Filled) -> None:
     tell(filled, filled.kv, outcome("match", 100, 50, "absent"))
-    words = ["stats", "--watch", "--every", "0.1", "--count", "2", *filled.options]
+    words = ["status", "--hits", "--watch", "--every", "0.1", "--count", "2", *filled.options]
     code = "from kvstore.cli import main; main()"
     main, other = pty.openpty()
     child = subprocess.Popen(
@@ -195,8 +208,7 @@ def test_top_is_hottest_and_coldest(admin: Admin, aged: Filled) -> None:
             index.touch(namespace_id(aged.kv), [chain[0].segment], now + 60 * minute)
         index.touch(namespace_id(aged.ec), [items[0].segment], now + 60)
         index.pin(namespace_id(aged.kv), [chain[2].segment], most_bytes=1 << 30)
-    ran = admin("top", "--json", *aged.options)
-    report = TopReport.model_validate_json(ran.out)
+    report = top(admin, aged, 10)
     assert [line.segment for line in report.hottest][:2] == [chain[0].segment.hex(), items[0].segment.hex()]
     first = report.hottest[0]
     assert (first.minutes, first.depth, first.blocks, first.model) == (3, 0, 4, "tiny-random")
@@ -207,12 +219,10 @@ def test_top_is_hottest_and_coldest(admin: Admin, aged: Filled) -> None:
     assert chain[2].segment.hex() not in coldest
     assert coldest[-2:] == [items[0].segment.hex(), chain[0].segment.hex()]
     assert len(coldest) == 4
-    only = TopReport.model_validate_json(
-        admin("top", aged.ec_id, "--limit", "1", "--json", *aged.options).out
-    )
+    only = top(admin, aged, 1, aged.ec_id)
     assert [line.segment for line in only.hottest] == [items[0].segment.hex()]
     assert len(only.coldest) == 1
-    text = admin("top", *aged.options).out
+    text = admin("status", "--top", "10", *aged.options).out
     assert "3.0" in row(text, chain[0].segment.hex())
     assert "what would be evicted next" in text
 
@@ -227,10 +237,9 @@ def test_top_merges_namespaces_as_eviction_does(admin: Admin, aged: Filled) -> N
         later = time.time() - 540
         for listing in index.segments(namespace_id(aged.kv)):
             index.touch(namespace_id(aged.kv), [listing.segment], later)
-    coldest = TopReport.model_validate_json(admin("top", "--json", *aged.options).out).coldest
+    coldest = top(admin, aged, 10).coldest
     assert (coldest[-1].namespace, coldest[-1].cost_us // 10**6) == (name, 59)
-    env = {"KVSTORE_EVICTION__COST_AWARE": "false"}
-    coldest = TopReport.model_validate_json(admin("top", "--json", *aged.options, env=env).out).coldest
+    coldest = top(admin, aged, 10, KVSTORE_EVICTION__COST_AWARE="false").coldest
     assert coldest[-1].namespace == aged.kv_id
 
 

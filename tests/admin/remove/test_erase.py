@@ -784,7 +784,7 @@ def test_the_salt_is_shown_nowhere(
         assert runs[-1].code == 0, runs[-1].err
     runs.append(admin("--debug", "erase", "--salt-file", str(salt_file), "--index", "nonsense://"))
     assert runs[-1].code == 2
-    for verb in (["operations"], ["events", namespace_id(KV)], ["status"], ["namespaces"]):
+    for verb in (["events", "--operators"], ["events", namespace_id(KV)], ["status"], ["namespaces"]):
         runs.append(admin(*verb, "--json", "--settings", str(settings)))
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path != salt_file]
     seen = [*(run.out + run.err for run in runs), caplog.text, " ".join(sys.argv)]

@@ -59,7 +59,7 @@ def test_the_verb(ground: Ground, admin: Admin) -> None:
     assert (report["copied"], report["entries"], report["withdrawn"], report["rounds"]) == (8, 16, 0, 2)
     assert shards_of(ground) == {name: 8, ids()["two"]: 1}
     assert ground.look() == before
-    done = admin("operations", "--json", *options).json["operations"]
+    done = admin("events", "--operators", "--json", *options).json["operations"]
     assert [(one["verb"], one["what"]) for one in done] == [("reshard", f"{name}: 1 -> 8 shards")]
     assert admin("reshard", name, "--shards", "0", *options).code == 2
     assert "no namespace starts with" in admin("reshard", "ffff", "--shards", "2", *options).err
