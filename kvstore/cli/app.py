@@ -25,7 +25,7 @@ from kvstore.cli.commands import (
 from kvstore.cli.verbs import add_to, verbs_of
 
 #: In the order of the reference and of --help.
-VERBS = verbs_of((inspect, archive, curate, remove, repair, serve, feed, explain, advise, doctor, bench))
+VERBS = verbs_of((inspect, explain, archive, curate, remove, repair, doctor, advise, bench, serve, feed))
 
 _EPILOG = (
     f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in exits.table())}.\n\n"

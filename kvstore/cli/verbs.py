@@ -1,6 +1,6 @@
 """A verb of cache-admin: a function of a `Call` and of its own parameters, and what the reference says of it.
 
-    @verb("du", section="Inspect", examples=("cache-admin du",), see_also=("gc", "status"))
+    @verb("du", section="See", examples=("cache-admin du",), see_also=("gc", "status"))
     def _du(call: Call, namespace: Namespace = None) -> None:
         \"\"\"Show what the payload store holds.\"\"\"
 
@@ -21,8 +21,8 @@ from kvstore.admin.backends import Sources
 from kvstore.cli.call import Call, guarded
 from kvstore.cli.exits import ExitCode
 
-#: Sections of the reference, in its order.
-Section = Literal["Inspect", "Maintain", "Understand", "Move", "Set up"]
+#: Groups of --help and of the reference, in their order.
+Section = Literal["See", "Policy", "Take away", "Repair", "Move", "Decide", "Run"]
 SECTIONS: Final[tuple[Section, ...]] = get_args(Section)
 
 
@@ -139,6 +139,6 @@ def add_to(app: typer.Typer, verbs: Iterable[Verb]) -> None:
                 )
         elif first in below:
             below[first].callback(invoke_without_command=True)(each.run)
-            app.add_typer(below[first], name=first)
+            app.add_typer(below[first], name=first, rich_help_panel=each.section)
         else:
-            app.command(first)(each.run)
+            app.command(first, rich_help_panel=each.section)(each.run)

@@ -73,6 +73,13 @@ def test_every_command_is_a_verb_and_links_lead_somewhere() -> None:
         assert set(verb.see_also) <= set(BY_NAME)
 
 
+def test_the_help_has_few_words_in_groups() -> None:
+    root: Any = typer.main.get_command(app)
+    panels = [command.rich_help_panel for command in root.commands.values()]
+    assert list(dict.fromkeys(panels)) == list(SECTIONS)
+    assert len(root.commands) <= 26
+
+
 def test_what_a_verb_says_of_its_exit_codes_is_in_its_list() -> None:
     text = docs.reference()
     for verb in VERBS:

@@ -35,7 +35,7 @@ _COMPARED = get_args(Policy)[2:]
 
 @verb(
     "advise",
-    section="Understand",
+    section="Decide",
     examples=(
         "cache-admin advise /var/log/kvstore-trace --price gpu-hour=2.50 --html advice.html",
         "cache-admin advise /var/log/kvstore-trace --since 24h --bandwidth 2GiB --json",

@@ -18,7 +18,7 @@ from kvstore.cli.verbs import verb
 
 @verb(
     "bench",
-    section="Set up",
+    section="Decide",
     examples=("cache-admin bench", "cache-admin bench --seconds 20 --kv-bytes-per-token 98304"),
     see_also=("doctor", "advise"),
 )

@@ -59,8 +59,86 @@ SessionSalt = Annotated[
 
 
 @verb(
+    "quota",
+    section="Policy",
+    examples=(
+        "cache-admin quota",
+        "cache-admin quota store --size 2TiB --apply",
+        "cache-admin quota tenant/search --size 200GiB --ttl 30d",
+        "cache-admin quota namespace/8a74e0fa --size none --apply",
+        "cache-admin quota --json | jq '.quotas[] | select(.state != \"ok\")'",
+    ),
+    see_also=("status", "pin", "evict", "advise"),
+)
+def _quota(
+    call: Call,
+    scope: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCOPE",
+            help="store, tenant/NAME, namespace/ID by the start of the id, or salt/ID, in each namespace. "
+            "Default: list all.",
+        ),
+    ] = None,
+    nbytes: Annotated[
+        str | None,
+        typer.Option(
+            "--size",
+            metavar="SIZE",
+            help="Bytes of payload that SCOPE may hold, such as 200GiB; none: what the settings say.",
+        ),
+    ] = None,
+    ttl_: Annotated[
+        str | None,
+        typer.Option(
+            "--ttl",
+            metavar="TIME",
+            help="How old what SCOPE stores may become, such as 90m, 12h or 30d, ten minutes at least; none: "
+            "what the settings say.",
+        ),
+    ] = None,
+    apply: Apply = False,
+) -> None:
+    """Show or set how much the store, tenants and namespaces may hold, and for how long.
+
+    The size is the settings' (capacity_bytes, eviction.tenant_bytes, eviction.namespace_bytes,
+    eviction.salt_bytes) until one is set here, which all engines and janitors obey. A salt's holds in each
+    namespace by itself; that of the settings is not listed. A size evicts nothing by itself: engines do when
+    they save, and `cache-admin serve` in its next round.
+
+    Of the times to live that a namespace is under the shortest holds: the settings' (eviction.ttl_s), the
+    store's, its tenant's, its own; `status` shows which that is. Age counts from when it was computed and
+    saved; a use makes nothing younger. From now on nothing older is served, whether or not it is evicted yet,
+    and engines that compute it again save it anew. `cache-admin serve`, or an engine that saves, evicts it in
+    its next rounds, pinned or not, and deletes the payload after grace_s. A longer time, or none, holds from
+    their next round on.
+    """
+    change = quota.Change(
+        quota.UNCHANGED if nbytes is None else None if nbytes == _NONE else byte_count("--size", nbytes),
+        quota.UNCHANGED if ttl_ is None else None if ttl_ == _NONE else _time_to_live(ttl_),
+    )
+    unchanged = change == quota.Change()
+    if (scope is None) != unchanged or (unchanged and apply):
+        raise typer.BadParameter("give SCOPE with --size SIZE, --ttl TIME or both, or none of them to list")
+    with call.cache() as cache:
+        if scope is None:
+            call.print(quota.quotas(cache, time.time()), curate_text.quotas)
+            return
+        report = quota.set_quota(cache, scope, change, applied=apply, now_s=time.time())
+    call.print(report)
+    remind(applied=report.applied, anything=True)
+
+
+def _time_to_live(text: str) -> int:
+    ttl_s = int(seconds_of("--ttl", text))
+    if not ttl.SHORTEST_S <= ttl_s <= ttl.LONGEST_S:
+        raise typer.BadParameter(f"{text!r} is not between ten minutes and a century", param_hint="--ttl")
+    return ttl_s
+
+
+@verb(
     "pin",
-    section="Maintain",
+    section="Policy",
     examples=(
         "cache-admin pin",
         "cache-admin pin 8a74e0fa cdf5c6c46cc04768 --apply",
@@ -138,86 +216,8 @@ def _pin(
 
 
 @verb(
-    "quota",
-    section="Maintain",
-    examples=(
-        "cache-admin quota",
-        "cache-admin quota store --size 2TiB --apply",
-        "cache-admin quota tenant/search --size 200GiB --ttl 30d",
-        "cache-admin quota namespace/8a74e0fa --size none --apply",
-        "cache-admin quota --json | jq '.quotas[] | select(.state != \"ok\")'",
-    ),
-    see_also=("status", "pin", "evict", "advise"),
-)
-def _quota(
-    call: Call,
-    scope: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SCOPE",
-            help="store, tenant/NAME, namespace/ID by the start of the id, or salt/ID, in each namespace. "
-            "Default: list all.",
-        ),
-    ] = None,
-    nbytes: Annotated[
-        str | None,
-        typer.Option(
-            "--size",
-            metavar="SIZE",
-            help="Bytes of payload that SCOPE may hold, such as 200GiB; none: what the settings say.",
-        ),
-    ] = None,
-    ttl_: Annotated[
-        str | None,
-        typer.Option(
-            "--ttl",
-            metavar="TIME",
-            help="How old what SCOPE stores may become, such as 90m, 12h or 30d, ten minutes at least; none: "
-            "what the settings say.",
-        ),
-    ] = None,
-    apply: Apply = False,
-) -> None:
-    """Show or set how much the store, tenants and namespaces may hold, and for how long.
-
-    The size is the settings' (capacity_bytes, eviction.tenant_bytes, eviction.namespace_bytes,
-    eviction.salt_bytes) until one is set here, which all engines and janitors obey. A salt's holds in each
-    namespace by itself; that of the settings is not listed. A size evicts nothing by itself: engines do when
-    they save, and `cache-admin serve` in its next round.
-
-    Of the times to live that a namespace is under the shortest holds: the settings' (eviction.ttl_s), the
-    store's, its tenant's, its own; `status` shows which that is. Age counts from when it was computed and
-    saved; a use makes nothing younger. From now on nothing older is served, whether or not it is evicted yet,
-    and engines that compute it again save it anew. `cache-admin serve`, or an engine that saves, evicts it in
-    its next rounds, pinned or not, and deletes the payload after grace_s. A longer time, or none, holds from
-    their next round on.
-    """
-    change = quota.Change(
-        quota.UNCHANGED if nbytes is None else None if nbytes == _NONE else byte_count("--size", nbytes),
-        quota.UNCHANGED if ttl_ is None else None if ttl_ == _NONE else _time_to_live(ttl_),
-    )
-    unchanged = change == quota.Change()
-    if (scope is None) != unchanged or (unchanged and apply):
-        raise typer.BadParameter("give SCOPE with --size SIZE, --ttl TIME or both, or none of them to list")
-    with call.cache() as cache:
-        if scope is None:
-            call.print(quota.quotas(cache, time.time()), curate_text.quotas)
-            return
-        report = quota.set_quota(cache, scope, change, applied=apply, now_s=time.time())
-    call.print(report)
-    remind(applied=report.applied, anything=True)
-
-
-def _time_to_live(text: str) -> int:
-    ttl_s = int(seconds_of("--ttl", text))
-    if not ttl.SHORTEST_S <= ttl_s <= ttl.LONGEST_S:
-        raise typer.BadParameter(f"{text!r} is not between ten minutes and a century", param_hint="--ttl")
-    return ttl_s
-
-
-@verb(
     "sessions",
-    section="Maintain",
+    section="Policy",
     examples=("cache-admin sessions", "cache-admin sessions --state retained --limit 1000 --json"),
     see_also=("sessions end", "sessions retain", "quota"),
 )
@@ -245,7 +245,7 @@ def _sessions(
 
 @verb(
     "sessions end",
-    section="Maintain",
+    section="Policy",
     examples=(
         "cache-admin sessions end --name user-81/trip-planner --apply",
         "cache-admin sessions end 5c2f1ab09d3e4f60718293a4b5c6d70b",
@@ -269,7 +269,7 @@ def _sessions_end(
 
 @verb(
     "sessions retain",
-    section="Maintain",
+    section="Policy",
     examples=("cache-admin sessions retain --name user-81/trip-planner --for 2h --apply",),
     see_also=("sessions", "sessions end", "pin"),
 )

@@ -18,7 +18,7 @@ from kvstore.cli.verbs import verb
 
 @verb(
     "doctor",
-    section="Set up",
+    section="Decide",
     examples=("cache-admin doctor", "cache-admin doctor --json | jq '.checks[] | select(.state != \"ok\")'"),
     see_also=("status", "bench"),
     exits=(ExitCode.PROBLEMS,),
@@ -37,7 +37,7 @@ def _doctor(call: Call) -> None:
 
 @verb(
     "vllm-config",
-    section="Set up",
+    section="Decide",
     examples=(
         "cache-admin vllm-config --index redis://redis:6379/0 --payloads file:///mnt/kvstore",
         'eval "vllm serve MODEL $(cache-admin vllm-config)"',

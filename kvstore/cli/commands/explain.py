@@ -20,7 +20,7 @@ from kvstore.cli.verbs import verb
 
 @verb(
     "explain",
-    section="Understand",
+    section="See",
     examples=(
         "cache-admin explain --tokens prompt.json",
         "cache-admin explain --request chatcmpl-8f0e2c --verify",

@@ -20,7 +20,7 @@ _PORT = 9465
 
 @verb(
     "feed",
-    section="Maintain",
+    section="Run",
     examples=(
         "cache-admin feed --publish 'tcp://*:5557' --replay 'tcp://*:5558'",
         "cache-admin feed --model meta-llama/Llama-3.1-8B --engine tcp://engine-0:5557 --engine tcp://engine-1:5557",

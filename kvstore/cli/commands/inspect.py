@@ -25,7 +25,7 @@ from kvstore.errors import KVStoreError
 
 @verb(
     "status",
-    section="Inspect",
+    section="See",
     examples=(
         "cache-admin status --payloads file:///var/lib/kvstore",
         "cache-admin status 8a74e0fa --hits",
@@ -66,8 +66,7 @@ def _status(
         int | None, typer.Option(min=1, metavar="N", help="With --watch: stop after so many looks.")
     ] = None,
 ) -> None:
-    """Show what is opened, whether it answers, and how much it holds of what it may; hits and misses on
-    request.
+    """Show what is opened, whether it answers, how much it holds of what it may, and hits and misses.
 
     Costs a few round trips, however much is stored. `opened` is when an engine opened the namespace last,
     `oldest` the last use of what would be evicted first, `cost` how long computing all of it again would
@@ -116,7 +115,7 @@ def _trouble(exc: KVStoreError) -> None:
 
 @verb(
     "ls",
-    section="Inspect",
+    section="See",
     examples=("cache-admin ls --sort bytes --limit 10", "cache-admin ls 8a74e0fa"),
     see_also=("show", "status", "du"),
 )
@@ -141,7 +140,7 @@ def _ls(
 
 @verb(
     "show",
-    section="Inspect",
+    section="See",
     examples=("cache-admin show 8a74e0fa", "cache-admin show cdf5c6c46cc04768 --verify"),
     see_also=("ls", "fsck", "namespaces diff"),
     exits=(ExitCode.PROBLEMS,),
@@ -169,7 +168,7 @@ def _show(
 
 @verb(
     "namespaces",
-    section="Inspect",
+    section="See",
     examples=("cache-admin namespaces",),
     see_also=("namespaces diff", "status", "drop"),
 )
@@ -182,7 +181,7 @@ def _namespaces(call: Call) -> None:
 
 @verb(
     "namespaces diff",
-    section="Inspect",
+    section="See",
     examples=("cache-admin namespaces diff 8a74e0fa 340661d9",),
     see_also=("namespaces", "doctor", "explain"),
 )
@@ -198,26 +197,8 @@ def _namespaces_diff(
 
 
 @verb(
-    "du",
-    section="Inspect",
-    examples=("cache-admin du", "cache-admin du --json | jq '.lines[] | select(.state == \"orphan\")'"),
-    see_also=("gc", "status", "fsck"),
-)
-def _du(call: Call, namespace: Namespace = None) -> None:
-    """Show what the payload store holds, by listing it, beside what the index says.
-
-    By namespace and state: visible; incomplete (some rank has not committed); bygone (invalidated); trash
-    (evicted, to be deleted); orphan (the index knows nothing of it; what is being saved this moment is one);
-    foreign (no payload of this store). A listing of a large bucket takes a while and costs requests.
-    """
-    with call.cache() as cache, progress.shown() as shows:
-        report = du.du(cache, namespace, time.time(), shows)
-    call.print(report)
-
-
-@verb(
     "events",
-    section="Inspect",
+    section="See",
     examples=(
         "cache-admin events --limit 20",
         "cache-admin events --follow --json | jq -c 'select(.op == \"evict\")'",
@@ -275,6 +256,24 @@ def _events(
         newest = (50 if after is None else None) if limit is None else limit or None
         report = events.events(cache, namespace, after=after, limit=newest, now_s=time.time())
     call.print(report, inspect_text.events)
+
+
+@verb(
+    "du",
+    section="See",
+    examples=("cache-admin du", "cache-admin du --json | jq '.lines[] | select(.state == \"orphan\")'"),
+    see_also=("gc", "status", "fsck"),
+)
+def _du(call: Call, namespace: Namespace = None) -> None:
+    """Show what the payload store holds, by listing it, beside what the index says.
+
+    By namespace and state: visible; incomplete (some rank has not committed); bygone (invalidated); trash
+    (evicted, to be deleted); orphan (the index knows nothing of it; what is being saved this moment is one);
+    foreign (no payload of this store). A listing of a large bucket takes a while and costs requests.
+    """
+    with call.cache() as cache, progress.shown() as shows:
+        report = du.du(cache, namespace, time.time(), shows)
+    call.print(report)
 
 
 @of_report.register

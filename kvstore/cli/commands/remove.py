@@ -35,7 +35,7 @@ OneNamespace = Annotated[str, typer.Argument(metavar="NAMESPACE", help="The star
 
 @verb(
     "evict",
-    section="Maintain",
+    section="Take away",
     examples=(
         "cache-admin evict --unused-for 7d",
         "cache-admin evict --keep 500GiB --apply",
@@ -124,8 +124,7 @@ def _evict(
     pinned: Annotated[bool, typer.Option("--pinned", help="Pinned segments as well.")] = False,
     apply: Apply = False,
 ) -> None:
-    """Evict segments: these, all of a namespace, what was not used for a time, down to a size, or what
-    somebody's prompt, request or session has stored.
+    """Evict segments: these, a namespace's, unused ones, down to a size, or a prompt's or session's.
 
     To make room, to forget bytes that are not to be trusted, or what belongs to somebody. `drop` removes the
     namespace as well; `erase` is for good, and proves it.
@@ -203,7 +202,7 @@ def _end_evict(call: Call, report: EvictReport) -> None:
 
 @verb(
     "drop",
-    section="Maintain",
+    section="Take away",
     examples=("cache-admin drop 8a74e0fa", "cache-admin drop 8a74e0fa --now --apply"),
     see_also=("evict", "erase", "namespaces"),
     exits=(ExitCode.PARTIAL,),
@@ -236,7 +235,7 @@ def _drop(
 
 @verb(
     "erase",
-    section="Maintain",
+    section="Take away",
     examples=(
         "cache-admin erase --tenant search",
         "cache-admin erase --tenant search --apply --wait 5m",

@@ -31,7 +31,7 @@ Jobs = Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Read so man
 
 @verb(
     "gc",
-    section="Maintain",
+    section="Repair",
     examples=("cache-admin gc", "cache-admin gc --apply --older-than 7d"),
     see_also=("du", "fsck", "serve"),
     exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
@@ -71,7 +71,7 @@ def _gc(
 
 @verb(
     "fsck",
-    section="Maintain",
+    section="Repair",
     examples=("cache-admin fsck", "cache-admin fsck --read-data 5%", "cache-admin fsck --apply 8a74e0fa"),
     see_also=("gc", "rebuild", "show"),
     exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
@@ -122,7 +122,7 @@ def _fsck(
 
 @verb(
     "rebuild",
-    section="Maintain",
+    section="Repair",
     examples=(
         "cache-admin rebuild --dry-run",
         "cache-admin rebuild --jobs 32",
@@ -206,7 +206,7 @@ def _follow(
 
 @verb(
     "reshard",
-    section="Maintain",
+    section="Repair",
     examples=("cache-admin reshard 8a74e0fa --shards 8", "cache-admin reshard 8a74e0fa --shards 8 --apply"),
     see_also=("rebuild", "namespaces", "status"),
     exits=(ExitCode.PARTIAL,),

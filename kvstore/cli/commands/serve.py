@@ -22,7 +22,7 @@ _PORT = 9464
 
 @verb(
     "serve",
-    section="Maintain",
+    section="Run",
     examples=(
         "cache-admin serve",
         "cache-admin serve --listen 0.0.0.0:9464 --no-janitor",
