@@ -26,10 +26,6 @@ Segments = Annotated[
     list[str] | None,
     typer.Argument(metavar="SEGMENT...", help="Segments, by the start of their ids (`cache-admin ls`)."),
 ]
-Within = Annotated[
-    str | None,
-    typer.Option("--namespace", metavar="ID", help="Only of this namespace, by the start of its id."),
-]
 Apply = Annotated[bool, typer.Option("--apply", help="Do it. Default: only say what would be done.")]
 MaxBytes = Annotated[
     str | None,

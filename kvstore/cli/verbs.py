@@ -30,7 +30,7 @@ SECTIONS: Final[tuple[Section, ...]] = get_args(Section)
 class Verb:
     """A command, and what the reference says of it beside its help."""
 
-    #: Its words: `sessions`, or `sessions end` for one that stands below it.
+    #: Its words: `namespaces`, or `namespaces diff` for one that stands below it.
     name: str
     section: Section
     examples: Sequence[str]

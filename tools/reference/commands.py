@@ -29,8 +29,9 @@ Looks after a kvstore cache. It reads the same settings as the connectors, so wh
 It comes with the extra `cli`: `pip install '.[cli]'` in a checkout. Where its script is not on the
 path, as in an engine's pod, `python -m kvstore.cli` is the same.
 
-Data goes to stdout, everything else to stderr. Commands that take something away say first what they would
-do, and do it with `--apply`. Of the others, `doctor` writes one probe to the index and one to the payloads,
+Data goes to stdout, everything else to stderr. Commands that take something away, or change what stays, say
+first what they would do, and do it with `--apply`. Those that only add, copy, measure or serve do it at once:
+`doctor` writes one probe to the index and one to the payloads,
 and deletes them; `import` saves, `warm` fills this node's fast tier, `rebuild` writes the
 index, and `bench` works in a namespace of its own that it empties again. No command prints a password.
 """

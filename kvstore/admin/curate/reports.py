@@ -139,7 +139,7 @@ class ToldSession(StrictModel):
 
 
 class SessionReport(StrictModel):
-    """`cache-admin sessions end` and `retain`; without `applied` it is only a plan."""
+    """`cache-admin sessions` with --end or --retain; without `applied` it is only a plan."""
 
     at_s: float
     action: Literal["end", "retain"]

@@ -86,14 +86,6 @@ class SessionTally:
         )
 
 
-def find(cache: Cache, wanted: str, prefix: str | None) -> list[tuple[NamespaceId, SessionListing]]:
-    """Returns a session, by its id or the start of it, in each namespace that remembers it, of one or all.
-
-    Raises UnknownName and what the index raises.
-    """
-    return _find(cache, wanted, list(cache.namespaces()) if prefix is None else [cache.namespace(prefix)])
-
-
 def plan_session(
     cache: Cache, wanted: str, *, salt: str = "", prefixes: Sequence[str] = (), max_bytes: int | None = None
 ) -> tuple[MovePlan, list[SessionLine]]:
@@ -133,7 +125,10 @@ def _find(
     cache: Cache, wanted: str, names: Sequence[NamespaceId]
 ) -> list[tuple[NamespaceId, SessionListing]]:
     if not _ID.fullmatch(wanted.lower()):
-        raise UnknownName(f"{wanted!r} is no session: an id has {2 * SESSION_ID_BYTES} hex digits")
+        raise UnknownName(
+            f"the index remembers no such session: {wanted!r} names none, and an id has "
+            f"{2 * SESSION_ID_BYTES} hex digits"
+        )
     if len(wanted) == 2 * SESSION_ID_BYTES:
         return found_by_id(cache, SessionId(bytes.fromhex(wanted)), names)
     listed = [(name, one) for name in names for one in _all(cache, name)]

@@ -6,7 +6,7 @@ What keeps something, or lets it go, only says what it would do, until --apply.
 from __future__ import annotations
 
 import time
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -24,7 +24,6 @@ from kvstore.cli.options import (
     Namespaces,
     PromptSalt,
     Segments,
-    Within,
     byte_count,
     one_of,
     read_hashes,
@@ -35,27 +34,12 @@ from kvstore.cli.options import (
 from kvstore.cli.text import curate as curate_text
 from kvstore.cli.verbs import verb
 from kvstore.index.sessions import LONGEST_RETAINED_S, SessionState
-from kvstore.keys import NO_SALT, salt_id, session_id
+from kvstore.keys import NO_SALT, salt_id
 
 #: Clears what was set.
 _NONE = "none"
 #: Sessions that are listed, unless more or fewer are asked for.
 _LISTED = 50
-
-SessionId = Annotated[
-    str | None, typer.Argument(metavar="ID", help="The session, by its id or the start of it.")
-]
-SessionName = Annotated[
-    str | None,
-    typer.Option("--name", metavar="NAME", help="The session, by the name that its client gives it."),
-]
-SessionSalt = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="With --name: the requests' cache_salt, if they have one, as `erase --salt-file` takes it.",
-    ),
-]
 
 
 @verb(
@@ -218,106 +202,85 @@ def _pin(
 @verb(
     "sessions",
     section="Policy",
-    examples=("cache-admin sessions", "cache-admin sessions --state retained --limit 1000 --json"),
-    see_also=("sessions end", "sessions retain", "quota"),
+    examples=(
+        "cache-admin sessions",
+        "cache-admin sessions 8a74e0fa --state retained --limit 1000 --json",
+        "cache-admin sessions --session user-81/trip-planner --end --apply",
+        "cache-admin sessions --session user-81/trip-planner --retain 2h --apply",
+    ),
+    see_also=("evict", "warm", "pin", "quota"),
 )
 def _sessions(
     call: Call,
-    namespace: Within = None,
+    namespace: Namespace = None,
     state: Annotated[
         str | None, typer.Option(metavar="STATE", help="Only those that are live, retained or ended.")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="So many at most. Default: 50.")
     ] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The one to end or to retain, by the name that its client gives it, or by its id or the "
+            "start of it.",
+        ),
+    ] = None,
+    salt_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --session: the requests' cache_salt, if they have one, as `erase --salt-file` takes "
+            "it.",
+        ),
+    ] = None,
+    end: Annotated[bool, typer.Option("--end", help="What only it has used goes before all else.")] = False,
+    retain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="What only it has used goes after all else for so long, such as 10m or 2h, at most a day.",
+        ),
+    ] = None,
+    apply: Apply = False,
 ) -> None:
-    """List clients' sessions: those that own most bytes, what only they have used, and until when it stays.
+    """List clients' sessions, those that own most bytes first; end one, or retain it.
 
     Sessions are named by their clients (vLLM's session_id); the index knows 16 bytes of a digest of the salt
-    and the name.
-    """
-    wanted = None if state is None else one_of("--state", state, get_args(SessionState))
-    with call.cache() as cache:
-        most = _LISTED if limit is None else limit
-        report = sessions.sessions(cache, namespace, cast("SessionState | None", wanted), most, time.time())
-    call.print(report)
-
-
-@verb(
-    "sessions end",
-    section="Policy",
-    examples=(
-        "cache-admin sessions end --name user-81/trip-planner --apply",
-        "cache-admin sessions end 5c2f1ab09d3e4f60718293a4b5c6d70b",
-    ),
-    see_also=("sessions", "sessions retain", "evict"),
-)
-def _sessions_end(
-    call: Call,
-    session: SessionId = None,
-    name: SessionName = None,
-    salt_file: SessionSalt = None,
-    namespace: Within = None,
-    apply: Apply = False,
-) -> None:
-    """End a session: what only it has used goes before all else.
-
-    Nothing is deleted by this itself. A later request of the session makes what it uses like any other again.
-    """
-    _tell(call, "end", session, name, salt_file, namespace, apply=apply)
-
-
-@verb(
-    "sessions retain",
-    section="Policy",
-    examples=("cache-admin sessions retain --name user-81/trip-planner --for 2h --apply",),
-    see_also=("sessions", "sessions end", "pin"),
-)
-def _sessions_retain(
-    call: Call,
-    session: SessionId = None,
-    name: SessionName = None,
-    salt_file: SessionSalt = None,
-    seconds: Annotated[
-        str, typer.Option("--for", metavar="TIME", help="Such as 10m or 2h, at most a day.")
-    ] = "1h",
-    namespace: Within = None,
-    apply: Apply = False,
-) -> None:
-    """Retain a session: what only it has used goes after all else, for a time, and then as before.
-
+    and the name. The list says what only they have used, and until when it stays. Neither --end nor --retain
+    deletes anything by itself. A later request of an ended session makes what it uses like any other again.
     At most sessions.retain_share of every quota that bounds a namespace can be retained, tails are left out.
     """
-    for_s = seconds_of("--for", seconds)
-    if not 0 < for_s <= LONGEST_RETAINED_S:
-        raise typer.BadParameter(f"{seconds!r} is not within a day", param_hint="--for")
-    _tell(call, "retain", session, name, salt_file, namespace, apply=apply, for_s=for_s)
-
-
-def _tell(
-    call: Call,
-    action: Literal["end", "retain"],
-    wanted: str | None,
-    name: str | None,
-    salt_file: str | None,
-    namespace: str | None,
-    *,
-    apply: bool,
-    for_s: float = 0.0,
-) -> None:
-    if (wanted is None) == (name is None):
-        raise typer.BadParameter("say which: an ID, or --name NAME")
-    if name is None and salt_file is not None:
-        raise typer.BadParameter("--salt-file belongs to --name")
-    salt = NO_SALT if salt_file is None else salt_id(read_salt(salt_file))
-    try:
-        known = None if name is None else session_id(salt, name)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="--name") from exc
+    tells = end or retain is not None
+    if (session is not None) != tells or (end and retain is not None):
+        raise typer.BadParameter("--session goes with one of --end and --retain")
+    if tells and (state is not None or limit is not None):
+        raise typer.BadParameter("--state and --limit are for the list")
+    if not tells and (apply or salt_file is not None):
+        raise typer.BadParameter("--apply and --salt-file go with --session")
+    wanted = None if state is None else one_of("--state", state, get_args(SessionState))
+    for_s = 0.0 if retain is None else seconds_of("--retain", retain)
+    if retain is not None and not 0 < for_s <= LONGEST_RETAINED_S:
+        raise typer.BadParameter(f"{retain!r} is not within a day", param_hint="--retain")
+    salt = "" if salt_file is None else read_salt(salt_file)
     with call.cache() as cache:
-        chosen = sessions.find(cache, wanted or "" if known is None else known.hex(), namespace)
+        if session is None:
+            most = _LISTED if limit is None else limit
+            listed = cast("SessionState | None", wanted)
+            call.print(sessions.sessions(cache, namespace, listed, most, time.time()))
+            return
+        chosen = sessions.find_named(
+            cache, session, salt=salt, prefixes=[] if namespace is None else [namespace]
+        )
         report = sessions.tell(
-            cache, chosen, action, for_s=for_s, salt=salt, applied=apply, now_s=time.time()
+            cache,
+            chosen,
+            "end" if end else "retain",
+            for_s=for_s,
+            salt=salt_id(salt) if salt else NO_SALT,
+            applied=apply,
+            now_s=time.time(),
         )
     call.print(report, curate_text.session)
     remind(applied=report.applied, anything=True)

@@ -31,6 +31,14 @@ from kvstore.cli.verbs import verb
 )
 def _explain(
     call: Call,
+    namespace: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAMESPACE",
+            help="The start of a namespace's id. Default: the one that an engine registered last (--tokens), "
+            "or all.",
+        ),
+    ] = None,
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -43,14 +51,6 @@ def _explain(
     ] = None,
     digest: Annotated[
         str | None, typer.Option(metavar="HEX", help="A digest, a block hash or a content key.")
-    ] = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID",
-            help="In this namespace, by the start of its id. Default: the one that an "
-            "engine registered last (--tokens), or all.",
-        ),
     ] = None,
     seed: Annotated[
         str | None,

@@ -247,6 +247,13 @@ def _drop(
 )
 def _erase(
     call: Call,
+    namespace: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAMESPACE",
+            help="With --salt-file: only in this one, by the start of its id. Default: in all of them.",
+        ),
+    ] = None,
     tenant: Annotated[
         str | None, typer.Option(metavar="NAME", help="All of this tenant's namespaces.")
     ] = None,
@@ -257,10 +264,6 @@ def _erase(
             help="All that requests with this `cache_salt` have stored. The file holds the salt and nothing "
             "else, but for one newline at its end, which is left off; - reads stdin.",
         ),
-    ] = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="With --salt-file: only in this namespace, by the start of its id."),
     ] = None,
     wait: Annotated[
         str | None,
@@ -285,7 +288,7 @@ def _erase(
     if (tenant is None) == (salt_file is None):
         raise typer.BadParameter("say what is to go: --tenant NAME, or --salt-file FILE")
     if tenant is not None and namespace is not None:
-        raise typer.BadParameter("--namespace goes with --salt-file; `drop` removes a single namespace")
+        raise typer.BadParameter("NAMESPACE goes with --salt-file; `drop` removes a single namespace")
     if tenant is not None and not tenant:
         raise typer.BadParameter("no tenant has an empty name", param_hint="--tenant")
     if not apply and wait is not None:

@@ -244,7 +244,7 @@ def test_another_namespace_that_has_it_is_named_with_what_differs(world: World) 
     shorter = world.open(kv(kv_dtype="fp8"))
     world.save(range(2), space=shorter)
     world.save(range(3))
-    stop = the_stop(world.tokens(PROMPT, "--namespace", world.space.id))
+    stop = the_stop(world.tokens(PROMPT, world.space.id))
     assert causes(stop) == ["never_stored", "elsewhere"]
     found = stop["findings"][1]
     assert found["namespace"] == other.id
@@ -261,7 +261,7 @@ def test_a_namespace_of_other_blocks_is_found_by_its_own_names(world: World) -> 
     data = memoryview(bytes(32))
     hashes = names(PROMPT, other.namespace)
     other.save([Slot(block_key(one), data, "F32", (1, 1, 8, 1)) for one in hashes[:2]])
-    stop = the_stop(world.tokens(PROMPT, "--namespace", world.space.id))
+    stop = the_stop(world.tokens(PROMPT, world.space.id))
     assert stop["findings"][-1]["namespace"] == other.id
     assert {one["path"] for one in stop["findings"][-1]["differences"]} >= {"block_tokens", "hash_algo"}
 
@@ -397,12 +397,12 @@ def test_a_window_that_lacks_a_block_is_the_group_that_stops(make: Make) -> None
     world.save(range(8), space=space)
     for blocks in (range(1), range(2, 3), range(4, 8)):
         world.save(blocks, space=space, group=1)
-    report = world.tokens(PROMPT, "--namespace", space.id)
+    report = world.tokens(PROMPT, space.id)
     full, window = report["chain"]["groups"]
     assert (full["stop"], window["stop"]) == (None, None)
     assert report["chain"]["resumable_tokens"] == 32
     # A shorter one needs a block that isn't there, and what would do for a still shorter one isn't either.
-    report = world.tokens(PROMPT[:22], "--namespace", space.id)
+    report = world.tokens(PROMPT[:22], space.id)
     full, window = report["chain"]["groups"]
     assert (full["stop"], window["stop"]["block"], window["stop"]["group"]) == (None, 3, 1)
     assert report["chain"]["resumable_tokens"] == 4
@@ -483,7 +483,7 @@ def test_an_item_is_explained_by_its_key(world: World) -> None:
     assert causes(block) == ["never_stored"]
     other = world.open(EC.model_copy(update={"dtype": "bfloat16"}))
     other.save([slot])
-    found = world.explain("--digest", cat.hex(), "--namespace", space.id, "--json").json["blocks"]
+    found = world.explain("--digest", cat.hex(), space.id, "--json").json["blocks"]
     assert causes(found[0]) == ["evicted", "elsewhere"]
 
 

@@ -52,7 +52,7 @@ def a_session(filled: Filled, _: Admin) -> list[str]:
     with closing(open_index(load_settings(filled.settings, {}))) as index:
         namespace = NamespaceId(filled.kv_id)
         index.session(namespace, session_id(NO_SALT, "trip"), [], time.time(), Hint(priority="high"))
-    return ["sessions", "end", "--name", "trip", "--apply"]
+    return ["sessions", "--session", "trip", "--end", "--apply"]
 
 
 #: Verbs that change something, as they are told to do it.

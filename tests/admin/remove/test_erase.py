@@ -748,7 +748,7 @@ def test_a_salt_from_stdin_is_in_no_argument(local: Erasing) -> None:
         ([], "say what is to go"),
         (["--tenant", "search", "--salt-file", "-"], "say what is to go"),
         (["--tenant", ""], "empty name"),
-        (["--tenant", "search", "--namespace", "ab"], "goes with --salt-file"),
+        (["ab", "--tenant", "search"], "goes with --salt-file"),
         (["--tenant", "search", "--wait", "1m"], "goes with --apply"),
         (["--salt-file", "/nowhere/salt"], "can't be read"),
         (["--salt-file", "EMPTY"], "holds no salt"),
