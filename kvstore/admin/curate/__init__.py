@@ -1,1 +1,1 @@
-"""Verbs that choose what is kept, and what is near: pin, unpin, quota, warm."""
+"""Verbs that choose what is kept, and what is near: pin, quota, sessions, warm."""

@@ -1,4 +1,4 @@
-"""pin, unpin: protect segments from eviction by quotas.
+"""pin: protects segments from eviction by quotas.
 
 At most `eviction.pinned_share` of every quota that bounds a namespace may be pinned. Heads of chains are
 pinned first, because a tail without its head is of no use.
@@ -28,7 +28,7 @@ from schemas.namespace import Namespace
 
 _STEP = 256
 _TOO_MUCH = (
-    "more than eviction.pinned_share of a quota would be pinned; unpin something, or raise the quota "
+    "more than eviction.pinned_share of a quota would be pinned; `pin --remove` something, or raise it "
     "(`cache-admin quota`)"
 )
 
@@ -143,14 +143,14 @@ def unpin(
     already = [item for item in chosen if not item[1].pinned]
     index = cache.index
     if index is not None and applied and change.planned:
-        cache.record("unpin", change.words)
+        cache.record("pin", f"remove {change.words}")
         change.apply(index.unpin)
     return change.report(already, applied=applied, now_s=now_s)
 
 
 @dataclass
 class _Change:
-    """A run of `pin` or `unpin`: its plan, and what it has done."""
+    """A run of `pin`, with --remove or without: its plan, and what it has done."""
 
     action: Literal["pin", "unpin"]
     planned: list[tuple[NamespaceId, Listing]]

@@ -108,7 +108,8 @@ def test_unpin_is_recorded(filled: Filled, admin: Admin) -> None:
     for which in (["--depth", "1"], ["--remove"]):
         words = ["pin", filled.kv_id, *which, "--apply"]
         assert admin(*words, *filled.options, env=ANNA).code == 0
-    assert [one["verb"] for one in listed(admin, filled)] == ["pin", "unpin"]
+    [pin, unpin] = listed(admin, filled)
+    assert (pin["verb"], unpin["verb"], unpin["what"]) == ("pin", "pin", f"remove {pin['what']}")
 
 
 @pytest.mark.parametrize("verb", ["evict", "drop", "erase", "quota", "gc", "pin", "sessions"])
