@@ -53,7 +53,7 @@ class PolicyLine(StrictModel):
     state: QuotaState
     #: False if no tenant or namespace of this name is registered.
     known: bool = True
-    #: None: age does not matter. Of those that a namespace is under the shortest holds.
+    #: None: age does not matter. The shortest that a namespace is under holds.
     ttl_s: int | None = None
     ttl_source: Literal["settings", "set"] | None = None
 

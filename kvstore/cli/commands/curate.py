@@ -90,7 +90,7 @@ def _quota(
     namespace by itself; that of the settings is not listed. A size evicts nothing by itself: engines do when
     they save, and `cache-admin serve` in its next round.
 
-    Of the times to live that a namespace is under the shortest holds: the settings' (eviction.ttl_s), the
+    The shortest time to live that a namespace is under holds: the settings' (eviction.ttl_s), the
     store's, its tenant's, its own; `status` shows which that is. Age counts from when it was computed and
     saved; a use makes nothing younger. From now on nothing older is served, whether or not it is evicted yet,
     and engines that compute it again save it anew. `cache-admin serve`, or an engine that saves, evicts it in
