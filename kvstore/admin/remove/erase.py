@@ -41,7 +41,7 @@ from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.admin.remove.looks import LookForSalt, former_versions, header_at, unasked_versions
 from kvstore.admin.remove.removal import NamespaceRemoval
 from kvstore.admin.remove.reports import ErasedNamespace, EraseReport, EraseState, VersionsReport
-from kvstore.admin.repair.listing import Stock, take_stock
+from kvstore.admin.repair.survey import Stock, take_stock
 from kvstore.admin.reports import Amount, EndedEarly
 from kvstore.admin.selection import needed_index
 from kvstore.errors import KVStoreError

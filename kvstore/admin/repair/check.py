@@ -16,7 +16,7 @@ from kvstore.admin.counting import PAGE, AmountSum, paged
 from kvstore.admin.patience import Patience
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.repair.entries import Blocks, collect, compare
-from kvstore.admin.repair.listing import Stock, StoredSegment, look_up
+from kvstore.admin.repair.survey import Stock, StoredSegment, look_up, surveyed
 from kvstore.admin.repair.reports import FaultKind
 from kvstore.errors import CorruptPayload, PayloadMissing, PermissionDenied, TransientError, UnreadablePayload
 from kvstore.format.keyring import Keyring
@@ -300,21 +300,14 @@ class _Run:
     # Payloads that no visible record names
 
     def _unknown(self) -> None:
-        for page in paged(self.stock.besides(self._seen)):
-            states = self.check.index.states(self.name, [stored.segment for stored in page])
-            for stored, state in zip(page, states, strict=True):
-                if state is None:
-                    self._unlisted(stored)
-                elif state == "visible" and self._unreadable(stored.segment):
-                    self.found.findings.append(
-                        FoundFault(
-                            self.name,
-                            "record",
-                            "the index holds it, and can't list it",
-                            stored.segment,
-                            read=self._drawn(),
-                        )
-                    )
+        for stored, state in surveyed(self.check.index, self.name, self.stock.besides(self._seen)):
+            if state is None:
+                self._unlisted(stored)
+            elif state == "visible" and self._unreadable(stored.segment):
+                detail, read = "the index holds it, and can't list it", self._drawn()
+                self.found.findings.append(
+                    FoundFault(self.name, "record", detail, stored.segment, read=read)
+                )
 
     def _unreadable(self, segment: SegmentId) -> bool:
         """Whether a record exists and can't be read.

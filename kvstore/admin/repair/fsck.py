@@ -18,7 +18,7 @@ from kvstore.admin.described import described
 from kvstore.admin.operators import among
 from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.admin.repair.check import Checked, Depth, FoundFault, IndexCheck, Key, is_vanished
-from kvstore.admin.repair.listing import Stock, take_stock
+from kvstore.admin.repair.survey import Stock, take_stock
 from kvstore.admin.repair.repair import Repairs
 from kvstore.admin.repair.reports import FAULT_KINDS, CheckedNamespace, Fault, FaultCount, FsckReport, Mended
 from kvstore.admin.reports import NAMED, Ended

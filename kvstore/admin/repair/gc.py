@@ -24,7 +24,7 @@ from kvstore.admin.backends import Cache, Refused
 from kvstore.admin.counting import paged
 from kvstore.admin.described import described
 from kvstore.admin.progress import ProgressListener, Silent
-from kvstore.admin.repair.listing import Stock, StoredSegment, take_stock
+from kvstore.admin.repair.survey import Stock, StoredSegment, take_stock
 from kvstore.admin.repair.reports import CollectedNamespace, Counted, GcReport, StrayCount, StrayKind
 from kvstore.admin.reports import NAMED, Ended
 from kvstore.admin.selection import needed_index

@@ -18,12 +18,12 @@ from functools import partial
 from math import inf
 
 from kvstore.admin.backends import Cache, UnknownName
-from kvstore.admin.counting import AmountSum, LeftOut, paged
+from kvstore.admin.counting import AmountSum, LeftOut
 from kvstore.admin.described import described
 from kvstore.admin.operators import among
 from kvstore.admin.patience import Patience
 from kvstore.admin.progress import ProgressListener, Silent
-from kvstore.admin.repair.listing import Stock, StoredSegment, take_stock
+from kvstore.admin.repair.survey import Stock, StoredSegment, surveyed, take_stock
 from kvstore.admin.repair.recommit import recommit
 from kvstore.admin.repair.reports import RebuildReport, RebuiltNamespace
 from kvstore.admin.reports import Ended
@@ -140,7 +140,7 @@ class Rebuild:
 
     def all(self, prefixes: Sequence[str]) -> None:
         """Rebuilds every namespace that has payloads."""
-        stocks = take_stock(self.cache.payloads, self.progress)
+        stocks = take_stock(self.cache.payloads, self.progress, [prefix.lower() for prefix in prefixes])
         names = chosen(prefixes, stocks)
         if names and not self.dry_run:
             self.cache.record("rebuild", f"from the payloads of {among(names)}")
@@ -158,17 +158,14 @@ class Rebuild:
     def _unknown(self, name: NamespaceId, stock: Stock) -> Iterator[StoredSegment]:
         """Yields segments that the index does not know, or knows as incomplete."""
         space = self.spaces[name]
-        for page in paged(stock.segments()):
-            segments = [stored.segment for stored in page]
-            states = self.index.states(name, segments) if self.index is not None else [None] * len(page)
-            for stored, state in zip(page, states, strict=True):
-                with self._lock:
-                    space.stored += 1
-                    if state is not None and state != "incomplete":
-                        space.known += 1
-                        self.progress.advance(stored.nbytes)
-                        continue
-                yield stored
+        for stored, state in surveyed(self.index, name, stock.segments()):
+            with self._lock:
+                space.stored += 1
+                if state is not None and state != "incomplete":
+                    space.known += 1
+                    self.progress.advance(stored.nbytes)
+                    continue
+            yield stored
 
     def _segment(self, name: NamespaceId, stored: StoredSegment) -> None:
         space = self.spaces[name]

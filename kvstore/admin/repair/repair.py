@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from kvstore.admin.counting import paged
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.repair.check import FaultySegment, FoundFault, Key, examine
-from kvstore.admin.repair.listing import look_up
+from kvstore.admin.repair.survey import look_up
 from kvstore.admin.repair.recommit import recommit
 from kvstore.admin.repair.reports import FaultKind, Mended
 from kvstore.errors import CorruptPayload, PermissionDenied, UnreadablePayload
