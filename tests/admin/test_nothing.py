@@ -13,7 +13,7 @@ def test_verbs_on_nothing_make_nothing(admin: Admin, tmp_path: Path) -> None:
     for words in (
         ["stats"],
         ["top"],
-        ["du"],
+        ["fsck", "--list"],
         ["events"],
         ["quota"],
         ["quota", "set", "store", "1GiB"],

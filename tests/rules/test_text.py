@@ -33,8 +33,8 @@ def test_what_is_readable_is_one_bounded_line() -> None:
 
 #: Verbs that show names, with what they are given; SELF is the namespace.
 VERBS = (
-    "namespaces", "status", "du", "stats", "top", "ls", "events", "operations", "pin", "quota", "gc", "fsck",
-    "rebuild --dry-run", "doctor", "explain --request HOSTILE", "show SELF", "namespaces diff SELF SELF",
+    "namespaces", "status", "stats", "top", "ls", "events", "operations", "pin", "quota", "fsck",
+    "fsck --list", "rebuild", "doctor", "explain --request HOSTILE", "show SELF", "namespaces diff SELF SELF",
     "invalidate SELF", "drop SELF", "erase --tenant HOSTILE", "vllm-config", "serve --once --no-janitor",
 )  # fmt: skip
 

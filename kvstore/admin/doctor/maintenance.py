@@ -42,7 +42,7 @@ def check_contents(cache: Cache) -> Iterator[Check]:
             name="contents",
             state="warning",
             found=f"the index names nothing, but payloads are stored, such as {stored}",
-            advice="if the index was lost, `cache-admin rebuild` makes it anew from the payloads",
+            advice="if the index was lost, `cache-admin rebuild --apply` makes it anew from the payloads",
         )
 
 
@@ -116,7 +116,8 @@ def check_maintenance(cache: Cache, clock: Callable[[], float]) -> Iterator[Chec
         f"{_OVERDUE_S / 60:.0f} minutes, such as in namespace {late[0].namespace}",
         advice="it may not be able to delete payloads: see its log"
         if janitor
-        else "their payloads take up room: run `cache-admin serve`, or `cache-admin gc --apply` once",
+        else "their payloads take up room: run `cache-admin serve`, or once "
+        "`cache-admin fsck --list --apply`",
     )
 
 

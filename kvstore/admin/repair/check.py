@@ -16,8 +16,8 @@ from kvstore.admin.counting import PAGE, AmountSum, paged
 from kvstore.admin.patience import Patience
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.repair.entries import Blocks, collect, compare
-from kvstore.admin.repair.survey import Stock, StoredSegment, look_up, surveyed
 from kvstore.admin.repair.reports import FaultKind
+from kvstore.admin.repair.survey import Stock, StoredSegment, look_up, surveyed
 from kvstore.errors import CorruptPayload, PayloadMissing, PermissionDenied, TransientError, UnreadablePayload
 from kvstore.format.keyring import Keyring
 from kvstore.index.maintenance import Entry, FullIndex, Listing, Usage
@@ -70,6 +70,8 @@ class Checked:
     dangling: int = 0
     stray_payloads: int = 0
     stray_bytes: int = 0
+    #: Stray segments that are no waste: they are valid, or it could not be judged whether they are.
+    spared: set[SegmentId] = field(default_factory=set)
 
     @property
     def bad_segments(self) -> int:
@@ -81,6 +83,8 @@ class Checked:
 class Depth:
     """How closely to look."""
 
+    #: Whether to list the payloads and ask the index what it knows of them, and compare nothing.
+    only_list: bool = False
     #: Whether to compare sizes alone.
     quick: bool = False
     #: Percentage of segments of which every byte is read.
@@ -175,8 +179,9 @@ class IndexCheck:
     clock: Callable[[], float]
     draw: random.Random = field(default_factory=random.Random)
     #: Stray segments that were found to be unusable, by this check or by one before it, which may have read
-    #: more of them.
+    #: more of them; and, among them, those that may be good.
     unusable: set[SegmentId] = field(default_factory=set)
+    unjudged: set[SegmentId] = field(default_factory=set)
     patience: Patience = field(default_factory=Patience)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -305,9 +310,7 @@ class _Run:
                 self._unlisted(stored)
             elif state == "visible" and self._unreadable(stored.segment):
                 detail, read = "the index holds it, and can't list it", self._drawn()
-                self.found.findings.append(
-                    FoundFault(self.name, "record", detail, stored.segment, read=read)
-                )
+                self.found.findings.append(FoundFault(self.name, "record", detail, stored.segment, read=read))
 
     def _unreadable(self, segment: SegmentId) -> bool:
         """Whether a record exists and can't be read.
@@ -337,12 +340,19 @@ class _Run:
                     self.found.findings.append(
                         FoundFault(self.name, "unlisted", detail, stored.segment, read=read)
                     )
+                self.found.spared.add(stored.segment)
                 check.patience.answered()
                 return
         except TransientError as exc:
             check.patience.unanswered(exc)
-        except (CorruptPayload, PermissionDenied, UnreadablePayload):
+            self.found.spared.add(stored.segment)
+        except CorruptPayload:
             check.unusable.add(stored.segment)
+        except (PermissionDenied, UnreadablePayload):
+            check.unusable.add(stored.segment)
+            check.unjudged.add(stored.segment)
+        if stored.segment in check.unjudged:
+            self.found.spared.add(stored.segment)
         self.found.stray_payloads += len(stored.sizes)
         self.found.stray_bytes += stored.nbytes
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from kvstore.admin.counting import paged
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.repair.check import FaultySegment, FoundFault, Key, examine
-from kvstore.admin.repair.survey import look_up
 from kvstore.admin.repair.recommit import recommit
 from kvstore.admin.repair.reports import FaultKind, Mended
+from kvstore.admin.repair.survey import look_up
 from kvstore.errors import CorruptPayload, PermissionDenied, UnreadablePayload
 from kvstore.format.keyring import Keyring
 from kvstore.index.maintenance import FullIndex, Listing
@@ -135,7 +135,7 @@ class Repairs:
         except CorruptPayload:
             self.unusable.add(segment)
             if state == "visible":
-                # Neither the record nor the payloads can be used: `gc` deletes the payloads.
+                # Neither the record nor the payloads can be used: the payloads are waste.
                 self.index.unlist(name, [segment])
                 return "evicted"
             raise

@@ -1,4 +1,4 @@
-"""status, stats, top, ls, show, namespaces, du, events: what there is, and what becomes of it."""
+"""status, stats, top, ls, show, namespaces, events: what there is, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from kvstore.admin.inspect import du, events, ls, namespaces, operations, show, stats, status, top
+from kvstore.admin.inspect import events, ls, namespaces, operations, show, stats, status, top
 from kvstore.admin.inspect.reports import SegmentReport, SortKey, StatsReport, StatusReport
-from kvstore.cli import progress
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ExitCode, of_report
 from kvstore.cli.options import one_of
@@ -132,7 +131,7 @@ def _top(
     "ls",
     section="Inspect",
     examples=("cache-admin ls --sort bytes --limit 10", "cache-admin ls 8a74e0fa"),
-    see_also=("show", "top", "du"),
+    see_also=("show", "top", "fsck"),
 )
 def _ls(
     call: Call,
@@ -209,24 +208,6 @@ def _namespaces_diff(
     with call.cache() as cache:
         report = namespaces.diff(cache, a, b)
     call.print(report, inspect_text.diff)
-
-
-@verb(
-    "du",
-    section="Inspect",
-    examples=("cache-admin du", "cache-admin du --json | jq '.lines[] | select(.state == \"orphan\")'"),
-    see_also=("gc", "status", "fsck"),
-)
-def _du(call: Call, namespace: Namespace = None) -> None:
-    """Show what the payload store holds, by listing it, beside what the index says.
-
-    By namespace and state: visible; incomplete (some rank has not committed); bygone (invalidated); trash
-    (evicted, to be deleted); orphan (the index knows nothing of it; what is being saved this moment is one);
-    foreign (no payload of this store). A listing of a large bucket takes a while and costs requests.
-    """
-    with call.cache() as cache, progress.shown() as shows:
-        report = du.du(cache, namespace, time.time(), shows)
-    call.print(report)
 
 
 @verb(

@@ -262,7 +262,7 @@ def _invalidate(call: Call, namespace: Namespace, apply: Apply = False) -> None:
     from replicas of Redis or remember may go on matching it for up to redis.max_lag_s + redis.near_s: restart
     them where that is too long. Pinned segments go as well. Engines compute everything anew and save into the
     namespace as before; the old payloads are deleted after the grace time by whoever tends the cache: the
-    janitor, an embedded store, or `gc --apply`.
+    janitor, an embedded store, or `fsck --list --apply`.
     """
     with call.cache() as cache:
         report = drop.invalidate(cache, namespace, apply=apply)
@@ -308,7 +308,7 @@ def _drop(
         "cache-admin erase --salt-file salt.txt --apply",
         "vault read -field=salt users/4711 | cache-admin erase --salt-file - --apply --json",
     ),
-    see_also=("drop", "gc", "namespaces"),
+    see_also=("drop", "fsck", "namespaces"),
     exits=(ExitCode.PARTIAL,),
 )
 def _erase(

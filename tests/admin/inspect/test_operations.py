@@ -64,9 +64,8 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
     "invalidate": lambda filled, _: ["invalidate", filled.kv_id, "--apply"],
     "drop": lambda filled, _: ["drop", filled.kv_id, "--now", "--apply"],
     "erase": lambda filled, _: ["erase", "--tenant", filled.kv.tenant, "--apply"],
-    "gc": lambda filled, _: ["gc", "--apply"],
     "fsck": lambda filled, _: ["fsck", "--apply"],
-    "rebuild": lambda filled, _: ["rebuild"],
+    "rebuild": lambda filled, _: ["rebuild", "--apply"],
     "import": archive,
     "warm": tiers,
     "sessions": a_session,
@@ -75,13 +74,13 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
 #: Verbs that change nothing of the cache's. `serve` is the janitor, whose name is at each event; doctor's
 #: probes are gone when it ends.
 HARMLESS = {
-    "status", "ls", "namespaces", "namespaces diff", "show", "stats", "top", "du", "events", "operations",
+    "status", "ls", "namespaces", "namespaces diff", "show", "stats", "top", "events", "operations",
     "explain", "advise", "doctor", "vllm-config", "export", "serve", "feed",
 }  # fmt: skip
 
 
 def test_every_verb_is_among_those_that_change_something_or_nothing() -> None:
-    said = {name.split()[0] for name in (*CHANGES, *HARMLESS)} | {"unpin", "reshard"}
+    said = {name.split()[0] for name in (*CHANGES, *HARMLESS)} | {"unpin"}
     assert {each.name.split()[0] for each in VERBS} - said == set()
 
 
@@ -100,10 +99,10 @@ def test_what_was_done_has_a_name(filled: Filled, admin: Admin, verb: str) -> No
 
 
 @pytest.mark.parametrize(
-    "verb", ["evict", "pin", "quota", "ttl", "invalidate", "drop", "erase", "gc", "fsck", "sessions"]
+    "verb", ["evict", "pin", "quota", "ttl", "invalidate", "drop", "erase", "fsck", "rebuild", "sessions"]
 )
 def test_a_plan_is_nothing_that_was_done(filled: Filled, admin: Admin, verb: str) -> None:
-    words = [word for word in CHANGES[verb](filled, admin) if word not in ("--apply", "--repair")]
+    words = [word for word in CHANGES[verb](filled, admin) if word != "--apply"]
     assert admin(*words, *filled.options, env=ANNA).code == 0
     assert listed(admin, filled) == []
 
@@ -117,7 +116,7 @@ def test_unpin_is_recorded(filled: Filled, admin: Admin) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["evict", "invalidate", "drop", "erase", "quota", "ttl", "gc", "pin", "sessions"]
+    "verb", ["evict", "invalidate", "drop", "erase", "quota", "ttl", "fsck", "pin", "sessions"]
 )
 def test_what_cannot_be_recorded_is_not_done(
     filled: Filled, admin: Admin, monkeypatch: pytest.MonkeyPatch, verb: str
