@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvstore.admin.backends import Cache
 from kvstore.admin.counting import PAGE, AmountSum, paged
 from kvstore.admin.patience import Patience
 from kvstore.admin.progress import ProgressListener
@@ -19,16 +20,13 @@ from kvstore.admin.repair.entries import Blocks, collect, compare
 from kvstore.admin.repair.reports import FaultKind
 from kvstore.admin.repair.survey import Stock, StoredSegment, look_up, surveyed
 from kvstore.errors import CorruptPayload, PayloadMissing, PermissionDenied, TransientError, UnreadablePayload
-from kvstore.format.keyring import Keyring
 from kvstore.index.maintenance import Entry, FullIndex, Listing, Usage
 from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, chain_like, split_digests
-from kvstore.payloads.port import PayloadStore
 from kvstore.rules.lateness import SETTLED_S, is_late
 from kvstore.threads.each import for_each
 from kvstore.verify.returning import Returns
 from kvstore.verify.segments import Whole, read_whole, verify_whole
 from schemas.records import SegmentRecord
-from schemas.settings import Settings
 
 Key = tuple[NamespaceId, FaultKind, SegmentId | None]
 
@@ -104,8 +102,7 @@ class FaultySegment(Exception):
 
 
 def examine(
-    payloads: PayloadStore,
-    keyring: Keyring,
+    cache: Cache,
     namespace: NamespaceId,
     listing: Listing,
     stored: StoredSegment,
@@ -122,9 +119,9 @@ def examine(
         if quick:
             _sizes(record, stored)
             return None
-        whole = read_whole(payloads, keyring, namespace, segment, stored.sizes)
+        whole = read_whole(cache.payloads, cache.keyring, namespace, segment, stored.sizes)
         if read:
-            verify_whole(payloads, namespace, segment, whole)
+            verify_whole(cache.payloads, namespace, segment, whole)
         true = whole.record
         if true != record:
             raise FaultySegment("record", _difference(record, true))
@@ -169,10 +166,8 @@ def _difference(recorded: SegmentRecord, true: SegmentRecord) -> str:
 class IndexCheck:
     """Checks one namespace after the other. `lock` guards what the workers of one namespace share."""
 
+    cache: Cache
     index: FullIndex
-    payloads: PayloadStore
-    keyring: Keyring
-    settings: Settings
     returns: Returns
     depth: Depth
     progress: ProgressListener
@@ -203,14 +198,12 @@ class IndexCheck:
         """
         fresh = self.index.get(name, [listing.segment])[0]
         if fresh is None or (
-            bad.kind == "missing" and is_late(fresh.record, self.settings, lambda: self.index.now(name))
+            bad.kind == "missing" and is_late(fresh.record, self.cache.settings, lambda: self.index.now(name))
         ):
             return None
-        stored = look_up(self.payloads, name, listing.segment)
+        stored = look_up(self.cache.payloads, name, listing.segment)
         try:
-            return examine(
-                self.payloads, self.keyring, name, fresh, stored, quick=self.depth.quick, read=read
-            )
+            return examine(self.cache, name, fresh, stored, quick=self.depth.quick, read=read)
         except FaultySegment as exc:
             if self.index.get(name, [listing.segment])[0] is None:
                 return None
@@ -279,9 +272,7 @@ class _Run:
         try:
             try:
                 stored = self.stock.of(listing.segment)
-                whole = examine(
-                    check.payloads, check.keyring, self.name, listing, stored, quick=depth.quick, read=read
-                )
+                whole = examine(check.cache, self.name, listing, stored, quick=depth.quick, read=read)
             except FaultySegment as bad:
                 if self._vanished and bad.kind == "missing":
                     finding = FoundFault(self.name, "missing", str(bad), listing.segment)
@@ -329,10 +320,11 @@ class _Run:
             return
         try:
             if not check.depth.quick and stored.segment not in check.unusable:
-                fresh = look_up(check.payloads, self.name, stored.segment)
-                whole = read_whole(check.payloads, check.keyring, self.name, stored.segment, fresh.sizes)
+                payloads, name, segment = check.cache.payloads, self.name, stored.segment
+                fresh = look_up(payloads, name, segment)
+                whole = read_whole(payloads, check.cache.keyring, name, segment, fresh.sizes)
                 if read := self._drawn():
-                    verify_whole(check.payloads, self.name, stored.segment, whole)
+                    verify_whole(payloads, name, segment, whole)
                 if check.returns.barred(self.name, stored.segment, whole.record) is not None:
                     raise CorruptPayload("it may not come back")
                 if check.index.states(self.name, [stored.segment])[0] is None:

@@ -106,7 +106,7 @@ class _Fsck:
     ended: Ended = "complete"
     problem: str = ""
     remaining: int | None = None
-    #: What the first listing found, and what the last one did, which is what is deleted.
+    #: The first listing's sums; the last one's waste, which is deleted.
     held: Held | None = None
     waste: Waste | None = None
     #: Results of the first check.
@@ -152,10 +152,8 @@ class _Fsck:
         index = needed_index(self.cache)
         for _ in range(_ROUNDS):
             repairs = Repairs(
+                self.cache,
                 index,
-                self.cache.payloads,
-                self.cache.keyring,
-                self.cache.settings,
                 Returns(index, self.cache.evidence),
                 self.progress,
                 self.clock,
@@ -206,10 +204,8 @@ class _Fsck:
     ) -> None:
         cache = self.cache
         check = IndexCheck(
+            cache,
             index,
-            cache.payloads,
-            cache.keyring,
-            cache.settings,
             Returns(index, cache.evidence),
             depth,
             self.progress,
@@ -222,12 +218,13 @@ class _Fsck:
             if name not in self.texts and name not in stocks:
                 continue
             into[name] = found = Checked()
-            problem = damaged.get(name, "")
+            problem, stock = damaged.get(name, ""), stocks.get(name) or Stock()
             try:
-                check.namespace(name, stocks.get(name) or Stock(), found)
+                check.namespace(name, stock, found)
             except DamagedIndex as exc:
                 # The others are checked; `reconcile`, which repairs accounts, puts this right first.
                 problem = problem or str(exc)
+                found.spared.update(stored.segment for stored in stock.segments())
             if problem:
                 found.findings.append(FoundFault(name, "accounts", problem))
 

@@ -100,19 +100,7 @@ class _Space:
     unreadable: int = 0
 
     def report(self, name: NamespaceId) -> RebuiltNamespace:
-        return RebuiltNamespace(
-            id=name,
-            model=self.model,
-            stored=self.stored,
-            known=self.known,
-            listed=self.listed.amount,
-            incomplete=self.incomplete,
-            unusable=self.unusable,
-            refused=self.refused,
-            erased=self.erased,
-            unsigned=self.unsigned,
-            unreadable=self.unreadable,
-        )
+        return RebuiltNamespace(id=name, **(vars(self) | {"listed": self.listed.amount}))
 
 
 @dataclass
@@ -175,16 +163,7 @@ class Rebuild:
             self._patience.answered()
             state, barred = CommitState.VISIBLE, self.returns.barred(name, stored.segment, whole.record)
             if self.apply and barred is None:
-                assert self.index is not None, "made before"
-                state = recommit(
-                    self.index,
-                    self.cache.payloads,
-                    self.cache.settings,
-                    stored.segment,
-                    whole,
-                    self.returns,
-                    self.clock(),
-                )
+                state = recommit(self.cache, stored.segment, whole, self.returns, self.clock())
         except PayloadMissing as exc:
             self._leave(name, stored, exc)
             with self._lock:

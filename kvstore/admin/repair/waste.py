@@ -1,4 +1,4 @@
-"""The first part of fsck: what the payload store holds beside what the index knows, and what nobody needs.
+"""The first part of fsck: the payloads that are held, what the index knows of them, and which are waste.
 
     orphans          payloads that the index does not know in any state, from a certain age on: a save died
                      before its commit, a commit was never completed, or the index was emptied
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.counting import amount_of, paged
@@ -70,18 +71,18 @@ class _Count:
         return Counted(objects=self.objects, stored_bytes=self.nbytes)
 
 
-@dataclass(slots=True)
+@dataclass
 class _Sum:
     """Payloads of one namespace in one state."""
 
     payloads: int = 0
-    nbytes: int = 0
+    stored_bytes: int = 0
     oldest_s: float = float("inf")
     newest_s: float = float("-inf")
 
     def add(self, stored: StoredSegment) -> None:
         self.payloads += len(stored.sizes)
-        self.nbytes += stored.nbytes
+        self.stored_bytes += stored.nbytes
         self.oldest_s = min(self.oldest_s, stored.oldest_s)
         self.newest_s = max(self.newest_s, stored.modified_s)
 
@@ -94,15 +95,13 @@ class _Space:
     orphans: list[StoredSegment] = field(default_factory=list)
     young: _Count = field(default_factory=_Count)
     due: int = 0
-    reaped: int = 0
-    drained: int = 0
-    swept: int = 0
-    corrected: bool = False
+    #: Results of housekeeping, by their names in the report.
+    done: dict[str, Any] = field(default_factory=lambda: defaultdict(int))
 
 
 @dataclass
 class Waste:
-    """What is held, and which part of it nobody needs. Raises what the backends raise."""
+    """The payloads that are held, and those that nobody needs. Raises what the backends raise."""
 
     cache: Cache
     #: None: nobody has made one yet, and all payloads are orphans.
@@ -224,19 +223,20 @@ class Waste:
     def _maintain(
         index: FullIndex, housekeeping: Housekeeping, name: NamespaceId, space: _Space, account: Account
     ) -> None:
-        space.drained = housekeeping.drain(name)
+        space.done["drained"] = housekeeping.drain(name)
         while reaped := housekeeping.reap(name):
-            space.reaped += reaped
+            space.done["reaped"] += reaped
         # A sweep that drops less than it may has looked at SWEEP_MIN entries or buckets at least. Only these
         # sweeps are counted, so that each is looked at about once: on a busy store, where evictions leave
         # more dangling entries all the time, there is always one to drop.
         rounds = 2 + 2 * account.usage.blocks // SWEEP_MIN
         while rounds:
             swept = housekeeping.sweep(name)
-            space.swept += swept
+            space.done["swept"] += swept
             rounds -= swept < SWEEP_STEP
         done = index.reconcile(name)
-        space.corrected = done.mended > 0 or (done.counted is not None and done.counted != done.recorded)
+        is_wrong = done.mended > 0 or (done.counted is not None and done.counted != done.recorded)
+        space.done["corrected"] = is_wrong
 
     def _delete(self, index: FullIndex, name: NamespaceId, page: Sequence[StoredSegment]) -> None:
         still = [stored for stored, state in surveyed(index, name, page) if state is None]
@@ -270,15 +270,7 @@ class Waste:
     def held(self) -> Held:
         """Returns what was listed, the largest namespace first."""
         lines = [
-            HeldLine(
-                namespace=name,
-                model=described(self._texts.get(name))[1],
-                state=state,
-                payloads=held.payloads,
-                stored_bytes=held.nbytes,
-                oldest_s=held.oldest_s,
-                newest_s=held.newest_s,
-            )
+            HeldLine(namespace=name, model=self._model(name), state=state, **vars(held))
             for (name, state), held in self._held.items()
         ]
         largest: dict[str, int] = defaultdict(int)
@@ -310,17 +302,17 @@ class Waste:
             orphans.add(len(stored.sizes), stored.nbytes)
         return WastedNamespace(
             id=name,
-            model=described(self._texts.get(name))[1],
+            model=self._model(name),
             orphans=orphans.counted,
             young=space.young.counted,
             trashed=space.account.trashed if space.account else 0,
             due=space.due,
             bygone=space.account.bygone if space.account else 0,
-            reaped=space.reaped,
-            drained=space.drained,
-            swept=space.swept,
-            corrected=space.corrected,
+            **space.done,
         )
+
+    def _model(self, name: NamespaceId) -> str:
+        return described(self._texts.get(name))[1]
 
     def _counts(self) -> list[StrayCount]:
         counts = []

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from kvstore.admin.inspect import events, ls, namespaces, operations, show, stats, status, top
+from kvstore.admin.inspect import events, namespaces, operations, show, stats, status, top
 from kvstore.admin.inspect.reports import SegmentReport, SortKey, StatsReport, StatusReport
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ExitCode, of_report
@@ -146,7 +146,7 @@ def _ls(
     """List segments: their size, age, last use and place in their chain."""
     key = cast("SortKey", one_of("--sort", sort, ("last-use", "created", "bytes")))
     with call.cache() as cache:
-        report = ls.ls(cache, namespace, limit=limit, sort=key, now_s=time.time())
+        report = show.ls(cache, namespace, limit=limit, sort=key, now_s=time.time())
     call.print(report, inspect_text.ls)
     if report.found > len(report.segments):
         say(f"{len(report.segments):,} of {report.found:,} segments; --limit 0 lists all")

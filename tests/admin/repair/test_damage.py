@@ -30,9 +30,9 @@ NOW_S = 1_800_000_000.0
 ALL = Depth(percent=100.0, settled_s=0.0, jobs=4)
 
 
-def check(world: World, *, repair: bool = False) -> FsckReport:
+def check(world: World, *, apply: bool = False) -> FsckReport:
     with world.cache() as cache:
-        return fsck(cache, depth=ALL, apply=repair, force=True, clock=lambda: NOW_S)
+        return fsck(cache, depth=ALL, apply=apply, force=True, clock=lambda: NOW_S)
 
 
 def damage_and_mend(world: World, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""reshard: the verb, and stores that save, match and load all the while."""
+"""rebuild --shards: the verb, and stores that save, match and load all the while."""
 
 from __future__ import annotations
 

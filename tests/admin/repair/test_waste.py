@@ -399,10 +399,6 @@ def test_ages_that_are_none(admin: Admin, tmp_path: Path, text: str) -> None:
     assert ran.code == 2 and "--older-than" in ran.err
 
 
-def test_force_goes_with_delete(admin: Admin, tmp_path: Path) -> None:
-    assert admin("fsck", "--list", "--force", "--payloads", f"file://{tmp_path}").code == 2
-
-
 def in_bucket(bucket: S3Bucket, tmp_path: Path) -> World:
     index = tmp_path / "index.sqlite"
     settings = {"payloads": bucket.url, "index": f"sqlite://{index}", **bucket.settings}
