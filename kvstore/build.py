@@ -265,7 +265,7 @@ def may_list_as_of(settings: Settings, owner: str | None) -> bool:
 
 
 def open_strays(settings: Settings) -> Strays:
-    """Returns what finds strays beside the payloads of the store that all nodes share, for gc. No I/O."""
+    """Returns what finds strays beside the payloads of the store that all nodes share, for fsck. No I/O."""
     url = settings.origin
     if url.startswith("memory://"):
         return NoStrays()

@@ -137,9 +137,9 @@ def test_a_command_line_that_does_not_parse_is_noticed() -> None:
     text = "`cache-admin fsck --nothing` `cache-admin namespaces diff`\n\n```sh\ncache-admin stauts | jq .\n"
     text += 'eval "x $(cache-admin vllm-config --ceci)"\n'
     text += "cache-admin namespaces diff a\ncache-admin status 2>&1 #\ncache-admin ls --limit 1 | cat\n```\n"
-    text += "\n    cache-admin du --wrong\n"
+    text += "\n    cache-admin ls --wrong\n"
     assert [line.split(":")[0] for line in wrong_commands(text)] == [
-        "stauts", "vllm-config --ceci", "namespaces diff a", "du --wrong", "fsck --nothing",
+        "stauts", "vllm-config --ceci", "namespaces diff a", "ls --wrong", "fsck --nothing",
     ]  # fmt: skip
 
 

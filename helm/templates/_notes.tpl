@@ -9,7 +9,7 @@
 {{- $redis := .Values.redis }}
 {{- if $redis.builtIn.enabled }}
 {{- if not $redis.builtIn.persistence.enabled }}
-- redis.builtIn.persistence.enabled is false: a restart of Redis empties the index. Engines then miss until it is filled anew; cache-admin rebuild restores it.
+- redis.builtIn.persistence.enabled is false: a restart of Redis empties the index. Engines then miss until it is filled anew; cache-admin rebuild --apply restores it.
 {{- end }}
 {{- if not $redis.builtIn.tls.enabled }}
 - redis.builtIn.tls.enabled is false: passwords and the index pass through the cluster's network in clear text.
@@ -74,7 +74,7 @@
 - service.type is {{ .Values.service.type }}: the page and the metrics, which ask for no password, can be reached from outside the cluster.
 {{- end }}
 {{- if not .Values.gc.enabled }}
-- gc.enabled is false: payloads of writers that died stay until somebody runs cache-admin gc.
+- gc.enabled is false: payloads of writers that died stay until somebody runs cache-admin fsck --list --apply.
 {{- else if not .Values.gc.delete }}
 - gc.delete is false: the CronJob says what could be deleted, and deletes none of it.
 {{- end }}

@@ -95,7 +95,7 @@ gc.olderThan is {{ $gc.olderThan }}: it is an age such as 30m, 24h or 7d.
 {{- $units := dict "s" 1 "m" 60 "h" 3600 "d" 86400 "w" 604800 }}
 {{- $seconds := mulf (regexFind "^[0-9.]+" $gc.olderThan | float64) (get $units (regexFind "[smhdw]$" $gc.olderThan)) }}
 {{- if lt (int64 $seconds) 600 }}
-gc.olderThan is {{ $gc.olderThan }}: what is younger than 10 minutes may still be committed, and gc refuses to delete it; take 24h.
+gc.olderThan is {{ $gc.olderThan }}: what is younger than 10 minutes may still be committed, and fsck refuses to delete it; take 24h.
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -2,14 +2,15 @@
 
 A folder per group of verbs, as in the commands (kvstore.cli.commands) and their texts (kvstore.cli.text):
 
-    inspect      status, with stats and top; ls; namespaces, namespaces diff; show; du; events, with
+    inspect      status, with stats and top; ls; namespaces, namespaces diff; show; events, with
                  operations
     curate       pin; quota, with times to live in ttl; sessions; warm; plan chooses the segments that export
                  and warm move, prompts those of a prompt
     remove       evict; drop; erase, with what it looks for in looks; removal has the steps that
                  drop and erase share
-    repair       fsck: what it looks at in check, entries and listing, what it does about it in repair; gc;
-                 rebuild; recommit puts a segment back into the index
+    repair       fsck: what it looks at in survey, waste, check and entries, what it does about it in repair;
+                 rebuild, which goes on in follow and has other shards in reshard; recommit puts a segment
+                 back into the index
     archive      export; import: what it reads in members, the store that it goes into in intake; tar
     explain      explain, with what is asked in lookup and what is remembered in journal
     advise       advise: of a recording, which traces reads, store and replay replay and worth prices; of the

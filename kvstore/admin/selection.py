@@ -13,7 +13,8 @@ def needed_index(cache: Cache) -> FullIndex:
     """Returns the index. Raises Refused if there is none, which only `rebuild` can change."""
     if cache.index is None:
         raise Refused(
-            f"there is no index at {cache.index_file}; `cache-admin rebuild` makes it from the payloads"
+            f"there is no index at {cache.index_file}; `cache-admin rebuild --apply` makes it from the "
+            "payloads"
         )
     return cache.index
 

@@ -7,7 +7,7 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -45,11 +45,6 @@ _MOST_BYTES = 256 << 20
 _MOST_SALT = 1 << 20
 _HASH = re.compile(r"(?:[0-9a-fA-F]{2}){16,32}")
 _NUMBER = re.compile(r"\d{1,10}")
-
-
-def formerly(name: str) -> Any:
-    """Returns an option that stands for --apply under its old name: it works for a release more, unseen."""
-    return typer.Option(name, hidden=True, help="The old name of --apply.")
 
 
 def one_of(option: str, value: str, allowed: tuple[str, ...]) -> str:

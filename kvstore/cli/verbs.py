@@ -1,8 +1,8 @@
 """A verb of cache-admin: a function of a `Call` and of its own parameters, and what the reference says of it.
 
-    @verb("du", section="See", examples=("cache-admin du",), see_also=("gc", "status"))
-    def _du(call: Call, namespace: Namespace = None) -> None:
-        \"\"\"Show what the payload store holds.\"\"\"
+    @verb("events", section="See", examples=("cache-admin events",), see_also=("status",))
+    def _events(call: Call, namespace: Namespace = None) -> None:
+        \"\"\"Show commits and evictions.\"\"\"
 
 The docstring and the parameters are its help. typer registers it with the common options behind its own.
 """

@@ -15,7 +15,7 @@ A round, each step safe to be cut off anywhere and to be done by two at once:
 A fleet runs one. Two at once do no harm: they read payloads twice, and halve use counts twice as often.
 While it works it says so among the quotas, and engines leave all but eviction to it.
 
-A step that fails is counted, and the others go on. Payloads that no record names are for `gc` to find.
+A step that fails is counted, and the others go on. Payloads that no record names are for `fsck` to find.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     upload      parts of an upload that was never completed (S3)
     foreign     anything else; not kvstore's, and never removed
 
-Only `gc` asks for strays, which is why Strays is not part of PayloadStore.
+Only `fsck` asks for strays, which is why Strays is not part of PayloadStore.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class SegmentWriter:
             state = self.commit(rest, part, encoded)
         except (BreakerOpen, CapacityExceeded):
             # Certainly not committed. After any other error it may be (a right that is missing in the middle
-            # of a script), and what the index names must stay; gc finds what the index does not name.
+            # of a script), and what the index names must stay; fsck finds what the index does not name.
             with contextlib.suppress(KVStoreError):
                 backends.payloads.delete([self.name(part)])
             raise

@@ -33,11 +33,13 @@ Bar = Literal["condemned", "failed", "erased", "invalidated"]
 
 #: Why, for people.
 WHY: Final[Mapping[Bar, str]] = {
-    "condemned": "an audit found that it is wrong; `cache-admin gc --apply` deletes what is left of it",
-    "failed": "its writer has failed: others compute something else; `cache-admin gc --apply` deletes it",
-    "erased": "its tenant or salt was erased; `cache-admin gc --apply` deletes it",
+    "condemned": "an audit found that it is wrong; "
+    "`cache-admin fsck --list --apply` deletes what is left of it",
+    "failed": "its writer has failed: others compute something else; "
+    "`cache-admin fsck --list --apply` deletes it",
+    "erased": "its tenant or salt was erased; `cache-admin fsck --list --apply` deletes it",
     "invalidated": "its namespace was invalidated, and nothing proves that it was saved after that; "
-    "`cache-admin gc --apply` deletes it",
+    "`cache-admin fsck --list --apply` deletes it",
 }
 
 

@@ -12,7 +12,7 @@ def test_verbs_on_nothing_make_nothing(admin: Admin, tmp_path: Path) -> None:
     options = ["--payloads", f"file://{folder}"]
     for words in (
         ["status", "--hits", "--top", "3"],
-        ["du"],
+        ["fsck", "--list"],
         ["events"],
         ["events", "--operators"],
         ["quota"],

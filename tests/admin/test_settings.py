@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.admin.backends import Sources
-from kvstore.admin.inspect import ls
+from kvstore.admin.inspect import show
 from kvstore.cli import exits, main
 from tests.admin.conftest import Admin, Filled, fill, kv_slots
 from tests.servers.redis import RedisServer
@@ -110,7 +110,7 @@ def test_no_signing_key_is_ever_printed(admin: Admin, tmp_path: Path) -> None:
     segment = admin("ls", "--json", *filled.options).json["segments"][0]["segment"]
     every = [
         *(["status"], ["ls"], ["show", segment, "--verify"], ["doctor"], ["vllm-config"], ["fsck"]),
-        *(["rebuild", "--dry-run"], ["explain", "--digest", "00" * 16]),
+        *(["rebuild"], ["explain", "--digest", "00" * 16]),
     ]
     codes = set()
 
@@ -188,7 +188,7 @@ def test_an_unexpected_error_is_a_sentence_and_with_debug_a_traceback(
     def broken(*args: object, **options: object) -> None:
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr(ls, "ls", broken)
+    monkeypatch.setattr(show, "ls", broken)
     ran = admin("ls", *filled.options)
     assert (ran.code, ran.out) == (1, "")
     assert "ZeroDivisionError: broken" in ran.err
@@ -201,7 +201,7 @@ def test_ctrl_c_exits_with_130(admin: Admin, filled: Filled, monkeypatch: pytest
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ls, "ls", interrupted)
+    monkeypatch.setattr(show, "ls", interrupted)
     assert admin("ls", *filled.options).code == exits.ExitCode.CANCELLED
 
 

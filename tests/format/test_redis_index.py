@@ -325,7 +325,7 @@ def test_rebuild_takes_what_the_second_wrote(
         {"payloads": f"file://{tmp_path}", "index": redis_url, "capacity_bytes": "1GiB"}, environ={}
     )
     with Cache(settings) as cache:
-        report = rebuild(cache)
+        report = rebuild(cache, apply=True)
     (space,) = report.namespaces
     assert (space.listed.segments, space.unusable, space.refused, report.left_out) == (5, 0, 0, 0)
     with world(tmp_path, redis_url, namespace) as ours:
@@ -444,7 +444,7 @@ def test_what_was_erased_neither_commits_any_more(
         assert ours.index.states(name, [SegmentId(refused)]) == [None]
         before = theirs.of_salt(name, HERS)
         with Cache(ours.store.settings) as cache:
-            (report,) = rebuild(cache).namespaces
+            (report,) = rebuild(cache, apply=True).namespaces
         assert report.refused
         assert theirs.of_salt(name, HERS) == before and set(theirs.records(name)) == before
 

@@ -203,7 +203,7 @@ def test_what_our_containers_run_is_a_command_of_ours(values: Path) -> None:
             variables = {variable["name"]: variable.get("value") for variable in one["env"]}
             mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
             assert variables["KVSTORE_SETTINGS"] in mounts
-    assert seen - {"import", "rebuild"} == {"serve", "fsck", "gc", "doctor"}
+    assert seen - {"import", "rebuild"} == {"serve", "fsck", "doctor"}
 
 
 # Settings.

@@ -354,17 +354,17 @@ def job(values: dict[str, Any], verb: str, kube: str = "1.34.0") -> dict[str, An
 @pytest.mark.parametrize(
     ("verb", "values", "arguments"),
     [
-        ("fsck", {}, ["fsck", "--json", "--jobs", "8"]),
-        ("fsck", {"repair": True, "jobs": 2}, ["fsck", "--json", "--jobs", "2", "--apply"]),
-        ("fsck", {"readDataPercent": 5}, ["fsck", "--json", "--jobs", "8", "--read-data", "5%"]),
-        ("fsck", {"quick": True}, ["fsck", "--json", "--jobs", "8", "--quick"]),
-        ("gc", {}, ["gc", "--json", "--older-than", "24h", "--apply"]),
-        ("gc", {"delete": False, "olderThan": "7d"}, ["gc", "--json", "--older-than", "7d"]),
+        ("fsck", {}, ["24h", "--jobs", "8"]),
+        ("fsck", {"repair": True, "jobs": 2}, ["24h", "--jobs", "2", "--apply"]),
+        ("fsck", {"readDataPercent": 5}, ["24h", "--jobs", "8", "--read-data", "5%"]),
+        ("fsck", {"quick": True}, ["24h", "--jobs", "8", "--quick"]),
+        ("gc", {}, ["24h", "--list", "--apply"]),
+        ("gc", {"delete": False, "olderThan": "7d"}, ["7d", "--list"]),
     ],
 )
 def test_what_jobs_run(verb: str, values: dict[str, Any], arguments: list[str]) -> None:
     spec = job(given(**{verb: values}), verb)["jobTemplate"]["spec"]["template"]["spec"]
-    assert spec["containers"][0]["args"] == arguments
+    assert spec["containers"][0]["args"] == ["fsck", "--json", "--older-than", *arguments]
 
 
 def test_what_follows_another_regions_payloads() -> None:
@@ -372,7 +372,8 @@ def test_what_follows_another_regions_payloads() -> None:
     assert not [one for one in render(given()) if one["metadata"]["name"] == "cache-kvstore-follow"]
     spec = pick(render(values), "Deployment", "cache-kvstore-follow")["spec"]
     [one] = spec["template"]["spec"]["containers"]
-    expected = ["rebuild", "--follow", "--json", "--jobs", "2", "--every", "300", "--listen", "[::]:9466"]
+    expected = ["rebuild", "--apply", "--follow", "--json", "--jobs", "2", "--every", "300"]
+    expected += ["--listen", "[::]:9466"]
     assert (spec["replicas"], one["args"]) == (1, expected)
     assert one["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
     assert one["ports"] == [{"name": "http", "containerPort": 9466}]

@@ -33,8 +33,8 @@ def test_what_is_readable_is_one_bounded_line() -> None:
 
 #: Verbs that show names, with what they are given; SELF is the namespace.
 VERBS = (
-    "namespaces", "status", "du", "status --hits --top 3", "ls", "events", "events --operators", "pin",
-    "quota", "gc", "fsck", "rebuild --dry-run", "doctor", "explain --request HOSTILE", "show SELF",
+    "namespaces", "status", "status --hits --top 3", "ls", "events", "events --operators", "pin",
+    "quota", "fsck", "fsck --list", "rebuild", "doctor", "explain --request HOSTILE", "show SELF",
     "namespaces diff SELF SELF", "evict SELF --all", "drop SELF", "erase --tenant HOSTILE",
     "vllm-config", "serve --once --no-janitor",
 )  # fmt: skip

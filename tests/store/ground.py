@@ -20,7 +20,6 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.remove.drop import drop
 from kvstore.admin.repair.check import Depth
 from kvstore.admin.repair.fsck import fsck
-from kvstore.admin.repair.gc import gc
 from kvstore.build import load_settings, open_strays
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import FullIndex
@@ -158,14 +157,14 @@ class Ground:
         return seen
 
     def settle(self) -> None:
-        """Does what a janitor does in its rounds, and an operator with gc. To be called twice, with the grace
-        time between."""
+        """Does what a janitor does in its rounds, and an operator with `fsck --list --apply`. To be called
+        twice, with the grace time between."""
         with self.cache(**HASTY) as cache:
             if cache.index is not None:
                 janitor = Janitor(cache.index, cache.payloads, cache.evidence, cache.settings)
                 for _ in range(2):
                     janitor.round()
-                gc(cache, delete=True, older_than_s=SETTLED_S, clock=later)
+                fsck(cache, depth=Depth(only_list=True), apply=True, older_than_s=SETTLED_S, clock=later)
 
     def leaks(self) -> list[str]:
         """What nobody needs and nobody will free, once it has settled; and what fsck complains of."""
@@ -186,10 +185,11 @@ class Ground:
             strays = open_strays(cache.settings)
             found += [f"stray {one.kind} {one.name}" for one in strays.list()]
             strays.close()
-            report = fsck(cache, depth=Depth(percent=100.0, settled_s=0.0), clock=later)
+            everything = Depth(percent=100.0, settled_s=0.0)
+            report = fsck(cache, depth=everything, older_than_s=SETTLED_S, clock=later)
             found += [f"fsck {fault.kind}: {fault.detail}" for fault in report.faults]
-            waste = gc(cache, older_than_s=SETTLED_S, clock=later)
-            found += ["gc"] * (report.ended != "complete" or waste.waste.objects > 0)
+            assert report.waste is not None
+            found += ["waste"] * (report.ended != "complete" or report.waste.found.objects > 0)
         return found
 
     def erase(self) -> list[str]:

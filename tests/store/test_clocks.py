@@ -123,7 +123,7 @@ def test_what_it_saves_is_as_old_as_it_is_by_the_index_and_its_header(fleet: Fle
         assert listing is not None and before - 1 <= listing.record.created_s <= time.time() + 1
         assert before - 60 <= listing.last_use_s <= time.time() + 1
         cache.index.unlist(wrong.id, [segment])
-        assert rebuild(cache).namespaces[0].listed.segments == 1
+        assert rebuild(cache, apply=True).namespaces[0].listed.segments == 1
         assert cache.index.get(wrong.id, [segment]) == [listing]
 
 
@@ -187,7 +187,7 @@ def test_an_erasure_covers_what_it_has_saved_and_nothing_brings_that_back(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     with fleet.cache() as cache:
-        report = rebuild(cache)
+        report = rebuild(cache, apply=True)
         assert (report.namespaces[0].erased, report.namespaces[0].listed.segments) == (1, 0)
     assert served() == [0, 2]
     fleet.engine()

@@ -145,7 +145,7 @@ def test_a_lost_index_is_made_again_with_its_salts(world: World) -> None:
         made = fill(open_space(store))
     world.flush()
     with Cache(world.settings) as cache:
-        (report,) = rebuild(cache).namespaces
+        (report,) = rebuild(cache, apply=True).namespaces
         assert (report.listed.segments, report.refused, report.unusable) == (len(made), 0, 0)
         assert fsck(cache, depth=ALL).faults == ()
     with open_store(world.settings) as store:
@@ -168,7 +168,7 @@ def test_fsck_finds_what_is_under_the_wrong_salt_and_puts_it_right(store: Store,
     with Cache(world.settings) as cache:
         told = [fault.detail for fault in fsck(cache, depth=ALL).faults if fault.segment == wrong.hex()]
         assert told == [f"salt id {HIS.hex()} by the index, {HERS.hex()} by the header"]
-        fsck(cache, depth=ALL, repair=True)
+        fsck(cache, depth=ALL, apply=True)
         assert fsck(cache, depth=ALL).faults == ()
     assert named(index, space) == made
 
@@ -218,8 +218,8 @@ def test_what_is_erased_does_not_come_back_by_any_way(
     assert again.outcome == "refused"
     # Its payloads, which nothing has deleted yet, and which a rebuild finds.
     with Cache(world.settings) as cache:
-        rebuild(cache)
-        fsck(cache, depth=ALL, repair=True)
+        rebuild(cache, apply=True)
+        fsck(cache, depth=ALL, apply=True)
     assert named(index, space) == left
     # An archive that was made before.
     import_archive(io.BytesIO(archive.getvalue()), store, source="-", wanted=EVERYTHING)

@@ -192,7 +192,7 @@ def test_a_lost_index_is_rebuilt_without_sessions(
         # A session whose index is lost is told of again, in a namespace that is made again.
         told = again.session(ALICE, kept, later(600))
         assert told is not None and (told.state, told.retained_bytes) == ("retained", 0)
-        rebuild(cache)
+        rebuild(cache, apply=True)
         assert there(again, 0) == 6
         assert lost.maintenance.owners(again.id, kept) == [NO_SESSION] * 3
         told = again.session(ALICE, kept, later(600))

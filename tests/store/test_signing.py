@@ -242,10 +242,10 @@ def test_a_writer_plants_prompts_that_nobody_sent(tmp_path: Path, mode: str) -> 
         name = payload_name(namespace_id(namespace()), segment, 0)
         place.put(name, made(header, hashes, keyring, segment=segment))
     with victim.cache() as cache:
-        fsck(cache, depth=Depth(percent=100, settled_s=-10.0), repair=True)
+        fsck(cache, depth=Depth(percent=100, settled_s=-10.0), apply=True)
     (tmp_path / f"index-{mode}.sqlite").unlink()
     with victim.cache() as cache:
-        report = rebuild(cache)
+        report = rebuild(cache, apply=True)
     right, wrong, _ = victim.ask()
     if mode == "plain":
         assert (right, wrong) == (4 * len(SAVED), 4 * len(UNSENT)), "the attack itself"
@@ -423,7 +423,7 @@ def test_what_a_key_is_missing_for_is_left_alone(tmp_path: Path, mode: str) -> N
         counted = store.counters.snapshot()
         assert (counted["miss_blocks{unknown_key}"], counted["quarantined_segments"]) == (4, 0)
     with Cache(load_settings(settings, {})) as cache:
-        report = fsck(cache, depth=Depth(percent=100), repair=True)
+        report = fsck(cache, depth=Depth(percent=100), apply=True)
         assert {fault.kind for fault in report.faults} == {"unreadable"} and report.mended == 0
         assert cache.index is not None
         clock = Clock()
@@ -443,13 +443,13 @@ def test_what_a_key_is_missing_for_is_left_alone(tmp_path: Path, mode: str) -> N
         assert (scrubbed.unreadable > 0, scrubbed.bad, scrubbed.evicted) == (True, 0, 0)
         (tmp_path / f"index-{mode}.sqlite").unlink()
     with Cache(load_settings(settings, {})) as cache:
-        [space_report] = rebuild(cache).namespaces
+        [space_report] = rebuild(cache, apply=True).namespaces
         assert (space_report.unreadable, space_report.listed.segments) == (len(SAVED), 0)
     # The key comes back, and everything is there.
     assert {name: place.get(name) for name in place.names()} == before
     (tmp_path / "removed").rename(keys_folder / "2026")
     with victim.cache() as cache:
-        assert rebuild(cache).namespaces[0].listed.segments == len(SAVED)
+        assert rebuild(cache, apply=True).namespaces[0].listed.segments == len(SAVED)
     assert victim.ask()[:2] == (4 * len(SAVED), 0)
 
 

@@ -176,7 +176,7 @@ class Bench:
 
     def _rebuild(self) -> str:
         with self._cache() as cache:
-            report = rebuild(cache, jobs=self.jobs)
+            report = rebuild(cache, apply=True, jobs=self.jobs)
         listed = report.namespaces[0].listed
         if report.ended != "complete" or report.left_out:
             raise SystemExit(f"rebuild: {report}")

@@ -100,7 +100,7 @@ class Bench:
     def run(self) -> None:
         print(f"{self.chains * CHAIN:,} blocks in {self.segments:,} segments")
         self._write()
-        listed = self._command("rebuild", "--jobs", str(self.jobs))["namespaces"][0]["listed"]
+        listed = self._command("rebuild", "--apply", "--jobs", str(self.jobs))["namespaces"][0]["listed"]
         assert listed["segments"] == self.segments, listed
         memory = self.client.info("memory")["used_memory"]
         self._note(f"{memory / listed['blocks']:.1f} bytes of Redis a block")
@@ -112,9 +112,9 @@ class Bench:
             assert all(served(runs) == CHAIN for runs in found)
             report = self._command("fsck", "--jobs", str(self.jobs))
             assert report["ended"] == "complete" and not report["counts"], report
-            self._command("gc")
+            self._command("fsck", "--list")
             self._evict(index)
-            reaped = self._command("gc", "--apply")["namespaces"][0]
+            reaped = self._command("fsck", "--list", "--apply")["waste"]["namespaces"][0]
             self._note(f"{reaped['reaped']} payloads, {reaped['swept']} entries")
             new = [chain(CHAIN, seed=str(number)) for number in range(-(-CALLS * self.segment // CHAIN))]
             places = [(one, first) for one in new for first in range(0, CHAIN, self.segment)][:CALLS]

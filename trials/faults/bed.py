@@ -21,7 +21,6 @@ from typing import Any
 from kvstore.admin.backends import Cache
 from kvstore.admin.repair.check import Depth
 from kvstore.admin.repair.fsck import fsck
-from kvstore.admin.repair.gc import gc
 from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings
 from kvstore.keys import payload_name
@@ -184,22 +183,22 @@ class Bed:
             return {one.name for one in cache.payloads.list()}
 
     def rebuild(self) -> None:
-        """As `cache-admin rebuild`."""
+        """As `cache-admin rebuild --apply`."""
         with self.cache() as cache:
-            report = rebuild(cache)
+            report = rebuild(cache, apply=True)
             assert report.ended == "complete", report.problem
 
     def mend(self) -> None:
-        """As `cache-admin rebuild` and `fsck --apply --read-data 100%`: for what nobody wrote."""
+        """As `cache-admin rebuild --apply` and `fsck --apply --read-data 100%`: for what nobody wrote."""
         self.rebuild()
         with self.cache() as cache:
-            report = fsck(cache, repair=True, depth=Depth(percent=100))
+            report = fsck(cache, apply=True, depth=Depth(percent=100))
             assert report.ended == "complete", report.problem
 
     def strays(self) -> int:
-        """Payloads and other objects that nothing names, and that `cache-admin gc --apply` leaves when the
-        grace time is over and two hours seem to have passed. What the index names must be there, whole and
-        right."""
+        """Payloads and other objects that nothing names, and that `cache-admin fsck --list --apply` leaves
+        when the grace time is over and two hours seem to have passed. What the index names must be there,
+        whole and right."""
         end = time.monotonic() + 5 * SETTINGS["grace_s"]
         while (left := self._collect()) and time.monotonic() < end:
             time.sleep(0.5)
@@ -209,7 +208,7 @@ class Bed:
     def _collect(self) -> int:
         later = time.time() + 7200
         with self.cache() as cache:
-            report = gc(cache, delete=True, clock=lambda: later)
+            report = fsck(cache, depth=Depth(only_list=True), apply=True, clock=lambda: later)
             assert report.ended == "complete", report.problem
             assert cache.index is not None
             named = {
@@ -218,7 +217,8 @@ class Bed:
                 for one in cache.index.segments(namespace)
                 for rank in range(len(one.record.parts))
             }
-            rest = gc(cache, clock=lambda: later)
+            rest = fsck(cache, depth=Depth(only_list=True), clock=lambda: later).waste
+            assert rest is not None
         strays = sum(kind.old.objects for kind in rest.strays if kind.kind != "foreign")
         return len(self.names() - named) + strays
 

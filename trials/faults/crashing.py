@@ -28,7 +28,7 @@ def crash(
 
     What could be matched before and can be after a verb that is over can be in between. All of what is
     matched is loaded and compared: by a process that comes at once, when the verb was done again, and when a
-    janitor and gc have tidied up.
+    janitor and fsck have tidied up.
     """
     result = Result()
     # The beginning of a quarter: a save that takes seconds still counts as one of that quarter.

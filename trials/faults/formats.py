@@ -46,7 +46,7 @@ def _seen(result: Result, seen: dict[str, Any], expected: dict[str, int]) -> Non
 
 
 def _tidy(ground: Ground) -> None:
-    """What a janitor, gc and fsck do that don't know what this is."""
+    """What a janitor and fsck do that don't know what this is."""
     for _ in range(2):
         with contextlib.suppress(KVStoreError):
             ground.settle()

@@ -195,7 +195,7 @@ def on(make: Any, fault: Fault, promise: Promise, **more: Any) -> Callable[[Path
 
 
 def rebuilt(make: Any, fault: Fault, promise: Promise, **more: Any) -> Callable[[Path], Result]:
-    """The same, and `cache-admin rebuild` when the fault is over."""
+    """The same, and `cache-admin rebuild --apply` when the fault is over."""
 
     def run(place: Path) -> Result:
         one = the_bed(make.__name__, make)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.admin.remove.drop import drop
-from kvstore.admin.repair.gc import gc
+from kvstore.admin.repair.check import Depth
+from kvstore.admin.repair.fsck import fsck
 from kvstore.admin.repair.rebuild import rebuild
 from kvstore.janitor.janitor import Janitor
 from kvstore.keys import new_segment_id, payload_name
@@ -131,9 +132,9 @@ def _lose_the_index(ground: Ground) -> None:
 
 
 def rebuild_index(ground: Ground) -> None:
-    """As `cache-admin rebuild`, one payload after the other."""
+    """As `cache-admin rebuild --apply`, one payload after the other."""
     with ground.cache(**HASTY) as cache:
-        assert rebuild(cache, jobs=1).ended == "complete"
+        assert rebuild(cache, apply=True, jobs=1).ended == "complete"
 
 
 def _make_waste(ground: Ground) -> None:
@@ -145,9 +146,11 @@ def _make_waste(ground: Ground) -> None:
                 cache.payloads.put(payload_name(name, new_segment_id(), 0), [memoryview(bytes(1000))])
 
 
-def _gc(ground: Ground) -> None:
+def _delete_waste(ground: Ground) -> None:
     with ground.cache(**HASTY) as cache:
-        assert gc(cache, delete=True, older_than_s=SETTLED_S, clock=later).ended == "complete"
+        depth = Depth(only_list=True)
+        report = fsck(cache, depth=depth, apply=True, older_than_s=SETTLED_S, clock=later)
+        assert report.ended == "complete"
 
 
 def _janitor(ground: Ground) -> None:
@@ -164,7 +167,7 @@ ON_BUCKETS = [
     SAVE_TWO,
     Verb("reap", _reap, prepare=_throw_away, wait_s=DUE_S),
     Verb("drop a namespace", _drop),
-    Verb("gc", _gc, prepare=_make_waste, wait_s=DUE_S),
+    Verb("delete waste", _delete_waste, prepare=_make_waste, wait_s=DUE_S),
 ]
 VERBS = [
     *ON_BUCKETS,

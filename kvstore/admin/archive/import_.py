@@ -4,7 +4,7 @@ Nothing of a segment is visible before all of it is verified: names, headers, na
 checksum and, where there is a codec, that it decompresses. Order, per segment:
     1. verify     rank 0, in memory                          crash: nothing has happened
     2. claim      blocks that are stored already are left    crash: the claim expires
-    3. put        rank 0; then verify and put each other     crash: unreferenced payloads, found by gc
+    3. put        rank 0; then verify and put each other     crash: unreferenced payloads, found by fsck
     4. commit     every rank; the last makes it visible      crash: done, or as after 3
 So an import that was cut short, for whatever reason, is continued by running it again: segments that are
 there are skipped. They keep their ids, by which it knows them.

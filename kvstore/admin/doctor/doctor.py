@@ -20,7 +20,13 @@ from kvstore.admin.backends import Cache, Sources
 from kvstore.admin.described import fields_of
 from kvstore.admin.doctor.first_look import too_small
 from kvstore.admin.doctor.machine import check_disk, check_file_systems, check_redis, check_versions
-from kvstore.admin.doctor.maintenance import check_contents, check_maintenance, check_quotas, check_sketch
+from kvstore.admin.doctor.maintenance import (
+    check_contents,
+    check_maintenance,
+    check_quotas,
+    check_sketch,
+    check_writers,
+)
 from kvstore.admin.doctor.payloads import (
     check_access,
     check_bucket,
@@ -30,7 +36,6 @@ from kvstore.admin.doctor.payloads import (
 )
 from kvstore.admin.doctor.reports import Check, CheckState, DoctorReport
 from kvstore.admin.doctor.signing import check_signatures, check_signing
-from kvstore.admin.doctor.writers import check_writers
 from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.errors import (
     CapacityExceeded,

@@ -1,5 +1,5 @@
-"""The doctor's checks of whether the cache is kept in bounds: quotas, the trash, the janitor, and the sketch
-of what has been asked for before."""
+"""The doctor's checks of whether the cache is kept in bounds: quotas, the trash, the janitor, the sketch of
+what has been asked for before, and the writers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ _FULL_SHARE = 0.27
 _MARK_BITS = 3
 #: Bytes of sketch per block for one false positive in a hundred.
 _SKETCH_BYTES_PER_BLOCK = 2
+#: Writers that are named, the latest first.
+_NAMED = 5
 
 
 def check_contents(cache: Cache) -> Iterator[Check]:
@@ -42,7 +44,7 @@ def check_contents(cache: Cache) -> Iterator[Check]:
             name="contents",
             state="warning",
             found=f"the index names nothing, but payloads are stored, such as {stored}",
-            advice="if the index was lost, `cache-admin rebuild` makes it anew from the payloads",
+            advice="if the index was lost, `cache-admin rebuild --apply` makes it anew from the payloads",
         )
 
 
@@ -117,7 +119,8 @@ def check_maintenance(cache: Cache, clock: Callable[[], float]) -> Iterator[Chec
         f"{_OVERDUE_S / 60:.0f} minutes, such as in namespace {late[0].namespace}",
         advice="it may not be able to delete payloads: see its log"
         if janitor
-        else "their payloads take up room: run `cache-admin serve`, or `cache-admin gc --apply` once",
+        else "their payloads take up room: run `cache-admin serve`, or once "
+        "`cache-admin fsck --list --apply`",
     )
 
 
@@ -155,3 +158,26 @@ def check_sketch(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
 def _share(index: FullIndex, account: Account, now_s: float, window_s: float, sketch_bytes: int) -> float:
     bits = index.sketch_bits(account.namespace, now_s=now_s, window_s=window_s, sketch_bytes=sketch_bytes)
     return bits / (8 * sketch_bytes)
+
+
+def check_writers(cache: Cache) -> Iterator[Check]:
+    """Checks for writers that have failed or are disputed (kvstore.index.verdicts)."""
+    if cache.index is None:
+        return
+    accounts = sorted(cache.index.accounts(), key=lambda account: account.seen_s, reverse=True)
+    names = [account.namespace for account in accounts[:_LOOKED_AT]]
+    judged = [one for name in names for one in cache.index.verdicts(name).items()]
+    bad = sorted((v.at_s, v.state, w.hex(), v.name) for w, v in judged if v.state != "proven")
+    if not bad:
+        if judged:
+            yield Check(name="writers", state="ok", found=f"{len(judged)} starts of engines were compared")
+        return
+    shown = ", ".join(f"{name or writer} ({state})" for _, state, writer, name in reversed(bad[-_NAMED:]))
+    more = f", and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+    yield Check(
+        name="writers",
+        state="warning",
+        found=f"what these starts of engines have stored is not what others compute: {shown}{more}",
+        advice="look at those engines' weights, accelerators and versions, and restart them; a single engine "
+        "that disputes all others is wrong itself (runbook KVStoreWriterFailed)",
+    )

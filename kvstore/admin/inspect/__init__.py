@@ -1,1 +1,1 @@
-"""Verbs that look: status, ls, namespaces, show, stats, top, du, events."""
+"""Verbs that look: status, ls, namespaces, show, stats, top, events."""

@@ -272,37 +272,6 @@ class AskedStatus(StatusReport):
     top: TopReport | None
 
 
-#: `visible`, `incomplete`, `bygone` (invalidated) and `trash` are states in the index. `orphan`: a stray
-#: payload, which the index doesn't know. `foreign`: an object that is no payload of this store.
-PayloadState = Literal["visible", "incomplete", "bygone", "trash", "orphan", "foreign"]
-
-
-class DuLine(StrictModel):
-    """Payloads of one namespace in one state."""
-
-    #: Empty for foreign objects.
-    namespace: str
-    #: Empty if the index doesn't know the namespace.
-    model: str
-    state: PayloadState
-    payloads: int
-    stored_bytes: int
-    oldest_s: float
-    newest_s: float
-
-
-class DuReport(StrictModel):
-    """`cache-admin du`: the payloads that the payload store itself lists, whatever the index says."""
-
-    at_s: float
-    payloads: int = Field(description="{stored_bytes} in {:payload}")
-    stored_bytes: int = Field(title="")
-    lines: tuple[DuLine, ...]
-    #: The amount that is visible according to the index.
-    indexed: Amount = Field(title="index", description="{} visible")
-    seconds: float
-
-
 class EventLine(StrictModel):
     """Something that changed what can be matched."""
 

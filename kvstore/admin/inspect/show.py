@@ -1,4 +1,5 @@
-"""show: prints one namespace, one segment or one payload, and whether index and payload agree.
+"""ls: the segments that the index lists. show: prints one namespace, one segment or one payload, and whether
+index and payload agree.
 
 A payload explains itself (its header names its namespace, segment, ranks and slots), so a payload
 that the index has forgotten, or whose index is down, can be shown as well.
@@ -6,8 +7,9 @@ that the index has forgotten, or whose index is down, can be shown as well.
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
@@ -18,7 +20,15 @@ from kvstore.admin.backends import Cache, UnknownName
 from kvstore.admin.counting import summary_of_segment
 from kvstore.admin.described import described
 from kvstore.admin.inspect.namespaces import namespace
-from kvstore.admin.inspect.reports import NamespaceReport, PartReport, SegmentReport, SlotReport
+from kvstore.admin.inspect.reports import (
+    ListReport,
+    NamespaceReport,
+    PartReport,
+    SegmentReport,
+    SlotReport,
+    SortKey,
+)
+from kvstore.admin.reports import SegmentSummary
 from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload
 from kvstore.format import segment as codec
 from kvstore.index.maintenance import Listing
@@ -31,6 +41,11 @@ from schemas.base import redact
 _HEX = re.compile(r"[0-9a-f]{1,16}")
 #: The most candidates that are named when a prefix is ambiguous.
 _CANDIDATES = 6
+_ORDER: dict[SortKey, Callable[[SegmentSummary], tuple[float, float]]] = {
+    "last-use": lambda line: (line.last_use_s, line.created_s),
+    "created": lambda line: (line.created_s, line.last_use_s),
+    "bytes": lambda line: (line.stored_bytes, line.last_use_s),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,3 +312,28 @@ def _check(stored: memoryview, header: codec.Header, number: int, size: int, mos
     except CorruptPayload:
         return "bad"
     return "ok"
+
+
+def ls(cache: Cache, prefix: str | None, *, limit: int, sort: SortKey, now_s: float) -> ListReport:
+    """Returns the `limit` (0: all) most recent or largest segments, of one namespace or of all.
+
+    Holds no more than `limit` of them at once. Raises UnknownName and what the index raises.
+    """
+    chosen = None if prefix is None else cache.namespace(prefix)
+    found = 0
+
+    def counted() -> Iterator[SegmentSummary]:
+        nonlocal found
+        for name in cache.namespaces() if chosen is None else [chosen]:
+            for listing in cache.segments(name):
+                found += 1
+                yield summary_of_segment(name, listing)
+
+    order = _ORDER[sort]
+    if limit:
+        segments = heapq.nlargest(limit, counted(), key=order)
+    else:
+        segments = sorted(counted(), key=order, reverse=True)
+    return ListReport(
+        at_s=now_s, namespace=chosen, sort=sort, limit=limit, found=found, segments=tuple(segments)
+    )

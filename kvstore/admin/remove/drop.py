@@ -56,7 +56,7 @@ def drop(
             removal.reap_early()
         removal.reap()
         if now:
-            # A younger payload may still be committed; if it isn't, gc finds it.
+            # A younger payload may still be committed; if it isn't, fsck finds it.
             removal.delete_strays(clock() - SETTLED_S)
         state = removal.forget()
     return DropReport(

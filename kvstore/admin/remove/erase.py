@@ -10,7 +10,7 @@ Order, so that a run that is cut off anywhere is finished by the next one:
     4. refuse    the same beside the payloads, for an       crash: the same as before
                  index that gets lost
     5. delete    payloads, at once: an erasure outranks     crash: what is in the trash is deleted by
-                 loads under way, which find nothing               whoever tends the cache, the rest by gc
+                 loads under way, which find nothing               whoever tends the cache, the rest by fsck
                  and compute
     6. look      at all that is stored once more            crash: nothing is proved
     7. forget    a tenant's namespaces, with their journals crash: empty namespaces
@@ -41,7 +41,7 @@ from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.admin.remove.looks import LookForSalt, former_versions, header_at, unasked_versions
 from kvstore.admin.remove.removal import NamespaceRemoval
 from kvstore.admin.remove.reports import ErasedNamespace, EraseReport, EraseState, VersionsReport
-from kvstore.admin.repair.listing import Stock, take_stock
+from kvstore.admin.repair.survey import Stock, take_stock
 from kvstore.admin.reports import Amount, EndedEarly
 from kvstore.admin.selection import needed_index
 from kvstore.errors import KVStoreError
@@ -67,8 +67,9 @@ _UNREACHED = (
     "bucket, of Redis and of SQLite files. Nothing in them that was created before this erasure can be "
     "imported or rebuilt here",
     "buckets with soft delete: they keep deleted objects for a time, and no request of S3's tells of it",
-    "uploads that were never completed and temporary files of saves that died: `cache-admin gc --apply` "
-    "deletes them when they are an hour old; traces (`trace.folder`), which hold parts of digests",
+    "uploads that were never completed and temporary files of saves that died: "
+    "`cache-admin fsck --list --apply` deletes them when they are an hour old; "
+    "traces (`trace.folder`), which hold parts of digests",
 )
 _UNREACHED_OF_SALT = (
     "the journal, until its rings have moved on: digests and sizes of what went, names of requests; "
@@ -332,7 +333,7 @@ class _Erasure:
         if self.nobodys:
             found.append(
                 f"namespaces {among(self.nobodys)}: they have payloads, the index does not know them, and no "
-                "header says whose they are; `cache-admin gc --apply` deletes them"
+                "header says whose they are; `cache-admin fsck --list --apply` deletes them"
             )
         return found
 

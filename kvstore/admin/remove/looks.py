@@ -13,7 +13,7 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.counting import paged
 from kvstore.admin.progress import Silent
 from kvstore.admin.remove.reports import VersionsReport, VersionsState
-from kvstore.admin.repair.listing import Stock, StoredSegment, take_stock
+from kvstore.admin.repair.survey import Stock, StoredSegment, take_stock
 from kvstore.build import keeps_versions
 from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload
 from kvstore.format.segment import Header
@@ -75,7 +75,7 @@ class LookForSalt:
         return found
 
     def _hidden(self) -> Iterator[StoredSegment]:
-        stock = take_stock(self._cache.payloads, Silent(), f"{self._name}/").get(self._name, Stock())
+        stock = take_stock(self._cache.payloads, Silent(), [f"{self._name}/"]).get(self._name, Stock())
         for page in paged(stock.segments()):
             ids = [stored.segment for stored in page]
             states, listed = self._index.states(self._name, ids), self._index.get(self._name, ids)

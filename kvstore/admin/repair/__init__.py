@@ -1,1 +1,1 @@
-"""Verbs that bring index and payloads into agreement: fsck, gc, rebuild."""
+"""Verbs that bring index and payloads into agreement: fsck, rebuild."""

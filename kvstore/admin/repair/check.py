@@ -12,23 +12,21 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvstore.admin.backends import Cache
 from kvstore.admin.counting import PAGE, AmountSum, paged
 from kvstore.admin.patience import Patience
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.repair.entries import Blocks, collect, compare
-from kvstore.admin.repair.listing import Stock, StoredSegment, look_up
 from kvstore.admin.repair.reports import FaultKind
+from kvstore.admin.repair.survey import Stock, StoredSegment, look_up, surveyed
 from kvstore.errors import CorruptPayload, PayloadMissing, PermissionDenied, TransientError, UnreadablePayload
-from kvstore.format.keyring import Keyring
 from kvstore.index.maintenance import Entry, FullIndex, Listing, Usage
 from kvstore.keys import DIGEST_BYTES, Digest, NamespaceId, SegmentId, chain_like, split_digests
-from kvstore.payloads.port import PayloadStore
 from kvstore.rules.lateness import SETTLED_S, is_late
 from kvstore.threads.each import for_each
 from kvstore.verify.returning import Returns
 from kvstore.verify.segments import Whole, read_whole, verify_whole
 from schemas.records import SegmentRecord
-from schemas.settings import Settings
 
 Key = tuple[NamespaceId, FaultKind, SegmentId | None]
 
@@ -70,6 +68,8 @@ class Checked:
     dangling: int = 0
     stray_payloads: int = 0
     stray_bytes: int = 0
+    #: Stray segments that are no waste: they are valid, or it could not be judged whether they are.
+    spared: set[SegmentId] = field(default_factory=set)
 
     @property
     def bad_segments(self) -> int:
@@ -81,6 +81,8 @@ class Checked:
 class Depth:
     """How closely to look."""
 
+    #: Whether to list the payloads and ask the index what it knows of them, and compare nothing.
+    only_list: bool = False
     #: Whether to compare sizes alone.
     quick: bool = False
     #: Percentage of segments of which every byte is read.
@@ -100,8 +102,7 @@ class FaultySegment(Exception):
 
 
 def examine(
-    payloads: PayloadStore,
-    keyring: Keyring,
+    cache: Cache,
     namespace: NamespaceId,
     listing: Listing,
     stored: StoredSegment,
@@ -118,9 +119,9 @@ def examine(
         if quick:
             _sizes(record, stored)
             return None
-        whole = read_whole(payloads, keyring, namespace, segment, stored.sizes)
+        whole = read_whole(cache.payloads, cache.keyring, namespace, segment, stored.sizes)
         if read:
-            verify_whole(payloads, namespace, segment, whole)
+            verify_whole(cache.payloads, namespace, segment, whole)
         true = whole.record
         if true != record:
             raise FaultySegment("record", _difference(record, true))
@@ -165,18 +166,17 @@ def _difference(recorded: SegmentRecord, true: SegmentRecord) -> str:
 class IndexCheck:
     """Checks one namespace after the other. `lock` guards what the workers of one namespace share."""
 
+    cache: Cache
     index: FullIndex
-    payloads: PayloadStore
-    keyring: Keyring
-    settings: Settings
     returns: Returns
     depth: Depth
     progress: ProgressListener
     clock: Callable[[], float]
     draw: random.Random = field(default_factory=random.Random)
     #: Stray segments that were found to be unusable, by this check or by one before it, which may have read
-    #: more of them.
+    #: more of them; and, among them, those that may be good.
     unusable: set[SegmentId] = field(default_factory=set)
+    unjudged: set[SegmentId] = field(default_factory=set)
     patience: Patience = field(default_factory=Patience)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -198,14 +198,12 @@ class IndexCheck:
         """
         fresh = self.index.get(name, [listing.segment])[0]
         if fresh is None or (
-            bad.kind == "missing" and is_late(fresh.record, self.settings, lambda: self.index.now(name))
+            bad.kind == "missing" and is_late(fresh.record, self.cache.settings, lambda: self.index.now(name))
         ):
             return None
-        stored = look_up(self.payloads, name, listing.segment)
+        stored = look_up(self.cache.payloads, name, listing.segment)
         try:
-            return examine(
-                self.payloads, self.keyring, name, fresh, stored, quick=self.depth.quick, read=read
-            )
+            return examine(self.cache, name, fresh, stored, quick=self.depth.quick, read=read)
         except FaultySegment as exc:
             if self.index.get(name, [listing.segment])[0] is None:
                 return None
@@ -274,9 +272,7 @@ class _Run:
         try:
             try:
                 stored = self.stock.of(listing.segment)
-                whole = examine(
-                    check.payloads, check.keyring, self.name, listing, stored, quick=depth.quick, read=read
-                )
+                whole = examine(check.cache, self.name, listing, stored, quick=depth.quick, read=read)
             except FaultySegment as bad:
                 if self._vanished and bad.kind == "missing":
                     finding = FoundFault(self.name, "missing", str(bad), listing.segment)
@@ -300,21 +296,12 @@ class _Run:
     # Payloads that no visible record names
 
     def _unknown(self) -> None:
-        for page in paged(self.stock.besides(self._seen)):
-            states = self.check.index.states(self.name, [stored.segment for stored in page])
-            for stored, state in zip(page, states, strict=True):
-                if state is None:
-                    self._unlisted(stored)
-                elif state == "visible" and self._unreadable(stored.segment):
-                    self.found.findings.append(
-                        FoundFault(
-                            self.name,
-                            "record",
-                            "the index holds it, and can't list it",
-                            stored.segment,
-                            read=self._drawn(),
-                        )
-                    )
+        for stored, state in surveyed(self.check.index, self.name, self.stock.besides(self._seen)):
+            if state is None:
+                self._unlisted(stored)
+            elif state == "visible" and self._unreadable(stored.segment):
+                detail, read = "the index holds it, and can't list it", self._drawn()
+                self.found.findings.append(FoundFault(self.name, "record", detail, stored.segment, read=read))
 
     def _unreadable(self, segment: SegmentId) -> bool:
         """Whether a record exists and can't be read.
@@ -333,10 +320,11 @@ class _Run:
             return
         try:
             if not check.depth.quick and stored.segment not in check.unusable:
-                fresh = look_up(check.payloads, self.name, stored.segment)
-                whole = read_whole(check.payloads, check.keyring, self.name, stored.segment, fresh.sizes)
+                payloads, name, segment = check.cache.payloads, self.name, stored.segment
+                fresh = look_up(payloads, name, segment)
+                whole = read_whole(payloads, check.cache.keyring, name, segment, fresh.sizes)
                 if read := self._drawn():
-                    verify_whole(check.payloads, self.name, stored.segment, whole)
+                    verify_whole(payloads, name, segment, whole)
                 if check.returns.barred(self.name, stored.segment, whole.record) is not None:
                     raise CorruptPayload("it may not come back")
                 if check.index.states(self.name, [stored.segment])[0] is None:
@@ -344,12 +332,19 @@ class _Run:
                     self.found.findings.append(
                         FoundFault(self.name, "unlisted", detail, stored.segment, read=read)
                     )
+                self.found.spared.add(stored.segment)
                 check.patience.answered()
                 return
         except TransientError as exc:
             check.patience.unanswered(exc)
-        except (CorruptPayload, PermissionDenied, UnreadablePayload):
+            self.found.spared.add(stored.segment)
+        except CorruptPayload:
             check.unusable.add(stored.segment)
+        except (PermissionDenied, UnreadablePayload):
+            check.unusable.add(stored.segment)
+            check.unjudged.add(stored.segment)
+        if stored.segment in check.unjudged:
+            self.found.spared.add(stored.segment)
         self.found.stray_payloads += len(stored.sizes)
         self.found.stray_bytes += stored.nbytes
 

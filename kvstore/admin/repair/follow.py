@@ -26,9 +26,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.counting import AmountSum, paged
-from kvstore.admin.repair.listing import Stock, look_up, take_stock
 from kvstore.admin.repair.rebuild import Rebuild
 from kvstore.admin.repair.reports import FollowReport
+from kvstore.admin.repair.survey import Stock, look_up, take_stock
 from kvstore.errors import KVStoreError
 from kvstore.index.maintenance import Listing
 from kvstore.keys import NamespaceId, SegmentId, parse_payload_name
@@ -86,9 +86,9 @@ class PayloadFollower:
             run = self._rebuild()
             if not self._turns:
                 self._cache.record("rebuild", "follows the payloads")
-            stocks = take_stock(self._cache.payloads, self)
+            stocks = take_stock(self._cache.payloads, self, self._starts)
             self._problem = self._drop(stocks, run.returns)
-            run.commit(stocks, [name for name in sorted(stocks) if self._follows(name)])
+            run.commit(stocks, sorted(stocks))
             self._seen_s = began
         except KVStoreError as exc:
             self._problem = str(exc)
@@ -196,7 +196,7 @@ class PayloadFollower:
         return not self._starts or name.startswith(self._starts)
 
     def _rebuild(self) -> Rebuild:
-        return Rebuild(self._cache, self._cache.made_index(), self._jobs, False, self, self._clock)
+        return Rebuild(self._cache, self._cache.made_index(), self._jobs, True, self, self._clock)
 
     def _count(self, run: Rebuild) -> None:
         """Adds what was committed."""

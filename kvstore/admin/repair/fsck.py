@@ -1,6 +1,8 @@
-"""fsck: checks that what the index names exists, is what it says, and is found. `gc` is about the reverse.
+"""fsck: what the payload store holds beside what the index says, from both sides.
 
-check        the checks
+survey       the payloads page by page, with what the index knows of them
+waste        what is held, and what nobody needs
+check        that what the index names exists, is what it says, and is found
 entries      the comparison of blocks with entries
 repair       the repairs
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvstore.admin.backends import Cache, Refused, UnknownName
@@ -18,14 +20,24 @@ from kvstore.admin.described import described
 from kvstore.admin.operators import among
 from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.admin.repair.check import Checked, Depth, FoundFault, IndexCheck, Key, is_vanished
-from kvstore.admin.repair.listing import Stock, take_stock
 from kvstore.admin.repair.repair import Repairs
-from kvstore.admin.repair.reports import FAULT_KINDS, CheckedNamespace, Fault, FaultCount, FsckReport, Mended
+from kvstore.admin.repair.reports import (
+    FAULT_KINDS,
+    CheckedNamespace,
+    Fault,
+    FaultCount,
+    FsckReport,
+    Held,
+    Mended,
+)
+from kvstore.admin.repair.survey import Stock, take_stock
+from kvstore.admin.repair.waste import Waste
 from kvstore.admin.reports import NAMED, Ended
 from kvstore.admin.selection import chosen, needed_index
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.maintenance import FullIndex
 from kvstore.keys import NamespaceId, SegmentId
+from kvstore.rules.lateness import SETTLED_S
 from kvstore.verify.returning import Returns
 from schemas.base import redact
 
@@ -41,72 +53,108 @@ def fsck(
     prefixes: Sequence[str] = (),
     *,
     depth: Depth | None = None,
-    repair: bool = False,
+    apply: bool = False,
+    older_than_s: float = 3600.0,
     force: bool = False,
     progress: ProgressListener | None = None,
     clock: Callable[[], float] = time.time,
     seed: int | None = None,
 ) -> FsckReport:
-    """Checks the namespaces whose ids start with one of `prefixes`, or all, and with `repair` repairs them.
+    """Lists and checks the namespaces whose ids start with one of `prefixes`, or all. With `apply` repairs
+    them, and deletes waste of at least the age `older_than_s`.
 
-    Ctrl-C and a backend that does not answer end it: the report says so, and repairs done until then stay.
-    Raises UnknownName, Refused without an index, and, with `repair` and without `force`, Refused if so much
-    is missing that the payload store is more likely to be the wrong one.
+    Ctrl-C and a backend that does not answer end it: the report says so, and what was done until then stays.
+    Raises UnknownName, Refused without an index, and, with `apply` and without `force`, Refused if so much
+    is missing that the payload store is more likely to be the wrong one; where payloads are only listed, if
+    the index looks as if it had been lost. After a check waste stays in that case, and the report says so.
+    Raises ValueError if `older_than_s` is too short.
     """
-    index = needed_index(cache)
-    run = _Fsck(cache, index, tuple(prefixes), depth or Depth(), progress or Silent(), clock)
+    if older_than_s < SETTLED_S:
+        raise ValueError(
+            f"older_than_s = {older_than_s:g}: what is younger than {SETTLED_S:g} s may still be saved"
+        )
+    depth = depth or Depth()
+    if apply or not depth.only_list:
+        needed_index(cache)
+    run = _Fsck(cache, tuple(prefixes), depth, older_than_s, progress or Silent(), clock)
     if seed is not None:
         run.draw = random.Random(seed)
     began = time.monotonic()
     try:
-        run.all(repair=repair, force=force)
+        run.all(apply=apply, force=force)
     except KeyboardInterrupt:
         run.ended, run.problem = "cancelled", "cancelled"
     except (Refused, UnknownName):
         raise
     except KVStoreError as exc:
         run.ended, run.problem = "failed", str(exc)
-    return run.report(repair=repair, seconds=time.monotonic() - began)
+    return run.report(applied=apply, seconds=time.monotonic() - began)
 
 
 @dataclass
 class _Fsck:
     cache: Cache
-    index: FullIndex
     prefixes: tuple[str, ...]
     depth: Depth
+    older_than_s: float
     progress: ProgressListener
     clock: Callable[[], float]
     draw: random.Random = field(default_factory=random.Random)
     unusable: set[SegmentId] = field(default_factory=set)
+    unjudged: set[SegmentId] = field(default_factory=set)
     texts: dict[NamespaceId, str] = field(default_factory=dict)
     ended: Ended = "complete"
     problem: str = ""
     remaining: int | None = None
+    #: The first listing's sums; the last one's waste, which is deleted.
+    held: Held | None = None
+    waste: Waste | None = None
     #: Results of the first check.
     checked: dict[NamespaceId, Checked] = field(default_factory=dict)
     #: The latest outcome of each fault.
     outcomes: dict[Key, tuple[FoundFault, Mended]] = field(default_factory=dict)
 
-    def all(self, *, repair: bool, force: bool) -> None:
-        self._check(self.depth, self.checked)
+    def all(self, *, apply: bool, force: bool) -> None:
+        waste = self._look(self.depth, self.checked)
+        forced = ", by force" if force else ""
+        old = f"delete what nobody needs for {self.older_than_s:.0f} s"
+        if self.depth.only_list:
+            self.problem = waste.problem
+            if apply:
+                if (lost := waste.doubt()) and not force:
+                    raise Refused(lost)
+                self.cache.record("fsck", f"{old}{forced}")
+                self._delete(waste)
+            return
         findings = _findings(self.checked)
         doubt = self._doubt()
-        if not repair:
+        if not apply:
             self.problem = doubt
             return
         if doubt and not force:
             raise Refused(f"{doubt}; --force repairs all the same")
         self.remaining = len(findings)
-        forced = ", by force" if force else ""
-        self.cache.record("fsck", f"repair {len(findings)} faults in {among(self.checked)}{forced}")
+        what = f"repair {len(findings)} faults in {among(self.checked)}"
+        self.cache.record("fsck", f"{what}, {old}{forced}")
+        waste = self._repair(findings, waste)
+        if (lost := waste.doubt()) and not force:
+            self.problem = lost
+        else:
+            self._delete(waste)
+
+    def _delete(self, waste: Waste) -> None:
+        before, waste.problem = waste.problem, ""
+        waste.delete()
+        self.problem = waste.problem or (before if self.depth.only_list else "")
+
+    def _repair(self, findings: list[FoundFault], waste: Waste) -> Waste:
+        """Repairs and checks, and returns the waste after that."""
+        index = needed_index(self.cache)
         for _ in range(_ROUNDS):
             repairs = Repairs(
-                self.index,
-                self.cache.payloads,
-                self.cache.keyring,
-                self.cache.settings,
-                Returns(self.index, self.cache.evidence),
+                self.cache,
+                index,
+                Returns(index, self.cache.evidence),
                 self.progress,
                 self.clock,
                 self.depth.jobs,
@@ -116,39 +164,67 @@ class _Fsck:
             repairs.all(findings)
             repairs.reconcile(self.checked)
             if all(finding.kind == "unreadable" for finding in findings):
-                return
+                break
             after: dict[NamespaceId, Checked] = {}
             # No byte is read again: the first check has read what was drawn, and a repair what it commits.
-            self._check(replace(self.depth, percent=0.0), after)
+            waste = self._look(replace(self.depth, percent=0.0), after)
             findings = _findings(after)
             self.remaining = len(findings)
+        return waste
 
-    def _check(self, depth: Depth, into: dict[NamespaceId, Checked]) -> None:
+    def _look(self, depth: Depth, into: dict[NamespaceId, Checked]) -> Waste:
+        """Lists the payloads, finds waste, and checks what the index names."""
+        cache, index = self.cache, self.cache.index
+        # The index is read first: a segment that is committed later is in the listing, or is looked at again.
+        self.texts = cache.namespaces()
+        accounts = cache.accounts()
+        stocks = take_stock(cache.payloads, self.progress, [prefix.lower() for prefix in self.prefixes])
+        known = {*self.texts, *(account.namespace for account in accounts), *stocks}
+        names = chosen(self.prefixes, known)
+        self.waste = waste = Waste(
+            cache, index, self.older_than_s, self.progress, self.clock, everything=not self.prefixes
+        )
+        waste.look(names, self.texts, accounts, stocks)
+        self.held = self.held or waste.held
+        if index is not None and not depth.only_list:
+            damaged = {account.namespace: account.problem for account in accounts}
+            self._check(index, depth, names, stocks, damaged, into)
+            for name, found in into.items():
+                waste.spare(name, found.spared)
+        return waste
+
+    def _check(
+        self,
+        index: FullIndex,
+        depth: Depth,
+        names: Sequence[NamespaceId],
+        stocks: Mapping[NamespaceId, Stock],
+        damaged: Mapping[NamespaceId, str],
+        into: dict[NamespaceId, Checked],
+    ) -> None:
         cache = self.cache
         check = IndexCheck(
-            self.index,
-            cache.payloads,
-            cache.keyring,
-            cache.settings,
-            Returns(self.index, cache.evidence),
+            cache,
+            index,
+            Returns(index, cache.evidence),
             depth,
             self.progress,
             self.clock,
             self.draw,
             self.unusable,
+            self.unjudged,
         )
-        # The index is read first: a segment that is committed later is in the listing, or is looked at again.
-        self.texts = self.index.namespaces()
-        damaged = {account.namespace: account.problem for account in self.index.accounts()}
-        stocks = take_stock(cache.payloads, self.progress)
-        for name in chosen(self.prefixes, [*{*self.texts, *stocks}]):
+        for name in names:
+            if name not in self.texts and name not in stocks:
+                continue
             into[name] = found = Checked()
-            problem = damaged.get(name, "")
+            problem, stock = damaged.get(name, ""), stocks.get(name) or Stock()
             try:
-                check.namespace(name, stocks.get(name) or Stock(), found)
+                check.namespace(name, stock, found)
             except DamagedIndex as exc:
                 # The others are checked; `reconcile`, which repairs accounts, puts this right first.
                 problem = problem or str(exc)
+                found.spared.update(stored.segment for stored in stock.segments())
             if problem:
                 found.findings.append(FoundFault(name, "accounts", problem))
 
@@ -167,18 +243,20 @@ class _Fsck:
             )
         return ""
 
-    def report(self, *, repair: bool, seconds: float) -> FsckReport:
+    def report(self, *, applied: bool, seconds: float) -> FsckReport:
         found: dict[Key, tuple[FoundFault, Mended]] = {}
         for finding in _findings(self.checked):
             found[finding.key] = (finding, "none")
         faults = [_fault(finding, mended) for finding, mended in (found | self.outcomes).values()]
         return FsckReport(
             at_s=self.clock(),
-            repair=repair,
-            quick=self.depth.quick,
+            applied=applied,
+            depth="list" if self.depth.only_list else "quick" if self.depth.quick else "headers",
             read_data_percent=self.depth.percent,
             ended=self.ended,
             problem=self.problem,
+            held=self.held,
+            waste=self.waste.report if self.waste is not None else None,
             namespaces=tuple(self._namespace(name, each) for name, each in self.checked.items()),
             counts=tuple(_counts(faults)),
             faults=tuple(faults[:NAMED]),

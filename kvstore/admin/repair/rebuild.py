@@ -18,14 +18,14 @@ from functools import partial
 from math import inf
 
 from kvstore.admin.backends import Cache, UnknownName
-from kvstore.admin.counting import AmountSum, LeftOut, paged
+from kvstore.admin.counting import AmountSum, LeftOut
 from kvstore.admin.described import described
 from kvstore.admin.operators import among
 from kvstore.admin.patience import Patience
 from kvstore.admin.progress import ProgressListener, Silent
-from kvstore.admin.repair.listing import Stock, StoredSegment, take_stock
 from kvstore.admin.repair.recommit import recommit
 from kvstore.admin.repair.reports import RebuildReport, RebuiltNamespace
+from kvstore.admin.repair.survey import Stock, StoredSegment, surveyed, take_stock
 from kvstore.admin.reports import Ended
 from kvstore.admin.selection import chosen
 from kvstore.errors import (
@@ -49,19 +49,20 @@ def rebuild(
     cache: Cache,
     prefixes: Sequence[str] = (),
     *,
-    dry_run: bool = False,
+    apply: bool = False,
     jobs: int = 8,
     progress: ProgressListener | None = None,
     clock: Callable[[], float] = time.time,
 ) -> RebuildReport:
-    """Commits every segment that has all its payloads and that the index does not know.
+    """Commits every segment that has all its payloads and that the index does not know; without `apply`
+    reads their headers and only says so.
 
     These are segments of the namespaces whose ids start with one of `prefixes`, or of all. Creates the index
     if there is none. Ctrl-C and a backend that does not answer end it: the report says so, and what was
     committed until then stays. Raises UnknownName.
     """
-    index = cache.index if dry_run else cache.made_index()
-    run = Rebuild(cache, index, jobs, dry_run, progress or Silent(), clock)
+    index = cache.made_index() if apply else cache.index
+    run = Rebuild(cache, index, jobs, apply, progress or Silent(), clock)
     began = time.monotonic()
     try:
         run.all(prefixes)
@@ -73,7 +74,7 @@ def rebuild(
         run.ended, run.problem = "failed", str(exc)
     return RebuildReport(
         at_s=clock(),
-        dry_run=dry_run,
+        applied=apply,
         ended=run.ended,
         problem=run.problem,
         namespaces=tuple(space.report(name) for name, space in run.spaces.items()),
@@ -99,19 +100,7 @@ class _Space:
     unreadable: int = 0
 
     def report(self, name: NamespaceId) -> RebuiltNamespace:
-        return RebuiltNamespace(
-            id=name,
-            model=self.model,
-            stored=self.stored,
-            known=self.known,
-            listed=self.listed.amount,
-            incomplete=self.incomplete,
-            unusable=self.unusable,
-            refused=self.refused,
-            erased=self.erased,
-            unsigned=self.unsigned,
-            unreadable=self.unreadable,
-        )
+        return RebuiltNamespace(id=name, **(vars(self) | {"listed": self.listed.amount}))
 
 
 @dataclass
@@ -121,7 +110,7 @@ class Rebuild:
     cache: Cache
     index: FullIndex | None
     jobs: int
-    dry_run: bool
+    apply: bool
     progress: ProgressListener
     clock: Callable[[], float]
     ended: Ended = "complete"
@@ -140,9 +129,9 @@ class Rebuild:
 
     def all(self, prefixes: Sequence[str]) -> None:
         """Rebuilds every namespace that has payloads."""
-        stocks = take_stock(self.cache.payloads, self.progress)
+        stocks = take_stock(self.cache.payloads, self.progress, [prefix.lower() for prefix in prefixes])
         names = chosen(prefixes, stocks)
-        if names and not self.dry_run:
+        if names and self.apply:
             self.cache.record("rebuild", f"from the payloads of {among(names)}")
         self.commit(stocks, names)
 
@@ -158,17 +147,14 @@ class Rebuild:
     def _unknown(self, name: NamespaceId, stock: Stock) -> Iterator[StoredSegment]:
         """Yields segments that the index does not know, or knows as incomplete."""
         space = self.spaces[name]
-        for page in paged(stock.segments()):
-            segments = [stored.segment for stored in page]
-            states = self.index.states(name, segments) if self.index is not None else [None] * len(page)
-            for stored, state in zip(page, states, strict=True):
-                with self._lock:
-                    space.stored += 1
-                    if state is not None and state != "incomplete":
-                        space.known += 1
-                        self.progress.advance(stored.nbytes)
-                        continue
-                yield stored
+        for stored, state in surveyed(self.index, name, stock.segments()):
+            with self._lock:
+                space.stored += 1
+                if state is not None and state != "incomplete":
+                    space.known += 1
+                    self.progress.advance(stored.nbytes)
+                    continue
+            yield stored
 
     def _segment(self, name: NamespaceId, stored: StoredSegment) -> None:
         space = self.spaces[name]
@@ -176,17 +162,8 @@ class Rebuild:
             whole = read_whole(self.cache.payloads, self.cache.keyring, name, stored.segment, stored.sizes)
             self._patience.answered()
             state, barred = CommitState.VISIBLE, self.returns.barred(name, stored.segment, whole.record)
-            if not self.dry_run and barred is None:
-                assert self.index is not None, "made before"
-                state = recommit(
-                    self.index,
-                    self.cache.payloads,
-                    self.cache.settings,
-                    stored.segment,
-                    whole,
-                    self.returns,
-                    self.clock(),
-                )
+            if self.apply and barred is None:
+                state = recommit(self.cache, stored.segment, whole, self.returns, self.clock())
         except PayloadMissing as exc:
             self._leave(name, stored, exc)
             with self._lock:

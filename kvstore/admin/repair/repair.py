@@ -19,22 +19,20 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvstore.admin.backends import Cache
 from kvstore.admin.counting import paged
 from kvstore.admin.progress import ProgressListener
 from kvstore.admin.repair.check import FaultySegment, FoundFault, Key, examine
-from kvstore.admin.repair.listing import look_up
 from kvstore.admin.repair.recommit import recommit
 from kvstore.admin.repair.reports import FaultKind, Mended
+from kvstore.admin.repair.survey import look_up
 from kvstore.errors import CorruptPayload, PermissionDenied, UnreadablePayload
-from kvstore.format.keyring import Keyring
 from kvstore.index.maintenance import FullIndex, Listing
 from kvstore.index.port import CommitState
 from kvstore.keys import NamespaceId, SegmentId
-from kvstore.payloads.port import PayloadStore
 from kvstore.threads.each import for_each
 from kvstore.verify.returning import Returns
 from kvstore.verify.segments import Whole, read_whole, verify_whole
-from schemas.settings import Settings
 
 #: The order of repairs: a segment that is evicted or committed again changes what entries should say.
 _ORDER: tuple[tuple[FaultKind, ...], ...] = (
@@ -49,10 +47,8 @@ _ORDER: tuple[tuple[FaultKind, ...], ...] = (
 class Repairs:
     """Repairs found faults with `jobs` threads. `_lock` guards the outcomes."""
 
+    cache: Cache
     index: FullIndex
-    payloads: PayloadStore
-    keyring: Keyring
-    settings: Settings
     returns: Returns
     progress: ProgressListener
     clock: Callable[[], float]
@@ -103,18 +99,18 @@ class Repairs:
 
     def _segment(self, finding: FoundFault, name: NamespaceId, segment: SegmentId) -> Mended:
         listing = self.index.get(name, [segment])[0]
-        stored = look_up(self.payloads, name, segment)
+        stored = look_up(self.cache.payloads, name, segment)
         if listing is None:
             return self._unseen(name, segment, read=finding.read)
         try:
-            whole = examine(self.payloads, self.keyring, name, listing, stored, read=finding.read)
+            whole = examine(self.cache, name, listing, stored, read=finding.read)
         except FaultySegment as bad:
             if bad.kind == "record":
-                whole = read_whole(self.payloads, self.keyring, name, segment, stored.sizes)
+                whole = read_whole(self.cache.payloads, self.cache.keyring, name, segment, stored.sizes)
                 return self._relist(listing, name, whole)
             if bad.kind == "unreadable":
                 return "failed"
-            after = self.clock() + self.settings.grace_s
+            after = self.clock() + self.cache.settings.grace_s
             self.index.evict(name, [segment], delete_after_s=after, rule="repair")
             return "evicted"
         assert whole is not None, "headers were read"
@@ -127,15 +123,15 @@ class Repairs:
         state = self.index.states(name, [segment])[0]
         if state in ("trash", "bygone"):
             return "none"
-        sizes = look_up(self.payloads, name, segment).sizes
+        sizes = look_up(self.cache.payloads, name, segment).sizes
         try:
-            whole = read_whole(self.payloads, self.keyring, name, segment, sizes)
+            whole = read_whole(self.cache.payloads, self.cache.keyring, name, segment, sizes)
             if read:
-                verify_whole(self.payloads, name, segment, whole)
+                verify_whole(self.cache.payloads, name, segment, whole)
         except CorruptPayload:
             self.unusable.add(segment)
             if state == "visible":
-                # Neither the record nor the payloads can be used: `gc` deletes the payloads.
+                # Neither the record nor the payloads can be used: the payloads are waste.
                 self.index.unlist(name, [segment])
                 return "evicted"
             raise
@@ -161,5 +157,5 @@ class Repairs:
 
     def _commit(self, segment: SegmentId, whole: Whole) -> Mended | None:
         now = self.clock()
-        state = recommit(self.index, self.payloads, self.settings, segment, whole, self.returns, now)
+        state = recommit(self.cache, segment, whole, self.returns, now)
         return "listed" if state is CommitState.VISIBLE else None

@@ -1,4 +1,4 @@
-"""Reports of fsck, gc and rebuild. The rules are those of kvstore.admin.reports."""
+"""Reports of fsck and rebuild. The rules are those of kvstore.admin.reports."""
 
 from __future__ import annotations
 
@@ -62,41 +62,12 @@ class CheckedNamespace(StrictModel):
     checked: Amount
     #: The part of it of which every byte was read.
     verified: Amount = Field(Amount(), title="verified")
-    #: Entries in the index, and how many of them dangle: those are misses, and `gc` sweeps them.
+    #: Entries in the index, and how many of them dangle: those are misses, and --apply sweeps them.
     entries: int
     dangling: int = 0
-    #: Stray payloads that can't be used; `gc` deletes them.
+    #: Stray payloads that can't be used: waste, from a certain age on.
     leftover_payloads: int = Field(0, title="leftovers")
     leftover_bytes: int = Field(0, title="size")
-
-
-class FsckReport(StrictModel):
-    """`cache-admin fsck`; without `repair` nothing was changed."""
-
-    at_s: float
-    repair: bool
-    quick: bool
-    read_data_percent: float
-    ended: Ended
-    problem: str
-    namespaces: tuple[CheckedNamespace, ...]
-    #: One for each kind that there are faults of.
-    counts: tuple[FaultCount, ...]
-    #: The first faults.
-    faults: tuple[Fault, ...]
-    #: Faults that another check found after the repair; None if there was none.
-    remaining: int | None
-    seconds: float
-
-    @property
-    def found(self) -> int:
-        """The number of faults."""
-        return sum(count.faults for count in self.counts)
-
-    @property
-    def mended(self) -> int:
-        """The number of faults that were repaired."""
-        return sum(count.mended for count in self.counts)
 
 
 #: `probe`: the probe of a ping that never ended. `temporary`: a payload whose writer died. `upload`: parts of
@@ -120,8 +91,8 @@ class StrayCount(StrictModel):
     young: Counted = Field(Counted(), title="too young")
 
 
-class CollectedNamespace(StrictModel):
-    """The waste of one namespace, before `delete`."""
+class WastedNamespace(StrictModel):
+    """The waste of one namespace, before anything is deleted."""
 
     id: str
     #: "" if the index does not know the namespace.
@@ -134,7 +105,7 @@ class CollectedNamespace(StrictModel):
     due: int
     #: Invalidated segments that are not in the trash yet.
     bygone: int = Field(0, title="invalidated")
-    #: (With `delete`) Payloads deleted from the trash, segments put into it, entries swept, and whether the
+    #: (When applied) Payloads deleted from the trash, segments put into it, entries swept, and whether the
     #: accounts had to be corrected.
     reaped: int = 0
     drained: int = 0
@@ -142,15 +113,11 @@ class CollectedNamespace(StrictModel):
     corrected: bool = Field(False, title="accounts corrected")
 
 
-class GcReport(StrictModel):
-    """`cache-admin gc`; without `delete` nothing was changed."""
+class WasteReport(StrictModel):
+    """What nobody needs, and what was deleted of it."""
 
-    at_s: float
-    delete: bool = Field(title="")
     older_than_s: float = Field(title="")
-    ended: Ended
-    problem: str
-    namespaces: tuple[CollectedNamespace, ...]
+    namespaces: tuple[WastedNamespace, ...]
     strays: tuple[StrayCount, ...]
     #: Names of the first foreign objects, which are never touched.
     foreign: tuple[str, ...]
@@ -158,16 +125,77 @@ class GcReport(StrictModel):
     #: more, count as `left_out`.
     deleted: Counted = Field(title="")
     left_out: int = Field(0, title="left", description="{:object}: in use after all")
-    seconds: float
 
     @property
-    def waste(self) -> Counted:
+    def found(self) -> Counted:
         """The objects that are old enough to be deleted."""
         parts = [space.orphans for space in self.namespaces]
         parts += [stray.old for stray in self.strays if stray.kind != "foreign"]
         return Counted(
             objects=sum(part.objects for part in parts), stored_bytes=sum(part.stored_bytes for part in parts)
         )
+
+
+#: `visible`, `incomplete`, `bygone` (invalidated) and `trash` are states in the index. `orphan`: a stray
+#: payload, which the index doesn't know. `unknown`: the index can't say what it knows of this namespace.
+PayloadState = Literal["visible", "incomplete", "bygone", "trash", "orphan", "unknown"]
+
+
+class HeldLine(StrictModel):
+    """Payloads of one namespace in one state."""
+
+    namespace: str
+    #: Empty if the index doesn't know the namespace.
+    model: str
+    state: PayloadState
+    payloads: int
+    stored_bytes: int
+    oldest_s: float
+    newest_s: float
+
+
+class Held(StrictModel):
+    """The payloads that the payload store itself lists, whatever the index says."""
+
+    payloads: int = Field(description="{stored_bytes} in {:payload}")
+    stored_bytes: int = Field(title="")
+    lines: tuple[HeldLine, ...]
+    #: The amount that is visible according to the index.
+    indexed: Amount = Field(title="index", description="{} visible")
+
+
+class FsckReport(StrictModel):
+    """`cache-admin fsck`; nothing was changed unless `applied`."""
+
+    at_s: float
+    applied: bool
+    #: `list`: payloads were listed, and nothing was compared with them. `quick`: sizes were. `headers`: so
+    #: were headers and entries.
+    depth: Literal["list", "quick", "headers"]
+    read_data_percent: float
+    ended: Ended
+    problem: str
+    #: Before anything was deleted. None where it ended before all was listed.
+    held: Held | None
+    waste: WasteReport | None
+    namespaces: tuple[CheckedNamespace, ...]
+    #: One for each kind that there are faults of.
+    counts: tuple[FaultCount, ...]
+    #: The first faults.
+    faults: tuple[Fault, ...]
+    #: Faults that another check found after the repair; None if there was none.
+    remaining: int | None
+    seconds: float
+
+    @property
+    def found(self) -> int:
+        """The number of faults."""
+        return sum(count.faults for count in self.counts)
+
+    @property
+    def mended(self) -> int:
+        """The number of faults that were repaired."""
+        return sum(count.mended for count in self.counts)
 
 
 class RebuiltNamespace(StrictModel):
@@ -197,10 +225,10 @@ class RebuiltNamespace(StrictModel):
 
 
 class RebuildReport(StrictModel):
-    """`cache-admin rebuild`; with `dry_run` nothing was changed."""
+    """`cache-admin rebuild`; nothing was changed unless `applied`."""
 
     at_s: float
-    dry_run: bool
+    applied: bool
     ended: Ended
     problem: str
     namespaces: tuple[RebuiltNamespace, ...]
@@ -211,7 +239,7 @@ class RebuildReport(StrictModel):
 
 
 class ReshardReport(StrictModel):
-    """`cache-admin reshard`; nothing was changed unless `applied`."""
+    """`cache-admin rebuild --shards`; nothing was changed unless `applied`."""
 
     at_s: float
     applied: bool

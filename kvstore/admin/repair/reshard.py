@@ -1,4 +1,4 @@
-"""reshard: brings a namespace from its shards into another number of them, while engines use it.
+"""rebuild --shards: brings a namespace from its shards into another number of them, while engines use it.
 
 How, and what is lost, stands in kvstore.index.sharding.resharding. Of two processes that do it to one
 namespace at a time the later one goes on, and the other one says so.
@@ -58,7 +58,7 @@ def reshard(
             ) from None
         if not account.left and account.shards != shards:
             _see_that_it_fits(index, account)
-        cache.record("reshard", f"{name}: {account.shards} -> {shards} shards")
+        cache.record("rebuild", f"{name}: {account.shards} -> {shards} shards")
         shows = progress or Silent()
         run = Resharding(
             index,

@@ -96,7 +96,7 @@ def _feed(
     try:
         # ZeroMQ is for this verb alone.
         from kvstore.admin.feed.feed import Choice, RouterFeed
-        from kvstore.admin.feed.metrics import metrics_of
+        from kvstore.admin.feed.reports import metrics_of
         from kvstore.admin.feed.sockets import Sockets
     except ImportError as exc:
         raise ConfigError(f"{exc.name} is not installed: the extra `feed` is pyzmq and msgspec") from exc

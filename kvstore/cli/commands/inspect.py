@@ -1,4 +1,4 @@
-"""status, ls, show, namespaces, du, events: what there is, and what becomes of it."""
+"""status, ls, show, namespaces, events: what there is, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from kvstore.admin.inspect import du, events, ls, namespaces, operations, show, stats, status
-from kvstore.admin.inspect.reports import SegmentReport, SortKey, StatsReport, StatusReport
-from kvstore.cli import progress
+from kvstore.admin.inspect import events, namespaces, operations, show, stats, status
+from kvstore.admin.inspect.reports import SortKey, StatsReport
 from kvstore.cli.call import Call, say
-from kvstore.cli.exits import ExitCode, of_report
+from kvstore.cli.exits import ExitCode
 from kvstore.cli.options import Namespace, one_of
 from kvstore.cli.tables import Renderables
 from kvstore.cli.text import inspect as inspect_text
@@ -117,7 +116,7 @@ def _trouble(exc: KVStoreError) -> None:
     "ls",
     section="See",
     examples=("cache-admin ls --sort bytes --limit 10", "cache-admin ls 8a74e0fa"),
-    see_also=("show", "status", "du"),
+    see_also=("show", "status", "fsck"),
 )
 def _ls(
     call: Call,
@@ -132,7 +131,7 @@ def _ls(
     """List segments: their size, age, last use and place in their chain."""
     key = cast("SortKey", one_of("--sort", sort, ("last-use", "created", "bytes")))
     with call.cache() as cache:
-        report = ls.ls(cache, namespace, limit=limit, sort=key, now_s=time.time())
+        report = show.ls(cache, namespace, limit=limit, sort=key, now_s=time.time())
     call.print(report, inspect_text.ls)
     if report.found > len(report.segments):
         say(f"{len(report.segments):,} of {report.found:,} segments; --limit 0 lists all")
@@ -256,34 +255,3 @@ def _events(
         newest = (50 if after is None else None) if limit is None else limit or None
         report = events.events(cache, namespace, after=after, limit=newest, now_s=time.time())
     call.print(report, inspect_text.events)
-
-
-@verb(
-    "du",
-    section="See",
-    examples=("cache-admin du", "cache-admin du --json | jq '.lines[] | select(.state == \"orphan\")'"),
-    see_also=("gc", "status", "fsck"),
-)
-def _du(call: Call, namespace: Namespace = None) -> None:
-    """Show what the payload store holds, by listing it, beside what the index says.
-
-    By namespace and state: visible; incomplete (some rank has not committed); bygone (invalidated); trash
-    (evicted, to be deleted); orphan (the index knows nothing of it; what is being saved this moment is one);
-    foreign (no payload of this store). A listing of a large bucket takes a while and costs requests.
-    """
-    with call.cache() as cache, progress.shown() as shows:
-        report = du.du(cache, namespace, time.time(), shows)
-    call.print(report)
-
-
-@of_report.register
-def _of_status(report: StatusReport) -> ExitCode:
-    down = "unreachable" in (report.index.state, report.payloads.state)
-    return ExitCode.UNREACHABLE if down else ExitCode.OK
-
-
-@of_report.register
-def _of_segment(report: SegmentReport) -> ExitCode:
-    if report.damaged:
-        return ExitCode.PROBLEMS
-    return ExitCode.UNREACHABLE if report.index.state == "unreachable" else ExitCode.OK

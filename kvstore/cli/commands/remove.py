@@ -242,7 +242,7 @@ def _drop(
         "cache-admin erase --salt-file salt.txt --apply",
         "vault read -field=salt users/4711 | cache-admin erase --salt-file - --apply --json",
     ),
-    see_also=("evict", "drop", "gc"),
+    see_also=("evict", "drop", "fsck"),
     exits=(ExitCode.PARTIAL,),
 )
 def _erase(

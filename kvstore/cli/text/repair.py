@@ -8,8 +8,8 @@ from kvstore.admin.repair.reports import (
     FAULTS,
     FollowReport,
     FsckReport,
-    GcReport,
     RebuildReport,
+    WasteReport,
 )
 from kvstore.cli.shown import rows, said, shown
 from kvstore.cli.tables import SHOWN, Column, Renderables, count, pair
@@ -18,9 +18,15 @@ _WIDTH = 12
 
 
 def fsck(report: FsckReport) -> Renderables:
-    """Yields what was looked at, what is wrong, what was done about it."""
-    yield rows(report.namespaces, report.at_s)
-    yield ""
+    """Yields what is held, what is waste, what is wrong, and what was done about it."""
+    if report.held is not None and report.waste is not None:
+        yield from shown(report.held, report.at_s, width=_WIDTH)
+        yield ""
+        yield from shown(report.waste, report.at_s, width=_WIDTH)
+        yield ""
+    if report.namespaces:
+        yield rows(report.namespaces, report.at_s)
+        yield ""
     if counts := report.counts:
         yield rows(counts, report.at_s, Column("meaning", [FAULTS[each.kind] for each in counts], wraps=True))
         yield ""
@@ -30,7 +36,13 @@ def fsck(report: FsckReport) -> Renderables:
         yield rows(some, report.at_s)
         yield ""
     yield pair("took", f"{report.seconds:.1f} s", width=_WIDTH)
-    yield pair("result", _verdict(report), width=_WIDTH)
+    if report.waste is not None:
+        if report.applied:
+            yield pair("deleted", said("", report.waste.deleted), width=_WIDTH)
+        else:
+            yield pair("waste", _wasted(report.waste, report), width=_WIDTH)
+    if report.depth != "list" or report.ended != "complete":
+        yield pair("result", _verdict(report), width=_WIDTH)
 
 
 def _verdict(report: FsckReport) -> Text:
@@ -38,7 +50,7 @@ def _verdict(report: FsckReport) -> Text:
         return Text(f"{report.ended}: {report.problem}", style="bold red")
     if not report.found:
         return Text("clean", style="green")
-    if not report.repair:
+    if not report.applied:
         return Text(
             f"{count(report.found, 'fault')}; `cache-admin fsck --apply` mends them", style="bold red"
         )
@@ -47,30 +59,20 @@ def _verdict(report: FsckReport) -> Text:
     return Text(f"{count(report.remaining, 'fault')} left after the repair", style="bold red")
 
 
-def gc(report: GcReport) -> Renderables:
-    """Yields what is waste, and what became of it."""
-    yield from shown(report, width=_WIDTH)
-    if report.delete:
-        yield pair("deleted", said("", report.deleted), width=_WIDTH)
-    else:
-        yield pair("waste", _wasted(report), width=_WIDTH)
-
-
-def _wasted(report: GcReport) -> str:
-    due = sum(space.due + space.bygone for space in report.namespaces)
-    found = [said("", report.waste)] if report.waste.objects else []
+def _wasted(waste: WasteReport, report: FsckReport) -> str:
+    due = sum(space.due + space.bygone for space in waste.namespaces)
+    found = [said("", waste.found)] if waste.found.objects else []
     if due:
         found.append(count(due, "evicted segment"))
     if not found:
         return "none" if report.ended == "complete" else "unknown"
-    return f"{' and '.join(found)}; `cache-admin gc --apply` removes it"
+    verb = "fsck --list --apply" if report.depth == "list" else "fsck --apply"
+    return f"{' and '.join(found)}; `cache-admin {verb}` removes it"
 
 
 def rebuild(report: RebuildReport) -> Renderables:
     """Yields what is in the index again, and what isn't."""
     yield from shown(report, width=_WIDTH)
-    if report.dry_run:
-        yield pair("rebuild", "nothing committed: a dry run", width=_WIDTH)
 
 
 def follow(report: FollowReport) -> Renderables:

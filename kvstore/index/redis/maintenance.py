@@ -143,7 +143,7 @@ class RedisMaintenance(RedisPart):
             scores = [real(score) for score in flat[1::2]]
             due = {one: score for one, score in zip(flat[::2], scores, strict=True) if score < after_s}
             segments = segment_ids(list(due))
-            # A score that is no time tells no number of ranks either; what `gc` finds are the others'.
+            # A score that is no time tells no number of ranks either; what `fsck` finds are the others'.
             found |= {one: round(due[one] % 1 * 256) if isfinite(due[one]) else 1 for one in segments}
             if strangers := set(due) - set(segments):
                 # They name no payload, and would count as evicted segments for good.

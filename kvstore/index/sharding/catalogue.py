@@ -38,7 +38,7 @@ _LOST = (
 
 _MOVING = (
     "a reshard brings namespace {0} into {1} shards and takes memory for both layouts; if no reshard runs, "
-    "run `cache-admin reshard {0} --shards {1} --apply`, which finishes it"
+    "run `cache-admin rebuild {0} --shards {1} --apply`, which finishes it"
 )
 
 _T = TypeVar("_T")

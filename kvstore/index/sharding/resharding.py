@@ -12,7 +12,7 @@ turned, it finishes that first. Of two at a time the later one puts its layout i
 which can't turn then; what that still writes lies in a layout that is nobody's.
 
 What is saved between the last look at a shard and the turn, or by a process that has not heard of that, is a
-miss later, and `gc` finds its payload as any that the index does not know. What sessions, sketches, ghosts
+miss later, and `fsck` finds its payload as any that the index does not know. What sessions, sketches, ghosts
 and journals alone remember is not brought over: owners, what was asked for once, totals, and positions of
 readers of events, who have a Gap.
 """

@@ -14,7 +14,7 @@ process's work is taken over, also after a restart. A failed upload is queued ag
 `queue_uploads`, after a pause that doubles; no payload is given up while the disk lives.
 
 A delete while the upload is under way removes the marker first. The upload finds it gone in step 6 and
-deletes what it has just put; killed in between, it leaves an object that nothing names (gc finds those).
+deletes what it has just put; killed in between, it leaves an object that nothing names (fsck finds those).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="routers decode with vLLM's types: make setup")
 
-from kvstore.admin.feed.metrics import _COUNTERS, _GAUGES
+from kvstore.admin.feed.reports import _COUNTERS, _GAUGES
 from tests.admin.conftest import BLOCKS_PER_SEGMENT, Admin, Filled
 from tests.admin.feed.router import Router
 from tests.servers.redis import end_process, spawn_tied

@@ -62,9 +62,8 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
     "quota": lambda filled, _: ["quota", "store", "--size", "1GiB", "--ttl", "30d", "--apply"],
     "drop": lambda filled, _: ["drop", filled.kv_id, "--now", "--apply"],
     "erase": lambda filled, _: ["erase", "--tenant", filled.kv.tenant, "--apply"],
-    "gc": lambda filled, _: ["gc", "--apply"],
     "fsck": lambda filled, _: ["fsck", "--apply"],
-    "rebuild": lambda filled, _: ["rebuild"],
+    "rebuild": lambda filled, _: ["rebuild", "--apply"],
     "import": archive,
     "warm": tiers,
     "sessions": a_session,
@@ -73,13 +72,13 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
 #: Verbs that change nothing of the cache's. `serve` is the janitor, whose name is at each event; doctor's
 #: probes are gone when it ends.
 HARMLESS = {
-    "status", "ls", "namespaces", "namespaces diff", "show", "du", "events",
+    "status", "ls", "namespaces", "namespaces diff", "show", "events",
     "explain", "advise", "doctor", "vllm-config", "export", "serve", "feed",
 }  # fmt: skip
 
 
 def test_every_verb_is_among_those_that_change_something_or_nothing() -> None:
-    said = {name.split()[0] for name in (*CHANGES, *HARMLESS)} | {"reshard"}
+    said = {name.split()[0] for name in (*CHANGES, *HARMLESS)}
     assert {each.name.split()[0] for each in VERBS} - said == set()
 
 
@@ -97,9 +96,9 @@ def test_what_was_done_has_a_name(filled: Filled, admin: Admin, verb: str) -> No
     assert f"anna  {verb}  {made[0]['what']}" in text
 
 
-@pytest.mark.parametrize("verb", ["evict", "pin", "quota", "drop", "erase", "gc", "fsck", "sessions"])
+@pytest.mark.parametrize("verb", ["evict", "pin", "quota", "drop", "erase", "fsck", "rebuild", "sessions"])
 def test_a_plan_is_nothing_that_was_done(filled: Filled, admin: Admin, verb: str) -> None:
-    words = [word for word in CHANGES[verb](filled, admin) if word not in ("--apply", "--repair")]
+    words = [word for word in CHANGES[verb](filled, admin) if word != "--apply"]
     assert admin(*words, *filled.options, env=ANNA).code == 0
     assert listed(admin, filled) == []
 
@@ -112,7 +111,7 @@ def test_unpin_is_recorded(filled: Filled, admin: Admin) -> None:
     assert (pin["verb"], unpin["verb"], unpin["what"]) == ("pin", "pin", f"remove {pin['what']}")
 
 
-@pytest.mark.parametrize("verb", ["evict", "drop", "erase", "quota", "gc", "pin", "sessions"])
+@pytest.mark.parametrize("verb", ["evict", "drop", "erase", "quota", "fsck", "pin", "sessions"])
 def test_what_cannot_be_recorded_is_not_done(
     filled: Filled, admin: Admin, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

@@ -576,8 +576,8 @@ def test_a_rebuild_refuses_and_counts_what_was_erased(world: Erasing) -> None:
         for name, data in zip(one.names, one.payloads, strict=True):
             world.objects.put(name, data)
     with world.cache() as cache:
-        for dry_run in (True, False):
-            report = rebuild(cache, dry_run=dry_run)
+        for apply in (False, True):
+            report = rebuild(cache, apply=apply)
             assert sum(space.erased for space in report.namespaces) == 5
             assert sum(space.refused for space in report.namespaces) == 5
             assert sum(space.listed.segments for space in report.namespaces) == 0

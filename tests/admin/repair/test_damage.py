@@ -30,9 +30,9 @@ NOW_S = 1_800_000_000.0
 ALL = Depth(percent=100.0, settled_s=0.0, jobs=4)
 
 
-def check(world: World, *, repair: bool = False) -> FsckReport:
+def check(world: World, *, apply: bool = False) -> FsckReport:
     with world.cache() as cache:
-        return fsck(cache, depth=ALL, repair=repair, force=True, clock=lambda: NOW_S)
+        return fsck(cache, depth=ALL, apply=apply, force=True, clock=lambda: NOW_S)
 
 
 def damage_and_mend(world: World, seed: int) -> None:
@@ -46,7 +46,7 @@ def damage_and_mend(world: World, seed: int) -> None:
     valid = world.valid()
     before = check(world)
     assert world.valid() == valid, "a check changes nothing"
-    mended = check(world, repair=True)
+    mended = check(world, apply=True)
     assert mended.ended == "complete", mended.problem
     assert mended.remaining == 0, list(check(world).faults)
     assert {count.kind for count in before.counts} <= {count.kind for count in mended.counts}
@@ -103,6 +103,6 @@ def test_one_kind_of_damage_many_times(tmp_path: Path, each: object) -> None:
     for _ in range(4):
         each(world, rng)  # type: ignore[operator]
     valid = world.valid()
-    assert check(world, repair=True).remaining == 0
+    assert check(world, apply=True).remaining == 0
     nothing_is_lost(world, valid)
     world.loads(complete=True)

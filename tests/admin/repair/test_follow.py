@@ -267,7 +267,7 @@ def following(regions: Regions, tmp_path: Path) -> Iterator[subprocess.Popen[str
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps(regions.there.settings))
     command = [
-        sys.executable, "-m", "kvstore.cli", "rebuild", "--settings", str(settings), "--follow",
+        sys.executable, "-m", "kvstore.cli", "rebuild", "--settings", str(settings), "--apply", "--follow",
         "--every", "0.2", "--listen", "127.0.0.1:0", "--notices", "-", "--json",
     ]  # fmt: skip
     process = subprocess.Popen(
@@ -301,5 +301,11 @@ def test_the_command_follows_until_it_is_stopped(regions: Regions, following: su
 
 def test_what_goes_with_following_only(admin: Admin, tmp_path: Path) -> None:
     options = ["--payloads", f"file://{tmp_path}"]
-    for words in (["--dry-run", "--follow"], ["--notices", "-"], ["--listen", "127.0.0.1:0"]):
+    for words in (
+        ["--follow"],
+        ["--shards", "2"],
+        ["--follow", "--apply", "--shards", "2"],
+        ["--notices", "-"],
+        ["--listen", "127.0.0.1:0"],
+    ):
         assert admin("rebuild", *words, *options).code == 2

@@ -112,11 +112,10 @@ def test_without_repair_nothing_changes(admin: Admin, world: World) -> None:
     assert files == {name: world.objects.get(name) for w in world.written for name in w.names}
 
 
-@pytest.mark.parametrize("word", ["--apply", "--repair"])  # as it was called first
-def test_a_repair_ends_clean(admin: Admin, world: World, word: str) -> None:
+def test_a_repair_ends_clean(admin: Admin, world: World) -> None:
     flip(world, world.written[0], 300)
     world.raw.set_entry(world.written[1].name, world.written[1].digests[0], world.written[2].segment, 1)
-    ran = admin("fsck", word, *world.options)
+    ran = admin("fsck", "--apply", *world.options)
     assert ran.code == 0, ran.out + ran.err
     assert "mended, and clean after that" in ran.out
     assert admin("fsck", *world.options).code == 0
@@ -173,8 +172,8 @@ def test_damage_of_that_share_is_no_damage_either(tmp_path: Path) -> None:
     for one in world.written[:160]:
         world.objects.put(one.names[0], b"\0" * len(one.payloads[0]))
     with pytest.raises(Refused, match="160 of 300"):
-        run(world, repair=True)
-    assert run(world, repair=True, force=True).remaining == 0
+        run(world, apply=True)
+    assert run(world, apply=True, force=True).remaining == 0
 
 
 def faulty(plan: Plan) -> Callable[[Cache], None]:
@@ -188,13 +187,13 @@ def test_a_store_that_does_not_answer_costs_nothing(world: World) -> None:
     before = known(world)
     for verb in ("read", "list"):
         plan = Plan(Rule("transient", verbs=(verb,), skip=0))
-        report = run(world, prepare=faulty(plan), repair=True, depth=Depth(jobs=1))
+        report = run(world, prepare=faulty(plan), apply=True, depth=Depth(jobs=1))
         # Of four segments that can't be read each might be one that is sick by itself.
         assert report.ended == ("failed" if verb == "list" else "complete")
         assert known(world) == before
     tmp_world = many(Path(world.settings["payloads"].removeprefix("file://")).parent / "many", 30)
     before = known(tmp_world)
-    report = run(tmp_world, prepare=faulty(Plan(Rule("transient", verbs=("read",), skip=7))), repair=True)
+    report = run(tmp_world, prepare=faulty(Plan(Rule("transient", verbs=("read",), skip=7))), apply=True)
     assert report.ended == "failed"
     assert exits.of_report(report) == exits.ExitCode.UNREACHABLE
     assert known(tmp_world) == before
@@ -205,7 +204,7 @@ def test_one_payload_that_cannot_be_read_is_left_alone(world: World) -> None:
     before = known(world)
     for fault in ("transient", "permission"):
         plan = Plan(Rule(fault, verbs=("read",), name=sick.segment.hex()))  # type: ignore[arg-type]
-        report = run(world, prepare=faulty(plan), repair=True)
+        report = run(world, prepare=faulty(plan), apply=True)
         assert kinds(report) == ["unreadable"]
         assert report.remaining == 1 and report.ended == "complete"
         assert exits.of_report(report) == exits.ExitCode.PROBLEMS
@@ -215,7 +214,7 @@ def test_one_payload_that_cannot_be_read_is_left_alone(world: World) -> None:
 def test_a_read_that_goes_wrong_once_is_no_damage(world: World) -> None:
     for fault in ("flip", "truncate", "missing"):
         plan = Plan(Rule(fault, verbs=("read",), times=1, at=40))  # type: ignore[arg-type]
-        report = run(world, prepare=faulty(plan), repair=True, depth=Depth(jobs=1, percent=100.0))
+        report = run(world, prepare=faulty(plan), apply=True, depth=Depth(jobs=1, percent=100.0))
         assert report.found == 0, fault
         assert sum(plan.injected.values()) == 1
 
@@ -224,7 +223,7 @@ def test_part_of_it_done(world: World) -> None:
     sick = world.written[1]
     flip(world, world.written[0], 300)
     plan = Plan(Rule("permission", verbs=("read",), name=sick.segment.hex()))
-    report = run(world, prepare=faulty(plan), repair=True)
+    report = run(world, prepare=faulty(plan), apply=True)
     assert kinds(report) == ["damaged", "unreadable"]
     assert report.remaining == 1
     assert exits.of_report(report) == exits.ExitCode.PARTIAL
@@ -237,7 +236,7 @@ def test_a_record_that_is_written_anew_keeps_its_use_and_its_pin(world: World) -
         cache.index.touch(one.name, [one.segment], used_s)
         cache.index.pin(one.name, [one.segment], most_bytes=1 << 30)
     world.raw.spoil_record(one.name, one.segment, random.Random(3))
-    report = run(world, repair=True)
+    report = run(world, apply=True)
     assert report.remaining == 0 and "record" in kinds(report)
     with world.cache() as cache:
         assert cache.index is not None
@@ -258,7 +257,7 @@ def test_a_record_without_a_writer_gets_that_of_its_headers(world: World) -> Non
         for rank, part in enumerate(one.record.parts):
             made = replace(one.record, parts=(part,), writer=NO_WRITER)
             cache.index.commit(one.name, one.segment, packed, made, rank=rank, ranks=ranks)
-    report = run(world, repair=True)
+    report = run(world, apply=True)
     assert report.remaining == 0 and kinds(report) == ["record"]
     with world.cache() as cache:
         assert cache.index is not None
@@ -276,12 +275,12 @@ def test_what_a_repair_could_not_finish_is_found_again(world: World, monkeypatch
 
         monkeypatch.setattr(cache.index, "commit", dies)
 
-    report = run(world, prepare=prepare, repair=True)
+    report = run(world, prepare=prepare, apply=True)
     assert report.ended == "failed"
     with world.cache() as cache:
         assert cache.index is not None
         assert cache.index.get(one.name, [one.segment]) == [None]
-    assert run(world, repair=True, depth=Depth(settled_s=0.0)).remaining == 0
+    assert run(world, apply=True, depth=Depth(settled_s=0.0)).remaining == 0
     with world.cache() as cache:
         assert cache.index is not None
         assert cache.index.get(one.name, [one.segment])[0] is not None
@@ -291,7 +290,7 @@ def test_what_was_written_a_moment_ago_may_be_about_to_be_committed(world: World
     done = world.write(KV, chain("new", 2), 0, listed=False)
     written_s = (Path(world.settings["payloads"].removeprefix("file://")) / done.names[0]).stat().st_mtime
     with world.cache() as cache:
-        assert fsck(cache, repair=True, clock=lambda: written_s + 300).found == 0
+        assert fsck(cache, apply=True, clock=lambda: written_s + 300).found == 0
         assert kinds(fsck(cache, clock=lambda: written_s + 900)) == ["unlisted"]
 
 
@@ -310,7 +309,7 @@ def test_what_is_on_its_way_is_not_missing(tmp_path: Path, redis_url: str) -> No
     with world.cache() as cache:
         # The tool's clock has no part in it.
         for off_s in (0.0, 3600.0, -3600.0):
-            assert fsck(cache, repair=True, clock=lambda off_s=off_s: now + off_s).found == 0
+            assert fsck(cache, apply=True, clock=lambda off_s=off_s: now + off_s).found == 0
         old = world.write(KV, chain("b", 3), 0, created_s=now - 3600)
         world.objects.delete(old.names[0])
         assert kinds(fsck(cache)) == ["missing"]
@@ -349,7 +348,7 @@ def test_a_fault_is_looked_at_again_before_it_is_mended(world: World) -> None:
 
     def check(work: Callable[[], None], mended: str, **given: Any) -> None:
         world.objects.put(one.names[0], one.payloads[0][:-1])
-        report = run(world, repair=True, progress=Before("repair", work), **given)
+        report = run(world, apply=True, progress=Before("repair", work), **given)
         assert [(fault.kind, fault.mended) for fault in report.faults][:1] == [("damaged", mended)]
 
     before, plan = known(world), Plan()
@@ -399,7 +398,7 @@ def test_what_is_evicted_while_it_is_looked_up_is_no_fault(
 def test_what_could_never_be_evicted_can_be_again(world: World) -> None:
     one = world.written[0]
     world.raw.forget_order(one.name, one.segment)
-    report = run(world, repair=True)
+    report = run(world, apply=True)
     assert report.remaining == 0
     with world.cache() as cache:
         assert cache.index is not None
@@ -418,7 +417,13 @@ def test_only_the_namespaces_that_are_named(admin: Admin, world: World) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--read-data", "lots"], ["--read-data", "101%"], ["--quick", "--read-data", "5%"], ["--force"]],
+    [
+        ["--read-data", "lots"],
+        ["--read-data", "101%"],
+        ["--quick", "--read-data", "5%"],
+        ["--list", "--quick"],
+        ["--force"],
+    ],
     ids=" ".join,
 )
 def test_bad_options(admin: Admin, tmp_path: Path, words: list[str]) -> None:
@@ -472,7 +477,7 @@ def test_a_cache_that_is_used_meanwhile_has_no_faults(world: World) -> None:
         until, rounds = time.monotonic() + 3.0, 0
         while time.monotonic() < until or rounds <= 3:
             with world.cache() as cache:
-                report = fsck(cache, repair=True, depth=Depth(percent=100.0))
+                report = fsck(cache, apply=True, depth=Depth(percent=100.0))
             assert report.ended == "complete", report.problem
             assert report.found == 0, report.faults
             rounds += 1
@@ -492,9 +497,9 @@ def test_a_share_that_comes_back(tmp_path: Path) -> None:
     before = known(world)
     shutil.move(folder, away)
     with pytest.raises(Refused):
-        run(world, repair=True)
+        run(world, apply=True)
     shutil.move(away, folder)
-    assert run(world, repair=True).found == 0
+    assert run(world, apply=True).found == 0
     assert known(world) == before
 
 
@@ -504,7 +509,7 @@ def test_a_record_that_cannot_be_read_is_not_replaced_by_damage(world: World) ->
     flip(world, one, len(one.payloads[0]) - 1)
     world.raw.break_record(one.name, one.segment)
     everything = Depth(percent=100.0, settled_s=0.0)
-    assert run(world, repair=True, depth=everything).remaining == 0
+    assert run(world, apply=True, depth=everything).remaining == 0
     assert run(world, depth=everything).found == 0
     with world.cache() as cache:
         assert cache.index is not None

@@ -69,7 +69,7 @@ def known(world: World) -> dict[NamespaceId, Any]:
 def test_what_comes_back_is_what_was_there(admin: Admin, world: World) -> None:
     before = known(world)
     lose_the_index(world)
-    ran = admin("rebuild", "--json", *world.options, env=ENVIRON)
+    ran = admin("rebuild", "--apply", "--json", *world.options, env=ENVIRON)
     assert ran.code == 0, ran.err
     report = RebuildReport.model_validate_json(ran.out)
     assert known(world) == before
@@ -82,15 +82,17 @@ def test_what_comes_back_is_what_was_there(admin: Admin, world: World) -> None:
     with world.cache() as cache:
         assert fsck(cache, depth=Depth(percent=100.0)).found == 0
     world.loads(complete=True)
-    again = RebuildReport.model_validate_json(admin("rebuild", "--json", *world.options, env=ENVIRON).out)
+    again = RebuildReport.model_validate_json(
+        admin("rebuild", "--apply", "--json", *world.options, env=ENVIRON).out
+    )
     assert sum(space.listed.segments for space in again.namespaces) == 0
     assert sum(space.known for space in again.namespaces) == len(world.written)
     assert known(world) == before
 
 
-def test_a_dry_run_makes_nothing(admin: Admin, world: World) -> None:
+def test_a_plan_makes_nothing(admin: Admin, world: World) -> None:
     lose_the_index(world)
-    ran = admin("rebuild", "--dry-run", "--json", *world.options)
+    ran = admin("rebuild", "--json", *world.options)
     assert ran.code == 0
     report = RebuildReport.model_validate_json(ran.out)
     assert sum(space.listed.segments for space in report.namespaces) == len(world.written)
@@ -119,7 +121,7 @@ def test_one_that_was_cut_short_goes_on(world: World) -> None:
     steps = []
     for attempt in range(1, 10):
         with world.cache() as cache:
-            report = rebuild(cache, jobs=2, progress=Impatient(8 * attempt))
+            report = rebuild(cache, apply=True, jobs=2, progress=Impatient(8 * attempt))
         steps.append(sum(space.listed.segments for space in report.namespaces))
         if report.ended == "complete":
             break
@@ -141,7 +143,7 @@ def test_a_commit_that_was_cut_short_goes_on(world: World) -> None:
         index.register(TWO_RANKS, expected_blocks=10_000)
         index.commit(two.name, two.segment, b"".join(two.digests), one, rank=0, ranks=2)
         assert index.states(two.name, [two.segment]) == ["incomplete"]
-        rebuild(cache)
+        rebuild(cache, apply=True)
     assert known(world) == before
 
 
@@ -151,11 +153,11 @@ def test_a_store_that_fails_ends_it(world: World) -> None:
     with world.cache() as cache:
         plan = Plan(Rule("transient", verbs=("read",), skip=9))
         cache.__dict__["payloads"] = FaultyPayloads(cache.payloads, plan)
-        report = rebuild(cache)
+        report = rebuild(cache, apply=True)
     assert report.ended == "failed"
     assert exits.of_report(report) == exits.ExitCode.UNREACHABLE
     with world.cache() as cache:
-        assert rebuild(cache).ended == "complete"
+        assert rebuild(cache, apply=True).ended == "complete"
     assert known(world) == before
 
 
@@ -167,7 +169,7 @@ def test_what_cannot_come_back_is_said(admin: Admin, world: World) -> None:
     world.objects.put(strange, b"nothing of ours")
     world.objects.put("README.txt", b"precious")
     lose_the_index(world)
-    ran = admin("rebuild", "--json", *world.options, env=ENVIRON)
+    ran = admin("rebuild", "--apply", "--json", *world.options, env=ENVIRON)
     assert ran.code == 4
     report = RebuildReport.model_validate_json(ran.out)
     spaces = {space.id: space for space in report.namespaces}
@@ -183,7 +185,7 @@ def test_only_the_namespaces_that_are_named(world: World) -> None:
     before = known(world)
     lose_the_index(world)
     with world.cache() as cache:
-        rebuild(cache, [namespace_id(TWO_RANKS)])
+        rebuild(cache, [namespace_id(TWO_RANKS)], apply=True)
     assert known(world) == {namespace_id(TWO_RANKS): before[namespace_id(TWO_RANKS)]}
 
 
@@ -192,10 +194,10 @@ def test_what_was_evicted_stays_evicted(world: World) -> None:
     with world.cache() as cache:
         assert cache.index is not None
         cache.index.evict(one.name, [one.segment], delete_after_s=time.time() + 100, rule="admin")
-        rebuild(cache)
+        rebuild(cache, apply=True)
         assert cache.index.states(one.name, [one.segment]) == ["trash"]
         cache.index.invalidate(world.written[-1].name)
-        rebuild(cache)
+        rebuild(cache, apply=True)
         assert cache.index.usage(world.written[-1].name).segments == 0
 
 
@@ -215,7 +217,7 @@ def test_what_is_deleted_at_that_moment_is_not_promised(world: World) -> None:
 
     with world.cache() as cache:
         cache.__dict__["payloads"] = Deleting(cache.payloads, Plan())
-        report = rebuild(cache)
+        report = rebuild(cache, apply=True)
         assert cache.index is not None
         assert cache.index.states(one.name, [one.segment]) == ["trash"]
     assert [space.refused for space in report.namespaces if space.id == one.name] == [1]
@@ -236,7 +238,7 @@ def test_a_kill_in_the_middle(tmp_path: Path, private_redis: RedisServer) -> Non
     # What a shell runs in the background ignores SIGINT, and so do its children.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from kvstore.cli import main; main()"
-    words = [sys.executable, "-c", code, "rebuild", "--jobs", "1", *world.options]
+    words = [sys.executable, "-c", code, "rebuild", "--apply", "--jobs", "1", *world.options]
     environ = {name: text for name, text in os.environ.items() if not name.startswith("KVSTORE_")}
     environ |= ENVIRON
     name, partial = namespace_id(TWO_RANKS), 0

@@ -1,4 +1,4 @@
-"""reshard: the verb, and stores that save, match and load all the while."""
+"""rebuild --shards: the verb, and stores that save, match and load all the while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from kvstore.admin.backends import Refused
 from kvstore.admin.repair import reshard as verb
-from kvstore.admin.repair.gc import gc
+from kvstore.admin.repair.check import Depth
+from kvstore.admin.repair.fsck import fsck
 from kvstore.admin.repair.reports import ReshardReport
 from kvstore.admin.repair.reshard import reshard
 from kvstore.index.sharding import layouts, resharding
@@ -47,12 +48,12 @@ def test_the_verb(ground: Ground, admin: Admin) -> None:
     name = ids()["one"]
     options = ["--index", ground.settings["index"], "--payloads", ground.settings["payloads"]]
     before = ground.look()
-    plan = admin("reshard", name[:8], "--shards", "8", *options)
+    plan = admin("rebuild", name[:8], "--shards", "8", *options)
     assert plan.code == 0, plan.err
     assert "1 -> 8" in plan.out and "--apply does it" in plan.out + plan.err
     assert shards_of(ground) == {name: 1, ids()["two"]: 1}
 
-    ran = admin("reshard", name, "--shards", "8", "--apply", "--json", *options)
+    ran = admin("rebuild", name, "--shards", "8", "--apply", "--json", *options)
     assert ran.code == 0, ran.err
     report = ran.json
     assert (report["before"], report["after"], report["applied"], report["ended"]) == (1, 8, True, "complete")
@@ -60,9 +61,9 @@ def test_the_verb(ground: Ground, admin: Admin) -> None:
     assert shards_of(ground) == {name: 8, ids()["two"]: 1}
     assert ground.look() == before
     done = admin("events", "--operators", "--json", *options).json["operations"]
-    assert [(one["verb"], one["what"]) for one in done] == [("reshard", f"{name}: 1 -> 8 shards")]
-    assert admin("reshard", name, "--shards", "0", *options).code == 2
-    assert "no namespace starts with" in admin("reshard", "ffff", "--shards", "2", *options).err
+    assert [(one["verb"], one["what"]) for one in done] == [("rebuild", f"{name}: 1 -> 8 shards")]
+    assert admin("rebuild", name, "--shards", "0", *options).code == 2
+    assert "no namespace starts with" in admin("rebuild", "ffff", "--shards", "2", *options).err
 
 
 def test_a_file_has_one_shard(tmp_path: Path) -> None:
@@ -187,5 +188,5 @@ def test_stores_go_on(ground: Ground) -> None:
     # What was saved while it turned is a miss.
     assert len(lost) < len(saved) and len(saved) > 3
     with ground.cache() as cache:
-        gc(cache, delete=True, older_than_s=SETTLED_S, clock=later)
+        fsck(cache, depth=Depth(only_list=True), apply=True, older_than_s=SETTLED_S, clock=later)
     assert ground.leaks() == []

@@ -19,9 +19,9 @@ from kvstore.admin.backends import Cache
 from kvstore.admin.curate.plan import plan
 from kvstore.admin.remove import drop, evict
 from kvstore.admin.remove.erase import Target, erase
+from kvstore.admin.repair.check import Depth
 from kvstore.admin.repair.follow import PayloadFollower
 from kvstore.admin.repair.fsck import fsck
-from kvstore.admin.repair.gc import gc
 from kvstore.admin.repair.rebuild import rebuild
 from kvstore.build import load_settings, open_store
 from kvstore.conformance.faulty import Plan, Rule, Verb
@@ -49,6 +49,8 @@ from tests.waiting import until
 A = chain(*range(4))
 ALICE, BOB = salt_id("alice"), salt_id("bob")
 NAME = namespace_id(namespace())
+#: Old enough to be looked at, and too young to be waste.
+HALF_AN_HOUR_S = 1800.0
 
 
 class Region:
@@ -85,7 +87,7 @@ class Region:
 
     def rebuild(self) -> None:
         with self.cache() as cache:
-            assert rebuild(cache).ended == "complete"
+            assert rebuild(cache, apply=True).ended == "complete"
 
     def follow(self) -> None:
         with self.cache() as cache:
@@ -218,7 +220,7 @@ def test_what_a_failed_writer_wrote_is_served_by_no_index_that_is_made_of_the_pa
     here.lose_the_index()
     here.rebuild()
     with here.cache() as cache:
-        fsck(cache, repair=True, clock=lambda: time.time() + 1e6)
+        fsck(cache, apply=True, clock=lambda: time.time() + HALF_AN_HOUR_S)
     assert (here.served(), here.served(other)) == (0, 2)
     here.copy_to(there)
     there.follow()
@@ -256,6 +258,11 @@ def test_a_denial_leaves_a_copy_alone(here: Region) -> None:
         assert (kept.name, kept.nbytes) == (name, 6)
 
 
+def waste_goes(cache: Cache, ahead_s: float) -> bool:
+    only_list, later = Depth(only_list=True), time.time() + ahead_s
+    return fsck(cache, depth=only_list, apply=True, clock=lambda: later).ended == "complete"
+
+
 def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Region) -> None:
     segment = save(here)
     stored = (here.payloads / payload_name(NAME, segment, 0)).read_bytes()
@@ -267,9 +274,10 @@ def test_both_payloads_are_kept_as_evidence_and_nothing_else_lists_them(here: Re
     assert (here.payloads / f"evidence/{payload_name(NAME, segment, 0)}").read_bytes() == stored
     with here.cache() as cache:
         assert list(cache.payloads.list()) == []
-        report = gc(cache)
-        assert not report.strays and not report.foreign
-        assert fsck(cache).found == 0
+        report = fsck(cache)
+        assert report.waste is not None
+        assert not report.waste.strays and not report.waste.foreign
+        assert report.found == 0
 
 
 def test_a_payload_that_can_not_be_deleted_is_not_served_either(here: Region) -> None:
@@ -281,14 +289,14 @@ def test_a_payload_that_can_not_be_deleted_is_not_served_either(here: Region) ->
     assert here.served() == 0
     with here.cache() as cache:
         # It can be read, and the index doesn't know it: a repair must leave it alone.
-        fsck(cache, repair=True, clock=lambda: time.time() + 1e6)
+        fsck(cache, apply=True, clock=lambda: time.time() + HALF_AN_HOUR_S)
     assert here.served() == 0
     # What is left goes before its evidence does.
     with here.cache() as cache:
-        assert gc(cache, delete=True, clock=lambda: time.time() + KEPT_S - 3600).ended == "complete"
+        assert waste_goes(cache, KEPT_S - 3600)
         condemned = cache.evidence.of(NAME).condemned
         assert segment in condemned
-        assert gc(cache, delete=True, clock=lambda: time.time() + KEPT_S + 3600).ended == "complete"
+        assert waste_goes(cache, KEPT_S + 3600)
     assert here.names() == set()
 
 

@@ -193,7 +193,7 @@ class Engine:
         self.tools = ShardedIndex(leaf, monotonic=lambda: self.now)
         self.name = name
         self.saved: dict[bytes, SegmentId] = {}
-        #: What the index may have forgotten, for `gc` to find.
+        #: What the index may have forgotten, for `fsck` to find.
         self.strays: set[SegmentId] = set()
         tools = ShardedIndex(leaf)
         self.payloads = {one.segment for one in tools.segments(name)}

@@ -245,8 +245,8 @@ def test_what_says_how_it_lies_is_lost(
     leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int, asked: str
 ) -> None:
     """At any step, and an engine registers it, whose settings say one number or the other: what is found is
-    what was there, and it can be saved again. Payloads of what was evicted may be left to `gc`. At one step,
-    right before the drop, the index is lost: the run has looked, and drops what the engine has chosen."""
+    what was there, and it can be saved again. Payloads of what was evicted may be left to `fsck`. At one
+    step, right before the drop, the index is lost: the run has looked, and drops what the engine chose."""
     number = {"before": before, "after": after, "another": 4}[asked]
     name, chains = filled(ShardedIndex(leaf, shards=before), FEW)
     count, lost = steps_of(stepped, name, after), []
@@ -339,7 +339,7 @@ def test_who_lists_it_meanwhile_is_told(leaf: RedisIndex, raw: Any, before: int,
 def test_what_was_asked_of_shards_that_are_gone_is_asked_again(
     redis_url: str, leaf: RedisIndex, raw: Any, before: int, after: int
 ) -> None:
-    """Else a `gc` that was held up would take all payloads for waste."""
+    """Else a `fsck --apply` that was held up would take all payloads for waste."""
     asking = Stepped(redis_url)
     name, _ = filled(ShardedIndex(leaf, shards=before), FEW)
     segments = [one.segment for one in ShardedIndex(leaf).segments(name)]
@@ -407,7 +407,7 @@ def test_evictions_do_not_keep_what_is_nobodys(leaf: RedisIndex, stepped: Steppe
 def test_the_trash_is_known_at_every_step(
     leaf: RedisIndex, stepped: Stepped, raw: Any, before: int, after: int
 ) -> None:
-    """Else `gc` takes it for waste before its time. Somebody may have asked before it came over, and go on
+    """Else `fsck` takes it for waste before its time. Somebody may have asked before it came over, and go on
     after that."""
     name, _ = filled(ShardedIndex(leaf, shards=before), FEW)
     index = ShardedIndex(leaf)

@@ -17,7 +17,8 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--blocks", *sizes, "--json", str(tmp_path / "found.json")]) == 0
     small, large, extrapolated = json.loads((tmp_path / "found.json").read_text())
     assert [one["blocks"] for one in (small, large, extrapolated)] == [8192, 16384, LARGE]
-    names = ["rebuild", "status", "match", "fsck", "gc", "evict a segment", "gc --apply", "commit"]
+    names = ["rebuild --apply", "status", "match", "fsck", "fsck --list", "evict a segment"]
+    names += ["fsck --list --apply", "commit"]
     for one in (small, large, extrapolated):
         assert [row["what"] for row in one["rows"]] == names
     for one in (small, large):

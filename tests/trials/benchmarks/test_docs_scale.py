@@ -92,4 +92,6 @@ def test_a_hundred_million_blocks() -> None:
             assert number(extrapolated) == pytest.approx(expected, rel=0.02, abs=1), command
         grown = LISTED * 1e8 / 64 * (command != "`status`") + PART * 1e8 / 256 * (command == "`fsck`")
         assert written(cells[8], number(cells[7]) + grown / 2**20), command
-    assert [row[0] for row in told] == ["`rebuild`", "`status`", "`fsck`", "`gc`", "`gc --apply`"]
+    assert [row[0] for row in told] == [
+        *("`rebuild --apply`", "`status`", "`fsck`", "`fsck --list`", "`fsck --list --apply`"),
+    ]

@@ -41,7 +41,7 @@ redis.call('HSET', meta, 'schema', SCHEMA, 'json', ARGV[1], 'kind', ARGV[2], 'te
 redis.call('HDEL', meta, 'bits')
 -- Without a meta key there are no segments: should Redis have lost it alone (it must not, but a
 -- maxmemory-policy other than noeviction does such things), then the counters begin at zero and so
--- must the segments. Their entries dangle and are swept; their payloads are found by gc.
+-- must the segments. Their entries dangle and are swept; their payloads are found by fsck.
 redis.call('UNLINK', segs, lru, pins, hot, parts, ghosts, salts, held, prefix .. 'ghost', prefix .. 'seen', owner, kept,
   retained, unpack(sessions))
 return 1

@@ -86,7 +86,7 @@ if redis.call('HEXISTS', meta, 'seen') == 0 then
 end
 local drained, epoch = tonumber(field('drained')), tonumber(field('epoch'))
 if drained > epoch or epoch - drained > MOST_GENERATIONS then
-  -- What the generations in between hold is found by `gc`.
+  -- What the generations in between hold is found by `fsck`.
   redis.call('HDEL', meta, 'drained')
   redis.call('HSET', meta, 'drained', epoch)
   replaced[#replaced + 1] = 'drained'

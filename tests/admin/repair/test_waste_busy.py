@@ -1,4 +1,4 @@
-"""gc on a store that is in use: what engines do meanwhile doesn't keep it from ending."""
+"""fsck --list --apply on a store that is in use: what engines do meanwhile doesn't keep it from ending."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvstore.admin.backends import Cache
-from kvstore.admin.repair.gc import gc
+from kvstore.admin.repair.check import Depth
+from kvstore.admin.repair.fsck import fsck
 from kvstore.build import load_settings
 from kvstore.index.sqlite.index import SqliteIndex
 from tests.index.contract.chains import chain, namespace, put_all
@@ -29,4 +30,4 @@ def test_it_ends_while_evictions_leave_more_to_sweep(monkeypatch: pytest.MonkeyP
             return inner(self, *args)
 
         monkeypatch.setattr(SqliteIndex, "sweep", sweep)
-        assert gc(cache, delete=True).ended == "complete"
+        assert fsck(cache, depth=Depth(only_list=True), apply=True).ended == "complete"

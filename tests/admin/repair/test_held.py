@@ -1,23 +1,30 @@
-"""du: the payload store by what the index says of its payloads."""
+"""fsck --list: the payload store by what the index says of its payloads."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from kvstore.admin import counting
 from kvstore.admin.backends import Cache, Sources
-from kvstore.admin.inspect.du import du
-from kvstore.admin.inspect.reports import DuReport
+from kvstore.admin.repair.check import Depth
+from kvstore.admin.repair.fsck import fsck
+from kvstore.admin.repair.reports import FsckReport, Held
 from kvstore.keys import NamespaceId, SegmentId, namespace_id
 from schemas.records import PartRecord, SegmentRecord
 from tests.admin.conftest import Admin, Filled, chain, kv_slots, opened
 
 
-def test_du_tells_states_apart(admin: Admin, either: Filled) -> None:
+def held(out: str) -> Held:
+    report = FsckReport.model_validate_json(out)
+    assert report.held is not None
+    return report.held
+
+
+def test_it_tells_states_apart(admin: Admin, either: Filled) -> None:
     [_, middle, tail] = chain(either)
     files = {path.name.split(".")[0]: path for path in either.payload_files()}
     orphan = files[middle.segment.hex()].with_name("0" * 16 + ".0")
@@ -38,9 +45,9 @@ def test_du_tells_states_apart(admin: Admin, either: Filled) -> None:
         index.commit(name, waiting, bytes(16), record, rank=0, ranks=2)
         half = either.folder / name / "00" / f"{waiting.hex()}.0"
         half.write_bytes(b"z" * 20)
-    ran = admin("du", "--json", *either.options)
+    ran = admin("fsck", "--list", "--json", *either.options)
     assert ran.code == 0, ran.err
-    report = DuReport.model_validate_json(ran.out)
+    report = held(ran.out)
     found = {(line.namespace, line.state): (line.payloads, line.stored_bytes) for line in report.lines}
     size = tail.record.nbytes
     items = [path for path in files.values() if either.ec_id in path.parts]
@@ -57,28 +64,26 @@ def test_du_tells_states_apart(admin: Admin, either: Filled) -> None:
     assert report.indexed.stored_bytes == 2 * size
     old = next(line for line in report.lines if line.stored_bytes == 777)
     assert (old.oldest_s, old.newest_s, old.model) == (1e9, 1e9, "tiny-random")
-    only = DuReport.model_validate_json(admin("du", either.ec_id[:5], "--json", *either.options).out)
+    only = held(admin("fsck", either.ec_id[:5], "--list", "--json", *either.options).out)
     assert [line.state for line in only.lines] == ["bygone"]
-    assert "8 payloads" in admin("du", *either.options).out
+    assert "8 payloads" in admin("fsck", "--list", *either.options).out
 
 
-def test_du_holds_a_page_at_a_time_and_shows_how_far_it_is(
+def test_it_asks_a_page_at_a_time_and_shows_how_far_it_is(
     filled: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(6):
         filled.save(filled.kv, kv_slots(1, seed=20 + seed))
-    # By its full name: in the package, the function hides the module.
-    monkeypatch.setattr(sys.modules["kvstore.admin.inspect.du"], "_PAGE", 4)
+    monkeypatch.setattr(counting, "PAGE", 4)
     asked: list[int] = []
 
     class Shown:
-        done = 0
+        stages: ClassVar[list[str]] = []
 
         def begin(self, what: str, total_bytes: int | None = None) -> None:
-            self.what = what
+            self.stages.append(what)
 
-        def advance(self, nbytes: int) -> None:
-            self.done += nbytes
+        def advance(self, nbytes: int) -> None: ...
 
     with Cache(Sources(payloads=f"file://{filled.folder}", environ={}).settings()) as cache:
         assert cache.index is not None
@@ -89,9 +94,8 @@ def test_du_holds_a_page_at_a_time_and_shows_how_far_it_is(
             return real(name, segments)
 
         monkeypatch.setattr(cache.index, "states", states)
-        shown = Shown()
-        report = du(cache, None, time.time(), shown)
-    assert report.payloads == 11
+        report = fsck(cache, depth=Depth(only_list=True), progress=Shown()).held
+    assert report is not None and report.payloads == 11
     assert {line.state for line in report.lines} == {"visible"}
     assert (max(asked) <= 4, sum(asked)) == (True, 11)
-    assert shown.done == report.stored_bytes
+    assert Shown.stages[:2] == ["list payloads", "ask the index"]

@@ -1,14 +1,20 @@
-"""One listing of the payload store, kept small because there may be millions of payloads."""
+"""The survey: the payloads that the payload store lists, page by page beside what the index knows of them.
+
+A listing is kept small because there may be millions of payloads.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
+from kvstore.admin.counting import paged
 from kvstore.admin.progress import ProgressListener
+from kvstore.index.maintenance import Catalogue, SegmentState
 from kvstore.keys import NamespaceId, SegmentId, parse_payload_name, payload_name
 from kvstore.payloads.port import PayloadStore
 
@@ -23,8 +29,9 @@ class StoredSegment:
     segment: SegmentId
     #: Bytes by rank.
     sizes: dict[int, int]
-    #: When the youngest of them was written, unix seconds.
+    #: When the youngest and the oldest of them were written, unix seconds.
     modified_s: float
+    oldest_s: float
 
     @property
     def nbytes(self) -> int:
@@ -89,18 +96,21 @@ class Stock:
     def _stored(self, segment: SegmentId, first: int, end: int) -> StoredSegment:
         rows = [int(row) for row in self._order[first:end]]
         sizes = {self._ranks[row]: self._sizes[row] for row in rows}
-        return StoredSegment(segment, sizes, max((self._modified[row] for row in rows), default=0.0))
+        times = [self._modified[row] for row in rows] or [0.0]
+        return StoredSegment(segment, sizes, max(times), min(times))
 
 
 def take_stock(
-    payloads: PayloadStore, progress: ProgressListener, prefix: str = ""
+    payloads: PayloadStore, progress: ProgressListener, prefixes: Sequence[str] = ()
 ) -> dict[NamespaceId, Stock]:
-    """Returns the payloads whose names start with `prefix`, of every namespace that has any. Raises what the
-    listing raises."""
+    """Returns the payloads whose names start with one of `prefixes`, or all, of every namespace that has any.
+    Raises what the listing raises."""
     progress.begin("list payloads")
     found: dict[NamespaceId, Stock] = {}
     count, nbytes = 0, 0
-    for listed in payloads.list(prefix):
+    # Without prefixes that start with another one: no payload is listed twice.
+    within = {one for one in prefixes if any(one != other and one.startswith(other) for other in prefixes)}
+    for listed in chain.from_iterable(map(payloads.list, sorted({*prefixes} - within) or [""])):
         name = parse_payload_name(listed.name)
         # A rank is one byte of a record: a name with a larger one belongs to no segment.
         if name is None or name[2] > 0xFF:
@@ -115,14 +125,24 @@ def take_stock(
     return found
 
 
+def surveyed(
+    index: Catalogue | None, name: NamespaceId, segments: Iterable[StoredSegment]
+) -> Iterator[tuple[StoredSegment, SegmentState | None]]:
+    """Yields each segment with its state in the index, which is asked a page at a time; None: it knows
+    nothing of the segment, or there is no index. Raises what the index raises."""
+    for page in paged(segments):
+        ids = [stored.segment for stored in page]
+        yield from zip(page, index.states(name, ids) if index else [None] * len(page), strict=True)
+
+
 def look_up(payloads: PayloadStore, namespace: NamespaceId, segment: SegmentId) -> StoredSegment:
     """Lists the payloads of one segment now. Raises what the listing raises."""
     stem = payload_name(namespace, segment, 0).removesuffix("0")
     sizes: dict[int, int] = {}
-    modified = 0.0
+    times: list[float] = []
     for listed in payloads.list(stem):
         name = parse_payload_name(listed.name)
         if name is not None and name[2] <= 0xFF:
             sizes[name[2]] = listed.nbytes
-            modified = max(modified, listed.modified_s)
-    return StoredSegment(segment, sizes, modified)
+            times.append(listed.modified_s)
+    return StoredSegment(segment, sizes, max(times, default=0.0), min(times, default=0.0))
