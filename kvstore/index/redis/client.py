@@ -131,6 +131,11 @@ class RedisClient:
         )
 
     @property
+    def name(self) -> str:
+        """The kind of server and its place, for messages."""
+        return f"redis {self._where}"
+
+    @property
     def where(self) -> str:
         """Host, port and database, for messages."""
         return self._where
@@ -238,7 +243,7 @@ class RedisClient:
             return []
         name = str(commands[0][0])
         answers = list(self._attempt(name, send))
-        operation = f"redis {self._where}: {name}"
+        operation = f"{self.name}: {name}"
         return [classified(one, operation) if isinstance(one, Exception) else one for one in answers]
 
     def by_node(self, keys: Mapping[_T, str]) -> list[list[_T]]:
@@ -267,7 +272,7 @@ class RedisClient:
             self._sentinels.close()
 
     def _attempt(self, name: str, send: Callable[[_Client], Any]) -> Any:
-        operation = f"redis {self._where}: {name}"
+        operation = f"{self.name}: {name}"
         if self._closed:
             raise StoreClosed(f"{operation}: closed")
         began = time.monotonic()

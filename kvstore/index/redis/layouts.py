@@ -82,7 +82,7 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
         begun = whole(told, most=_NEWER) if isinstance(told, int) else 1
         if begun == _NEWER:
             raise PermissionDenied(
-                f"redis {self._client.where}: register: namespace {name} is of a newer release's schema; "
+                f"{self._client.name}: register: namespace {name} is of a newer release's schema; "
                 "upgrade this one, which goes on without it until then"
             )
         if begun:
@@ -188,5 +188,5 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
 
     def _unregistered(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
         return NamespaceUnknown(
-            f"redis {self._client.where}: {verb}: namespace {namespace} is not registered"
+            f"{self._client.name}: {verb}: namespace {namespace} is not registered"
         )

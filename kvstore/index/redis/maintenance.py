@@ -186,7 +186,7 @@ class RedisMaintenance(RedisPart):
             if count < 0:
                 self.unpin(namespace, done)
                 raise CapacityExceeded(
-                    f"redis {self._client.where}: pin: {whole(nbytes)} bytes more would be pinned than the "
+                    f"{self._client.name}: pin: {whole(nbytes)} bytes more would be pinned than the "
                     f"{most_bytes} that may be in namespace {namespace}"
                 )
             pinned += count

@@ -105,7 +105,7 @@ class RedisSessions(RedisCatalogue):
             )
             if answer is None:
                 raise NamespaceUnknown(
-                    f"redis {self._client.where}: session: namespace {namespace} is not registered"
+                    f"{self._client.name}: session: namespace {namespace} is not registered"
                 )
             told, own, moved, nbytes, over = answer
             state, own = _STATES[whole(told, most=len(_STATES) - 1)], whole(own)

@@ -98,7 +98,7 @@ class RedisPart:
         name = base_of(NamespaceId(where))
         mend = f"; `cache-admin fsck {name} --apply` mends it" if named else ""
         of = f"namespace {name} is damaged" if named else "what it holds can't be read"
-        return DamagedIndex(f"redis {self._client.where}: {verb}: {of} ({found[:_TEXT_CHARS]}){mend}")
+        return DamagedIndex(f"{self._client.name}: {verb}: {of} ({found[:_TEXT_CHARS]}){mend}")
 
     def _run(self, script: Script, namespace: NamespaceId, *args: bytes | str | int | float) -> Any:
         """Runs a script on one namespace."""
