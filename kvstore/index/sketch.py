@@ -26,7 +26,7 @@ With two bytes of sketch per block noted in a window, about one block in a hundr
 The chances don't add up along a chain, they multiply: a prompt that is new throughout passes its first
 block with that chance, and its first two with the square of it.
 
-kvstore/index/redis/lua/note.lua is the same algorithm inside Redis.
+kvstore/index/scripted/lua/note.lua is the same algorithm inside Redis.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ from kvstore.index.redis import (
 from kvstore.index.redis import (
     verdicts as redis_verdicts,
 )
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import bucket_bits
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import bucket_bits
 from kvstore.index.sharding.names import shard_names
 from kvstore.index.sqlite import schema as sqlite_schema
 from kvstore.payloads.tiered import schema as ledger_schema

@@ -25,7 +25,7 @@ from unittest import mock
 import redis
 
 from kvstore.index.redis.index import RedisIndex
-from kvstore.index.redis.values import record_of
+from kvstore.index.scripted.values import record_of
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId, split_digests
 from tests.index.contract.chains import chain, namespace, part_of, put_all, served

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from kvstore.index.sqlite.schema import APPLICATION_ID, SCHEMA_VERSION, SCHEMAS
 
 from kvstore.errors import KVStoreError
 from kvstore.format.segment import Slot
-from kvstore.index.redis.values import SCHEMA, SHARDED_SCHEMA
-from kvstore.index.sqlite.schema import APPLICATION_ID, SCHEMA_VERSION, SCHEMAS
+from kvstore.index.scripted.values import SCHEMA, SHARDED_SCHEMA
 from schemas.namespace import Parallel
 from tests.format.test_signing import rewritten
 from tests.servers.redis import RedisServer

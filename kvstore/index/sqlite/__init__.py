@@ -1,1 +1,1 @@
-"""The index in one SQLite file: the scripts of kvstore.index.redis, run in this process."""
+"""The index in one SQLite file: the scripts of kvstore.index.scripted, run in this process."""

@@ -1,4 +1,4 @@
-"""EmbeddedClient: what RedisClient does, for an index that no server has.
+"""SqliteClient: runs scripts and commands on an SQLite database, in this process.
 
 A call begins as a reader, which waits for nobody; its first write makes it a writer. If another writer was
 faster the call is undone and done again, alone among writers. So most calls of a request's path, which find
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvstore.errors import DamagedIndex
-from kvstore.index.sqlite.keyspace import Keyspace, Refused, Word, commands_of
+from kvstore.index.scripted.scripts import Script, Word
+from kvstore.index.sqlite.keyspace import Keyspace, Refused, commands_of
 from kvstore.index.sqlite.scripts import Interpreter
-from kvstore.index.redis.client import Script
 from kvstore.sqlite import Connection, SqliteDatabase, is_busy
 
 _T = TypeVar("_T")
@@ -24,11 +24,8 @@ class _Lost(Exception):
     """Another writer was faster."""
 
 
-class EmbeddedClient:
+class SqliteClient:
     """Calls on one SQLite database. Safe for threads, and for processes that fork."""
-
-    #: Nobody names a master, and there are no replicas.
-    sentinels = None
 
     def __init__(self, database: SqliteDatabase, clock: Callable[[], float]) -> None:
         self._database = database
@@ -39,26 +36,23 @@ class EmbeddedClient:
         """The file or the name, for messages."""
         return f"sqlite {self._database.where}"
 
-    def run(self, script: Script, key: str, *args: bytes | str | Word) -> Any:
+    def run(self, script: Script, key: str, *args: Word) -> Any:
         """Runs a script; `key` is its KEYS[1]."""
         words = [_text(arg) for arg in args]
         return self._attempt(
-            script.name, lambda engine: engine.interpreter.run(script.name, script.source, key.encode(), words)
+            script.name,
+            lambda engine: engine.interpreter.run(script.name, script.source, key.encode(), words),
         )
 
-    def read(self, script: Script, key: str, *args: bytes | str | Word, fresh: bool = False) -> Any:
+    def read(self, script: Script, key: str, *args: Word, fresh: bool = False) -> Any:
         """Runs a script that changes nothing."""
         return self.run(script, key, *args)
 
-    def command(self, *words: bytes | str | Word, name: str = "") -> Any:
+    def command(self, *words: Word, name: str = "") -> Any:
         """Runs one command; answers as redis-py does."""
         return self._attempt(name or str(words[0]), lambda engine: engine.command(words))
 
-    def everywhere(self, *words: bytes | str | Word) -> list[Any]:
-        """Returns nothing: there is no server to ask."""
-        return []
-
-    def many(self, commands: Sequence[Sequence[bytes | str | Word]]) -> list[Any]:
+    def many(self, commands: Sequence[Sequence[Word]]) -> list[Any]:
         """Runs independent commands. The answer to a command whose key is damaged is a DamagedIndex."""
 
         def send(engine: _Engine) -> list[Any]:
@@ -67,7 +61,7 @@ class EmbeddedClient:
                 try:
                     answers.append(engine.command(words))
                 except Refused as exc:
-                    answers.append(DamagedIndex(f"{self.name}: {words[0]}: {exc}"))
+                    answers.append(DamagedIndex(f"{self.name}: {words[0]!s}: {exc}"))
             return answers
 
         return list(self._attempt(str(commands[0][0]), send)) if commands else []
@@ -75,14 +69,6 @@ class EmbeddedClient:
     def by_node(self, keys: Mapping[_T, str]) -> list[list[_T]]:
         """Returns all items in one group."""
         return [list(keys)] if keys else []
-
-    def replicas(self) -> dict[str, str]:
-        """Returns none."""
-        return {}
-
-    def may_lag(self) -> bool:
-        """Returns False."""
-        return False
 
     def close(self) -> None:
         """Closes every connection. Idempotent."""
@@ -121,11 +107,13 @@ class _Engine:
         self.interpreter = Interpreter(self.space)
         self._commands = commands_of(self.space)
 
-    def command(self, words: Sequence[bytes | str | Word]) -> Any:
+    def command(self, words: Sequence[Word]) -> Any:
         name, *rest = words
         arguments = [word.encode() if isinstance(word, str) else word for word in rest]
         if name in ("HSCAN", "ZSCAN"):
-            cursor, flat = self._commands[str(name)](*arguments, **({"told_bytes": None} if name == "HSCAN" else {}))
+            cursor, flat = self._commands[str(name)](
+                *arguments, **({"told_bytes": None} if name == "HSCAN" else {})
+            )
             return int(cursor), _pairs(flat) if name == "HSCAN" else list(_pairs(flat, float).items())
         answer = self._commands[str(name)](*arguments)
         if name == "HGETALL":
@@ -140,7 +128,7 @@ class _Engine:
         self.interpreter.close()
 
 
-def _text(word: bytes | str | Word) -> bytes:
+def _text(word: Word) -> bytes:
     if isinstance(word, bytes):
         return word
     return word.encode() if isinstance(word, str) else repr(word).encode()

@@ -1,4 +1,4 @@
-"""The database of the embedded index.
+"""The database of the index in SQLite.
 
     IndexFile      a file, shared by every process and thread of a machine
     IndexMemory    a database inside this process, for tests

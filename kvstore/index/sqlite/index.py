@@ -1,6 +1,6 @@
 """SqliteIndex: the index in one SQLite file, shared by the processes and threads of one machine.
 
-It is the default where there is no Redis: the very scripts of kvstore.index.redis, run in this process. Reading
+It is the default where there is no Redis: the very scripts that Redis would run, run in this process. Reading
 never waits for a writer (WAL); writers take turns, each for a millisecond or two.
 
 A crash at any instruction loses at most the transaction that it was in: each script is one, and each command.
@@ -15,13 +15,13 @@ from typing import Any, Self
 
 from kvstore.errors import CapacityExceeded, PermissionDenied, TransientError
 from kvstore.files import OWNER, Access
-from kvstore.index.sqlite.client import EmbeddedClient
+from kvstore.index.scripted.index import ScriptedIndex
+from kvstore.index.sqlite.client import SqliteClient
 from kvstore.index.sqlite.file import IndexFile, IndexMemory
-from kvstore.index.redis.index import RedisIndex
 from kvstore.sqlite import SqliteDatabase
 
 
-class SqliteIndex(RedisIndex):
+class SqliteIndex(ScriptedIndex):
     """The index in one SQLite database."""
 
     def __init__(
@@ -33,13 +33,14 @@ class SqliteIndex(RedisIndex):
         clock: Callable[[], float] = time.time,
         **options: Any,
     ) -> None:
-        """Opens the file, and makes it if there is none; `options` are those of an index in Redis.
+        """Opens the file, and makes it if there is none; `options` are
+        ScriptedIndex's.
 
         Raises ConfigError if it is no index, or a newer release's. Every other failure is left to the
         verbs: a disk that is full right now is no reason for an engine not to start.
         """
         database = IndexFile(path, busy_timeout_s, access) if isinstance(path, str) else path
-        super().__init__(EmbeddedClient(database, clock), clock=clock, **options)
+        super().__init__(SqliteClient(database, clock), clock=clock, **options)
         self._database = database
         with suppress(TransientError, PermissionDenied, CapacityExceeded), database.reading("open"):
             pass

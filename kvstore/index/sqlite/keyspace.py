@@ -28,7 +28,13 @@ _CURSOR_BYTES: Final = 7
 _DRAWN_FROM: Final = 16
 _INT64: Final = 1 << 63
 
-_TABLES: Final = {b"hash": "fields", b"set": "fields", b"zset": "members", b"string": "chunks", b"stream": "entries"}
+_TABLES: Final = {
+    b"hash": "fields",
+    b"set": "fields",
+    b"zset": "members",
+    b"string": "chunks",
+    b"stream": "entries",
+}
 _WRONG_TYPE: Final = "WRONGTYPE Operation against a key holding the wrong kind of value"
 _NO_FLOAT: Final = "ERR value is not a valid float"
 
@@ -132,7 +138,9 @@ class Keyspace:
 
     def _emptied(self, name: Word, key: _Key) -> None:
         """Removes the key if nothing is left under it, as Redis does."""
-        if not self._db.execute(f"SELECT 1 FROM {_TABLES[key.kind]} WHERE key = ? LIMIT 1", (key.id,)).fetchone():
+        if not self._db.execute(
+            f"SELECT 1 FROM {_TABLES[key.kind]} WHERE key = ? LIMIT 1", (key.id,)
+        ).fetchone():
             self._db.execute("DELETE FROM keys WHERE id = ?", (key.id,))
             self._known[_text(name)] = None
 
@@ -140,7 +148,9 @@ class Keyspace:
         if key is None:
             return 0
         return int(
-            self._db.execute(f"SELECT count(*) FROM {_TABLES[key.kind]} WHERE key = ?", (key.id,)).fetchone()[0]
+            self._db.execute(f"SELECT count(*) FROM {_TABLES[key.kind]} WHERE key = ?", (key.id,)).fetchone()[
+                0
+            ]
         )
 
     def time(self) -> list[bytes]:
@@ -245,7 +255,9 @@ class Keyspace:
         return max(length, extent.length)
 
     def _chunk(self, key: _Key, number: int) -> bytes:
-        row = self._db.execute("SELECT value FROM chunks WHERE key = ? AND number = ?", (key.id, number)).fetchone()
+        row = self._db.execute(
+            "SELECT value FROM chunks WHERE key = ? AND number = ?", (key.id, number)
+        ).fetchone()
         return row[0] if row else b""
 
     def _put_chunk(self, key: _Key, number: int, value: bytes) -> None:
@@ -329,7 +341,9 @@ class Keyspace:
 
     def hset(self, name: Word, *pairs: Word) -> None:
         key = self._make(name, b"hash")
-        rows = [(key.id, _text(one), _text(value)) for one, value in zip(pairs[::2], pairs[1::2], strict=True)]
+        rows = [
+            (key.id, _text(one), _text(value)) for one, value in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
         self._db.executemany(
             "INSERT INTO fields VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", rows
         )
@@ -342,7 +356,9 @@ class Keyspace:
         if key is None:
             return 0
         rows = [(key.id, _text(item)) for item in items]
-        gone = self._db.executemany(f"DELETE FROM {_TABLES[kind]} WHERE key = ? AND {column} = ?", rows).rowcount
+        gone = self._db.executemany(
+            f"DELETE FROM {_TABLES[kind]} WHERE key = ? AND {column} = ?", rows
+        ).rowcount
         if gone:
             self._emptied(name, key)
         return gone
@@ -365,7 +381,9 @@ class Keyspace:
         self.hset(name, field, now)
         return now
 
-    def hscan(self, name: Word, cursor: Word, *options: Word, told_bytes: int | None = _CURSOR_BYTES) -> list[Any]:
+    def hscan(
+        self, name: Word, cursor: Word, *options: Word, told_bytes: int | None = _CURSOR_BYTES
+    ) -> list[Any]:
         """Answers fields in their order. A cursor is a number that tells where the next field begins."""
         key, begin, words = self._find(name, b"hash"), _begin(cursor), _options(options)
         if key is None:
@@ -425,7 +443,9 @@ class Keyspace:
         """Answers how many are new with NX alone."""
         only_new = words[0] == b"NX"
         pairs = words[1:] if only_new else words
-        scored = [(_text(member), _score(score)) for score, member in zip(pairs[::2], pairs[1::2], strict=True)]
+        scored = [
+            (_text(member), _score(score)) for score, member in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
         key = self._make(name, b"zset")
         rows = [(key.id, member, score) for member, score in scored]
         if only_new:
@@ -478,12 +498,13 @@ class Keyspace:
         if key is None:
             return []
         skip, limit = words.get(b"LIMIT", (0, -1))
+        bounds: tuple[float | bytes, ...] = ()
         if b"BYSCORE" in words:
             where, bounds = _by_score(first, last)
         elif b"BYLEX" in words:
             where, bounds = _by_member(first, last)
         else:
-            where, bounds = "1", ()
+            where = "1"
             skip, limit = self._ranks(key, first, last)
         rows = self._db.execute(
             f"SELECT member, score FROM members WHERE key = ? AND {where} ORDER BY score, member LIMIT ? OFFSET ?",
@@ -535,7 +556,10 @@ class Keyspace:
             return 0
         skip, limit = self._ranks(key, first, last)
         chosen = self._flat(
-            "SELECT member FROM members WHERE key = ? ORDER BY score, member LIMIT ? OFFSET ?", key.id, limit, skip
+            "SELECT member FROM members WHERE key = ? ORDER BY score, member LIMIT ? OFFSET ?",
+            key.id,
+            limit,
+            skip,
         )
         return self.zrem(name, *chosen)
 
@@ -672,7 +696,10 @@ def _successor(prefix: bytes) -> bytes | None:
 def _by_score(least: Word, most: Word) -> tuple[str, tuple[float, float]]:
     low, high = _text(least), _text(most)
     bounds = _score(low.removeprefix(b"(")), _score(high.removeprefix(b"("))
-    return f"score {'>' if low[:1] == b'(' else '>='} ? AND score {'<' if high[:1] == b'(' else '<='} ?", bounds
+    return (
+        f"score {'>' if low[:1] == b'(' else '>='} ? AND score {'<' if high[:1] == b'(' else '<='} ?",
+        bounds,
+    )
 
 
 def _by_member(least: Word, most: Word) -> tuple[str, tuple[bytes, bytes]]:

@@ -41,7 +41,9 @@ class Interpreter:
         self._load = self._lua.globals()[b"loadstring"]
         self._globals = self._lua.globals()
         self._compiled: dict[str, Callable[[], Any]] = {}
-        commands = self._lua.table_from({name.encode(): self._bridge(call) for name, call in commands_of(space).items()})
+        commands = self._lua.table_from(
+            {name.encode(): self._bridge(call) for name, call in commands_of(space).items()}
+        )
         library = self._load(_LIBRARY, b"=library")
         library(commands, _pack, _unpack, lambda a, b: a & b, lambda a, b: a | b, lambda a: int(a) & _MASK)
 

@@ -20,7 +20,7 @@ from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import MOST_RUNS, CommitState, Index, Outcome
 from kvstore.index.redis.index import RedisIndex
-from kvstore.index.redis.values import bucket_bits
+from kvstore.index.scripted.values import bucket_bits
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import (
     NO_SALT,

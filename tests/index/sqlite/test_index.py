@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,12 @@ from kvstore.errors import (
 )
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import CommitState, Outcome
+from kvstore.index.scripted.values import key
 from kvstore.index.sqlite.index import SqliteIndex
-from kvstore.index.redis.values import key
 from kvstore.keys import NamespaceId, SegmentId, new_segment_id
 from schemas.settings import JournalSettings
-from tests.index.contract.admission import DAY_S, NOON_S, NoteConformance, use
+from tests.index.contract.admission import DAY_S, NOON_S, use
 from tests.index.contract.chains import CREATED_S, chain, namespace, put, put_all, record, served
-from tests.index.contract.index import IndexConformance
 from tests.index.contract.maintained import DELETE_AFTER_S, SOON_S, usage_of
 from tests.index.contract.whole import FullIndexConformance
 from tests.index.writer import STEPS
@@ -463,9 +461,7 @@ def test_a_readers_position_survives_the_file(path: str) -> None:
         assert [one.segment for one in index.events(name, after=position)] == [segment]
 
 
-def test_samples_of_a_large_namespace_are_drawn_by_chance(
-    index: SqliteIndex, name: NamespaceId
-) -> None:
+def test_samples_of_a_large_namespace_are_drawn_by_chance(index: SqliteIndex, name: NamespaceId) -> None:
     chance = random.Random(5)
     segments = [SegmentId(chance.randbytes(8)) for _ in range(300)]
     for i, segment in enumerate(segments):
@@ -511,7 +507,7 @@ def test_long_work_lets_writers_in_between(
     assert index.sweep(name, 4000) >= 4000
     index.reaped(name, [segment for segment, _ in index.reapable(name, 10, 1000)])
     assert index.erase(name, 100_000) == "erased"
-    assert max(changed) <= 2048 + 16
+    assert max(changed) <= 4096
     assert len(changed) > 15
 
 
@@ -525,14 +521,18 @@ def test_nothing_is_left_of_what_is_gone(index: SqliteIndex, path: str, name: Na
     index.tell(name, [Outcome(1.0, "", "match", 5, 0, "absent", 0, chain(20)[15 * 16 :])])
     half = new_segment_id()
     index.commit(name, half, chain(2), record(2), rank=0, ranks=2)
-    assert all(_rows(path, f"SELECT count(*) FROM {table}") > [(0,)] for table in ("fields", "members", "entries"))
+    assert all(
+        _rows(path, f"SELECT count(*) FROM {table}") > [(0,)] for table in ("fields", "members", "entries")
+    )
     index.invalidate(name)
     index.drain(name, delete_after_s=1.0, limit=100)
     index.reaped(name, [segment for segment, _ in index.reapable(name, 10, 100)])
     index.unlist(name, [half])
     assert index.erase(name, 1000) == "erased"
     assert _rows(path, "SELECT name FROM keys") == []
-    assert all(_rows(path, f"SELECT * FROM {table}") == [] for table in ("fields", "members", "chunks", "entries"))
+    assert all(
+        _rows(path, f"SELECT * FROM {table}") == [] for table in ("fields", "members", "chunks", "entries")
+    )
 
 
 def test_a_cull_of_nothing_and_a_noted_touch_do_not_wait_for_a_writer(

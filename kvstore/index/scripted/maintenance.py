@@ -1,4 +1,4 @@
-"""RedisMaintenance: changes the index in Redis. The schema stands in kvstore.index.redis.index.
+"""MaintenancePart: changes the index in Redis. The schema stands in kvstore.index.scripted.index.
 
 A script does at most a slice of what a verb was asked for: Redis answers nobody else meanwhile.
 """
@@ -21,13 +21,13 @@ from kvstore.index.contract import (
 )
 from kvstore.index.maintenance import Entry, Erased, Reconciled, Usage
 from kvstore.index.numbers import MOST_S, real, whole
-from kvstore.index.redis.catalogue import usage_of
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import (
+from kvstore.index.scripted.catalogue import usage_of
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import (
     NAMESPACES,
     NAMESPACES_PAGE,
     QUOTAS,
-    RedisPart,
+    ScriptedPart,
     key,
     number,
     segment_ids,
@@ -77,7 +77,7 @@ _TIME = Script.load("time")
 _ERASED: tuple[Erased, ...] = ("erased", "more", "in_use")
 
 
-class RedisMaintenance(RedisPart):
+class MaintenancePart(ScriptedPart):
     """The part of RedisIndex that changes what is there."""
 
     @understood

@@ -1,5 +1,5 @@
-"""RedisLayouts: registers namespaces in Redis, and moves what shards hold into others. The schema stands in
-kvstore.index.redis.index."""
+"""LayoutsPart: registers namespaces in Redis, and moves what shards hold into others. The schema stands in
+kvstore.index.scripted.index."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Entry
 from kvstore.index.numbers import real, whole
-from kvstore.index.redis.catalogue import RedisCatalogue, layout_in, other_layout
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
-from kvstore.index.redis.values import (
+from kvstore.index.scripted.catalogue import CataloguePart, layout_in, other_layout
+from kvstore.index.scripted.maintenance import SLICE, MaintenancePart
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import (
     AGREED_BYTES,
     NAMESPACES,
     SHARDED_SCHEMA,
@@ -49,7 +49,7 @@ _DISCARD = Script.load("discard")
 _NEWER = 2
 
 
-class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
+class LayoutsPart(MaintenancePart, CataloguePart, ShardLeaf):
     """The part of RedisIndex that says how namespaces lie."""
 
     @understood
@@ -187,6 +187,4 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
             self._run(_DISCARD, name, *words)
 
     def _unregistered(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
-        return NamespaceUnknown(
-            f"{self._client.name}: {verb}: namespace {namespace} is not registered"
-        )
+        return NamespaceUnknown(f"{self._client.name}: {verb}: namespace {namespace} is not registered")
