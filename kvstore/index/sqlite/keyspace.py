@@ -275,11 +275,10 @@ class Keyspace:
             if number not in chunks:
                 chunks[number] = bytearray(b"" if key is None else self._chunk(key, number))
             chunk = chunks[number]
-            if inside >= len(chunk):
-                chunk.extend(bytes(CHUNK_BYTES - len(chunk)))
             mask = 0x80 >> bit
-            found.append(1 if chunk[inside] & mask else 0)
+            found.append(1 if inside < len(chunk) and chunk[inside] & mask else 0)
             if words[at] == b"SET":
+                chunk.extend(bytes(max(0, inside + 1 - len(chunk))))
                 chunk[inside] = chunk[inside] | mask if _whole(words[at + 3]) else chunk[inside] & ~mask
                 changed.add(number)
                 at += 4
@@ -414,7 +413,7 @@ class Keyspace:
         for _ in range(2 * wanted):
             if len(found) >= wanted:
                 break
-            # One of several that follow: the first alone would be drawn as often as the gap before it is wide.
+            # One of several that follow: the first alone would be drawn the more often the wider the gap.
             some = self._db.execute(query, (key.id, secrets.token_bytes(8), _DRAWN_FROM)).fetchall()
             if len(some) < _DRAWN_FROM:
                 some += self._db.execute(query, (key.id, b"", _DRAWN_FROM - len(some))).fetchall()
@@ -507,7 +506,8 @@ class Keyspace:
             where = "1"
             skip, limit = self._ranks(key, first, last)
         rows = self._db.execute(
-            f"SELECT member, score FROM members WHERE key = ? AND {where} ORDER BY score, member LIMIT ? OFFSET ?",
+            f"SELECT member, score FROM members WHERE key = ? AND {where} "
+            "ORDER BY score, member LIMIT ? OFFSET ?",
             (key.id, *bounds, _whole(limit), _whole(skip)),
         )
         if b"WITHSCORES" in words:
@@ -521,7 +521,8 @@ class Keyspace:
             return []
         start, end = _whole(first), _whole(last)
         rows = self._db.execute(
-            "SELECT member, score FROM members WHERE key = ? ORDER BY score DESC, member DESC LIMIT ? OFFSET ?",
+            "SELECT member, score FROM members WHERE key = ? "
+            "ORDER BY score DESC, member DESC LIMIT ? OFFSET ?",
             (key.id, max(0, end - start + 1), start),
         )
         if options:
@@ -614,9 +615,12 @@ class Keyspace:
             return []
         least, above = _bound(first, 0)
         most, below = _bound(last, (1 << 63) - 1)
+        bounds = (
+            f"(ms, number) {'>' if above else '>='} (?, ?) AND (ms, number) {'<' if below else '<='} (?, ?)"
+        )
         rows = self._db.execute(
-            f"SELECT ms, number, fields FROM entries WHERE key = ? AND (ms, number) {'>' if above else '>='} (?, ?) "
-            f"AND (ms, number) {'<' if below else '<='} (?, ?) ORDER BY ms{how}, number{how} LIMIT ?",
+            f"SELECT ms, number, fields FROM entries WHERE key = ? AND {bounds} "
+            f"ORDER BY ms{how}, number{how} LIMIT ?",
             (key.id, *least, *most, _whole(_options(options).get(b"COUNT", -1))),
         )
         return [[b"%d-%d" % (ms, number), _unpacked(packed)] for ms, number, packed in rows]

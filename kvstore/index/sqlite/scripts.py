@@ -1,6 +1,6 @@
 """Interpreter: runs the index's scripts in this process, on one connection to SQLite.
 
-Lua 5.1 is the language of Redis's scripts, and lupa has that very interpreter. A script sees what Redis gives it:
+Redis runs scripts in Lua 5.1, and lupa has that very interpreter. A script sees what Redis gives it:
 KEYS, ARGV, redis.call, redis.pcall, struct and bit, as far as the index uses them.
 """
 

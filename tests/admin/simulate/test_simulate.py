@@ -21,7 +21,7 @@ from kvstore.admin.simulate.store import Rules, StoreReplay, noted
 from kvstore.admin.simulate.traces import Assumed, BadTrace, Request, Trace, TracedSpace, read_traces
 from kvstore.errors import ConfigError
 from kvstore.index.eviction import watermarks
-from kvstore.index.walk import walk
+from tests.admin.simulate.walk import walk
 from kvstore.keys import SegmentId
 from schemas.records import PartRecord, SegmentRecord
 from schemas.settings import Settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.index.redis import catalogue, index, journal, maintenance, salts, sessions
+from kvstore.index.scripted import catalogue, index, journal, maintenance, salts, sessions
 from kvstore.index.scripted.scripts import Script
 
 
