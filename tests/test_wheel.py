@@ -55,7 +55,9 @@ def test_nothing_else_is_in_it(site: Path) -> None:
 
 
 def test_its_scripts_are_read(site: Path) -> None:
-    code = "from kvstore.index.scripted.scripts import Script as S; print(len(S.load('match', 'walk').source))"
+    code = (
+        "from kvstore.index.scripted.scripts import Script as S; print(len(S.load('match', 'walk').source))"
+    )
     assert int(run(site, code)) > 1000
 
 

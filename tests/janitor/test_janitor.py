@@ -15,6 +15,9 @@ from kvstore.conformance.faulty import Rule
 from kvstore.errors import Throttled, TransientError
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Reconciled
+from kvstore.index.scripted.values import key
+from kvstore.index.sqlite.client import SqliteClient
+from kvstore.index.sqlite.file import IndexMemory
 from kvstore.janitor import janitor as janitors
 from kvstore.janitor import scrub
 from kvstore.janitor.janitor import Janitor
@@ -407,8 +410,8 @@ def test_accounts_that_are_wrong_are_corrected_and_reported(
     world.save(space, 0, 5)
     world.save(other, 50, 5)
     truth = world.index.usage(space.id)
-    with world.index._database.writing("tamper") as db:
-        db.execute("UPDATE namespaces SET nbytes = nbytes + 77 WHERE id = ?", (space.id,))
+    client = SqliteClient(IndexMemory.named(world.name), world.clock)
+    client.command("HINCRBY", key(space.id, "meta"), "bytes", 77)
     assert world.index.usage(space.id) == replace(truth, nbytes=truth.nbytes + 77)
     janitor.round()
     assert world.index.usage(space.id) == truth

@@ -112,7 +112,7 @@ def redis_variants(index: RedisIndex, name: NamespaceId, chains: list[bytes], re
     """The same without help: records not unpacked before, nothing stored, a chain that leaves halfway."""
 
     def forgetful(i: int) -> None:
-        with mock.patch("kvstore.index.redis.index.record_of", record_of.__wrapped__):  # type: ignore[attr-defined]
+        with mock.patch("kvstore.index.scripted.index.record_of", record_of.__wrapped__):  # type: ignore[attr-defined]
             index.match(name, chains[i % len(chains)])
 
     strange = chain(SIZES[-1], seed="strange")
@@ -138,11 +138,8 @@ def bench_sqlite(folder: Path, blocks: int, repeat: int) -> tuple[list[Row], dic
             bare.execute("COMMIT")  # each SELECT below is a transaction of its own, as a match is
             for size in SIZES:
                 asked = [part_of(digests, 0, size) for digests in chains]
-                keys = [split_digests(digests) for digests in asked]
-                marks = ",".join("?" * size)
-                query = (
-                    f"SELECT digest, segment, slot FROM blocks WHERE namespace = 1 AND digest IN ({marks})"
-                )
+                keys = [[digest[2:] for digest in split_digests(digests)] for digests in asked]
+                query = f"SELECT field, value FROM fields WHERE field IN ({','.join('?' * size)})"
                 match, select = timed(
                     [
                         lambda i, asked=asked: index.match(name, asked[i % len(asked)]),

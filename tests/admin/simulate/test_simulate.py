@@ -21,11 +21,11 @@ from kvstore.admin.simulate.store import Rules, StoreReplay, noted
 from kvstore.admin.simulate.traces import Assumed, BadTrace, Request, Trace, TracedSpace, read_traces
 from kvstore.errors import ConfigError
 from kvstore.index.eviction import watermarks
-from tests.admin.simulate.walk import walk
 from kvstore.keys import SegmentId
 from schemas.records import PartRecord, SegmentRecord
 from schemas.settings import Settings
 from tests.admin.simulate import workloads
+from tests.admin.simulate.walk import walk
 
 SETTINGS = Settings(payloads="memory://simulation", index="memory://simulation")
 OURS = '{"kvstore_trace": 1, "began_s": 1000.0}\n'
