@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from kvstore.index.sqlite.file import SCHEMA_VERSION
 
 from kvstore.errors import KVStoreError
 from kvstore.format.segment import Slot
 from kvstore.index.scripted.values import SCHEMA, SHARDED_SCHEMA
+from kvstore.index.sqlite.file import SCHEMA_VERSION
 from schemas.namespace import Parallel
 from tests.format.test_signing import rewritten
 from tests.servers.redis import RedisServer
