@@ -227,7 +227,8 @@ _GENERAL_KEYS = ("kvs:operations", "kvs:quotas", "kvs:ping")
 
 def _rows(path: str) -> list[str]:
     with closing(sqlite3.connect(path)) as db:
-        names = [name.decode() for (name,) in db.execute("SELECT name FROM keys ORDER BY name")]
+        live = "SELECT name FROM keys WHERE coalesce(expires_ms > ?, 1) ORDER BY name"
+        names = [name.decode() for (name,) in db.execute(live, (1000 * time.time(),))]
     return [name for name in names if name not in _GENERAL_KEYS]
 
 
