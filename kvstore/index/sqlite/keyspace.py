@@ -24,6 +24,8 @@ CHUNK_BYTES: Final = 1024
 _EXPIRED_AT_ONCE: Final = 16
 #: A cursor of HSCAN inside a script tells this many bytes of the next field: scripts take one of 19 digits.
 _CURSOR_BYTES: Final = 7
+#: A stream is trimmed by so many entries at once, as Redis does that is told "about" how many to keep.
+_TRIMMED_AT_ONCE: Final = 100
 #: HRANDFIELD draws one field of so many that follow a random place.
 _DRAWN_FROM: Final = 16
 _INT64: Final = 1 << 63
@@ -596,7 +598,9 @@ class Keyspace:
         packed = b"".join(struct.pack(">I", len(text)) + text for text in map(_text, fields))
         self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?)", (key.id, ms, number, packed))
         over = max(0, extent.length + 1 - _whole(most))
-        if over:
+        if over < _TRIMMED_AT_ONCE:
+            over = 0
+        else:
             oldest = "SELECT key, ms, number FROM entries WHERE key = ? ORDER BY ms, number LIMIT ?"
             rows = self._db.execute(oldest, (key.id, over)).fetchall()
             self._db.executemany("DELETE FROM entries WHERE key = ? AND ms = ? AND number = ?", rows)
