@@ -45,7 +45,7 @@ docs: setup-quick ## the documentation site, in build/site (ARGS=serve: on this 
 demo: setup ## two real engines share one cache, on the CPU (ARGS="--index redis://...")
 	@$(PYTHON) -m tools.demo $(ARGS)
 
-advise: setup-quick ## would a shared cache pay? On an invented day, or ARGS="RECORDING --gpu-hour 2.5 ..."
+advise: setup-quick ## would a shared cache pay? On an invented day, or ARGS="RECORDING --price gpu-hour=2.5 ..."
 	@$(if $(ARGS),,$(PYTHON) -m tools.recording .cache/recording)
 	@.venv/bin/cache-admin advise $(or $(ARGS),.cache/recording --html .cache/advice.html)
 

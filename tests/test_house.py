@@ -75,7 +75,6 @@ RUN = re.compile(
 #: Where such a call is given names of modules that are ours.
 RUN_HERE = {
     "connectors/plugin.py: importlib.import_module",
-    "kvstore/admin/pack/engine.py: subprocess.Popen",
     "kvstore/lazy.py: import_module",
 }
 
@@ -137,11 +136,13 @@ def test_trials_and_tests_are_borrowed_one_way() -> None:
 
 def test_a_group_of_verbs_has_one_name() -> None:
     groups = set(names_in("kvstore/cli/commands"))
-    assert groups == set(names_in("kvstore/cli/text"))
+    texts = set(names_in("kvstore/cli/text"))
+    assert texts <= groups, "a group whose models say it all has none"
     assert groups == {path.parent.name for path in (ROOT / "kvstore" / "admin").glob("*/reports.py")}
     for group in groups:
         text = (ROOT / "kvstore" / "cli" / "commands" / f"{group}.py").read_text(encoding="utf-8")
-        assert set(re.findall(r"from kvstore\.cli\.text import (.+)", text)) == {f"{group} as {group}_text"}
+        own = {f"{group} as {group}_text"} if group in texts else set()
+        assert set(re.findall(r"from kvstore\.cli\.text import (.+)", text)) == own
 
 
 def own_classes() -> dict[str, list[str]]:

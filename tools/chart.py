@@ -1,6 +1,6 @@
-"""Generates values.schema.json and the table in README.md from a chart's values.yaml.
+"""Generates values.schema.json and the table in README.md from the chart's values.yaml.
 
-    python -m tools.chart            # writes both, of helm/ and of the example in docs/kubernetes/vllm
+    python -m tools.chart            # writes both
     python -m tools.chart --check    # says what isn't in step, and writes nothing
 
 Above each key of values.yaml stands a comment:
@@ -36,7 +36,6 @@ from schemas.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "helm"
-EXAMPLE = ROOT / "docs" / "kubernetes" / "vllm"
 MARK = "{{ values }}"
 
 Schema = dict[str, Any]
@@ -303,25 +302,18 @@ def generate(chart: Path = CHART) -> tuple[dict[Path, str], list[str]]:
         readme = readme.replace(f"{{{{ {name} }}}}", str(about[name]))
     first = "<!-- Generated from README.md.gotmpl and values.yaml: python -m tools.chart -->\n"
     return {
-        chart / "values.schema.json": json.dumps(
-            schema(values) | {"title": f"Values of the {about.get('name', chart.name)} chart"},
-            indent=1,
-            ensure_ascii=False,
-        )
-        + "\n",
+        chart / "values.schema.json": json.dumps(schema(values), indent=1, ensure_ascii=False) + "\n",
         chart / "README.md": first + readme.replace(MARK, table(values).rstrip()),
     }, problems
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if all is in step or written, 1 if a comment is wrong or (--check) a file is out of step."""
-    parser = argparse.ArgumentParser(description="Generate the charts' schemas and READMEs from values.yaml.")
+    parser = argparse.ArgumentParser(description="Generate the chart's schema and README from values.yaml.")
     parser.add_argument("--check", action="store_true", help="compare only")
     options = parser.parse_args(arguments)
     check = options.check
     files, problems = generate()
-    others, more = generate(EXAMPLE)
-    files, problems = files | others, problems + more
     for path, text in files.items():
         if path.is_file() and path.read_text() == text:
             continue

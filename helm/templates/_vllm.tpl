@@ -108,48 +108,25 @@ ec-transfer-config: '{{ include "kvstore.vllm.config" (dict "root" $.root "confi
 {{- toYaml $tree -}}
 {{- end -}}
 
-{{/* Everything the ConfigMap holds. dict "root" $ "namespace" its own */}}
+{{/* Everything the ConfigMap holds. */}}
 {{- define "kvstore.vllm.data" -}}
-{{- $root := .root -}}
 settings.yaml: |
-  {{- include "kvstore.vllm.settings" (dict "root" $root "group" "") | nindent 2 }}
-{{- $wanted := include "kvstore.vllm.wanted" $root | fromYaml }}
+  {{- include "kvstore.vllm.settings" (dict "root" $ "group" "") | nindent 2 }}
+{{- $wanted := include "kvstore.vllm.wanted" $ | fromYaml }}
 {{- $configs := concat $wanted.kv $wanted.ec }}
-{{- range $config, $group := include "kvstore.vllm.groups" $root | fromYaml }}
-{{- if and (get $root.Values.vllm.settings $group) (has $config $configs) }}
+{{- range $config, $group := include "kvstore.vllm.groups" $ | fromYaml }}
+{{- if and (get $.Values.vllm.settings $group) (has $config $configs) }}
 settings-{{ $group }}.yaml: |
-  {{- include "kvstore.vllm.settings" (dict "root" $root "group" $group) | nindent 2 }}
+  {{- include "kvstore.vllm.settings" (dict "root" $ "group" $group) | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- range $config := $configs }}
 {{ $config }}.json: |
-  {{ include "kvstore.vllm.config" (dict "root" $root "config" $config) }}
+  {{ include "kvstore.vllm.config" (dict "root" $ "config" $config) }}
 {{- end }}
-{{- range $kind := $root.Values.vllm.kinds }}
+{{- range $kind := $.Values.vllm.kinds }}
 {{ $kind }}.yaml: |
-  {{- include "kvstore.vllm.flags" (dict "root" $root "kind" $kind) | trim | nindent 2 }}
-{{- end }}
-pod.yaml: |
-  {{- include "kvstore.vllm.pod" . | nindent 2 }}
-{{- end -}}
-
-{{/* What the pods of engines need, as values of the chart under docs/kubernetes/vllm. As above. */}}
-{{- define "kvstore.vllm.pod" -}}
-{{- $account := include "kvstore.engine.serviceAccountName" .root -}}
-# What an engine's pod needs: its labels, and its container's env and volumeMounts.
-kvstore:
-  release: {{ .root.Release.Name | quote }}
-  configMap: {{ include "kvstore.vllm.name" .root | quote }}
-  podLabels:
-    {{- include "kvstore.engine.labels" .root | nindent 4 }}
-  env:
-    {{- include "kvstore.engine.env" .root | nindent 4 }}
-  volumes:
-    {{- include "kvstore.engine.volumes" .root | nindent 4 }}
-  volumeMounts:
-    {{- include "kvstore.engine.volumeMounts" .root | nindent 4 }}
-{{- if and $account (eq .namespace .root.Release.Namespace) }}
-serviceAccountName: {{ $account | quote }}
+  {{- include "kvstore.vllm.flags" (dict "root" $ "kind" $kind) | trim | nindent 2 }}
 {{- end }}
 {{- end -}}
 

@@ -11,7 +11,8 @@ A folder per group of verbs, as in the commands (kvstore.cli.commands) and their
                  rebuild; recommit puts a segment back into the index
     archive      export; import: what it reads in members, the store that it goes into in intake; tar
     explain      explain, with what is asked in lookup and what is remembered in journal
-    simulate     simulate, on traces, replay and store; whatif
+    advise       advise: of a recording, which traces reads, store and replay replay and worth prices; of the
+                 index in remembered; page, its HTML
     bench        bench
     doctor       doctor: the checks of the machine, of payloads, of maintenance; first_look, that of
                  engines at their start; vllm-config

@@ -3,7 +3,7 @@ calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
@@ -84,13 +84,9 @@ class Growth:
         """Returns the totals that the last `advance` was given."""
         return self._last.get(namespace, {})
 
-    def knows(self, namespace: NamespaceId) -> bool:
-        """Whether `advance` was ever called for the namespace."""
-        return namespace in self._last
-
-    def forget(self, namespace: NamespaceId) -> None:
-        """Removes a namespace that is gone; if it comes back it is seen for the first time."""
-        self._last.pop(namespace, None)
+    def keep_to(self, namespaces: Container[NamespaceId]) -> None:
+        """Forgets all namespaces but these: one that comes back is seen for the first time."""
+        self._last = {name: totals for name, totals in self._last.items() if name in namespaces}
 
 
 def paged(things: Iterable[_T]) -> Iterator[list[_T]]:

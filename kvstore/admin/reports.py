@@ -2,12 +2,15 @@
 
 A report is what a verb found. There is one model per verb, in the verb's group: `--json` prints it as it is,
 kvstore.cli.text renders it. Numbers are raw: sizes in bytes (`_bytes`), times in unix seconds (`_s`). No
-report holds a credential: URLs are redacted before they come here.
+report holds a credential: URLs are redacted before they come here. kvstore.cli.shown says what the text makes
+of names, titles, descriptions and defaults.
 """
 
 from __future__ import annotations
 
 from typing import Literal
+
+from pydantic import Field
 
 from schemas.base import StrictModel
 
@@ -45,15 +48,15 @@ class NamespaceSummary(StrictModel):
     id: str
     kind: str
     model: str
-    revision: str
-    tenant: str
+    revision: str = ""
+    tenant: str = "default"
     dtype: str
-    kv_dtype: str
-    block_tokens: int
-    tp: int
-    pp: int
-    codec: str
-    epoch: int
+    kv_dtype: str = Field("", title="kv")
+    block_tokens: int = Field(0, title="tokens")
+    tp: int = 1
+    pp: int = 1
+    codec: str = "none"
+    epoch: int = 0
     usage: Amount
 
 
@@ -65,17 +68,17 @@ class SegmentSummary(StrictModel):
     slots: int
     #: Size of all ranks' payloads, headers included.
     stored_bytes: int
-    created_s: int
+    created_s: int = Field(title="made", description="{} ago")
     #: Time of the last use, to the minute: a minute after 1970 began if only a session used it that has
     #: ended, and a time to come as long as one retains it.
     last_use_s: float
     #: Position of the first slot in its chain, counted from 0.
-    depth: int
-    codec: str
-    ranks: int
-    pinned: bool
+    depth: int = Field(description="{:block} before its first slot")
+    codec: str = "none"
+    ranks: int = 1
+    pinned: bool = False
     #: Time that computing it took, in microseconds; 0: unknown.
-    cost_us: int
+    cost_us: int = Field(0, description="{} to compute it again")
 
 
 #: `ok`: below the mark at which eviction begins. `high`: above it. `over`: above the quota itself.

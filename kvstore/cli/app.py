@@ -18,18 +18,14 @@ from kvstore.cli.commands import (
     explain,
     feed,
     inspect,
-    pack,
     remove,
     repair,
     serve,
-    simulate,
 )
 from kvstore.cli.verbs import add_to, verbs_of
 
 #: In the order of the reference and of --help.
-VERBS = verbs_of(
-    (inspect, archive, pack, curate, remove, repair, serve, feed, explain, advise, simulate, doctor, bench)
-)
+VERBS = verbs_of((inspect, archive, curate, remove, repair, serve, feed, explain, advise, doctor, bench))
 
 _EPILOG = (
     f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in exits.table())}.\n\n"

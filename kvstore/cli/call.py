@@ -21,6 +21,7 @@ from rich.text import Text
 from kvstore.admin.backends import Cache, Sources
 from kvstore.admin.operators import operator
 from kvstore.cli import exits
+from kvstore.cli.shown import shown
 from kvstore.cli.tables import Renderables, plain
 from kvstore.errors import ConfigError, KVStoreError, PermissionDenied, TransientError
 
@@ -57,7 +58,7 @@ class Call:
         return Cache(self.sources.settings(), operator(self.sources.environ) if by is None else by)
 
     def print(
-        self, report: _Report, text: Callable[[_Report], Renderables], *, to_stderr: bool = False
+        self, report: _Report, text: Callable[[_Report], Renderables] = shown, *, to_stderr: bool = False
     ) -> None:
         """Prints the report as JSON or text, on stdout, or on stderr where stdout has other data."""
         if self.json:

@@ -116,11 +116,11 @@ def use_age(now_s: float, then_s: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Says a length of time: `-` for none, 340ms, 1.5s, 12m, 3.2h."""
+    """Says a length of time: `-` for none, 0.04ms, 340ms, 1.5s, 12m, 3.2h."""
     if seconds <= 0:
         return "-"
     if seconds < 1:
-        return f"{max(1, round(seconds * 1000))}ms"
+        return f"{seconds * 1000:.{'0' if seconds >= 0.01 else '2'}f}ms"
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f}{unit}"

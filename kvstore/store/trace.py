@@ -1,4 +1,4 @@
-"""A record of which blocks requests ask for, for `cache-admin simulate` (settings: `trace`).
+"""A record of which blocks requests ask for, for `cache-admin advise` (settings: `trace`).
 
 One file per process at a time, JSON lines:
 

@@ -76,7 +76,7 @@ class JanitorSettings(StrictModel):
 
 
 class TraceSettings(StrictModel):
-    """A record of which blocks requests ask for, for `cache-admin simulate` and `cache-admin advise`."""
+    """A record of which blocks requests ask for, for `cache-admin advise`."""
 
     #: Folder for the files, one per process; left out: nothing is recorded.
     folder: str | None = None

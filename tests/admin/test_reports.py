@@ -5,6 +5,7 @@ python -m tests.admin.test_reports    writes the file anew: a change of it is a 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from importlib import import_module
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+from rich.console import Console
 
 from kvstore.admin.archive.reports import ExportReport, ImportReport
 from kvstore.admin.backends import Refused, UnknownName
 from kvstore.admin.curate.reports import WarmReport
 from kvstore.admin.reports import Amount, Ended
 from kvstore.cli import exits
+from kvstore.cli.shown import shown
 from kvstore.errors import CapacityExceeded, ConfigError, CorruptPayload, DeadlineExceeded, PermissionDenied
 
 GOLDEN = Path(__file__).with_name("reports.json")
@@ -34,12 +37,10 @@ MODULES = (
             "curate",
             "remove",
             "archive",
-            "pack",
             "doctor",
             "bench",
             "repair",
             "explain",
-            "simulate",
             "advise",
             "feed",
         )
@@ -68,6 +69,52 @@ def shapes() -> dict[str, Any]:
 
 def test_the_shapes_are_those_that_were_promised() -> None:
     assert shapes() == json.loads(GOLDEN.read_text(encoding="utf-8")), f"see {__file__}"
+
+
+def test_every_sentence_of_a_field_can_be_said() -> None:
+    models = [value for module in map(import_module, MODULES) for value in vars(module).values()]
+    for model in models:
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            made: Any = model.model_construct(**dict.fromkeys(model.model_fields, 2))
+            assert len(list(shown(made))) <= len(model.model_fields)
+
+
+class Row(BaseModel):
+    id: str
+    stored_bytes: int
+    made_us: int = 0
+    pinned: bool = False
+
+
+class Drawn(BaseModel):
+    at_s: float = 1000.0
+    seen_s: float | None = None
+    hit_ratio: float = Field(title="hits", description="{}, of {asked:block}")
+    asked: int = Field(title="")
+    rows: tuple[Row, ...] = Field(description="no rows")
+    ended: str = "complete"
+    problem: str = ""
+
+
+def test_a_report_is_drawn_from_its_model() -> None:
+    def drawn(**fields: Any) -> list[list[str]]:
+        console = Console(width=80, record=True, file=io.StringIO())
+        for renderable in shown(Drawn(hit_ratio=0.5, asked=1, **fields)):
+            console.print(renderable)
+        return [line.split() for line in console.export_text().splitlines()]
+
+    assert drawn(rows=()) == [["hits", "50.0%,", "of", "1", "block"], ["no", "rows"]]
+    rows = (Row(id="a", stored_bytes=2048), Row(id="b\x1b", stored_bytes=0, pinned=True))
+    assert drawn(rows=rows, seen_s=400.0, ended="failed", problem="full") == [
+        ["seen", "10m"],
+        ["hits", "50.0%,", "of", "1", "block"],
+        [],
+        ["namespace", "size"],
+        ["a", "2.0", "KiB"],
+        ["b\\x1b", "0", "B", "pinned"],
+        [],
+        ["ended", "failed:", "full"],
+    ]
 
 
 def test_exit_codes_are_a_table() -> None:

@@ -126,7 +126,7 @@ def test_no_signing_key_is_ever_printed(admin: Admin, tmp_path: Path) -> None:
     look(environ)
     assert codes <= {0, 1}
     shown = admin("show", segment, "--verify", *filled.options, env=environ)
-    assert "with key 2026, and encrypted" in shown.out
+    assert "with key 2026" in shown.out and "encrypted  yes" in shown.out
     [part] = admin("show", segment, "--json", *filled.options, env=environ).json["parts"]
     assert (part["key"], part["encrypted"], part["state"]) == ("2026", True, "ok")
     look({})

@@ -87,8 +87,7 @@ def test_warm_fetches_what_was_used_last(admin: Admin, tiered: Tiered) -> None:
         assert (tiered.fast / name).read_bytes() == path.read_bytes()
     again = WarmReport.model_validate_json(admin("warm", "--json", *tiered.options).out)
     assert (again.warm, again.used_before_bytes) == (report.warm, report.used_bytes)
-    text = admin("warm", *tiered.options)
-    assert "64.0 MiB" in text.out
+    assert "64.0 MiB" in admin("warm", *tiered.options).out
     status = StatusReport.model_validate_json(admin("status", "--json", *tiered.options).out)
     assert status.fast is not None
     assert (status.fast.state, status.fast.used_bytes, status.fast.payloads) == ("ok", report.used_bytes, 5)

@@ -419,31 +419,13 @@ TAKEN: Final[dict[str, Taken]] = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics:OffloadingConnectorStats": Taken(
         "the tier's statistics", {"increase_counter": "one change"}
     ),
-    # ---- packs --------------------------------------------------------------------------------------
-    "vllm:LLM": Taken("the engine that computes a pack"),
-    "vllm:SamplingParams": Taken("one token is enough"),
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionToolsParam": Taken(
-        "tools as a chat template gets them from the server",
-        {"model_validate": "drops what no tool has; its dump names what was left out"},
-    ),
-    "vllm.engine.arg_utils:EngineArgs": Taken(
-        "what follows `vllm serve`",
-        {"add_cli_args": "as the server reads it", "from_cli_args": "what of it is the engine's"},
-    ),
-    "vllm.utils.argparse_utils:FlexibleArgumentParser": Taken(
-        "the server's own reading of dots and JSON",
-        {
-            "add_argument": "the model, the chat template",
-            "parse_args": "the words",
-            "get_default": "of data parallelism",
-        },
-    ),
+    # ---- what is computed ---------------------------------------------------------------------------
     "vllm.envs:environment_variables": Taken("variables that may change what is computed, in the namespace"),
     "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER": Taken("whether a loader is vLLM's own"),
     "vllm.model_executor.models.registry:ModelRegistry": Taken(
         "", {"models": "whether a model's class is vLLM's own, and what it loads"}
     ),
-    "vllm": Taken("its own version", {"__version__": "in what a chunk's format, or a pack, is named"}),
+    "vllm": Taken("its own version", {"__version__": "in what a chunk's format is named"}),
 }
 
 #: Types that no annotation in connectors/ tells: of an attribute, or of what a call returns.

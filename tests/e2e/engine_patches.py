@@ -66,7 +66,7 @@ def fork_processes() -> None:
     """Makes vLLM fork its engine cores and workers, as it does by default, where the CPU platform has them
     spawned. Each would import vLLM anew, which takes longer than all that tests ask of it.
 
-    That connectors work in spawned processes, tests/e2e/test_chart_configs.py and tests/test_wheel.py show.
+    That connectors work in spawned processes, tests/test_wheel.py shows.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.platforms.cpu import CpuPlatform

@@ -186,7 +186,7 @@ def deployment(
             )
         )
     encode, rest = started
-    proxy = ["docs/kubernetes/vllm/files/epd_proxy.py", "--encode", encode.url, "--decode", rest.url]
+    proxy = ["docs/examples/epd_proxy.py", "--encode", encode.url, "--decode", rest.url]
     started.append(Server(proxy, ports[2], tmp_path / "proxy.log", {}))
     try:
         for server in started[:2]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.admin.advise.traces import Assumed, Trace, read_traces
 from kvstore.admin.progress import Silent
-from kvstore.admin.simulate.traces import Assumed, Trace, read_traces
 from tests.e2e.engine import Engine, random_image
 from tests.e2e.sharing import extended, full_blocks, prompt
 from tools.models import IMAGE_TOKEN

@@ -1,4 +1,4 @@
-"""A pack that one engine has computed, applied to an empty store, serves another engine's first request."""
+"""What one engine has computed of prompts, imported into an empty store, serves another's first request."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.admin.archive.asked import ask
+from kvstore.admin.archive.export import export
+from kvstore.admin.archive.import_ import import_archive
+from kvstore.admin.archive.prompts import read_prompts
+from kvstore.admin.archive.wanted import Wanted
 from kvstore.admin.backends import Cache
-from kvstore.admin.pack import build as building
-from kvstore.admin.pack.pack import Intended, apply, inspect
-from kvstore.admin.pack.prompts import read_prompts
 from kvstore.admin.progress import Silent
 from kvstore.build import load_settings
-from schemas.settings import Settings
 from tests.e2e import engine as harness
 from tests.e2e.engine import Engine
+from tests.e2e.http_servers import VllmServer, free_ports
 from tests.e2e.sharing import BLOCK, check_store, extended, full_blocks, prompt
 
 pytestmark = pytest.mark.engine
 
-#: Prompts of a pack: one shares the beginning of another, and one has a chat template's words around it.
+#: One prompt shares the beginning of another, and one has a chat template's words around it.
 AGENT = prompt(960, 90)
 TOOLS = extended(AGENT, 330, 91)
 WORDS = " ".join(f"w{20 + i % 400}" for i in range(150))
@@ -35,30 +37,25 @@ TEMPLATE = (
 )
 
 
-def words_of(model: Path, **more: str) -> list[str]:
+def words_of(model: Path, config: dict[str, str], **more: str) -> list[str]:
     """What follows `vllm serve` for the engines of these tests."""
     arguments = harness._ARGUMENTS
-    words = [
-        str(model),
-        "--enforce-eager",
-        "--compilation-config",
-        json.dumps(arguments["compilation_config"]),
-    ]
+    transfer = {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "connectors.kv",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": config,
+    }
+    words = [str(model), "--enforce-eager", "--distributed-executor-backend", "uni"]
+    words += ["--compilation-config", json.dumps(arguments["compilation_config"])]
+    words += ["--kv-transfer-config", json.dumps(transfer)]
     for name in ("dtype", "max_model_len", "block_size", "kv_cache_memory_bytes", "seed"):
         words += [f"--{name.replace('_', '-')}", str(arguments[name])]
-    return [
-        *words,
-        "--distributed-executor-backend",
-        "uni",
-        *(word for pair in more.items() for word in pair),
-    ]
+    return [*words, *(word for pair in more.items() for word in pair if word)]
 
 
-def test_the_first_request_of_a_new_engine_is_loaded(
-    image_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in harness._ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+def test_the_first_request_of_a_new_engine_is_loaded(image_model: Path, tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text(WORDS)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     prompts = [
@@ -74,31 +71,34 @@ def test_the_first_request_of_a_new_engine_is_loaded(
     chat = {
         "--chat-template": str(tmp_path / "chat.jinja"),
         "--chat-template-content-format": "string",
-        # Words of one replica of several.
-        "--data-parallel-size": "2",
-        "--data-parallel-rank": "1",
         "--default-chat-template-kwargs": json.dumps({"mark": "w303"}),
+        "--enable-auto-tool-choice": "",
+        "--tool-call-parser": "pythonic",
     }
     (tmp_path / "prompts.json").write_text(json.dumps({"prompts": prompts}))
-    made = building.build(
-        read_prompts(tmp_path / "prompts.json"),
-        words_of(image_model, **chat),
-        Settings(payloads="memory://pack", index="memory://pack"),
-        str(tmp_path / "base.tar"),
-        progress=Silent(),
-    )
-    assert made.pack is not None and made.export.ended == "complete"
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "base.tar", "prompts.json", "words.txt", "chat.jinja",
-    }  # fmt: skip
-    tokens = {one.name: one.tokens for one in made.pack.prompts}
+    scratch = {"payloads": f"file://{tmp_path}/scratch"}
+    archive = tmp_path / "base.tar"
+    [port] = free_ports(1)
+    server = VllmServer(words_of(image_model, scratch, **chat), port, tmp_path / "server.log", {})
+    try:
+        server.wait("/health")
+        with Cache(load_settings(scratch, {})) as cache:
+            made = read_prompts(tmp_path / "prompts.json")
+            pack, planned = ask(cache, server.url, made, progress=Silent())
+            exported = export(cache, planned, archive, pack=pack)
+    finally:
+        server.kill()
+    assert exported.pack is not None and exported.ended == "complete"
+    tokens = {one.name: one.tokens for one in exported.pack.prompts}
     assert tokens == {"agent": 960, "agent/tools": 1290, "words": 150, "chat": 155}
 
     config = {"payloads": f"file://{tmp_path}/cache"}
-    with Cache(load_settings(config, {})) as cache:
-        applied = apply(str(tmp_path / "base.tar"), cache, Intended(model=image_model.name), Silent())
-    assert applied.archive.imported == made.export.exported and not applied.differences
-    assert [one.loadable for one in applied.pack.prompts] == [one.blocks * BLOCK for one in made.pack.prompts]
+    with Cache(load_settings(config, {})) as cache, archive.open("rb") as stream:
+        wanted = Wanted(weights=exported.pack.weights)
+        done = import_archive(stream, cache, source=str(archive), wanted=wanted)
+    assert done.imported == exported.exported
+    assert done.pack is not None and done.pack.whole and not done.pack.differences
+    assert [one.loadable for one in done.pack.prompts] == [one.blocks * BLOCK for one in done.pack.prompts]
     # What the two share is there once.
     held = full_blocks(TOOLS) + 150 // BLOCK * BLOCK + 153 // BLOCK * BLOCK
     assert check_store(config)["blocks"] == held // BLOCK
@@ -116,4 +116,3 @@ def test_the_first_request_of_a_new_engine_is_loaded(
         [computed] = engine.generate([first], max_tokens=8, cache_salt="computed")
         assert computed.external_tokens == 0
         assert answer.token_ids == computed.token_ids != result.token_ids
-    assert inspect(str(tmp_path / "base.tar"), load_settings(config, {})).namespace == made.pack.namespace

@@ -303,7 +303,7 @@ def deployment(text_model: Path, tmp_path: Path) -> Iterator[tuple[Server, Serve
             )
         )
     prefill, decode = started
-    arguments = ["docs/kubernetes/vllm/files/pd_proxy.py", "--prefill", prefill.url, "--decode", decode.url]
+    arguments = ["docs/examples/pd_proxy.py", "--prefill", prefill.url, "--decode", decode.url]
     started.append(Server(arguments, ports[2], tmp_path / "proxy.log", {}))
     try:
         for server in started[:2]:

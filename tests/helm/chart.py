@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm"
 #: A new enough cluster that every API version the chart may ask for is there.
 KUBE_VERSION = "1.34.0"
+#: What the chart promises, a version of today, and the newest.
+KUBES = ("1.25", "1.31", "1.34")
 
 #: In C if there is one: dashboards are long.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,41 +1,37 @@
-"""Rendered manifests as processes on this machine: a cluster of one node, as small as it goes.
+"""Containers of rendered pods as processes of this machine, in one network of their own.
 
-    with Cluster(folder, render(values), namespace="inference") as cluster:
-        cluster.add(secret("s3-keys", {...}))
-        cluster.start()
-        cluster.until_ready()
-        status, body = cluster.get("cache-kvstore", 9464, "/metrics")
+    with Pods(folder, render(values)) as pods:
+        redis = pods.start("StatefulSet", "cache-kvstore-redis").until_ready()
+        code, log = pods.run("Pod", "cache-kvstore-test")
 
-Deployments, StatefulSets, CronJobs, Jobs and pods, ConfigMaps, Secrets, Services and claims are what it
-knows; everything else of a render (PodDisruptionBudgets, NetworkPolicies, custom resources) changes nothing
-here. What one pod gets is in kubelet.py, one process in sandbox.py. Needs root, bubblewrap, iproute2 and
-util-linux.
+A process gets what its manifest says of command, environment, volumes, user and root, and runs without
+privileges. Services lead to this one network, whichever pods they select: tests of the templates look at
+selectors. Needs root, bubblewrap, iproute2 and util-linux.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.helm.kubelet import Container, Node, Pod
-from tests.helm.network import Network
-from tests.helm.sandbox import Spec, Unsupported
-from tests.waiting import PATIENCE_S
+from tests.helm.chart import ROOT, Manifest
+from tests.servers.redis import find_redis_server
+from tests.waiting import PATIENCE_S, until
 
 _PROGRAMS = ("bwrap", "ip", "nsenter", "setpriv", "unshare")
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_WORKLOADS = ("Deployment", "StatefulSet")
+#: Prints what is at a URL.
+GET = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=60).read().decode())"
+_TIED = ("setpriv", "--pdeathsig", "KILL")
 
 
 def missing() -> str | None:
@@ -51,45 +47,52 @@ def forbidden() -> str | None:
         return "pods are run as root only"
     if shutil.which("unshare") and shutil.which("ip"):
         within = ["unshare", "--net", "--mount", "--pid", "--fork"]
-        tried = subprocess.run([*within, "ip", "link", "add", "tried", "type", "bridge"], capture_output=True)
+        tried = subprocess.run([*within, "ip", "link", "set", "lo", "up"], capture_output=True)
         if tried.returncode:
-            return f"no namespaces or bridges for root here: {tried.stderr.decode().strip()}"
+            return f"no namespaces for root here: {tried.stderr.decode().strip()}"
     return None
 
 
-def secret(name: str, content: Mapping[str, str]) -> dict[str, Any]:
-    """A Secret's manifest."""
-    data = {key: base64.b64encode(text.encode()).decode() for key, text in content.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
+def _bound(source: str, place: str, how: str = "--ro-bind") -> Iterator[str]:
+    """Yields bwrap's words for a mount. Left to itself it makes folders that none but root may enter."""
+    for parent in reversed(Path(place).parents):
+        yield from ("--perms", "0755", "--dir", str(parent))
+    yield from (how, source, place)
 
 
-class Cluster:
-    """One namespace of one node. Use it from one thread, which must live as long as it does."""
+def _image(reference: str) -> tuple[list[str], dict[str, str], list[str]]:
+    """Returns an image's entry point, environment and further mounts."""
+    if "/kvstore:" in reference:
+        home = Path(sys.prefix).resolve()
+        paths = [home, Path(sys.base_prefix), *(ROOT / name for name in ("kvstore", "schemas", "connectors"))]
+        binds = [word for path in paths for word in _bound(str(path), str(path))]
+        return ["cache-admin"], {"PATH": f"{home}/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, binds
+    assert "/valkey:" in reference, reference
+    client = shutil.which("redis-cli") or shutil.which("valkey-cli")
+    assert client is not None, "no redis-cli"
+    binds = [*_bound(find_redis_server(), "/usr/local/bin/redis-server")]
+    binds += _bound(client, "/usr/local/bin/redis-cli")
+    return [], {"PATH": "/usr/local/bin:/usr/bin:/bin"}, binds
 
-    def __init__(self, folder: Path, manifests: Iterable[Spec], *, namespace: str = "inference") -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.namespace = folder, namespace
-        self.network = Network(folder)
-        self.pods: list[Pod] = []
-        self._objects: dict[tuple[str, str], Spec] = {}
-        self._addresses: dict[str, str] = {}
-        self._claims: dict[str, Path] = {}
-        self._made = 0
-        self._hosts = folder / "hosts"
-        self._hosts.write_text("")
-        self._lock = threading.Lock()
-        self._node = Node(
-            namespace=namespace,
-            network=self.network,
-            objects=self._objects,
-            claims=self._claims,
-            #: For volumes of type hostPath.
-            root=folder / "node",
-            hosts=self._hosts,
-            links=self._links,
-            changed=self._publish,
-        )
-        self.add(*manifests)
+
+class Pods:
+    """Those of one namespace. Use it from one thread, which must live as long as it does."""
+
+    def __init__(self, folder: Path, manifests: list[Manifest]) -> None:
+        folder.mkdir(parents=True)
+        # pytest's folders are their owner's alone, and the pods' users have to pass.
+        for one in (folder, *folder.parents[:3]):
+            one.chmod(0o711)
+        self.folder = folder
+        self.objects = {(one["kind"], one["metadata"]["name"]): one for one in manifests}
+        services = [name for kind, name in self.objects if kind == "Service"]
+        names = [f"{name}{end}" for name in services for end in ("", ".inference", ".inference.svc")]
+        (folder / "hosts").write_text(f"127.0.0.1 {' '.join(['localhost', *names])}\n")
+        words = [*_TIED, "unshare", "--net", "sh", "-c", "ip link set lo up; echo; exec sleep infinity"]
+        self._holder = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert self._holder.stdout is not None and self._holder.stdout.readline()
+        self.network = ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net"]
+        self._started: list[Container] = []
 
     def __enter__(self) -> Self:
         return self
@@ -97,242 +100,204 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        for one in self._started:
+            one.kill()
+        self._holder.kill()
+        self._holder.communicate()
 
-    def close(self) -> None:
-        """Ends every pod at once, by SIGKILL; what claims hold stays in the folder."""
-        for pod in self.pods:
-            pod.grace_s = 0.1
-            pod.ending.set()
-        for pod in self.pods:
-            pod.delete()
-        self.network.close()
+    def start(self, kind: str, name: str) -> Container:
+        """Starts the only container of a workload's pod."""
+        [spec] = self._spec(kind, name)["containers"]
+        return self._begin(kind, name, spec)
 
-    def add(self, *manifests: Spec) -> None:
-        """As `kubectl apply`. What runs already is left as it is."""
-        for manifest in manifests:
-            kind, name = manifest["kind"], manifest["metadata"]["name"]
-            known = (kind, name) in self._objects
-            self._objects[kind, name] = manifest
-            if kind == "PersistentVolumeClaim":
-                self._claim(name)
-            if kind == "Service" and not known and manifest["spec"].get("clusterIP") != "None":
-                self._addresses[name] = address = self.network.address()
-                for port in manifest["spec"]["ports"]:
-                    self.network.serve(port["port"], self._endpoints(manifest["spec"], port), address)
-        self._publish()
-
-    def remove(self, kind: str, name: str) -> None:
-        """As `kubectl delete`, of what no controller looks after."""
-        del self._objects[kind, name]
-
-    def start(self, *names: str) -> None:
-        """Makes the pods of all Deployments and StatefulSets, or of those named."""
-        for (kind, name), manifest in list(self._objects.items()):
-            if kind in _WORKLOADS and (not names or name in names):
-                for _ in range(manifest["spec"].get("replicas", 1)):
-                    self._replica(manifest)
-
-    def of(self, name: str) -> list[Pod]:
-        """The pods of a workload that are not deleted, the oldest first."""
-        return [pod for pod in self.pods if pod.owner == name and not pod.ending.is_set()]
-
-    def until_ready(self, timeout_s: float = PATIENCE_S) -> float:
-        """Seconds until the last of the pods that there are was ready, from the creation of the first."""
-        alive = [pod for pod in self.pods if not pod.ending.is_set()]
-        for pod in alive:
-            pod.until_ready(timeout_s)
-        return time.monotonic() - min(pod.created for pod in alive)
-
-    def job(self, name: str) -> Pod:
-        """Begins one attempt at a CronJob, a Job or a bare pod such as `helm test`'s."""
-        for kind in ("CronJob", "Job", "Pod"):
-            if manifest := self._objects.get((kind, name)):
+    def run(self, kind: str, name: str) -> tuple[int, str]:
+        """Runs a job's containers to the first that fails; returns its exit code, and all logs."""
+        pod, log = self._spec(kind, name), ""
+        for spec in [*pod.get("initContainers", ()), *pod["containers"]]:
+            one = self._begin(kind, name, spec)
+            code, log = one.wait(), log + one.log()
+            if code:
                 break
-        else:
-            raise KeyError(name)
-        template: Spec = manifest
-        if kind != "Pod":
-            work = manifest["spec"]["jobTemplate"]["spec"] if kind == "CronJob" else manifest["spec"]
-            template = work["template"]
-            deadline = work.get("activeDeadlineSeconds")
-            if deadline is not None:
-                template = {**template, "spec": {"activeDeadlineSeconds": deadline, **template["spec"]}}
-        if template["spec"].get("restartPolicy") not in ("Never", "OnFailure"):
-            raise Unsupported(f"{kind} {name} would be restarted for ever")
-        # Attempts after the first are the Job's or the kubelet's, and only repeat it.
-        once = {**template, "spec": {**template["spec"], "restartPolicy": "Never"}}
-        return self._pod(f"{name}-{self._number()}", once, name)
+        return code, log
 
-    def another(self, name: str) -> Pod:
-        """One more pod of a Deployment, as a rollout makes it."""
-        return self._replica(self._objects["Deployment", name])
+    def get(self, url: str) -> str:
+        """Returns the body of an answer, "" for none or one that is an error."""
+        done = subprocess.run([*self.network, sys.executable, "-c", GET, url], capture_output=True, text=True)
+        return done.stdout
 
-    def rollout(self, name: str, timeout_s: float = PATIENCE_S) -> list[float]:
-        """As `kubectl rollout restart deployment`: seconds that each old pod took to end."""
-        manifest = self._objects["Deployment", name]
-        strategy = manifest["spec"].get("strategy", {})
-        surge = strategy.get("rollingUpdate", {}).get("maxSurge", "25%")
-        took, old = [], self.of(name)
-        if strategy.get("type") == "Recreate":
-            took = [pod.delete() for pod in old]
-            old = []
-            self.start(name)
-        for pod in old:
-            # A share is rounded up: of two pods or of a hundred, 25% is one at least.
-            if surge in (0, "0", "0%"):
-                took.append(pod.delete())
-                self._replica(manifest).until_ready(timeout_s)
+    def patch(self, name: str, values: Mapping[str, str | None]) -> None:
+        """`kubectl patch secret`; None takes a key away. Running containers have it when this returns."""
+        data = self.objects["Secret", name]["data"]
+        for key, value in values.items():
+            data.pop(key, None)
+            if value is not None:
+                data[key] = base64.b64encode(value.encode()).decode()
+        for one in self._started:
+            one.refresh()
+
+    def secret(self, name: str, key: str) -> str:
+        return base64.b64decode(self.objects["Secret", name]["data"][key]).decode()
+
+    def _begin(self, kind: str, name: str, spec: dict[str, Any]) -> Container:
+        made = Container(self, f"{name}-{len(self._started)}", self._spec(kind, name), spec)
+        self._started.append(made)
+        return made
+
+    def _spec(self, kind: str, name: str) -> dict[str, Any]:
+        manifest = self.objects[kind, name]
+        if kind == "CronJob":
+            manifest = manifest["spec"]["jobTemplate"]
+        pod: dict[str, Any] = manifest["spec"] if kind == "Pod" else manifest["spec"]["template"]["spec"]
+        claims = manifest["spec"].get("volumeClaimTemplates", ())
+        named = [(one["metadata"]["name"], f"{one['metadata']['name']}-{name}") for one in claims]
+        held = [{"name": title, "persistentVolumeClaim": {"claimName": claim}} for title, claim in named]
+        return {**pod, "volumes": [*pod["volumes"], *held]}
+
+
+class Container:
+    """One container's process."""
+
+    def __init__(self, pods: Pods, name: str, pod: dict[str, Any], spec: dict[str, Any]) -> None:
+        self._pods, self._pod, self._spec = pods, pod, spec
+        self._folder = pods.folder / name
+        self._folder.mkdir()
+        security = pod["securityContext"] | spec["securityContext"]
+        assert security["capabilities"] == {"drop": ["ALL"]} and security["readOnlyRootFilesystem"]
+        self._user = ["setpriv", f"--reuid={security['runAsUser']}", f"--regid={security['runAsGroup']}"]
+        self._user += [f"--groups={security['fsGroup']}", "--no-new-privs", "--inh-caps=-all"]
+        self._user += ["--bounding-set=-all"]
+        self._group: int = security["fsGroup"]
+        self.refresh()
+        entry, self.env, binds = _image(spec["image"])
+        self.env = {"HOME": "/nonexistent"} | self.env | dict(self._variables())
+        # Nothing of it outlives this process, by whichever signal that ends.
+        walls = [*_TIED, *pods.network, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        walls += ["bwrap", "--as-pid-1", "--unshare-pid"]
+        walls += ["--unshare-ipc", "--unshare-uts", "--ro-bind", "/usr", "/usr", "--proc", "/proc"]
+        walls += ["--dev", "/dev", "--tmpfs", "/usr/local/bin"]
+        for folder in ("bin", "sbin", "lib", "lib64"):
+            walls += ["--symlink", f"usr/{folder}", f"/{folder}"]
+        walls += _bound(str(pods.folder / "hosts"), "/etc/hosts")
+        for path in ("/etc/ssl", "/etc/ld.so.cache", "/etc/alternatives"):
+            walls += ["--ro-bind-try", path, path]
+        walls += [*self._mounts(), *binds]
+        walls += ["--remount-ro", "/usr/local/bin", "--remount-ro", "/", "--chdir", "/"]
+        command = [*spec.get("command", entry), *spec.get("args", ())]
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [*walls, "--", *self._user, "--", *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env,
+            )  # fmt: skip
+        self.pid = self._program()
+
+    def log(self) -> str:
+        return (self._folder / "log").read_text(errors="replace")
+
+    def _program(self) -> int:
+        """Returns this machine's number of the container's process 1, once it is the program."""
+
+        def found() -> int:
+            process = self._process.pid
+            with contextlib.suppress(OSError, IndexError):
+                # unshare and bwrap are on the way.
+                for _ in range(2):
+                    process = int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
+                if Path(os.readlink(f"/proc/{process}/exe")).name not in ("bwrap", "setpriv"):
+                    return process
+            return 0 if self._process.poll() is None else -1
+
+        return until(found, say=self.log)
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        if self._process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self._process.wait(PATIENCE_S)
+
+    def wait(self) -> int:
+        """Returns its exit code once it has ended."""
+        return self._process.wait(PATIENCE_S)
+
+    def end(self) -> int:
+        """As the kubelet ends it: SIGTERM, and an exit code before its patience is over."""
+        os.kill(self.pid, signal.SIGTERM)
+        return self._process.wait(self._pod["terminationGracePeriodSeconds"])
+
+    def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """`kubectl exec`."""
+        enter = ["nsenter", "-t", str(self.pid), "-m", "-n", "-i", "-u", "-p", "--", *self._user, "--"]
+        return subprocess.run(
+            [*enter, *command], env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=PATIENCE_S,
+        )  # fmt: skip
+
+    def passes(self, probe: str) -> bool:
+        """Asks what the kubelet would."""
+        asked = self._spec[f"{probe}Probe"]
+        if "exec" in asked:
+            return self.execute(*asked["exec"]["command"]).returncode == 0
+        [port] = self._spec["ports"]
+        assert asked["httpGet"]["port"] == port["name"]
+        return bool(self._pods.get(f"http://127.0.0.1:{port['containerPort']}{asked['httpGet']['path']}"))
+
+    def until_ready(self) -> Self:
+        def ready() -> bool:
+            assert self._process.poll() is None, self.log()
+            return all(self.passes(probe) for probe in ("startup", "readiness"))
+
+        until(ready, say=self.log)
+        return self
+
+    def refresh(self) -> None:
+        """Writes what its ConfigMaps and Secrets say now."""
+        for volume in self._pod["volumes"]:
+            [kind] = set(volume) - {"name"}
+            if kind in ("emptyDir", "persistentVolumeClaim"):
+                folder = self._place(volume)
+                folder.mkdir(parents=True, exist_ok=True)
+                os.chown(folder, -1, self._group)
+                folder.chmod(0o2777)
+                continue
+            source = volume[kind]
+            sources = source["sources"] if kind == "projected" else [{kind: source}]
+            wanted = {path: text for one in sources for path, text in self._projected(one)}
+            folder = self._place(volume)
+            for path, text in wanted.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(text)
+                os.chown(folder / path, 0, self._group)
+                (folder / path).chmod(0o440 if kind == "secret" or "secret" in str(sources) else 0o444)
+            for path in folder.rglob("*"):
+                if path.is_file() and str(path.relative_to(folder)) not in wanted:
+                    path.unlink()
+
+    def _projected(self, source: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+        [(kind, wanted)] = source.items()
+        name = wanted.get("name") or wanted["secretName"]
+        held = self._pods.objects["Secret" if kind == "secret" else "ConfigMap", name]
+        for item in wanted.get("items") or [{"key": key, "path": key} for key in held["data"]]:
+            if item["key"] in held["data"]:
+                text = held["data"][item["key"]].encode()
+                yield item["path"], base64.b64decode(text) if kind == "secret" else text
             else:
-                self._replica(manifest).until_ready(timeout_s)
-                took.append(pod.delete())
-        self.until_ready(timeout_s)
-        return took
+                assert wanted.get("optional"), f"{name} has no {item['key']}"
 
-    def replace(
-        self, pod: Pod, *, grace_s: float | None = None, down_s: float = 0.0, wipe: bool = False
-    ) -> Pod:
-        """Deletes a pod of a workload and makes it anew `down_s` later; `wipe` empties its claims between."""
-        pod.delete(grace_s)
-        time.sleep(down_s)
-        for volume in pod.spec.get("volumes", ()) if wipe else ():
-            if "persistentVolumeClaim" in volume:
-                folder = self._claims[volume["persistentVolumeClaim"]["claimName"]]
-                shutil.rmtree(folder)
-                folder.mkdir()
-        kind = "StatefulSet" if ("StatefulSet", pod.owner) in self._objects else "Deployment"
-        return self._replica(self._objects[kind, pod.owner])
+    def _place(self, volume: dict[str, Any]) -> Path:
+        claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+        return self._pods.folder / "claims" / claim if claim else self._folder / str(volume["name"])
 
-    def address(self, service: str) -> str:
-        """A Service's, which this machine reaches as pods do."""
-        return self._addresses[service]
+    def _mounts(self) -> Iterator[str]:
+        volumes = {one["name"]: one for one in self._pod["volumes"]}
+        for mount in sorted(self._spec["volumeMounts"], key=lambda one: str(one["mountPath"]).count("/")):
+            place, volume = mount["mountPath"], volumes[mount["name"]]
+            sealed = mount.get("readOnly") or not {"emptyDir", "persistentVolumeClaim"} & set(volume)
+            source = self._place(volume) / mount.get("subPath", "")
+            yield from _bound(str(source), place, "--ro-bind" if sealed else "--bind")
 
-    def get(self, service: str, port: int, path: str, **headers: str) -> tuple[int, str]:
-        """Status and body of a GET through a Service."""
-        return fetch(f"http://{self.address(service)}:{port}{path}", **headers)
-
-    def _number(self) -> int:
-        self._made += 1
-        return self._made
-
-    def _claim(self, name: str) -> Path:
-        folder = self.folder / "claims" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        self._claims[name] = folder
-        return folder
-
-    def _replica(self, manifest: Spec) -> Pod:
-        owner, kind, template = manifest["metadata"]["name"], manifest["kind"], manifest["spec"]["template"]
-        if kind == "Deployment":
-            return self._pod(f"{owner}-5d6f-{self._number()}", template, owner)
-        taken = {pod.name for pod in self.of(owner)}
-        name = next(n for i in range(99) if (n := f"{owner}-{i}") not in taken)
-        volumes = list(template["spec"].get("volumes", ()))
-        for claim in manifest["spec"].get("volumeClaimTemplates", ()):
-            title = f"{claim['metadata']['name']}-{name}"
-            self._claim(title)
-            volumes.append({"name": claim["metadata"]["name"], "persistentVolumeClaim": {"claimName": title}})
-        return self._pod(name, {**template, "spec": {**template["spec"], "volumes": volumes}}, owner)
-
-    def _pod(self, name: str, template: Spec, owner: str) -> Pod:
-        made = Pod(
-            name,
-            template,
-            owner=owner,
-            folder=self.folder / "pods" / f"{self._number()}-{name}",
-            node=self._node,
-        )
-        self.pods.append(made)
-        self._publish()
-        return made
-
-    def _links(self) -> dict[str, str]:
-        """What Kubernetes tells every container of the Services there are, unless it is told not to."""
-        made: dict[str, str] = {}
-        for name, address in self._addresses.items():
-            prefix = _variable(name)
-            ports = self._objects["Service", name]["spec"]["ports"]
-            made[f"{prefix}_SERVICE_HOST"] = address
-            made[f"{prefix}_SERVICE_PORT"] = str(ports[0]["port"])
-            made[f"{prefix}_PORT"] = f"tcp://{address}:{ports[0]['port']}"
-            for port in ports:
-                if port.get("name"):
-                    made[f"{prefix}_SERVICE_PORT_{_variable(port['name'])}"] = str(port["port"])
-                one = f"{prefix}_PORT_{port['port']}_TCP"
-                made |= {one: f"tcp://{address}:{port['port']}", f"{one}_PROTO": "tcp"}
-                made |= {f"{one}_PORT": str(port["port"]), f"{one}_ADDR": address}
-        return made
-
-    def _behind(self, service: Spec) -> list[Pod]:
-        """The pods that a Service's selector chooses, the ready ones unless it says otherwise."""
-        wanted = set((service.get("selector") or {}).items())
-        early = service.get("publishNotReadyAddresses", False)
-        alive = [pod for pod in self.pods if not pod.ending.is_set() and pod.phase == "Running"]
-        ready = [pod for pod in alive if pod.ready or early]
-        return [pod for pod in ready if wanted and wanted <= set(pod.labels.items())]
-
-    def _endpoints(self, service: Spec, port: Spec) -> Callable[[], list[tuple[str, int]]]:
-        def found() -> list[tuple[str, int]]:
-            target = port.get("targetPort", port["port"])
-            return [(pod.address, _port(pod, target)) for pod in self._behind(service)]
-
-        return found
-
-    def targets(self, monitor: Spec) -> list[str]:
-        """What Prometheus scrapes by a ServiceMonitor with one endpoint: HOST:PORT of each pod."""
-        wanted = set(monitor["spec"]["selector"]["matchLabels"].items())
-        services = [each for (kind, _), each in self._objects.items() if kind == "Service"]
-        chosen = [each for each in services if wanted <= set(each["metadata"].get("labels", {}).items())]
-        named = monitor["spec"]["endpoints"][0]["port"]
-        return [
-            f"{host}:{number}"
-            for service in chosen
-            for port in service["spec"]["ports"]
-            if port["name"] == named
-            for host, number in self._endpoints(service["spec"], port)()
-        ]
-
-    def _publish(self) -> None:
-        """Writes the names that pods resolve, into the file that all of them have as /etc/hosts."""
-        lines = ["127.0.0.1 localhost"]
-        for (kind, name), manifest in list(self._objects.items()):
-            if kind != "Service":
-                continue
-            full = [f"{name}.{self.namespace}{end}" for end in ("", ".svc", ".svc.cluster.local")]
-            if name in self._addresses:
-                lines.append(" ".join([self._addresses[name], name, *full]))
-                continue
-            for pod in self._behind(manifest["spec"]):
-                names = [name, *full]
-                lines.append(" ".join([pod.address, *(f"{pod.name}.{each}" for each in names), *names]))
-        # In place, since it is this very file that is mounted.
-        with self._lock, self._hosts.open("r+") as hosts:
-            hosts.write("\n".join(lines) + "\n")
-            hosts.truncate()
-
-
-def _variable(name: str) -> str:
-    return name.upper().replace("-", "_")
-
-
-def _port(pod: Pod, target: int | str) -> int:
-    for one in pod.containers:
-        try:
-            return one.port(target)
-        except KeyError:
-            continue
-    raise Unsupported(f"{pod.name} has no port {target}")
-
-
-def fetch(url: str, **headers: str) -> tuple[int, str]:
-    """Status and body of a GET."""
-    request = urllib.request.Request(url, headers=headers)
-    try:
-        with _OPENER.open(request, timeout=PATIENCE_S) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as exc:
-        with exc:
-            return exc.code, exc.read().decode()
-
-
-__all__ = ["Cluster", "Container", "Pod", "Unsupported", "fetch", "missing", "secret"]
+    def _variables(self) -> Iterator[tuple[str, str]]:
+        for one in self._spec.get("env", ()):
+            if "valueFrom" in one:
+                reference = one["valueFrom"]["secretKeyRef"]
+                yield one["name"], self._pods.secret(reference["name"], reference["key"])
+            else:
+                yield one["name"], one["value"]

@@ -13,17 +13,7 @@ import pytest
 import yaml
 
 from tests.helm.chart import CHART, ROOT, Manifest, fails, pick, render
-from tests.helm.monitoring import (
-    DASHBOARDS,
-    NAMED,
-    RELEASE,
-    RUNBOOKS,
-    VALUES,
-    alerts,
-    every_rule,
-    monitor,
-    rules,
-)
+from tests.helm.monitoring import DASHBOARDS, NAMED, RELEASE, RUNBOOKS, VALUES, alerts, every_rule, monitor
 
 RUNBOOKS_URL = "https://github.com/kvstore/kvstore/blob/main/docs/runbooks.md"
 MONITORS = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
@@ -59,13 +49,6 @@ def test_nothing_is_rendered_that_a_cluster_may_not_know() -> None:
     manifests = render(values())
     assert of_kinds(manifests, *MONITORS) == []
     assert [m for m in manifests if "grafana_dashboard" in m["metadata"].get("labels", {})] == []
-
-
-def test_a_missing_crd_is_for_the_api_server_to_report() -> None:
-    # helm template doesn't know what the cluster has: see _monitoring.tpl.
-    found = of_kinds(render(VALUES), *MONITORS)
-    assert len(found) == 4
-    assert found == of_kinds(render(VALUES, apis=("monitoring.coreos.com/v1",)), *MONITORS)
 
 
 @pytest.mark.parametrize(
@@ -193,11 +176,6 @@ def test_a_cache_can_be_told_from_one_of_the_same_name_in_another_cluster() -> N
         assert endpoint["relabelings"][0] == {"targetLabel": "release", "replacement": "east/inference/cache"}
     text = json.dumps(pick(manifests, "PrometheusRule")["spec"])
     assert RELEASE not in text.replace("east/inference/cache", "")
-
-
-def test_what_is_scraped_seldom_is_not_alerted_upon_and_may_be() -> None:
-    assert render(values(serviceMonitor=on(interval="3m")))
-    assert render(values(serviceMonitor=on(interval="2m"), prometheusRule=on()))
 
 
 def test_matchers_can_be_ones_own() -> None:
@@ -408,9 +386,3 @@ def test_thresholds_in_runbooks_are_the_values() -> None:
     named = set(re.findall(r"`thresholds\.(\w+)`", RUNBOOKS.read_text(encoding="utf-8")))
     assert named <= set(known)
     assert len(named) >= 8
-
-
-def test_rules_are_in_groups_with_names() -> None:
-    names = [group["name"] for group in rules()["groups"]]
-    assert len(names) == len(set(names))
-    assert all(name.startswith("kvstore.") for name in names)

@@ -33,16 +33,7 @@ from kvstore.keys import NamespaceId
 from kvstore.rules.reasons import MISS_REASONS, SAVE_OUTCOMES
 from tests.admin.conftest import Filled, fill
 from tests.admin.serve.process import ServeProcess
-from tests.helm.monitoring import (
-    RELEASE,
-    alerts,
-    dashboards,
-    every_rule,
-    filled_in,
-    monitor,
-    queries,
-    rules,
-)
+from tests.helm.monitoring import RELEASE, alerts, dashboards, every_rule, filled_in, monitor, queries, rules
 from tests.helm.prometheus import Prometheus, binary, grouped, job, metrics, selectors
 from tests.servers.redis import RedisServer
 from tests.waiting import PATIENCE_S

@@ -17,7 +17,6 @@ from tests.helm.chart import ROOT, Manifest, fails, pick, render, run
 
 NAME = "cache-kvstore-redis"
 S3 = {"s3": {"bucket": "my-bucket"}}
-CI = sorted((ROOT / "helm" / "ci").glob("redis-*-values.yaml"))
 
 
 def built_in(**values: Any) -> dict[str, Any]:
@@ -87,27 +86,6 @@ def test_by_default_one_valkey_keeps_the_index() -> None:
     assert {name for name, values in said.items() if len(values) > 1} == set()
 
 
-def test_selectors_find_the_pod_and_nothing_else() -> None:
-    manifests = render(built_in())
-    labels = pick(manifests, "StatefulSet")["spec"]["template"]["metadata"]["labels"]
-    others = pick(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    for name in (NAME, f"{NAME}-headless"):
-        wanted = pick(manifests, "Service", name)["spec"]["selector"].items()
-        assert wanted <= labels.items()
-        assert not wanted <= others.items()
-
-
-def test_a_new_version_of_the_chart_alone_restarts_nothing() -> None:
-    """And a volume's claim, which can't be changed, has no label that changes."""
-    made = pick(render(built_in()), "StatefulSet")["spec"]
-    version = re.compile(r"version|chart")
-    for labels in (
-        made["template"]["metadata"]["labels"],
-        made["volumeClaimTemplates"][0]["metadata"]["labels"],
-    ):
-        assert not [key for key in labels if version.search(key)]
-
-
 def test_a_mistake_can_be_taken_back() -> None:
     """A pod that never got ready is replaced by a rollback alone; GitOps tools see no difference."""
     made = pick(render(built_in()), "StatefulSet")["spec"]
@@ -167,18 +145,6 @@ def test_without_a_volume_nothing_is_written() -> None:
     assert directives(manifests)["appendonly"] == ["no"]
 
 
-def test_passwords_are_long_random_and_in_the_secret_alone() -> None:
-    manifests = render(built_in(auth={"reader": {"enabled": True}}))
-    held = pick(manifests, "Secret", NAME)["data"]
-    assert set(held) == {"password", "reader-password"}
-    found = [base64.b64decode(text).decode() for text in held.values()]
-    assert all(re.fullmatch(r"[A-Za-z0-9]{40}", password) for password in found)
-    assert len(set(found)) == 2
-    for one in manifests:
-        if one["kind"] != "Secret":
-            assert not [password for password in found if password in str(one)]
-
-
 def test_a_secret_of_ones_own() -> None:
     auth = {"existingSecret": "mine", "passwordKey": "p", "previousPasswordKey": "q"}
     manifests = render(built_in(auth=auth))
@@ -210,11 +176,16 @@ def test_the_users_may_do_what_the_store_asks_for() -> None:
     asked = {{"object": "object|encoding"}.get(word, word) for word in asked}
     asked |= {"eval", "evalsha"}
     # Asked of a Cluster alone, which this one is not, beside what redis-py asks itself; the page grants it.
-    [added] = re.findall(r"In a Cluster add `(.*?)`", (ROOT / "docs" / "security.md").read_text())
+    page = (ROOT / "docs" / "security.md").read_text()
+    [added] = re.findall(r"In a Cluster add `(.*?)`", page)
     of_clusters = {"cluster", "readonly"}
     assert {word[1:].partition("|")[0] for word in added.split()} == of_clusters | {"command"}
     assert of_clusters <= asked
     assert granted["kvstore"] == asked - of_clusters
+    # tests/index/redis/test_acl.py tries these rules, as the page has them, on a server.
+    for user, name in (("kvstore", "kvstore"), ("reader", "kvstore-reader")):
+        [rule] = re.findall(rf"^user {name} on >PASSWORD (.+)$", page, re.M)
+        assert set(rule.split()) == set(rules[user][1:])
     writes = {"set", "setrange", "bitfield", "del", "unlink", "rename", "expire", "hset", "hdel", "hincrby"}
     writes |= {"sadd", "srem", "zadd", "zincrby", "zrem", "zremrangebyrank", "zremrangebyscore"}
     writes |= {"zunionstore", "xadd"}
@@ -277,35 +248,6 @@ def test_what_the_pod_says_of_itself_is_said_once() -> None:
     assert annotations["annotations"]["a"] == "b" and annotations["annotations"]["checksum/config"] != "mine"
 
 
-def test_places_and_priorities() -> None:
-    values: dict[str, Any] = {
-        "priorityClassName": "high",
-        "nodeSelector": {"a": "b"},
-        "tolerations": [{"key": "c", "operator": "Exists"}],
-        "affinity": {"nodeAffinity": {}},
-        "podAnnotations": {"d": "e"},
-        "podLabels": {"f": "g"},
-        "loadingSeconds": 60,
-        "terminationGracePeriodSeconds": 7,
-        "service": {"annotations": {"h": "i"}},
-        "image": {"digest": "sha256:" + "0" * 64},
-    }
-    manifests = render(built_in(**values))
-    template = pick(manifests, "StatefulSet")["spec"]["template"]
-    spec = template["spec"]
-    assert spec["priorityClassName"] == "high"
-    assert spec["nodeSelector"] == {"a": "b"}
-    assert spec["tolerations"] == values["tolerations"]
-    assert spec["affinity"] == values["affinity"]
-    assert template["metadata"]["annotations"]["d"] == "e"
-    assert template["metadata"]["labels"]["f"] == "g"
-    assert spec["terminationGracePeriodSeconds"] == 7
-    probe = spec["containers"][0]["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 60
-    assert spec["containers"][0]["image"].endswith("@" + values["image"]["digest"])
-    assert pick(manifests, "Service", NAME)["metadata"]["annotations"] == {"h": "i"}
-
-
 # An external one
 
 
@@ -354,11 +296,6 @@ def test_its_credentials_and_certificates() -> None:
     }
 
 
-@pytest.mark.parametrize("path", CI, ids=lambda path: path.stem)
-def test_settings_of_every_variant_are_accepted(path: Path) -> None:
-    settings_of(render(path))
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -387,10 +324,7 @@ REFUSED = [
     (built_in(tls={"enabled": True, "existingSecret": "s", "selfSigned": True}), "are two certificates"),
     (built_in(tls={"selfSigned": True}), "a certificate but is not enabled"),
     (built_in(auth={"passwordKey": "x", "previousPasswordKey": "x"}), "one key of the Secret twice"),
-    (
-        built_in(auth={"reader": {"enabled": True, "passwordKey": "password"}}),
-        "one key of the Secret twice",
-    ),
+    (built_in(auth={"reader": {"enabled": True, "passwordKey": "password"}}), "one key of the Secret twice"),
     (built_in(resources={"limits": {"memory": None}}), "no memory limit"),
     (built_in(resources={"limits": {"memory": "64Mi"}}), "needs 32Mi to hold anything"),
     (built_in(maxmemory="2Gi"), "more than nine tenths"),
@@ -422,10 +356,7 @@ REFUSED = [
     (external("redis+sentinel://a/m/x"), "something else than MASTER/DB"),
     (external("redis://h", tls={"caSecret": "c"}), "has no TLS"),
     (external("redis://h", tls={"verify": False}), "has no TLS"),
-    (
-        external("redis://h", existingSecret="s", sentinel={"passwordKey": "k"}),
-        "names no Sentinels",
-    ),
+    (external("redis://h", existingSecret="s", sentinel={"passwordKey": "k"}), "names no Sentinels"),
     (external("redis://h", username="u"), "redis.external.username has no password"),
     (external("redis+sentinel://a/m/0", sentinel={"passwordKey": "k"}), "which is empty"),
     (

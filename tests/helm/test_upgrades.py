@@ -22,6 +22,8 @@ def data(server: ApiServer, name: str = NAME) -> dict[str, str]:
 def test_passwords_and_certificates_outlive_upgrades(tmp_path: Path) -> None:
     with ApiServer(tmp_path) as server:
         server.helm("install", "cache", str(CHART), *BUCKET, *TLS)
+        # As docs/vllm-on-kubernetes.md asks for them.
+        assert "# metadata.labels" in server.helm("get", "notes", "cache")
         first, certificate = data(server), data(server, f"{NAME}-tls")
         assert set(first) == {"password"} and len(first["password"]) == 40
         reader = ["--set", "capacity=1TiB,redis.builtIn.auth.reader.enabled=true"]

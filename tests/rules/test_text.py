@@ -78,7 +78,7 @@ ARGUMENTS = (
     "HOSTILE", "status --index HOSTILE", "status --settings HOSTILE", "status --HOSTILE", "top HOSTILE",
     "ls --namespace HOSTILE", "quota set HOSTILE 1GiB", "quota set store HOSTILE", "import HOSTILE",
     "explain --digest HOSTILE", "explain --tokens HOSTILE", "erase --salt-file HOSTILE", "export HOSTILE",
-    "simulate HOSTILE", "feed --once --model HOSTILE", "feed --publish HOSTILE", "feed --hashes HOSTILE",
+    "advise HOSTILE", "feed --once --model HOSTILE", "feed --publish HOSTILE", "feed --hashes HOSTILE",
 )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.admin.advise.traces import Assumed, Said, Trace, read_traces
 from kvstore.admin.progress import Silent
-from kvstore.admin.simulate.traces import Assumed, Said, Trace, read_traces
 from kvstore.build import open_store
 from kvstore.keys import NamespaceId, digests, namespace_id
 from kvstore.store.trace import TraceRecorder

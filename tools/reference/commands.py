@@ -31,7 +31,7 @@ path, as in an engine's pod, `python -m kvstore.cli` is the same.
 
 Data goes to stdout, everything else to stderr. Commands that take something away say first what they would
 do, and do it with `--apply`. Of the others, `doctor` writes one probe to the index and one to the payloads,
-and deletes them; `import` and `pack apply` save, `warm` fills this node's fast tier, `rebuild` writes the
+and deletes them; `import` saves, `warm` fills this node's fast tier, `rebuild` writes the
 index, and `bench` works in a namespace of its own that it empties again. No command prints a password.
 """
 

@@ -35,13 +35,12 @@ from unittest.mock import patch
 import xxhash
 import yaml
 
-from kvstore.admin.advise.advise import Question, advise, settings_to_paste
+from kvstore.admin.advise.advise import advise, settings_to_paste
 from kvstore.admin.advise.reports import AdviceReport, CapacityAdvice, PriceList
-from kvstore.admin.advise.worth import GB, Given, Worth
+from kvstore.admin.advise.traces import Assumed, Request, Trace, read_traces
+from kvstore.admin.advise.worth import GB, Question, Worth
 from kvstore.admin.progress import Silent
-from kvstore.admin.simulate.traces import Assumed, Request, Trace, read_traces
 from kvstore.build import open_evidence
-from kvstore.cli.commands.advise import ASSUMED
 from kvstore.format import segment as segments
 from kvstore.format.segment import Slot
 from kvstore.index.maintenance import FullIndex
@@ -60,7 +59,7 @@ from kvstore.store.store import Store
 from kvstore.threads.transfers import Crew, Transfers
 from schemas.namespace import GroupSpec, Namespace
 from schemas.settings import Settings
-from tests.admin.simulate.store_run import hashes
+from tests.admin.advise.store_run import hashes
 from tests.servers.redis import PATIENT, RedisServer
 
 #: 2026-09-21: a trace that counts from 0 begins here.
@@ -236,12 +235,10 @@ def opened(kind: str, settings: Settings, clock: list[float]) -> Iterator[FullIn
         yield stack.enter_context(RedisIndex.from_settings(server.url, PATIENT, **options))  # type: ignore[arg-type]
 
 
-def compare(
-    report: AdviceReport, trace: Trace, worth: Worth, question: Question, one: CapacityAdvice, kind: str
-) -> Row:
+def compare(report: AdviceReport, trace: Trace, worth: Worth, one: CapacityAdvice, kind: str) -> Row:
     """Runs the store with the settings of one capacity."""
     recommended = one == report.best
-    pasted = report.settings if recommended else settings_to_paste(question, one)
+    pasted = report.settings if recommended else settings_to_paste(worth.question, one)
     here = {"index": "memory://x", "payloads": f"memory://advice-{time.monotonic_ns()}"}
     settings = Settings.model_validate(yaml.safe_load(pasted) | here)
     clock, began = [_BEGAN_S], time.monotonic()
@@ -254,10 +251,9 @@ def compare(
         with run.store:
             run.all()
             evicted = run.store.counters.snapshot()["evicted_segments"]
-    came = run.bill(report.prices)
+    came = run.bill(worth.question.prices)
     assert one.saved_month is not None
-    costs = one.storage_month + one.requests_month + one.transfer_month
-    foretold = _figures(one.hit_ratio, one.saved_month, costs, one.requests_month)
+    foretold = _figures(one.hit_ratio, one.saved_month, one.cost_month, one.requests_month)
     off = {
         name: foretold[name] - came[name] if name == "hit_ratio" else foretold[name] / came[name] - 1
         for name in came
@@ -265,7 +261,7 @@ def compare(
     off["hit_ratio"] *= 100
     held = sum(run.held) / max(1, len(run.held)) / settings.capacity_bytes
     return Row(
-        trace=Path(report.trace.files[0]).name, index=kind, settings=pasted, recommended=recommended,
+        trace=Path(report.sources[0]).name, index=kind, settings=pasted, recommended=recommended,
         foretold=foretold, came=came, off=off, evicted_segments=evicted, held_share=held,
         seconds=time.monotonic() - began,
     )  # fmt: skip
@@ -299,27 +295,27 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--block-tokens", type=int, default=512)
     parser.add_argument("--prefill-tokens-s", type=float, default=10_000)
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--points", type=int, default=12)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
     if not options.traces:
         print("no trace is named; docs/advise.md says where two real ones are")
         return 0
-    prices = PriceList(**ASSUMED, assumed=())
-    given = Given(prices, gpus=options.gpus, prefill_tokens_s=options.prefill_tokens_s)
-    question = Question(Settings(index="memory://x", payloads="memory://x"), given, "redis://redis:6379/0",
-                        "s3://my-bucket/kvstore", points=options.points)  # fmt: skip
+    question = Question(
+        Settings(index="memory://x", payloads="memory://x"), PriceList(), "redis://redis:6379/0",
+        "s3://my-bucket/kvstore", gpus=options.gpus, prefill_tokens_s=options.prefill_tokens_s,
+    )  # fmt: skip
     assumed = Assumed(options.block_bytes, options.block_tokens)
     rows = []
     print(_HEADS)
     for path in options.traces:
         report = advise([path], assumed, question, Silent())
         trace = read_traces([path], assumed, Silent())
-        worth = Worth(trace, question.settings, given)
+        worth = Worth(trace, question)
+        assert report.best is not None
         asked = [report.best, *(report.capacities[int(at) - 1] for at in options.also.split(",") if at)]
         for one in asked:
             for kind in options.index.split(","):
-                rows.append(compare(report, trace, worth, question, one, kind))
+                rows.append(compare(report, trace, worth, one, kind))
                 print(_line(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))

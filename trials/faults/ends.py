@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.e2e.engine import _ENVIRONMENT, ROOT, Engine, group_members
+from tests.e2e.engine import _ARGUMENTS, _ENVIRONMENT, ROOT, Engine, group_members
 from tests.e2e.http_servers import Server, free_ports
 from tests.e2e.sharing import check_store, prompt, segment_files
 from tests.servers.redis import RedisServer
@@ -114,6 +114,8 @@ def _server(folder: Path, name: str, config: dict[str, Any] | None, requests_s: 
         "--skip-tokenizer-init --dtype float32 --enforce-eager --max-model-len 4096 --block-size 32 "
         f"--kv-cache-memory-bytes 268435456 --shutdown-timeout {requests_s}"
     ).split()
+    # What the engines of the tests compute with is part of the namespace.
+    arguments += ["--compilation-config", json.dumps(_ARGUMENTS["compilation_config"])]
     if config is not None:
         transfer = {
             "kv_connector": "KVStoreConnector",

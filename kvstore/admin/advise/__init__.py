@@ -1,1 +1,1 @@
-"""The verb that says whether a cache pays, and which: advise."""
+"""The verb that says whether a cache, or a larger one, pays: advise."""

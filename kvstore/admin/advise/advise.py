@@ -1,32 +1,34 @@
-"""advise: says from a recording of requests whether a cache pays, how large it should be, and what to set."""
+"""advise of a recording: says whether a cache pays, how large it should be, and what to set."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from kvstore import __version__
+from kvstore.admin.advise.optimum import optimum
+from kvstore.admin.advise.replay import ReplayTotals, by_block
 from kvstore.admin.advise.reports import (
     AdviceReport,
     CapacityAdvice,
+    CapacityPoint,
+    Curve,
     NamespaceAdvice,
+    Policy,
     PromptLoad,
-    ReadSpeed,
+    Recorded,
     RedisSize,
     Verdict,
 )
-from kvstore.admin.advise.since import since
-from kvstore.admin.advise.worth import Given, Replayed, Worth
+from kvstore.admin.advise.store import Replayed
+from kvstore.admin.advise.traces import Assumed, BadTrace, Trace, read_traces
+from kvstore.admin.advise.worth import Question, Worth
 from kvstore.admin.progress import ProgressListener
-from kvstore.admin.simulate.optimum import optimum
-from kvstore.admin.simulate.replay import ReplayTotals, endless, lru
-from kvstore.admin.simulate.reports import Curve, Policy
-from kvstore.admin.simulate.simulate import Setup, point, sweep, totals
-from kvstore.admin.simulate.traces import Assumed, Trace, read_traces
 from kvstore.rules.segments import index_bytes, redis_memory
 from kvstore.rules.units import size
 from kvstore.rules.weighed import PATIENCE
@@ -35,7 +37,7 @@ from schemas.settings import Settings
 #: Lengths of prompts for which loading is compared with computing, in tokens.
 LENGTHS = (1024, 4096, 16384, 65536)
 #: Hits of blocks that no engine has itself, below which there is nothing to be had if their worth is unknown.
-_NOTHING = 0.01
+NOTHING = 0.01
 #: The share of what the best capacity brings that a smaller one may lack.
 _NEARLY = 0.02
 _HOUR_S = 3600.0
@@ -46,17 +48,8 @@ _UNEVEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked."""
-
-    settings: Settings
-    given: Given
-    #: URLs for the settings to paste.
-    index: str
-    payloads: str
-    reads: Sequence[ReadSpeed] = ()
-    points: int = 12
+#: How many capacities are tried, and the share of all blocks' bytes at which they begin.
+_POINTS, _LEAST = 12, 0.01
 
 
 def advise(
@@ -68,60 +61,105 @@ def advise(
     since_s: float | None = None,
 ) -> AdviceReport:
     """Reads recordings, from `since_s` on if that is given, and weighs what a store would bring. Raises
-    ConfigError if a file is no recording, or nothing was recorded since then."""
+    ConfigError if a file is no recording, or doesn't have what is asked of it."""
     trace = read_traces(paths, assumed, progress)
     if since_s is not None:
-        trace = since(trace, since_s)
-    worth = Worth(trace, question.settings, question.given)
-    capacities = sweep(trace.distinct_bytes, question.points)
-    replays = {False: list[Replayed](), True: list[Replayed]()}
-    for number, capacity in enumerate(capacities, start=1):
-        progress.begin(f"a store of {size(capacity)} ({number} of {len(capacities)})")
-        for second_use, found in replays.items():
-            found.append(worth.replay(capacity, second_use=second_use))
-    progress.begin("lru and optimum with all capacities")
-    most = endless(trace)
-    tallies: dict[Policy, Sequence[ReplayTotals]] = {
-        "kvstore": [one.totals for one in replays[False]],
-        "lru": lru(trace, capacities),
-        "optimum": optimum(trace, capacities),
-        "endless": [most] * len(capacities),
-    }
+        trace = trace.since(since_s)
+    if "told" in question.compare and not trace.said:
+        raise BadTrace("nothing is said of sessions in this trace, so there is nothing to be told")
+    worth = Worth(trace, question)
+    capacities = sorted(set(question.capacities)) or sweep(trace.distinct_bytes)
+    curves, replays = _replayed(worth, capacities, progress)
     pairs = [
-        max(((worth.advice(one), one) for one in both), key=lambda pair: _value(pair[0]))
-        for both in zip(*replays.values(), strict=True)
+        max(
+            ((worth.advice(capacity, one, second_use=bool(at)), one) for at, one in enumerate(both)),
+            key=lambda pair: _value(pair[0]),
+        )
+        for capacity, both in zip(capacities, replays, strict=True)
     ]
     best, replayed = _best(pairs)
     local = _local(trace, range(len(trace.requests)))
     gains = max(advice.gained_ratio for advice, _ in pairs)
-    if best.net_month is None and gains < _NOTHING * (1 - (local or 0.0)):
+    if best.net_month is None and gains < NOTHING * (1 - (local or 0.0)):
         gains = 0.0
-    verdict, because, objective = _verdict(worth, best, question.reads, gains=gains > 0)
+    ceiling = _ceiling(trace)
+    by_model = sorted(_by_model(worth, best, replayed, ceiling), key=lambda line: -line.asked_blocks)
+    verdict, because, objective = _verdict(worth, best, by_model, gains=gains > 0)
     return AdviceReport(
         version=__version__,
+        sources=tuple(str(path) for path in paths),
         verdict=verdict,
         because=tuple(because),
-        trace=totals(trace, paths, Setup(question.settings)),
-        prices=question.given.prices,
-        ceiling_ratio=most.hit_blocks / trace.references,
-        local_ratio=local,
-        curves=tuple(
-            Curve(
-                policy=policy,
-                segment_blocks=None,
-                points=tuple(point(trace, at, one) for at, one in zip(capacities, found, strict=True)),
-            )
-            for policy, found in tallies.items()
+        asked_blocks=trace.references,
+        curves=tuple(curves),
+        caveats=tuple(_caveats(worth)),
+        recorded=Recorded(
+            requests=len(trace.requests),
+            seconds=trace.requests[-1].at_s - trace.requests[0].at_s,
+            asked_tokens=sum(line.asked_blocks * line.block_tokens for line in by_model),
+            distinct_blocks=trace.blocks,
+            distinct_bytes=trace.distinct_bytes,
+            skipped_lines=trace.skipped,
         ),
+        prices=question.prices,
+        ceiling_ratio=sum(ceiling) / trace.references,
+        local_ratio=local,
         capacities=tuple(advice for advice, _ in pairs),
         best=best,
-        by_model=tuple(_by_model(worth, replayed)),
+        by_model=tuple(by_model),
         prompts=tuple(_prompts(worth)),
-        reads=tuple(question.reads),
-        redis=_redis(worth, replayed),
+        bandwidth_bytes_s=question.bandwidth,
+        redis=_redis(worth, best, replayed),
         settings="" if verdict == "no" else settings_to_paste(question, best, objective),
-        caveats=tuple(_caveats(worth, question)),
     )
+
+
+def sweep(distinct_bytes: int) -> list[int]:
+    """Returns capacities from a hundredth of `distinct_bytes` to all of it, in equal ratios."""
+    return [round(at) for at in np.geomspace(_LEAST * distinct_bytes, distinct_bytes, _POINTS)]
+
+
+def _replayed(
+    worth: Worth, capacities: Sequence[int], progress: ProgressListener
+) -> tuple[list[Curve], list[tuple[Replayed, Replayed]]]:
+    """Returns the curves, and for each capacity the replays that save all, and what is asked for twice."""
+    trace, compare = worth.trace, list(dict.fromkeys(worth.question.compare))
+    found: dict[Policy, list[ReplayTotals]] = {"kvstore": [], "second-use": []}
+    found |= {policy: [] for policy in compare}
+    replays = []
+    for number, capacity in enumerate(capacities, start=1):
+        progress.begin(f"a store of {size(capacity)} ({number} of {len(capacities)})")
+        both = worth.replay(capacity, "kvstore"), worth.replay(capacity, "second-use")
+        replays.append(both)
+        found["kvstore"].append(both[0].totals)
+        found["second-use"].append(both[1].totals)
+        for policy in compare:
+            if policy in ("lru", "fifo"):
+                found[policy].append(by_block(trace, capacity, by_use=policy == "lru"))
+            elif policy in ("told", "told-ends"):
+                found[policy].append(worth.replay(capacity, policy).totals)
+    if "optimum" in compare:
+        progress.begin("the optimum with all capacities")
+        found["optimum"] = optimum(trace, capacities)
+    curves = [
+        Curve(
+            policy=policy,
+            points=tuple(
+                CapacityPoint(
+                    capacity_bytes=capacity,
+                    hit_ratio=tally.hit_blocks / trace.references,
+                    hit_blocks=tally.hit_blocks,
+                    hit_tokens=tally.hit_tokens,
+                    stored_bytes=tally.stored_bytes,
+                    evictions=tally.evictions,
+                    evicted_bytes=tally.evicted_bytes,
+                )
+                for capacity, tally in zip(capacities, tallies, strict=True)
+            ),
+        )
+        for policy, tallies in found.items()
+    ]
+    return curves, replays
 
 
 def _best(pairs: Sequence[tuple[CapacityAdvice, Replayed]]) -> tuple[CapacityAdvice, Replayed]:
@@ -136,7 +174,7 @@ def _value(advice: CapacityAdvice) -> float:
 
 
 def _verdict(
-    worth: Worth, best: CapacityAdvice, reads: Sequence[ReadSpeed], *, gains: bool
+    worth: Worth, best: CapacityAdvice, by_model: Sequence[NamespaceAdvice], *, gains: bool
 ) -> tuple[Verdict, list[str], str | None]:
     """Returns whether it pays, why, and the `kv.objective` that it takes if that isn't the default. `gains`
     says whether any capacity brings hits worth a word."""
@@ -146,22 +184,24 @@ def _verdict(
         return "no", [why], None
     if best.net_month is None or best.saved_month is None:
         return "unclear", [f"{gained} with {size(best.capacity_bytes)}", *_doubts(worth)], None
-    bill = best.saved_month - best.net_month
-    saved = f"{_money(best.saved_month)} of GPU time a month are saved, and the store costs {_money(bill)}"
+    saved = (
+        f"{_money(best.saved_month)} of GPU time a month are saved, and the store costs "
+        f"{_money(best.cost_month)}"
+    )
     if best.net_month <= 0:
         loses = f"no capacity pays: with {size(best.capacity_bytes)}, {saved}"
         if doubts := list(_doubts(worth)):
             return "unclear", [*doubts, loses, gained], None
         return "no", [loses, gained], None
-    need = _break_even(worth)
-    # The settings to paste have the shared tier alone.
-    speed = min(reads, key=lambda read: read.tier != "shared", default=None)
+    # Below it computing the usual prompt of the usual model is faster than loading it.
+    need = next((line.break_even_bytes_s for line in by_model if line.break_even_bytes_s is not None), None)
+    speed = worth.question.bandwidth
     if speed is None or need is None:
         return "yes", [saved, gained], None
-    speeds = f"reads bring {size(speed.bytes_s)}/s here, and computing is as fast as {size(need)}/s"
-    if speed.bytes_s >= need:
+    speeds = f"reads bring {size(speed)}/s here, and computing is as fast as {size(need)}/s"
+    if speed >= need:
         return "yes", [saved, gained, speeds], None
-    if speed.bytes_s * PATIENCE >= need:
+    if speed * PATIENCE >= need:
         slower = (
             "requests wait longer for a load than for computing, and the GPU is free for others meanwhile"
         )
@@ -188,21 +228,6 @@ def _of_which(worth: Worth) -> str:
     return f" with {', '.join(sorted(models))}" if models and worth.known else ""
 
 
-def _break_even(worth: Worth) -> float | None:
-    """Returns the bytes per second below which computing the usual prompt of the usual model is faster than
-    loading it; None if that isn't known."""
-    found = [line for line in _by_model(worth, None) if line.break_even_bytes_s is not None]
-    return max(found, key=lambda line: line.asked_blocks).break_even_bytes_s if found else None
-
-
-def _groups(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
-    """Returns the numbers of the spaces of each model, tenant and kind."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for number, space in enumerate(trace.spaces):
-        groups.setdefault((space.model or space.namespace, space.tenant, space.kind), []).append(number)
-    return groups
-
-
 def _local(trace: Trace, numbers: Sequence[int]) -> float | None:
     """Returns the share of KV blocks that engines had themselves, of these requests; None if some don't say,
     or none is for KV. Items that an engine has itself are not recorded."""
@@ -215,53 +240,61 @@ def _local(trace: Trace, numbers: Sequence[int]) -> float | None:
     return sum(request.local or 0 for request in requests) / asked if asked else None
 
 
-def _by_model(worth: Worth, replayed: Replayed | None) -> Iterator[NamespaceAdvice]:
-    """Yields what each model and tenant gets of a capacity, those that ask for most first; None: nothing."""
-    trace, months = worth.trace, worth.months
-    hits = replayed.hits if replayed is not None else [0] * len(trace.requests)
-    seconds, ceiling = worth.seconds_of(hits), _ceiling(trace)
-    asked = [len(request.chain) * trace.spaces[request.space].block_bytes for request in trace.requests]
+def _by_model(
+    worth: Worth, best: CapacityAdvice, replayed: Replayed, ceiling: Sequence[int]
+) -> Iterator[NamespaceAdvice]:
+    """Yields what each model and tenant gets of a capacity."""
+    trace, months, hits = worth.trace, worth.months, replayed.hits
+    seconds = worth.seconds_of(hits)
     missed = [
-        nbytes - found * trace.spaces[request.space].block_bytes
-        for nbytes, found, request in zip(asked, hits, trace.requests, strict=True)
+        (len(request.chain) - found) * trace.spaces[request.space].block_bytes
+        for found, request in zip(hits, trace.requests, strict=True)
     ]
-    whole = worth.advice(replayed) if replayed is not None else None
-    bill = whole.storage_month + whole.requests_month + whole.transfer_month if whole is not None else 0.0
-    lines = []
-    for (model, tenant, kind), spaces in _groups(trace).items():
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, space in enumerate(trace.spaces):
+        alike = (
+            space.model or space.namespace,
+            space.tenant,
+            space.kind,
+            space.block_tokens,
+            space.block_bytes,
+        )
+        groups.setdefault(alike, []).append(number)
+    for spaces in groups.values():
         own = [number for number, request in enumerate(trace.requests) if request.space in spaces]
         blocks = sum(len(trace.requests[number].chain) for number in own)
         if not blocks:
             continue
         space, cost = trace.spaces[spaces[0]], worth.costs[spaces[0]]
         each = space.block_tokens or 1
-        middle = each * blocks / len(own) / 2
-        token_s = cost.seconds(0, round(2 * middle)) / max(1, round(2 * middle)) if cost is not None else None
+        tokens = max(1, round(each * blocks / len(own)))
+        token_s = cost.seconds(0, tokens) / tokens if cost is not None else None
         gpu = months * sum(seconds[number] for number in own) if cost is not None else None
         saved = None if gpu is None else worth.money(gpu)
         # Who has more stored pays more of it.
-        share = bill * sum(missed[number] for number in own) / max(1, sum(missed))
-        lines.append(
-            NamespaceAdvice(
-                model=model,
-                tenant=tenant,
-                kind=kind,
-                namespaces=len(spaces),
-                gpus=worth.gpus(spaces[0]),
-                requests=len(own),
-                asked_blocks=blocks,
-                hit_ratio=sum(hits[number] for number in own) / blocks,
-                ceiling_ratio=sum(ceiling[number] for number in own) / blocks,
-                local_ratio=_local(trace, own),
-                token_us=None if token_s is None else token_s * 1e6,
-                gpu_seconds_month=gpu,
-                saved_month=saved,
-                cost_month=share,
-                net_month=None if saved is None else saved - share,
-                break_even_bytes_s=None if not token_s else space.block_bytes / each / token_s,
-            )
+        share = best.cost_month * sum(missed[number] for number in own) / max(1, sum(missed))
+        yield NamespaceAdvice(
+            model=space.model or space.namespace,
+            tenant=space.tenant,
+            kind=space.kind,
+            namespaces=tuple(trace.spaces[number].namespace for number in spaces),
+            block_tokens=space.block_tokens,
+            block_bytes=space.block_bytes,
+            segment_blocks=worth.segment_blocks[spaces[0]],
+            gpus=worth.gpus(spaces[0]),
+            requests=len(own),
+            asked_blocks=blocks,
+            distinct_blocks=sum(number in spaces for number in trace.space_of),
+            hit_ratio=sum(hits[number] for number in own) / blocks,
+            ceiling_ratio=sum(ceiling[number] for number in own) / blocks,
+            local_ratio=_local(trace, own),
+            token_us=None if token_s is None else token_s * 1e6,
+            gpu_seconds_month=gpu,
+            saved_month=saved,
+            cost_month=share,
+            net_month=None if saved is None else saved - share,
+            break_even_bytes_s=None if not token_s else space.block_bytes / each / token_s,
         )
-    yield from sorted(lines, key=lambda line: -line.asked_blocks)
 
 
 def _ceiling(trace: Trace) -> list[int]:
@@ -277,27 +310,22 @@ def _ceiling(trace: Trace) -> list[int]:
 
 
 def _prompts(worth: Worth) -> Iterator[PromptLoad]:
-    asked = [0] * len(worth.trace.spaces)
-    for request in worth.trace.requests:
+    trace, asked = worth.trace, Counter[int]()
+    for request in trace.requests:
         asked[request.space] += len(request.chain)
-    known = [
-        number
-        for number, space in enumerate(worth.trace.spaces)
-        if space.block_tokens and worth.costs[number] is not None
-    ]
-    if not known:
+    for number, _ in asked.most_common():
+        space, cost = trace.spaces[number], worth.costs[number]
+        if not space.block_tokens or cost is None:
+            continue
+        for tokens in LENGTHS:
+            nbytes, takes = tokens * space.block_bytes // space.block_tokens, cost.seconds(0, tokens)
+            yield PromptLoad(tokens=tokens, nbytes=nbytes, compute_s=takes, break_even_bytes_s=nbytes / takes)
         return
-    number = max(known, key=lambda number: asked[number])
-    space, cost = worth.trace.spaces[number], worth.costs[number]
-    assert cost is not None
-    for tokens in LENGTHS:
-        nbytes, takes = tokens * space.block_bytes // space.block_tokens, cost.seconds(0, tokens)
-        yield PromptLoad(tokens=tokens, nbytes=nbytes, compute_s=takes, break_even_bytes_s=nbytes / takes)
 
 
-def _redis(worth: Worth, replayed: Replayed) -> RedisSize:
+def _redis(worth: Worth, best: CapacityAdvice, replayed: Replayed) -> RedisSize:
     trace = worth.trace
-    blocks = round(replayed.capacity / (trace.distinct_bytes / trace.blocks))
+    blocks = round(best.capacity_bytes / (trace.distinct_bytes / trace.blocks))
     saved = max(1, trace.references - replayed.totals.hit_blocks)
     segments = max(1, round(blocks * min(1.0, replayed.segments / saved)))
     nbytes = index_bytes(
@@ -305,7 +333,7 @@ def _redis(worth: Worth, replayed: Replayed) -> RedisSize:
         segments,
         max(space.parts for space in trace.spaces),
         namespaces=len(trace.spaces),
-        second_use=replayed.second_use,
+        second_use=best.second_use,
     )
     return RedisSize(
         blocks=blocks, segments=segments, index_bytes=nbytes, maxmemory_bytes=redis_memory(nbytes)
@@ -339,8 +367,8 @@ def rounded(nbytes: int) -> str:
     raise AssertionError("the last unit is for all that is smaller")
 
 
-def _caveats(worth: Worth, question: Question) -> Iterator[str]:
-    trace = worth.trace
+def _caveats(worth: Worth) -> Iterator[str]:
+    trace, question = worth.trace, worth.question
     span = trace.requests[-1].at_s - trace.requests[0].at_s
     if span < _HOUR_S:
         yield (
@@ -355,18 +383,18 @@ def _caveats(worth: Worth, question: Question) -> Iterator[str]:
             "the recording does not say what engines had in their own caches, so that is counted as the "
             "store's; with kv.observe it is recorded"
         )
-    if question.given.prices.assumed:
-        yield f"prices that nobody gave are assumed: {', '.join(question.given.prices.assumed)}"
+    if question.prices.assumed:
+        yield f"prices that nobody gave are assumed: {', '.join(question.prices.assumed)}"
     if worth.known and "kv" in worth.unpriced:
         yield f"what computing a token costs{_of_which(worth)} is unknown: that counts as saving nothing"
-    if any(space.kind == "ec" for space in trace.spaces) and question.given.encode_s is None:
+    if any(space.kind == "ec" for space in trace.spaces) and question.encode_s is None:
         yield "what encoding an item takes is unknown (--encode-ms): encoder outputs count as saving nothing"
-    if question.given.gpus is None and any(space.gpus is None for space in trace.spaces):
+    if question.gpus is None and any(space.gpus is None for space in trace.spaces):
         yield "an engine is taken to have as many GPUs as hold parts of a block; --gpus says how many it has"
-    if not question.reads:
+    if question.bandwidth is None:
         yield (
-            "whether reads here are fast enough is not known: compare the break-even bandwidth with what "
-            "`cache-admin bench --json` measures (--bench)"
+            "whether reads here are fast enough is not known: say what `cache-admin bench` measures of gets "
+            "(--bandwidth)"
         )
     yield (
         "a GPU that would stand idle costs nothing to use; a hit is also a shorter time to the first token, "

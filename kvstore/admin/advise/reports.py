@@ -1,34 +1,75 @@
 """The report of advise. The rules are those of kvstore.admin.reports.
 
 Money is in the currency of the prices that were given; a month has 730 hours, a GB of the bill 2^30 bytes.
-What is of a month is the recording's, times as many as a month has of its length.
+What is of a month is the recording's, times as many as a month has of its length. A hit ratio is the number
+of blocks found over the number asked for.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from kvstore.admin.simulate.reports import Curve, TraceTotals
+from pydantic import Field
+
 from schemas.base import StrictModel
 
-#: `unclear`: the recording doesn't say what computing costs, and nobody else does.
+#: `unclear`: neither the source nor the options say what computing costs.
 Verdict = Literal["yes", "no", "unclear"]
+#: This store's own, on segments: `kvstore`, `second-use` (with admission.second_use), `told` (what the trace
+#: says of sessions), `told-ends` (which request is a session's last). On single blocks: `lru`, `fifo`, and
+#: `optimum`, which knows what will be asked for.
+Policy = Literal["kvstore", "second-use", "told", "told-ends", "lru", "fifo", "optimum"]
+_Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class PriceList(StrictModel):
-    """What things cost."""
+    """What things cost. Defaults are list prices of S3 Standard in us-east-1, and a GPU hour of nobody in
+    particular (docs/production.md)."""
 
     #: One GPU, for an hour.
-    gpu_hour: float
+    gpu_hour: _Price = 3.0
     #: Storage, per GB and month.
-    gb_month: float
-    put_1000: float
-    get_1000: float
+    gb_month: _Price = 0.023
+    put_1000: _Price = 0.005
+    get_1000: _Price = 0.0004
     #: Transfer, per GB.
-    upload_gb: float
-    download_gb: float
+    upload_gb: _Price = 0.0
+    download_gb: _Price = 0.0
     #: Names of the prices that nobody gave.
-    assumed: tuple[str, ...]
+    assumed: tuple[str, ...] = ()
+
+
+class Recorded(StrictModel):
+    """Totals of a recording."""
+
+    requests: int
+    #: Time from the first request to the last.
+    seconds: float
+    asked_tokens: int
+    distinct_blocks: int
+    distinct_bytes: int
+    #: The number of lines that made no sense.
+    skipped_lines: int
+
+
+class CapacityPoint(StrictModel):
+    """The result of one policy at one capacity. The index doesn't know the fields that may be None."""
+
+    capacity_bytes: int
+    hit_ratio: float
+    hit_blocks: int
+    hit_tokens: int | None = None
+    stored_bytes: int | None = None
+    #: The number of segments or blocks that were evicted, whichever the policy evicts.
+    evictions: int | None = None
+    evicted_bytes: int | None = None
+
+
+class Curve(StrictModel):
+    """The results of one policy, by capacity, ascending. The index's begins with the present capacity."""
+
+    policy: Policy
+    points: tuple[CapacityPoint, ...]
 
 
 class CapacityAdvice(StrictModel):
@@ -41,28 +82,35 @@ class CapacityAdvice(StrictModel):
     hit_ratio: float
     #: Blocks found that no engine had itself, of those asked for.
     gained_ratio: float
-    gained_tokens_month: int
     #: None: it isn't known what computing costs.
     gpu_seconds_month: float | None
     saved_month: float | None
     storage_month: float
     requests_month: float
     transfer_month: float
-    #: What is saved, less what it costs.
+    #: Storage, requests and transfer.
+    cost_month: float
+    #: The money that is saved, less the cost.
     net_month: float | None
 
 
 class NamespaceAdvice(StrictModel):
-    """What the recommended capacity brings to the namespaces of one model and tenant."""
+    """What the recommended capacity brings to a model and tenant, with blocks of one size."""
 
     model: str
     tenant: str
     kind: str
-    namespaces: int
+    #: Their ids; one may be "", if the trace names none.
+    namespaces: tuple[str, ...]
+    block_tokens: int
+    block_bytes: int
+    #: The number of blocks of a segment, as the connectors cut them.
+    segment_blocks: int
     #: GPUs of an engine.
     gpus: int
     requests: int
     asked_blocks: int
+    distinct_blocks: int
     hit_ratio: float
     #: Hits of a store that forgets nothing, and of the engines' own caches; None: those weren't recorded.
     ceiling_ratio: float
@@ -77,6 +125,22 @@ class NamespaceAdvice(StrictModel):
     break_even_bytes_s: float | None
 
 
+class NamespaceGain(StrictModel):
+    """One namespace's part of what more capacity would have brought, as the index remembers it."""
+
+    namespace: str
+    kind: str
+    model: str
+    asked_blocks: int
+    served_blocks: int
+    #: Bytes evicted to keep quotas, since the namespace was made.
+    evicted_bytes: int
+    #: The share of additional capacity that this namespace would use.
+    share: float
+    #: Blocks that would have been served in addition, by capacity, from the first beyond the present one on.
+    gained_blocks: tuple[int, ...]
+
+
 class PromptLoad(StrictModel):
     """What computing the first tokens of a prompt takes, and what loading them may take at most."""
 
@@ -84,13 +148,6 @@ class PromptLoad(StrictModel):
     nbytes: int
     compute_s: float
     break_even_bytes_s: float
-
-
-class ReadSpeed(StrictModel):
-    """What reads of a tier bring here."""
-
-    tier: str
-    bytes_s: float
 
 
 class RedisSize(StrictModel):
@@ -104,26 +161,33 @@ class RedisSize(StrictModel):
 
 
 class AdviceReport(StrictModel):
-    """`cache-admin advise`."""
+    """`cache-admin advise`, of recordings or of the index, which leaves what only a recording says empty."""
 
     version: str
+    #: The files of the recording, or the URL of the index.
+    sources: tuple[str, ...]
     verdict: Verdict
     #: Sentences that say why, the weightiest first.
     because: tuple[str, ...]
-    trace: TraceTotals
-    prices: PriceList
-    #: The hit ratio of a store that forgets nothing, and of the engines' own caches; None: not recorded.
-    ceiling_ratio: float
-    local_ratio: float | None
+    asked_blocks: int
     curves: tuple[Curve, ...]
-    #: The better of both ways to admit, by capacity, ascending.
-    capacities: tuple[CapacityAdvice, ...]
-    best: CapacityAdvice
-    by_model: tuple[NamespaceAdvice, ...]
-    #: What loads are worth to the model that asks for most.
-    prompts: tuple[PromptLoad, ...]
-    reads: tuple[ReadSpeed, ...]
-    redis: RedisSize
-    #: Settings, as YAML; "" if a store doesn't pay.
-    settings: str
     caveats: tuple[str, ...]
+    recorded: Recorded | None = None
+    prices: PriceList | None = None
+    #: The hit ratio of a store that forgets nothing, and of the engines' own caches; None: not recorded.
+    ceiling_ratio: float | None = None
+    local_ratio: float | None = None
+    #: The better of both ways to admit, by capacity, ascending.
+    capacities: tuple[CapacityAdvice, ...] = ()
+    best: CapacityAdvice | None = None
+    by_model: tuple[NamespaceAdvice, ...] = ()
+    #: What loads are worth to the model that asks for most.
+    prompts: tuple[PromptLoad, ...] = ()
+    #: Bytes that a node reads in a second, if somebody said it.
+    bandwidth_bytes_s: int | None = None
+    redis: RedisSize | None = None
+    #: Settings, as YAML; "" if a store doesn't pay.
+    settings: str = ""
+    #: (Of the index) Bytes stored now, and what each namespace would have gained.
+    used_bytes: int | None = None
+    namespaces: tuple[NamespaceGain, ...] = ()

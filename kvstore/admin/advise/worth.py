@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median_low
 
-from kvstore.admin.advise.reports import CapacityAdvice, PriceList
-from kvstore.admin.simulate.replay import ReplayTotals
-from kvstore.admin.simulate.simulate import cuts
-from kvstore.admin.simulate.store import Rules, StoreReplay, noted
-from kvstore.admin.simulate.traces import TokenCosts, Trace
+from kvstore.admin.advise.reports import CapacityAdvice, Policy, PriceList
+from kvstore.admin.advise.sessions import ends, sessions, told
+from kvstore.admin.advise.store import Replayed, Rules, StoreReplay, noted
+from kvstore.admin.advise.traces import TokenCosts, Trace
+from kvstore.rules.segments import segment_blocks
 from schemas.settings import Settings
 
 MONTH_S = 730 * 3600.0
@@ -39,42 +39,47 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What the person knows that asks for advice."""
+class Question:
+    """What is asked of a recording, and what the person knows that asks."""
 
+    settings: Settings
     prices: PriceList
+    #: URLs for the settings to paste.
+    index: str
+    payloads: str
     #: GPUs of an engine; None: as it was recorded or, of older recordings, as many as its blocks have parts.
     gpus: int | None = None
     #: Tokens that an engine computes of prompts in a second; None: as it was recorded.
     prefill_tokens_s: float | None = None
     #: What encoding an item takes, in seconds; None: unknown.
     encode_s: float | None = None
+    #: Bytes that a node reads in a second; None: unknown.
+    bandwidth: int | None = None
+    #: In bytes; if there are none, a dozen from a hundredth of all blocks' bytes to all of them.
+    capacities: Sequence[int] = ()
+    #: Policies beside this store's own.
+    compare: Sequence[Policy] = ("lru", "optimum")
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """One capacity under one way to admit."""
-
-    capacity: int
-    second_use: bool
-    totals: ReplayTotals
-    #: The number of blocks found, for each request.
-    hits: Sequence[int]
-    segments: int
-    #: Requests of an object store.
-    puts: int
-    gets: int
+def cuts(trace: Trace, settings: Settings) -> list[int]:
+    """Returns for each space how many blocks its engines put into a segment."""
+    return [
+        1 if space.kind == "ec" else segment_blocks(settings, space.block_bytes, space.parts)
+        for space in trace.spaces
+    ]
 
 
 class Worth:
     """What the hits of one recording are worth."""
 
-    def __init__(self, trace: Trace, settings: Settings, given: Given) -> None:
+    def __init__(self, trace: Trace, question: Question) -> None:
         self.trace = trace
-        self.given = given
+        self.question = question
+        settings = question.settings
         self._notes = noted(trace, settings.admission.window_s)
+        self.segment_blocks = cuts(trace, settings)
         self._rules = Rules(
-            cuts(trace, settings),
+            self.segment_blocks,
             retained_share=settings.sessions.retain_share,
             range_bytes=settings.s3.range_bytes,
             gap_bytes=settings.s3.gap_bytes,
@@ -86,7 +91,7 @@ class Worth:
         self.months = MONTH_S / self.seconds
 
     def _cost_of(self, number: int) -> Cost | None:
-        space, given = self.trace.spaces[number], self.given
+        space, given = self.trace.spaces[number], self.question
         if space.kind == "ec":
             return Cost(given.encode_s) if given.encode_s is not None else None
         if given.prefill_tokens_s is not None:
@@ -133,21 +138,15 @@ class Worth:
     def gpus(self, space: int) -> int:
         """Returns how many GPUs an engine of this space has."""
         about = self.trace.spaces[space]
-        return self.given.gpus or about.gpus or about.parts
+        return self.question.gpus or about.gpus or about.parts
 
-    def replay(self, capacity: int, *, second_use: bool) -> Replayed:
+    def replay(self, capacity: int, policy: Policy) -> Replayed:
         """Replays the recording under this store's own rules."""
         replay = StoreReplay(self.trace, self._rules, capacity)
-        tokens = [space.block_tokens for space in self.trace.spaces]
-        hits = []
-        for number, request in enumerate(self.trace.requests):
-            worth = self._notes[number] if second_use else len(request.chain)
-            hits.append(replay.serve(request, worth))
-        saved = sum(
-            found * tokens[request.space] for found, request in zip(hits, self.trace.requests, strict=True)
-        )
-        totals = ReplayTotals(sum(hits), saved, replay.stored_bytes, replay.evictions, replay.evicted_bytes)
-        return Replayed(capacity, second_use, totals, hits, replay.segments, replay.puts, replay.gets)
+        if policy in ("told", "told-ends"):
+            owners = sessions(self.trace)
+            return replay.run(None, owners, (told if policy == "told" else ends)(self.trace, owners))
+        return replay.run(self._notes if policy == "second-use" else None)
 
     def gained(self, hits: Sequence[int]) -> list[int]:
         """Returns for each request how many of the blocks found its engine had not."""
@@ -170,38 +169,32 @@ class Worth:
 
     def money(self, gpu_seconds: float) -> float:
         """Returns what so many seconds of a GPU cost."""
-        return gpu_seconds * self.given.prices.gpu_hour / 3600
+        return gpu_seconds * self.question.prices.gpu_hour / 3600
 
-    def advice(self, one: Replayed) -> CapacityAdvice:
+    def advice(self, capacity: int, one: Replayed, *, second_use: bool) -> CapacityAdvice:
         """Returns what a capacity brings and costs in a month."""
-        prices, months, trace = self.given.prices, self.months, self.trace
+        prices, months, trace = self.question.prices, self.months, self.trace
         gained = self.gained(one.hits)
-        loaded = [
+        loaded = sum(
             gain * trace.spaces[request.space].block_bytes
             for gain, request in zip(gained, trace.requests, strict=True)
-        ]
-        storage = one.capacity / GB * prices.gb_month
+        )
+        storage = capacity / GB * prices.gb_month
         requests = months * (one.puts * prices.put_1000 + one.gets * prices.get_1000) / 1000
-        moved = one.totals.stored_bytes * prices.upload_gb + sum(loaded) * prices.download_gb
-        transfer = months * moved / GB
+        transfer = months * (one.totals.stored_bytes * prices.upload_gb + loaded * prices.download_gb) / GB
         gpu = months * sum(self.seconds_of(one.hits)) if self.known else None
         saved = None if gpu is None else self.money(gpu)
+        cost = storage + requests + transfer
         return CapacityAdvice(
-            capacity_bytes=one.capacity,
-            second_use=one.second_use,
+            capacity_bytes=capacity,
+            second_use=second_use,
             hit_ratio=one.totals.hit_blocks / trace.references,
             gained_ratio=sum(gained) / trace.references,
-            gained_tokens_month=round(
-                months
-                * sum(
-                    gain * trace.spaces[request.space].block_tokens
-                    for gain, request in zip(gained, trace.requests, strict=True)
-                )
-            ),
             gpu_seconds_month=gpu,
             saved_month=saved,
             storage_month=storage,
             requests_month=requests,
             transfer_month=transfer,
-            net_month=None if saved is None else saved - storage - requests - transfer,
+            cost_month=cost,
+            net_month=None if saved is None else saved - cost,
         )

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from kvstore import __version__
-from kvstore.admin.archive.manifest import document_of, signed
-from kvstore.admin.archive.reports import ExportReport
+from kvstore.admin.archive.manifest import Prompts, document_of, signed
+from kvstore.admin.archive.reports import ExportReport, PackReport
 from kvstore.admin.archive.tar import TarWriter
 from kvstore.admin.backends import Cache, Refused
 from kvstore.admin.counting import AmountSum, LeftOut
@@ -55,24 +55,24 @@ def export(
     clock: Callable[[], float] = time.time,
     pack: Pack | None = None,
 ) -> ExportReport:
-    """Writes the planned segments to a file or into a pipe; with `pack` as one, whose manifest is signed if
-    the cache has a key to sign with.
+    """Writes the planned segments to a file or into a pipe; with `pack` as a pack, whose manifest is signed
+    if the cache has a key to sign with.
 
     Ctrl-C and a failing backend end it: the report says so, no file is left, and what went into a pipe has no
-    end mark. Nor is there a file of a pack of which something was left out. Raises Refused if the file
+    end mark. So it is with a pack of which something was left out. Raises Refused if the file
     exists, CannotWrite and BrokenPipeError.
     """
     began = time.monotonic()
     if dry_run:
         return _Export(cache, plan, TarWriter(io.BytesIO()), Silent()).report(str(to), 0.0, dry_run=True)
     if not isinstance(to, Path):
-        run = _Export(cache, plan, TarWriter(to), progress or Silent())
+        run = _Export(cache, plan, TarWriter(to), progress or Silent(), pack)
         run.all(int(clock()))
         return run.report("-", time.monotonic() - began)
     with ArchiveFile(to, overwrite=overwrite) as archive:
         run = _Export(cache, plan, TarWriter(archive.file), progress or Silent(), pack)
         run.all(int(clock()))
-        if run.ended == "complete" and not (pack and run.left.count):
+        if run.ended == "complete":
             archive.finish()
         return run.report(str(to), time.monotonic() - began)
 
@@ -84,6 +84,7 @@ class _Export:
     tar: TarWriter
     progress: ProgressListener
     pack: Pack | None = None
+    said: PackReport | None = None
     done: AmountSum = field(default_factory=AmountSum)
     left: LeftOut = field(default_factory=LeftOut)
     ended: Ended = "complete"
@@ -117,6 +118,7 @@ class _Export:
             archive_bytes=self.tar.nbytes,
             left_out=self.left.count,
             left=tuple(self.left.named),
+            pack=self.said if self.ended == "complete" else None,
             seconds=seconds,
         )
 
@@ -131,7 +133,10 @@ class _Export:
             payload_bytes=plan.amount.stored_bytes,
             pack=self.pack,
         )
-        text = document_of(signed(manifest, self.cache.keyring))
+        manifest = signed(manifest, self.cache.keyring)
+        prompts = Prompts.of(manifest)
+        self.said = prompts.report() if prompts is not None else None
+        text = document_of(manifest)
         tar.add(MANIFEST, [memoryview(text)], now_s)
         self.progress.begin("export", plan.amount.stored_bytes)
         patience = Patience()
@@ -145,6 +150,10 @@ class _Export:
             except TransientError as exc:
                 self._leave(entry, mark, exc)
                 patience.unanswered(exc)
+        if self.pack is not None and self.left.count:
+            self.ended, self.problem = "broken", "not all that the prompts need could be read: export again"
+            self.done = AmountSum()
+            return
         tar.end()
 
     def _segment(self, entry: Planned, listing: Listing | None) -> None:

@@ -19,24 +19,25 @@ hash.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
 from kvstore.admin.archive.intake import Erased, Intake, NotLetIn, NotNow, Present
-from kvstore.admin.archive.members import ArchivedPayload, PayloadReader, read_manifest
-from kvstore.admin.archive.reports import ImportReport
+from kvstore.admin.archive.manifest import Prompts, check_signed, read_manifest
+from kvstore.admin.archive.members import ArchivedPayload, PayloadReader
+from kvstore.admin.archive.reports import ImportReport, PackReport
 from kvstore.admin.archive.tar import BadArchive, read_members
-from kvstore.admin.archive.wanted import UnknownNamespace, Wanted, check_slots_fit
+from kvstore.admin.archive.wanted import UnknownNamespace, Wanted, check_fits, check_slots_fit
+from kvstore.admin.backends import Cache, Refused
 from kvstore.admin.counting import AmountSum, LeftOut
 from kvstore.admin.progress import ProgressListener, Silent
 from kvstore.admin.reports import Ended
-from kvstore.errors import CorruptPayload, KVStoreError, UnreadablePayload, UnsignedPayload
+from kvstore.errors import ConfigError, CorruptPayload, KVStoreError, UnreadablePayload, UnsignedPayload
 from kvstore.format.keyring import NO_KEYS, Keyring
 from kvstore.format.segment import Header
-from kvstore.keys import NamespaceId, SegmentId
+from kvstore.keys import NamespaceId, SegmentId, split_digests
 from kvstore.store.store import Store
-from kvstore.verify.headers import check_same_segment, namespace_of, record_of
+from kvstore.verify.headers import check_same_segment, digests_of, namespace_of, record_of
 from kvstore.verify.segments import Whole
 from schemas.namespace import Namespace
 from schemas.settings import Settings
@@ -44,7 +45,7 @@ from schemas.settings import Settings
 
 def import_archive(
     stream: BinaryIO,
-    store: Store | None,
+    into: Cache | Store | None,
     *,
     source: str,
     wanted: Wanted,
@@ -52,37 +53,37 @@ def import_archive(
     keyring: Keyring = NO_KEYS,
     total_bytes: int | None = None,
     progress: ProgressListener | None = None,
-    good: Callable[[Header], object] | None = None,
 ) -> ImportReport:
     """Reads an archive to its end and commits the segments of it that are `wanted`.
 
-    With `store` None it only verifies them, by `settings` and the keys of `keyring`; a store has its own. Of
-    each segment that is whole `good` is called with the header of rank 0.
+    With `into` None it only verifies them, by `settings` and the keys of `keyring`; a cache and a store have
+    their own. Only once a cache lets the archive's prompts in, if it has any, is the import recorded there.
 
     Ctrl-C, a broken archive and a failing backend end it, and the report says so; what was imported until
-    then stays.
+    then stays. Raises Refused for prompts that the cache's engines would load nothing of, and as
+    `check_signed`; then nothing was changed.
     """
-    run = _Import(
-        Intake(store) if store else None,
-        PayloadReader(store.backends.keyring if store else keyring),
-        progress or Silent(),
-        wanted,
-        store.settings if store else settings,
-        good,
-    )
+    if isinstance(into, Cache):
+        settings, keyring = into.settings, into.keyring
+    elif into is not None:
+        settings, keyring = into.settings, into.backends.keyring
+    run = _Import(into, PayloadReader(keyring), progress or Silent(), wanted, settings)
     began = time.monotonic()
     try:
-        run.all(stream, total_bytes)
+        run.all(stream, source, keyring, total_bytes)
     except KeyboardInterrupt:
         run.ended, run.problem = "cancelled", "cancelled"
     except BadArchive as exc:
         run.ended, run.problem = "broken", str(exc)
     except OSError as exc:
         run.ended, run.problem = "failed", f"can't read the archive: {exc.strerror or exc}"
+    except (CorruptPayload, UnreadablePayload, Refused, ConfigError):
+        # Nothing was changed yet: a segment is left out for the first two, so they are about the manifest.
+        raise
     except KVStoreError as exc:
         run.ended, run.problem = "failed", str(exc)
     return ImportReport(
-        dry_run=store is None,
+        dry_run=into is None,
         ended=run.ended,
         problem=run.problem,
         source=source,
@@ -99,6 +100,7 @@ def import_archive(
         unreadable=run.unreadable,
         erased=run.erased,
         later=run.later,
+        pack=run.pack,
         seconds=time.monotonic() - began,
     )
 
@@ -122,12 +124,13 @@ class _Unwanted(Exception):
 @dataclass
 class _Import:
     #: None: a dry run.
-    intake: Intake | None
+    into: Cache | Store | None
     reader: PayloadReader
     progress: ProgressListener
     wanted: Wanted
     settings: Settings | None
-    good: Callable[[Header], object] | None = None
+    intake: Intake | None = None
+    pack: PackReport | None = None
     verified: AmountSum = field(default_factory=AmountSum)
     imported: AmountSum = field(default_factory=AmountSum)
     present: AmountSum = field(default_factory=AmountSum)
@@ -145,18 +148,25 @@ class _Import:
     problem: str = ""
     _open: _Segment = field(default_factory=lambda: _Segment(NamespaceId(""), SegmentId(b""), state="left"))
     _seen: set[tuple[NamespaceId, SegmentId]] = field(default_factory=set)
+    #: Digests of a pack's blocks that are whole, where no store can be asked for them.
+    _held: set[bytes] = field(default_factory=set)
 
     @property
     def found(self) -> int:
         """The number of segments of which the archive has at least one payload."""
         return len(self._seen)
 
-    def all(self, stream: BinaryIO, total_bytes: int | None) -> None:
+    def all(self, stream: BinaryIO, source: str, keyring: Keyring, total_bytes: int | None) -> None:
         """Reads every segment of the archive."""
-        self.progress.begin("import" if self.intake else "verify", total_bytes)
+        self.progress.begin("import" if self.into else "verify", total_bytes)
         members = read_members(stream)
         manifest, nbytes = read_manifest(members)
         self.announced = manifest.segments
+        prompts = Prompts.of(manifest)
+        if prompts is not None:
+            check_signed(manifest, keyring)
+            self._admit(prompts)
+        self._open_store(source if prompts is None else f"{source}, namespace {prompts.name}")
         self.progress.advance(nbytes)
         try:
             for member in members:
@@ -166,6 +176,46 @@ class _Import:
             self._abandon()
             raise
         self._abandon()
+        if prompts is not None:
+            self._count(prompts)
+
+    def _admit(self, prompts: Prompts) -> None:
+        """Lets in the namespace of a pack, and no other. Raises Refused."""
+        known = self.into.namespaces() if isinstance(self.into, Cache) else {}
+        found = check_fits(prompts, self.wanted, known)
+        self.wanted = Wanted((prompts.name,))
+        self.pack = prompts.report().model_copy(update={"differences": tuple(found), "whole": False})
+
+    def _open_store(self, what: str) -> None:
+        store = self.into
+        if isinstance(store, Cache):
+            store.record("import", what)
+            store = store.saving()
+        self.intake = Intake(store) if store else None
+
+    def _count(self, prompts: Prompts) -> None:
+        """Adds to a pack's report what an engine would load of it, and whether that is all."""
+        assert self.pack is not None, "a pack is admitted before it is read"
+        asked, space = prompts.stored(), prompts.space
+        loadable = [
+            one.loadable(space, [self._there(prompts.name, each) for each in one.digests(space)])
+            for one in asked
+        ]
+        there = self.verified.segments + self.present.segments
+        lines = zip(self.pack.prompts, loadable, strict=True)
+        self.pack = self.pack.model_copy(
+            update={
+                "prompts": tuple(line.model_copy(update={"loadable": count}) for line, count in lines),
+                "whole": not self.unwanted
+                and there == self.found == self.announced
+                and loadable == [one.most(space) for one in asked],
+            }
+        )
+
+    def _there(self, name: NamespaceId, digests: bytes) -> list[bool]:
+        if self.intake is not None:
+            return self.intake.holds(name, digests)
+        return [digest in self._held for digest in split_digests(digests)]
 
     def _payload(self, part: ArchivedPayload) -> None:
         """Takes the next payload: another rank of the open segment, or the first of the next one."""
@@ -228,11 +278,11 @@ class _Import:
         record = whole.record
         segment.state = "whole"
         self.verified.add(record.slots, record.nbytes)
-        if self.good is not None:
-            self.good(segment.headers[0])
         if self.intake is not None:
             self.intake.commit(segment.namespace, segment.segment, whole)
             self.imported.add(record.slots, record.nbytes)
+        elif self.pack is not None:
+            self._held.update(split_digests(digests_of(segment.headers[0])))
 
     def _abandon(self) -> None:
         """Leaves the open segment out if it is incomplete: no more of it will come."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from kvstore.format.segment import Header
 from kvstore.index.port import CommitState
 from kvstore.index.sharding.names import of_chain, of_segment, shard_names
-from kvstore.keys import NamespaceId, SegmentId, payload_name
+from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId, payload_name
 from kvstore.store.space import Space
 from kvstore.store.store import Store
 from kvstore.verify.headers import digests_of, namespace_of
@@ -62,6 +62,12 @@ class Intake:
     def known(self) -> frozenset[NamespaceId]:
         """The namespaces that the store knew when this was asked first."""
         return frozenset(self._store.maintenance.namespaces())
+
+    def holds(self, namespace: NamespaceId, digests: bytes) -> list[bool]:
+        """Tells which of those blocks are visible; none if the namespace was never let in."""
+        if namespace not in self._store.maintenance.namespaces():
+            return [False] * (len(digests) // DIGEST_BYTES)
+        return [run is not None for run in self._store.index.find(namespace, digests, digests)]
 
     def check_absent(self, namespace: NamespaceId, segment: SegmentId) -> None:
         """Raises Present if the segment is visible."""

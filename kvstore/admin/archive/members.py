@@ -1,56 +1,25 @@
-"""The members of an archive: its manifest, and payloads, which are verified before they go anywhere.
+"""The payloads of an archive, which are verified before they go anywhere.
 
 What a member says of itself takes no memory before its bytes have come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
-
-from pydantic import ValidationError
-from pydantic_core import from_json
 
 from kvstore.admin.archive.tar import BadArchive, Member
 from kvstore.errors import CorruptPayload
 from kvstore.format import segment as codec
 from kvstore.format.keyring import Keyring
 from kvstore.format.segment import Header
-from kvstore.keys import NamespaceId, SegmentId, namespace_id_of_json, parse_payload_name
+from kvstore.keys import NamespaceId, SegmentId, parse_payload_name
 from kvstore.verify.payloads import check_name, check_slots
-from schemas.archive import MANIFEST, Manifest
 
-#: A manifest holds little but namespaces, a kB or two each, and 32 digits per block of a pack.
-MAX_MANIFEST = 4 << 20
-#: Most members of its objects: a validation collects an error for each.
-_MOST_MEMBERS = 10_000
 #: Settings allow segments of 1 GiB, and one block more.
 _MAX_PAYLOAD = 4 << 30
 #: Memory for a payload is taken in steps of so many bytes, as they arrive: a header may say any size.
 _STEP = 32 << 20
-
-
-def read_manifest(members: Iterator[Member]) -> tuple[Manifest, int]:
-    """Reads the first member, which is the manifest, and returns its size as well. Raises BadArchive."""
-    member = next(members, None)
-    if member is None or member.name != MANIFEST:
-        raise BadArchive(f"no export of kvstore: its first member is not {MANIFEST}")
-    if member.size > MAX_MANIFEST:
-        raise BadArchive(f"{MANIFEST} is larger than any manifest")
-    text = memoryview(bytearray(member.size))
-    member.read_into(text)
-    try:
-        document = from_json(bytes(text))
-        if any(len(each) > _MOST_MEMBERS for each in (document, document["namespaces"])):
-            raise BadArchive(f"{MANIFEST} has more members than any manifest")
-        manifest = Manifest.model_validate(document)
-    except (ValidationError, ValueError, TypeError, KeyError) as exc:
-        raise BadArchive(f"{MANIFEST} is not one that this version reads") from exc
-    for name, namespace in manifest.namespaces.items():
-        if not namespace.isascii() or namespace_id_of_json(namespace) != name:
-            raise BadArchive(f"{MANIFEST}: namespace {name} is not the one that it describes")
-    return manifest, member.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,45 @@
 
 from __future__ import annotations
 
+from kvstore.admin.inspect.reports import Difference
 from kvstore.admin.reports import Amount, Ended, Left
 from schemas.base import StrictModel
+
+
+class PromptLine(StrictModel):
+    """One prompt of a pack."""
+
+    name: str
+    tokens: int
+    blocks: int
+    #: Leading tokens that an engine would load now from the store, or, where none is asked, from the archive.
+    loadable: int | None = None
+
+
+class PackReport(StrictModel):
+    """The prompts of an archive: what its manifest says, and what became of it."""
+
+    #: Version of kvstore that wrote it, and release of vLLM that computed it.
+    version: str
+    engine: str
+    created_s: int
+    namespace: str
+    tenant: str
+    model: str
+    weights: str
+    dtype: str
+    kv_dtype: str
+    tp: int
+    pp: int
+    #: Id of the key that signed it; "": nothing did.
+    key: str
+    segments: int
+    stored_bytes: int
+    prompts: tuple[PromptLine, ...]
+    #: Whether all that was packed is there, and an engine would load all of each prompt that it can.
+    whole: bool = True
+    #: Where its namespace differs from the nearest one of the store's engines, unless it is the same.
+    differences: tuple[Difference, ...] = ()
 
 
 class ExportReport(StrictModel):
@@ -24,6 +61,8 @@ class ExportReport(StrictModel):
     #: Segments that were damaged or gone; `left` names the first of them.
     left_out: int
     left: tuple[Left, ...]
+    #: With `--prompts`, once it is written.
+    pack: PackReport | None = None
     seconds: float
 
 
@@ -59,4 +98,6 @@ class ImportReport(StrictModel):
     erased: int = 0
     #: (Among those) Segments that the same import may bring a little later.
     later: int = 0
+    #: What the archive says of prompts, if it was exported with `--prompts`.
+    pack: PackReport | None = None
     seconds: float

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from schemas.base import StrictModel
 
 Tier = Literal["shared", "fast"]
@@ -19,15 +21,15 @@ class BenchSpeed(StrictModel):
     slowest."""
 
     operation: Operation
-    tier: Tier
+    tier: Tier = "shared"
     at_a_time: int
     calls: int
     #: Blocks of one call.
     blocks: int
-    p50_s: float
-    p99_s: float
+    p50_s: float = Field(title="p50")
+    p99_s: float = Field(title="p99")
     #: 0 of a match, which moves no blocks.
-    bytes_s: float
+    bytes_s: float = Field(title="rate")
 
 
 Ended = Literal["complete", "cancelled", "failed"]
@@ -41,16 +43,18 @@ class BenchReport(StrictModel):
     problem: str
     index: str
     payloads: str
-    fast: str | None
+    fast: str | None = Field(None, title="fast tier")
     seconds: float
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int = Field(title="KV per token", description="{} bytes: {kv_source}")
     #: Where that number comes from.
-    kv_source: str
-    block_tokens: int
-    segment_blocks: int
+    kv_source: str = Field(title="")
+    block_tokens: int = Field(title="")
+    segment_blocks: int = Field(
+        title="segment", description="{} blocks of {block_tokens} tokens, {segment_bytes}, codec {codec}"
+    )
     #: Raw bytes of a segment.
-    segment_bytes: int
-    codec: str
+    segment_bytes: int = Field(title="")
+    codec: str = Field(title="")
     speeds: tuple[BenchSpeed, ...]
     #: Payloads that could not be removed from the store; "" if there are none.
-    left_behind: str
+    left_behind: str = ""

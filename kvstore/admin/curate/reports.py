@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from kvstore.admin.reports import Amount, Ended, EndedEarly, Left, QuotaLine, SegmentSummary
 from schemas.base import StrictModel
 
@@ -12,9 +14,9 @@ class PinsReport(StrictModel):
     """`cache-admin pin` without arguments: what is pinned."""
 
     at_s: float
-    pinned: Amount
+    pinned: Amount = Field(description="{}; at most {most_bytes} of the store's quota may be")
     #: How much of the store's quota may be pinned.
-    most_bytes: int
+    most_bytes: int = Field(title="")
     segments: tuple[SegmentSummary, ...]
 
 
@@ -22,15 +24,15 @@ class PinReport(StrictModel):
     """`cache-admin pin` and `unpin`; without `applied` it is only a plan."""
 
     at_s: float
-    action: Literal["pin", "unpin"]
+    action: Literal["pin", "unpin"] = Field(title="")
     applied: bool
     ended: EndedEarly
     problem: str
-    planned: Amount
+    planned: Amount = Field(description="{action} {}")
     #: The chosen amount that is pinned (or not pinned) already.
-    already: Amount
+    already: Amount = Field(Amount(), title="done before")
     #: The number of segments that were changed.
-    changed: int
+    changed: int = Field(0, title="done", description="{:segment}")
     segments: tuple[SegmentSummary, ...]
     #: The number of segments that were chosen and left out.
     left_out: int
@@ -49,17 +51,19 @@ class QuotaReport(StrictModel):
 
     at_s: float
     applied: bool
-    scope: str
-    known: bool
+    scope: str = Field(title="quota")
+    known: bool = Field(True, title="in use", description="no: nothing belongs to it yet")
     #: The quota that holds now; None: the scope has none.
     before_bytes: int | None
     #: The quota that holds afterwards.
     after_bytes: int | None
-    used_bytes: int
-    pinned_bytes: int
+    used_bytes: int = Field(description="{}, {pinned_bytes} of it pinned")
+    pinned_bytes: int = Field(title="")
     #: Bytes that will be evicted because of it.
-    excess_bytes: int
-    problem: str
+    excess_bytes: int = Field(
+        0, title="evicted", description="{}, when an engine saves or a janitor comes by"
+    )
+    problem: str = ""
 
 
 class PromptFound(StrictModel):
@@ -78,22 +82,22 @@ class SessionLine(StrictModel):
     session: str
     #: `ended`: what only it has used goes first. `retained`: what it has used goes last, until `until_s`.
     state: Literal["live", "retained", "ended"]
-    until_s: float | None
-    priority: Literal["low", "normal", "high"]
+    until_s: float | None = Field(None, title="for")
+    priority: Literal["low", "normal", "high"] = "normal"
     #: Time of its last use, to the minute.
     last_use_s: float
     #: What only it has used.
     segments: int
-    stored_bytes: int
+    stored_bytes: int = Field(title="only its own")
 
 
 class SessionsReport(StrictModel):
     """`cache-admin sessions`: how many there are, and those that own most."""
 
     at_s: float
-    live: int
-    retained: int
-    ended: int
+    live: int = Field(title="sessions", description="{} live, {retained} retained, {ended} ended")
+    retained: int = Field(title="")
+    ended: int = Field(title="")
     #: Bytes that are retained in all.
     retained_bytes: int
     sessions: tuple[SessionLine, ...]
@@ -127,21 +131,21 @@ class WarmReport(StrictModel):
     ended: Ended
     problem: str
     #: URL of the fast tier.
-    fast: str
-    capacity_bytes: int
+    fast: str = Field(title="fast tier")
+    capacity_bytes: int = Field(title="")
     #: Bytes of all namespaces in the tier, before and after.
-    used_before_bytes: int
-    used_bytes: int
-    namespaces: tuple[str, ...]
+    used_before_bytes: int = Field(title="")
+    used_bytes: int = Field(description="{} of {capacity_bytes}, {used_before_bytes} before")
+    namespaces: tuple[str, ...] = Field(title="")
     #: If a prompt is warmed: how much of it each namespace has.
     prompts: tuple[PromptFound, ...] = ()
     #: If a session is warmed: what each namespace remembers of it.
     sessions: tuple[SessionLine, ...] = ()
     planned: Amount
     #: The amount left out because of the tier's capacity or `--max-bytes`.
-    beyond: Amount
+    beyond: Amount = Field(Amount(), description="{}: more than the tier or --max-bytes")
     #: The amount that is in the fast tier now, including what was there before.
-    warm: Amount
+    warm: Amount = Amount()
     left_out: int
     left: tuple[Left, ...]
     seconds: float

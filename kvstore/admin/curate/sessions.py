@@ -7,8 +7,9 @@ known by one id in every namespace in which its requests were served, and is tol
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from heapq import nlargest
+from heapq import heappop, heappush
 from typing import Literal
 
 from pydantic import ValidationError
@@ -44,24 +45,45 @@ def sessions(
     Raises UnknownName and what the index raises.
     """
     names = list(cache.namespaces()) if prefix is None else [cache.namespace(prefix)]
-    counted: dict[SessionState, int] = {"live": 0, "retained": 0, "ended": 0}
+    tally = SessionTally(most, state)
+    for name in names:
+        for one in _all(cache, name):
+            tally.add(name, one)
+    retained = sum(cache.index.retained(name).get(NO_SALT, 0) for name in names if cache.index)
+    return tally.report(retained, now_s)
 
-    def found() -> Iterator[SessionLine]:
-        for name in names:
-            for one in _all(cache, name):
-                counted[one.state] += 1
-                if state in (None, one.state):
-                    yield session_line(name, one)
 
-    lines = nlargest(most, found(), key=lambda line: (line.stored_bytes, line.last_use_s, line.session))
-    return SessionsReport(
-        at_s=now_s,
-        live=counted["live"],
-        retained=counted["retained"],
-        ended=counted["ended"],
-        retained_bytes=sum(cache.index.retained(name).get(NO_SALT, 0) for name in names if cache.index),
-        sessions=tuple(lines),
-    )
+class SessionTally:
+    """Counts sessions by their states, and keeps the `most` that own most bytes, in one state or any."""
+
+    def __init__(self, most: int, state: SessionState | None = None) -> None:
+        self._most = most
+        self._state = state
+        self._counted: Counter[SessionState] = Counter()
+        #: A heap, whose least is first. The number of the session decides where all else is equal.
+        self._largest: list[tuple[tuple[int, float, str], int, SessionLine]] = []
+
+    def add(self, name: NamespaceId, one: SessionListing) -> None:
+        """Counts a session of a namespace."""
+        self._counted[one.state] += 1
+        if self._state in (None, one.state):
+            line, number = session_line(name, one), self._counted.total()
+            heappush(self._largest, ((line.stored_bytes, line.last_use_s, line.session), number, line))
+            if len(self._largest) > self._most:
+                heappop(self._largest)
+
+    def report(self, retained_bytes: int, now_s: float) -> SessionsReport:
+        """Returns the report of the sessions so far."""
+        # A session that is used while all are read may come twice.
+        largest = {(line.namespace, line.session): line for *_, line in sorted(self._largest, reverse=True)}
+        return SessionsReport(
+            at_s=now_s,
+            live=self._counted["live"],
+            retained=self._counted["retained"],
+            ended=self._counted["ended"],
+            retained_bytes=retained_bytes,
+            sessions=tuple(largest.values()),
+        )
 
 
 def find(cache: Cache, wanted: str, prefix: str | None) -> list[tuple[NamespaceId, SessionListing]]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from kvstore.admin.inspect.reports import Difference
 from schemas.base import StrictModel
 
@@ -95,10 +97,10 @@ class GroupChain(StrictModel):
 
     group: int
     kind: str
-    window: int | None
-    block_tokens: int
+    window: int | None = None
+    block_tokens: int = Field(title="block tokens")
     #: The number of full blocks of the prompt, how many leading ones are stored, and how many in all.
-    blocks: int
+    blocks: int = Field(title="asked")
     leading: int
     stored: int
     #: The first block that keeps the chain from going on in this group; None: nothing does.
@@ -120,14 +122,14 @@ class Told(StrictModel):
     """An outcome that an engine reported of a request."""
 
     namespace: str
-    at_s: float
+    at_s: float = Field(title="told")
     request: str
     op: Literal["match", "load", "save"]
     asked: int
     served: int
     reason: str
     #: Number in its chain of the first block that was not served.
-    position: int
+    position: int = Field(title="from block")
     text: str
     #: (absent) Why that block was absent by then, if it is known.
     because: Finding | None = None

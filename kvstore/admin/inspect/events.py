@@ -30,7 +30,7 @@ def events(
         reader = _reader(cache, name, after or "")
         kept.clear()
         while found := _read(reader, name):
-            kept.extend(_lines(name, found))
+            kept.extend(event_lines(name, found))
         lines += kept
     if len(names) > 1:
         lines.sort(key=lambda line: line.at_s)
@@ -62,7 +62,7 @@ def follow_events(
                     # A namespace that was registered meanwhile is read from its first event.
                     readers.setdefault(name, _reader(cache, name, ""))
             for name, reader in readers.items():
-                found += _lines(name, _read(reader, name))
+                found += event_lines(name, _read(reader, name))
             failing = False
         except TransientError as exc:
             if not failing:
@@ -75,7 +75,7 @@ def follow_events(
             sleep(every_s)
 
 
-def _lines(name: NamespaceId, found: Sequence[Event | Gap]) -> Iterator[EventLine]:
+def event_lines(name: NamespaceId, found: Sequence[Event | Gap]) -> Iterator[EventLine]:
     """Yields the events as a report has them. A gap takes the time of the event after it."""
     at_s = next((event.at_s for event in found if isinstance(event, Event)), 0.0)
     for event in found:

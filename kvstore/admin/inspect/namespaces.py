@@ -151,16 +151,21 @@ def _summary(account: Account, text: str | None) -> NamespaceSummary:
     A newer version may have written that: fields that are missing stay empty.
     """
     fields = fields_of(text)
-    parallel = fields.get("parallel", {})
+    parallel = fields.get("parallel")
     return NamespaceSummary(
         id=account.namespace,
         **{
             key: str(fields.get(key, ""))
             for key in ("kind", "model", "revision", "tenant", "dtype", "kv_dtype", "codec")
         },
-        block_tokens=fields.get("block_tokens", 0),
-        tp=parallel.get("tp", 1),
-        pp=parallel.get("pp", 1),
-        epoch=fields.get("epoch", 0),
+        block_tokens=_number(fields, "block_tokens", 0),
+        tp=_number(parallel, "tp", 1),
+        pp=_number(parallel, "pp", 1),
+        epoch=_number(fields, "epoch", 0),
         usage=amount_of([account]),
     )
+
+
+def _number(fields: object, key: str, default: int) -> int:
+    value = fields.get(key) if isinstance(fields, dict) else None
+    return value if type(value) is int else default

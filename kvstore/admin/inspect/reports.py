@@ -23,9 +23,9 @@ class Waiting(StrictModel):
 
     pinned_bytes: int = 0
     #: Evicted segments whose payloads are not deleted yet.
-    trashed: int = 0
+    trashed: int = Field(default=0, title="in trash", description="{:evicted segment} to be deleted")
     #: Invalidated segments that are not in the trash yet.
-    bygone: int = 0
+    bygone: int = Field(default=0, title="invalidated", description="{:invalidated segment} to be evicted")
 
 
 class TenantStatus(StrictModel):
@@ -36,7 +36,7 @@ class TenantStatus(StrictModel):
     usage: Amount
     upkeep: Waiting
     #: None if no quota but the store's applies.
-    quota_bytes: int | None
+    quota_bytes: int | None = None
 
 
 class NamespaceStatus(NamespaceSummary):
@@ -44,19 +44,19 @@ class NamespaceStatus(NamespaceSummary):
 
     upkeep: Waiting
     #: Its own quota; None if only the store's and its tenant's apply.
-    quota_bytes: int | None
+    quota_bytes: int | None = None
     #: What is older is not served, and is evicted; None: age does not matter.
     ttl_s: int | None = None
     #: Seconds that computing all of it again would take.
-    cost_s: float
+    cost_s: float = 0.0
     #: When an engine opened it last; None: unknown.
-    seen_s: float | None
+    seen_s: float | None = Field(title="opened")
     #: In how many shards it lies (redis.shards).
     shards: int = 1
     #: Last use of the segment that would be evicted first, a minute after 1970 began if a session has ended
     #: that alone used it; None: there is none, or the namespace is not among the largest, which are the only
     #: ones that are asked.
-    oldest_use_s: float | None
+    oldest_use_s: float | None = Field(title="oldest")
 
 
 class StatusReport(StrictModel):
@@ -88,11 +88,11 @@ class ListReport(StrictModel):
 
     at_s: float
     #: None: all namespaces.
-    namespace: str | None
-    sort: SortKey
-    limit: int
-    found: int
-    segments: tuple[SegmentSummary, ...]
+    namespace: str | None = Field(title="")
+    sort: SortKey = Field(title="")
+    limit: int = Field(title="")
+    found: int = Field(title="")
+    segments: tuple[SegmentSummary, ...] = Field(description="no segments")
 
 
 class NamespaceReport(StrictModel):
@@ -101,15 +101,15 @@ class NamespaceReport(StrictModel):
     what: Literal["namespace"] = "namespace"
     at_s: float
     id: str
-    usage: Amount
-    upkeep: Waiting
-    cost_s: float
-    seen_s: float | None
+    usage: Amount = Field(title="stored")
+    upkeep: Waiting = Field(Waiting(), title="waiting")
+    cost_s: float = Field(0.0, description="{} to compute it again")
+    seen_s: float | None = Field(None, title="opened", description="{} ago, by an engine")
     shards: int = 1
     #: The quotas that bound it, the smallest scope first.
     quotas: tuple[QuotaLine, ...]
     #: Its canonical JSON, parsed.
-    namespace: dict[str, Any]
+    namespace: dict[str, Any] = Field(title="")
 
 
 class SlotReport(StrictModel):
@@ -122,27 +122,27 @@ class SlotReport(StrictModel):
     raw_bytes: int
     stored_bytes: int
     codec: str
-    checksum: str
-    check: Literal["unchecked", "ok", "bad", "missing"]
+    checksum: str = Field(title="xxh3")
+    check: Literal["unchecked", "ok", "bad", "missing"] = "unchecked"
 
 
 class PartReport(StrictModel):
     """One rank's payload: what its own header says, and whether that agrees with the index."""
 
-    rank: int
-    payload: str
+    rank: int = Field(title="")
+    payload: str = Field(title="")
     #: Path or URL at which any safetensors reader can open it.
-    location: str
+    location: str = Field(title="payload")
     #: `unreadable`: of a key that is not here, or a newer format; it may be good.
-    state: Literal["ok", "missing", "damaged", "unreadable"]
+    state: Literal["ok", "missing", "damaged", "unreadable"] = Field(title="")
     problems: tuple[str, ...]
     #: None: there is no payload.
-    stored_bytes: int | None
-    modified_s: float | None
-    data_start: int | None
-    writer: str
+    stored_bytes: int | None = None
+    modified_s: float | None = Field(title="")
+    data_start: int | None = Field(None, title="data", description="from byte {} on")
+    writer: str = ""
     #: Id of the key that it is signed with, which vouches for it where that key is configured; None: none.
-    key: str | None = None
+    key: str | None = Field(None, title="signed", description="with key {}")
     encrypted: bool = False
     slots: tuple[SlotReport, ...]
 
@@ -204,18 +204,18 @@ class Traffic(StrictModel):
     """Counts of the blocks that engines asked for and offered; an encoder item counts as one block."""
 
     requests: int
-    asked: int
+    asked: int = Field(description="{:block}, {served} served ({hit_ratio})")
     served: int
     #: Blocks that were not served, by reason (kvstore.rules.reasons.MISS_REASONS).
-    misses: dict[str, int]
-    offered: int
+    misses: dict[str, int] = Field(title="")
+    offered: int = Field(description="{:block}, {stored} stored")
     stored: int
     #: Blocks that were not stored, by reason (kvstore.rules.reasons.SAVE_OUTCOMES).
-    unsaved: dict[str, int]
+    unsaved: dict[str, int] = Field(title="")
     #: Bytes that were evicted to keep a quota.
-    evicted_bytes: int
+    evicted_bytes: int = Field(description="{} to keep a quota")
     #: served / asked; None if nothing was asked for.
-    hit_ratio: float | None
+    hit_ratio: float | None = Field(title="hits")
 
 
 class NamespaceTraffic(Traffic):
@@ -224,7 +224,7 @@ class NamespaceTraffic(Traffic):
     id: str
     kind: str
     model: str
-    tenant: str
+    tenant: str = "default"
 
 
 class StatsReport(StrictModel):
@@ -249,10 +249,10 @@ class TopLine(StrictModel):
     blocks: int
     stored_bytes: int
     last_use_s: float
-    pinned: bool
-    cost_us: int
+    pinned: bool = False
+    cost_us: int = 0
     #: Number of recent minutes in which a load began with it, older ones counted for less; None: not counted.
-    minutes: float | None
+    minutes: float | None = None
 
 
 class TopReport(StrictModel):
@@ -260,10 +260,10 @@ class TopReport(StrictModel):
 
     at_s: float
     #: None: all namespaces.
-    namespace: str | None
-    limit: int
-    hottest: tuple[TopLine, ...]
-    coldest: tuple[TopLine, ...]
+    namespace: str | None = Field(title="")
+    limit: int = Field(title="")
+    hottest: tuple[TopLine, ...] = Field(title="where most loads begin")
+    coldest: tuple[TopLine, ...] = Field(title="what would be evicted next", description="no segments")
 
 
 #: `visible`, `incomplete`, `bygone` (invalidated) and `trash` are states in the index. `orphan`: a stray
@@ -289,11 +289,11 @@ class DuReport(StrictModel):
     """`cache-admin du`: the payloads that the payload store itself lists, whatever the index says."""
 
     at_s: float
-    payloads: int
-    stored_bytes: int
+    payloads: int = Field(description="{stored_bytes} in {:payload}")
+    stored_bytes: int = Field(title="")
     lines: tuple[DuLine, ...]
     #: The amount that is visible according to the index.
-    indexed: Amount
+    indexed: Amount = Field(title="index", description="{} visible")
     seconds: float
 
 

@@ -25,7 +25,8 @@ def stats(cache: Cache, prefix: str | None, now_s: float) -> StatsReport:
 
     Raises UnknownName and what the index raises.
     """
-    return _report(_Look.at(cache, prefix), None, None, now_s)
+    look = _Look.at(cache, prefix)
+    return stats_of(look.accounts, look.models, look.seen, None, now_s)
 
 
 def watch(
@@ -57,7 +58,7 @@ def watch(
         now = clock()
         # A namespace that is seen for the first time was registered after the first look.
         added = {name: growth.advance(name, totals, is_new=True) for name, totals in look.seen.items()}
-        yield _report(look, added, now - since, now)
+        yield stats_of(look.accounts, look.models, added, now - since, now)
         since = now
 
 
@@ -88,34 +89,36 @@ class _Look:
         )
 
 
-def _report(
-    look: _Look,
-    added: Mapping[NamespaceId, Mapping[str, int]] | None,
+def stats_of(
+    accounts: Sequence[Account],
+    models: Mapping[NamespaceId, str],
+    counted: Mapping[NamespaceId, Mapping[str, int]],
     seconds: float | None,
     now_s: float,
 ) -> StatsReport:
-    """Returns the report of what was added to totals or, if `added` is None, of the totals themselves."""
+    """Returns the report of what was counted in each namespace, in all or in `seconds`. Does no I/O."""
     lines = []
     everything: Counter[str] = Counter()
-    for account in look.accounts:
-        numbers = (look.seen if added is None else added)[account.namespace]
+    for account in accounts:
+        numbers = counted.get(account.namespace, {})
         everything.update(numbers)
         lines.append(
             NamespaceTraffic(
-                **_traffic(numbers),
+                **traffic(numbers),
                 id=account.namespace,
                 kind=account.kind,
-                model=look.models.get(account.namespace, ""),
+                model=models.get(account.namespace, ""),
                 tenant=account.tenant,
             )
         )
     lines.sort(key=lambda line: (-line.asked, -line.offered, line.id))
     return StatsReport(
-        at_s=now_s, seconds=seconds, total=Traffic(**_traffic(everything)), namespaces=tuple(lines)
+        at_s=now_s, seconds=seconds, total=Traffic(**traffic(everything)), namespaces=tuple(lines)
     )
 
 
-def _traffic(numbers: Mapping[str, int]) -> dict[str, Any]:
+def traffic(numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the fields of a Traffic, from totals of the index or what was added to them."""
     asked, served = numbers.get("asked", 0), numbers.get("served", 0)
     return {
         "requests": numbers.get("requests", 0),

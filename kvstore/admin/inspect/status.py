@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.counting import amount_of
 from kvstore.admin.curate.quota import quota_lines
 from kvstore.admin.inspect.namespaces import Overview, summaries, waiting_in
 from kvstore.admin.inspect.reports import NamespaceStatus, StatusReport, TenantStatus
-from kvstore.admin.reports import BackendState, QuotaLine
+from kvstore.admin.reports import BackendState, FastBackend
 from kvstore.errors import KVStoreError
 from kvstore.index.eviction import Scope
-from kvstore.index.maintenance import Account, FullIndex
+from kvstore.index.maintenance import Account
+from kvstore.keys import NamespaceId
 from kvstore.store.rounds import is_at_work
+from schemas.settings import Settings
 
 #: How many namespaces, the largest, are asked what they would evict first: a round trip each.
 ASKED_NAMESPACES = 50
@@ -27,37 +31,55 @@ def status(cache: Cache, now_s: float) -> StatusReport:
     """
     index = cache.index_state()
     held = Overview()
-    lines: tuple[NamespaceStatus, ...] = ()
+    oldest: dict[NamespaceId, float] = {}
     if index.state == "ok" and cache.index is not None:
         try:
             held = Overview.of(cache.index)
-            lines = _statuses(cache.index, held, quota_lines(held.accounts, held.given, cache.settings))
+            for account, _ in summaries(held)[:ASKED_NAMESPACES]:
+                for first in cache.index.order(account.namespace, 1):
+                    oldest[account.namespace] = first.used_s
         except KVStoreError as exc:
             index = BackendState(url=index.url, state="unreachable", problem=str(exc))
             held = Overview()
-    known = index.state != "unreachable"
-    quotas = quota_lines(held.accounts, held.given, cache.settings) if known else ()
-    return StatusReport(
-        at_s=now_s,
+    return status_of(
+        held,
+        held.accounts,
+        cache.settings,
         index=index,
         payloads=cache.payloads_state(),
         fast=cache.fast_state(),
-        capacity_bytes=quotas[-1].quota_bytes if quotas else cache.settings.capacity_bytes,
+        oldest=oldest,
+        now_s=now_s,
+    )
+
+
+def status_of(
+    held: Overview,
+    named: Sequence[Account],
+    settings: Settings,
+    *,
+    index: BackendState,
+    payloads: BackendState,
+    fast: FastBackend | None,
+    oldest: Mapping[NamespaceId, float] = MappingProxyType({}),
+    now_s: float,
+) -> StatusReport:
+    """Returns the report of what an index holds, with a line for each namespace of `named`. Does no I/O."""
+    known = index.state != "unreachable"
+    quotas = quota_lines(held.accounts, held.given, settings) if known else ()
+    own = {line.scope: line.quota_bytes for line in quotas}
+    return StatusReport(
+        at_s=now_s,
+        index=index,
+        payloads=payloads,
+        fast=fast,
+        capacity_bytes=quotas[-1].quota_bytes if quotas else settings.capacity_bytes,
         total=amount_of(held.accounts) if known else None,
         upkeep=waiting_in(held.accounts),
         janitor=is_at_work(held.given, now_s),
         quotas=quotas,
-        tenants=_tenants(held.accounts, quotas),
-        namespaces=lines,
-    )
-
-
-def _statuses(index: FullIndex, held: Overview, quotas: Sequence[QuotaLine]) -> tuple[NamespaceStatus, ...]:
-    own = {line.scope: line.quota_bytes for line in quotas}
-    lines = []
-    for number, (account, summary) in enumerate(summaries(held)):
-        first = index.order(account.namespace, 1) if number < ASKED_NAMESPACES else []
-        lines.append(
+        tenants=_tenants(held.accounts, own),
+        namespaces=tuple(
             NamespaceStatus(
                 **dict(summary),
                 upkeep=waiting_in([account]),
@@ -66,14 +88,14 @@ def _statuses(index: FullIndex, held: Overview, quotas: Sequence[QuotaLine]) -> 
                 cost_s=account.usage.cost_us / 1e6,
                 seen_s=account.seen_s or None,
                 shards=account.shards,
-                oldest_use_s=first[0].used_s if first else None,
+                oldest_use_s=oldest.get(account.namespace),
             )
-        )
-    return tuple(lines)
+            for account, summary in summaries(replace(held, accounts=named))
+        ),
+    )
 
 
-def _tenants(accounts: Sequence[Account], quotas: Sequence[QuotaLine]) -> tuple[TenantStatus, ...]:
-    own = {line.scope: line.quota_bytes for line in quotas}
+def _tenants(accounts: Sequence[Account], own: Mapping[str, int]) -> tuple[TenantStatus, ...]:
     members: dict[str, list[Account]] = defaultdict(list)
     for account in accounts:
         members[account.tenant].append(account)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.described import models
 from kvstore.admin.inspect.reports import TopLine, TopReport
 from kvstore.index.eviction import shift_s
-from kvstore.index.maintenance import Account, FullIndex
+from kvstore.index.maintenance import Account, FullIndex, Listing
 from kvstore.keys import NamespaceId, SegmentId
 
 
@@ -22,64 +23,64 @@ def top(cache: Cache, prefix: str | None, *, limit: int, now_s: float) -> TopRep
     index = cache.index
     if index is None or not limit:
         return TopReport(at_s=now_s, namespace=chosen, limit=limit, hottest=(), coldest=())
-    accounts = cache.accounts(chosen)
-    known = models(index.namespaces())
-    shifted = cache.settings.eviction.cost_aware
-    return TopReport(
-        at_s=now_s,
-        namespace=chosen,
+    report = top_of(
+        index,
+        cache.accounts(chosen),
+        models(index.namespaces()),
+        shifted=cache.settings.eviction.cost_aware,
         limit=limit,
-        hottest=tuple(_hottest(index, accounts, known, limit)),
-        coldest=tuple(_coldest(index, accounts, known, limit, shifted=shifted)),
+        now_s=now_s,
     )
+    return report.model_copy(update={"namespace": chosen})
 
 
-def _hottest(
-    index: FullIndex, accounts: Sequence[Account], models: Mapping[NamespaceId, str], limit: int
-) -> list[TopLine]:
-    found = [
-        (minutes, account, segment)
-        for account in accounts
-        for segment, minutes in index.hottest(account.namespace, limit)
-    ]
-    best = heapq.nlargest(limit, found, key=lambda item: item[0])
-    return _lines(index, models, [(account, segment, minutes) for minutes, account, segment in best])
-
-
-def _coldest(
+def top_of(
     index: FullIndex,
     accounts: Sequence[Account],
     models: Mapping[NamespaceId, str],
-    limit: int,
     *,
     shifted: bool,
-) -> list[TopLine]:
-    found = []
+    limit: int,
+    now_s: float,
+    within: Callable[[NamespaceId], AbstractContextManager[object]] = nullcontext,
+) -> TopReport:
+    """Returns the report of these namespaces; each is read `within(namespace)`. Raises what the index
+    raises."""
+    hot: list[tuple[float, Account, SegmentId]] = []
+    cold: list[tuple[float, NamespaceId, int, Account, SegmentId]] = []
     for account in accounts:
+        name = account.namespace
         shift = shift_s(account.kind, account.usage) if shifted else 0.0
-        for place, candidate in enumerate(index.order(account.namespace, limit)):
-            # `place` keeps each namespace in its own order; several are merged as eviction merges them.
-            found.append((candidate.keep_s + shift, account.namespace, place, account, candidate.segment))
-    first = heapq.nsmallest(limit, found, key=lambda item: item[:3])
-    return _lines(index, models, [(account, segment, None) for *_, account, segment in first])
+        with within(name):
+            hot += [(minutes, account, segment) for segment, minutes in index.hottest(name, limit)]
+            for place, found in enumerate(index.order(name, limit)):
+                # `place` keeps each namespace in its own order; several are merged as eviction merges them.
+                cold.append((found.keep_s + shift, name, place, account, found.segment))
+    best = heapq.nlargest(limit, hot, key=lambda item: item[0])
+    first = heapq.nsmallest(limit, cold, key=lambda item: item[:3])
+    return TopReport(
+        at_s=now_s,
+        namespace=None,
+        limit=limit,
+        hottest=_lines(index, models, [(of, segment, minutes) for minutes, of, segment in best], within),
+        coldest=_lines(index, models, [(of, segment, None) for *_, of, segment in first], within),
+    )
 
 
 def _lines(
     index: FullIndex,
     models: Mapping[NamespaceId, str],
-    chosen: Iterable[tuple[Account, SegmentId, float | None]],
-) -> list[TopLine]:
+    chosen: Sequence[tuple[Account, SegmentId, float | None]],
+    within: Callable[[NamespaceId], AbstractContextManager[object]],
+) -> tuple[TopLine, ...]:
     """Returns the lines in the given order, without segments that were evicted meanwhile."""
-    chosen = list(chosen)
     wanted: dict[NamespaceId, list[SegmentId]] = {}
     for account, segment, _ in chosen:
         wanted.setdefault(account.namespace, []).append(segment)
-    listings = {
-        (name, listing.segment): listing
-        for name, segments in wanted.items()
-        for listing in index.get(name, segments)
-        if listing is not None
-    }
+    listings: dict[tuple[NamespaceId, SegmentId], Listing] = {}
+    for name, segments in wanted.items():
+        with within(name):
+            listings |= {(name, one.segment): one for one in index.get(name, segments) if one is not None}
     lines = []
     for account, segment, minutes in chosen:
         listing = listings.get((account.namespace, segment))
@@ -100,4 +101,4 @@ def _lines(
                 minutes=minutes,
             )
         )
-    return lines
+    return tuple(lines)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from kvstore.admin.reports import Amount, EndedEarly
 from schemas.base import StrictModel
 
@@ -24,21 +26,21 @@ class EvictReport(StrictModel):
     ended: EndedEarly
     problem: str
     #: The request in words.
-    why: str
+    why: str = Field(title="evict")
     held: Amount
     planned: Amount
     #: Pinned segments that the plan leaves alone.
-    pinned: Amount
+    pinned: Amount = Field(Amount(), title="left alone", description="{}: pinned")
     #: (A prompt, a request) What others may use as well, and is left alone for that.
-    shared: Amount = Amount()
+    shared: Amount = Field(Amount(), description="{}: left alone")
     #: What the plan can't reach, a sentence each.
     remarks: tuple[str, ...] = ()
     lines: tuple[EvictLine, ...]
-    evicted_segments: int
+    evicted_segments: int = Field(0, title="evicted", description="{:segment}")
     #: Segments of the plan that were used meanwhile, or evicted by another process.
-    spared_segments: int
+    spared_segments: int = Field(0, title="spared", description="{:segment} used or gone meanwhile")
     #: When the payloads may be deleted, by the janitor or by an engine; None: nothing was evicted.
-    delete_after_s: float | None
+    delete_after_s: float | None = Field(None, title="payloads", description="deleted in {} or later")
 
 
 class TtlLine(StrictModel):
@@ -46,7 +48,7 @@ class TtlLine(StrictModel):
 
     #: `store`, `tenant/NAME` or `namespace/ID`.
     scope: str
-    ttl_s: int
+    ttl_s: int = Field(title="time to live")
     #: How many namespaces are under it.
     namespaces: int
     #: `settings` (eviction.ttl_s), or `set` by `cache-admin ttl`. Of those that a namespace is under the
@@ -58,7 +60,9 @@ class TtlsReport(StrictModel):
     """`cache-admin ttl`."""
 
     at_s: float
-    ttls: tuple[TtlLine, ...]
+    ttls: tuple[TtlLine, ...] = Field(
+        description="No time to live is set: what is stored stays until a quota evicts it."
+    )
 
 
 class TtlReport(StrictModel):
@@ -66,13 +70,13 @@ class TtlReport(StrictModel):
 
     at_s: float
     applied: bool
-    scope: str
+    scope: str = Field(description="{}, {namespaces:namespace}")
     #: None: none was set, or is.
     before_s: int | None
     after_s: int | None
-    namespaces: int
+    namespaces: int = Field(title="")
     #: What the namespaces under it held that is older than the time to live that is to hold there.
-    older: Amount
+    older: Amount = Field(Amount(), description="{}: not served any more once it holds, and evicted soon")
 
 
 class InvalidateReport(StrictModel):
@@ -97,22 +101,22 @@ class DropReport(StrictModel):
     at_s: float
     applied: bool
     #: Whether payloads were deleted without a grace time.
-    now: bool
+    now: bool = Field(title="")
     namespace: str
     kind: str
     model: str
     tenant: str
     visible: Amount
-    trashed: int
-    bygone: int
+    trashed: int = Field(title="in trash", description="{:segment}")
+    bygone: int = Field(0, title="invalidated", description="{:segment} before")
     #: When an engine registered it last; None: not since the index records that.
-    seen_s: float | None
-    state: DropState
+    seen_s: float | None = Field(None, title="registered", description="{} ago")
+    state: DropState = Field(title="")
     #: Segments that this run invalidated, and payloads that it deleted.
-    invalidated: int
-    deleted_payloads: int
+    invalidated: int = Field(0, title="hidden", description="{:segment}")
+    deleted_payloads: int = Field(0, title="deleted", description="{:payload}")
     #: When the last payload may be deleted, if some still wait.
-    due_s: float | None
+    due_s: float | None = Field(None, title="waiting", description="the last payload can go in {}")
 
 
 #: `kept`: nothing was changed. `erased`: nothing is left of what was to go. `in_use`: nothing is left of it,
@@ -132,18 +136,18 @@ class ErasedNamespace(StrictModel):
     #: The amount of what is to go that can be matched, or could be before this was applied.
     found: Amount
     #: Segments of the namespace in the trash, of any salt, and invalidated ones that are not in it yet.
-    trashed: int
-    bygone: int
+    trashed: int = Field(title="in trash")
+    bygone: int = Field(0, title="invalidated")
     #: (Applied) Commits of what was created up to then are refused for ever.
-    forbidden_until_s: float | None = None
+    forbidden_until_s: float | None = Field(None, title="")
     #: Segments that this run made invisible, and payloads that it deleted.
-    hidden_segments: int = 0
-    deleted_payloads: int = 0
+    hidden_segments: int = Field(0, title="hidden")
+    deleted_payloads: int = Field(0, title="deleted")
     #: What the last look found: segments and payloads that should be gone, and payloads that nobody can load
     #: and that may be of this salt, because their headers can't be read.
-    remaining: int = 0
+    remaining: int = Field(0, title="left")
     unreadable: int = 0
-    state: EraseState
+    state: EraseState = "kept"
 
 
 #: `none`: the bucket never kept any, or the store is a folder. `kept`: it does, or did once. `unknown`: it
@@ -170,17 +174,17 @@ class EraseReport(StrictModel):
     ended: EndedEarly
     problem: str
     #: What goes: all of a tenant, or what was saved under the salt with that id, in hex. The other is "".
-    tenant: str
-    salt: str
+    tenant: str = Field("", title="erase", description="tenant {}")
+    salt: str = Field("", title="erase", description="salt {} (its id)")
     namespaces: tuple[ErasedNamespace, ...]
     #: All that goes, together.
     found: Amount
-    hidden_segments: int
-    deleted_payloads: int
+    hidden_segments: int = Field(0, title="hidden", description="{:segment}")
+    deleted_payloads: int = Field(0, title="deleted", description="{:payload}")
     #: Looks at all that is stored, the last of which is the proof.
-    looks: int
-    state: EraseState
-    versions: VersionsReport
+    looks: int = 0
+    state: EraseState = Field(title="")
+    versions: VersionsReport = Field(title="")
     #: What no command can reach from here, a sentence each.
-    unreached: tuple[str, ...]
+    unreached: tuple[str, ...] = Field(title="not reached")
     seconds: float

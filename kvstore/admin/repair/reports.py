@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
+from pydantic import Field
+
 from kvstore.admin.reports import Amount, Ended, Left
 from schemas.base import StrictModel
 
@@ -33,18 +35,18 @@ class Fault(StrictModel):
     namespace: str
     #: "" if it is not about a single segment.
     segment: str = ""
-    kind: FaultKind
+    kind: FaultKind = Field(title="fault")
     #: Number of entries or blocks that it concerns; 0 if it concerns a segment as a whole.
     blocks: int = 0
     detail: str
-    mended: Mended = "none"
+    mended: Mended = Field(default="none", title="done")
 
 
 class FaultCount(StrictModel):
     """The number of faults of one kind."""
 
-    kind: FaultKind
-    faults: int
+    kind: FaultKind = Field(title="fault")
+    faults: int = Field(title="number")
     blocks: int = 0
     mended: int = 0
 
@@ -54,18 +56,18 @@ class CheckedNamespace(StrictModel):
 
     id: str
     #: "" if neither the index nor a payload says it.
-    kind: str
-    model: str
+    kind: str = ""
+    model: str = ""
     #: Visible segments, with their payloads' bytes by the index.
     checked: Amount
     #: The part of it of which every byte was read.
-    verified: Amount
+    verified: Amount = Field(Amount(), title="verified")
     #: Entries in the index, and how many of them dangle: those are misses, and `gc` sweeps them.
     entries: int
-    dangling: int
+    dangling: int = 0
     #: Stray payloads that can't be used; `gc` deletes them.
-    leftover_payloads: int
-    leftover_bytes: int
+    leftover_payloads: int = Field(0, title="leftovers")
+    leftover_bytes: int = Field(0, title="size")
 
 
 class FsckReport(StrictModel):
@@ -112,10 +114,10 @@ class Counted(StrictModel):
 class StrayCount(StrictModel):
     """Objects of one kind beside the payloads."""
 
-    kind: StrayKind
+    kind: StrayKind = Field(title="beside the payloads")
     #: Those that are old enough, and younger ones, which are left alone.
     old: Counted
-    young: Counted
+    young: Counted = Field(Counted(), title="too young")
 
 
 class CollectedNamespace(StrictModel):
@@ -126,26 +128,26 @@ class CollectedNamespace(StrictModel):
     model: str
     #: Stray payloads, which the index does not know in any state, and those too young to be sure of it.
     orphans: Counted
-    young: Counted
+    young: Counted = Field(Counted(), title="too young")
     #: Segments in the trash, and how many of them have had their grace time.
-    trashed: int
+    trashed: int = Field(title="in trash")
     due: int
     #: Invalidated segments that are not in the trash yet.
-    bygone: int
+    bygone: int = Field(0, title="invalidated")
     #: (With `delete`) Payloads deleted from the trash, segments put into it, entries swept, and whether the
     #: accounts had to be corrected.
     reaped: int = 0
     drained: int = 0
     swept: int = 0
-    corrected: bool = False
+    corrected: bool = Field(False, title="accounts corrected")
 
 
 class GcReport(StrictModel):
     """`cache-admin gc`; without `delete` nothing was changed."""
 
     at_s: float
-    delete: bool
-    older_than_s: float
+    delete: bool = Field(title="")
+    older_than_s: float = Field(title="")
     ended: Ended
     problem: str
     namespaces: tuple[CollectedNamespace, ...]
@@ -154,8 +156,8 @@ class GcReport(StrictModel):
     foreign: tuple[str, ...]
     #: Stray payloads and objects that were deleted. Those that could not be deleted, or were no waste any
     #: more, count as `left_out`.
-    deleted: Counted
-    left_out: int
+    deleted: Counted = Field(title="")
+    left_out: int = Field(0, title="left", description="{:object}: in use after all")
     seconds: float
 
     @property
@@ -178,13 +180,13 @@ class RebuiltNamespace(StrictModel):
     #: Those that the index knew already, in whatever state.
     known: int
     #: Those that this run committed.
-    listed: Amount
+    listed: Amount = Field(title="listed")
     #: Those of which some rank's payload is missing.
-    incomplete: int
+    incomplete: int = 0
     #: Those that are damaged, have another segment's payload, or are of a version that this one can't read.
-    unusable: int
+    unusable: int = 0
     #: Those that the index did not accept.
-    refused: int
+    refused: int = 0
     #: (Among `refused`) Those that an erasure forbids for ever.
     erased: int = 0
     #: (Among `unusable`) Those that are not signed, where unsigned ones are refused.
@@ -218,19 +220,23 @@ class ReshardReport(StrictModel):
     namespace: str
     model: str
     #: Numbers of shards. `before` is what a reshard began with that this one has finished.
-    before: int
-    after: int
+    before: int = Field(title="shards", description="{} -> {after}")
+    after: int = Field(title="")
     #: What the namespace held when this began.
-    visible: Amount
+    visible: Amount = Field(title="holds")
     #: How often what was new was copied; segments that became visible in the shards after, and entries that
     #: were written.
-    rounds: int
-    copied: int
-    entries: int
+    rounds: int = Field(title="")
+    copied: int = Field(0, description="{:segment}, {entries} entries, {rounds:round}")
+    entries: int = Field(title="")
     #: Segments that an older release named, and which nobody finds in several shards: they go by age.
-    unfindable: int
+    unfindable: int = Field(
+        0,
+        title="not found",
+        description="{:segment}: an older release named them; they go by age",
+    )
     #: Segments that were evicted while they were copied.
-    withdrawn: int
+    withdrawn: int = Field(0, description="{}: evicted while they were copied")
     seconds: float
 
 
@@ -239,22 +245,22 @@ class FollowReport(StrictModel):
 
     at_s: float
     #: Turns that looked at all payloads, and payloads that notifications named.
-    turns: int
-    notified: int
+    turns: int = Field(title="")
+    notified: int = Field(title="")
     #: What was committed since it began, and segments that were evicted since their payloads are gone.
     listed: Amount
     gone: int
     #: Segments of which some payload has not come yet, in the last turn; and all that it did not commit.
-    incomplete: int
-    left_out: int
+    incomplete: int = Field(title="")
+    left_out: int = Field(0, description="{} left out, {incomplete} of them incomplete", title="left out")
     #: How long ago the last turn began that ended: what was there by then is in the index, and what was gone
     #: by then is not. None: none has ended.
-    behind_s: float | None
+    behind_s: float | None = None
     #: The age of the youngest segment that was ever committed; None: none was.
-    newest_s: float | None
+    newest_s: float | None = Field(title="")
     #: The longest time from when a segment was made to when it was committed here, of those that came since
     #: the turn before the last one; 0: none did. The first turn finds what is old, and tells none.
-    way_s: float
+    way_s: float = Field(0.0, title="on the way")
     #: Why the last turn did not end, or left in the index what may be gone; or why the last notifications
     #: could not be looked at.
-    problem: str
+    problem: str = Field(title="")

@@ -4,22 +4,32 @@ counted."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvstore.admin.counting import Growth
-from kvstore.admin.described import described
-from kvstore.admin.serve.highlights import Highlights
+from kvstore.admin.described import models
+from kvstore.admin.inspect.namespaces import Overview
+from kvstore.admin.inspect.reports import StatsReport, StatusReport
+from kvstore.admin.inspect.stats import stats_of
+from kvstore.admin.inspect.status import status_of
+from kvstore.admin.inspect.top import top_of
+from kvstore.admin.reports import BackendState, QuotaLine
+from kvstore.admin.serve.highlights import LINES, Highlights
 from kvstore.admin.serve.history import History
-from kvstore.admin.serve.reports import BlockTotals, Held, ServedNamespace, ServedQuota
 from kvstore.admin.serve.sessions import SessionRounds
 from kvstore.errors import DamagedIndex, DeadlineExceeded
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Account, FullIndex
 from kvstore.keys import NamespaceId
 from kvstore.rules.text import readable
-from kvstore.store.housekeeping import Quota, quotas
+from schemas.base import StrictModel
 from schemas.settings import Settings
+
+_M = TypeVar("_M", bound=StrictModel)
 
 #: Seconds between two readings of what people read and no alert depends on.
 HIGHLIGHTS_S = 15.0
@@ -28,6 +38,8 @@ LOOK_MOST_S = 10.0
 #: The most namespaces that are told apart. The others are summed, and their totals read some at a time.
 NAMED = 48
 _OTHERS_AT_ONCE = 32
+#: How many of them are asked for their hottest and coldest segments.
+_ASKED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +48,17 @@ class Look:
 
     at_s: float
     seconds: float
-    #: The namespaces that are told apart, the largest first; then the number of the others, and their sum.
-    named: tuple[ServedNamespace, ...]
-    others: int
-    others_held: Held
-    #: Totals of the others since this process began: they only grow, whichever namespaces come and go.
-    others_blocks: BlockTotals
-    others_evicted_bytes: int
-    total: Held
-    quotas: tuple[ServedQuota, ...]
-    capacity_bytes: int
+    #: Reports on the namespaces that are told apart, and totals of all. The backends' states are left open.
+    status: StatusReport
+    stats: StatsReport
+    #: The accounts of the namespaces that are told apart, the largest first; and those of the others.
+    named: Sequence[Account]
+    others: Sequence[Account]
+    models: Mapping[NamespaceId, str]
+    #: What each of `named` has counted since it was made.
+    totals: Mapping[NamespaceId, Mapping[str, int]]
+    #: What the others have counted since this process began: it only grows, whichever namespaces come and go.
+    others_counted: Mapping[str, int]
     #: Namespaces in which the index holds something that makes no sense, and what.
     damaged: Mapping[NamespaceId, str]
     #: How many entries of the journal this process has met that it could not read.
@@ -55,92 +68,111 @@ class Look:
 
 
 class IndexCollector:
-    """Looks at the index, and fills `history`, `highlights` and `sessions`. For one thread; any may read
-    those."""
+    """Looks at the index. For one thread; any may read the public attributes."""
 
     def __init__(
         self,
         settings: Settings,
-        history: History,
-        highlights: Highlights,
-        sessions: SessionRounds,
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._history = history
-        self._highlights = highlights
-        self._sessions = sessions
         self._clock = clock
         self._monotonic = monotonic
+        self.history = History(clock())
+        self.highlights = Highlights(clock())
+        self.sessions = SessionRounds(clock, monotonic)
         self._growth = Growth()
         self._highlighted_at: float | None = None
-        #: Models by namespace. An id stands for the namespace's whole JSON, so its model never changes.
-        self._models: dict[NamespaceId, str] = {}
+        #: Each namespace's JSON. An id stands for all of it, so it never changes.
+        self._texts: Mapping[NamespaceId, str] = {}
         #: The namespaces that are told apart.
         self._places: set[NamespaceId] = set()
-        self._named: Sequence[Account] = ()
-        self._capacity = settings.capacity_bytes
         #: Namespaces that existed before this process: what they had counted by then is not added here.
         self._at_start: set[NamespaceId] | None = None
         self._next_other = 0
-        self._damaged: dict[NamespaceId, str] = {}
-        self._others_counted: dict[str, int] = {}
+        self._others_counted: Counter[str] = Counter()
+        #: Namespaces in which the highlights met something that makes no sense, and what.
+        self.damaged: dict[NamespaceId, str] = {}
 
     def take(self, index: FullIndex) -> Look:
         """Looks at accounts and totals. Raises what the index raises, and DeadlineExceeded if it is slow."""
         began, now = self._monotonic(), self._clock()
         on_time = self._deadline()
-        accounts = sorted(index.accounts(), key=lambda account: (-account.usage.nbytes, account.namespace))
-        given = index.quotas()
-        self._damaged = {account.namespace: account.problem for account in accounts if account.problem}
-        self._note_places(accounts)
-        self._learn_models(index, accounts)
-        named = [account for account in accounts if account.namespace in self._places]
-        others = [account for account in accounts if account.namespace not in self._places]
-        for account in named:
+        held = self._overview(index)
+        self._note_places([account.namespace for account in held.accounts])
+        damaged = {account.namespace: account.problem for account in held.accounts if account.problem}
+        named = [account for account in held.accounts if account.namespace in self._places]
+        others = [account for account in held.accounts if account.namespace not in self._places]
+        for account in [*named, *self._turn_of(others)]:
             on_time()
-            self._count(index, account.namespace)
-        for account in self._turn_of(others):
-            on_time()
-            for name, count in self._count(index, account.namespace).items():
-                self._others_counted[name] = self._others_counted.get(name, 0) + count
-        rows = quotas(accounts, self._settings, given)
-        limits = {quota.scope: quota.nbytes for quota in rows}
-        total = _held(accounts)
+            name = account.namespace
+            try:
+                seen = index.seen(name)
+            except DamagedIndex as exc:
+                damaged[name] = str(exc)
+                continue
+            added = self._growth.advance(name, seen, is_new=name not in (self._at_start or ()))
+            self.history.count(added)
+            if name not in self._places:
+                self._others_counted.update(added)
+        nowhere = BackendState(url="", state="ok")
+        status = status_of(held, named, self._settings, index=nowhere, payloads=nowhere, fast=None, now_s=now)
+        shown = {"quotas": self._told_apart(status.quotas), "tenants": status.tenants[:NAMED]}
+        known = models({account.namespace: self._texts[account.namespace] for account in named})
+        totals = {account.namespace: self._growth.last(account.namespace) for account in named}
         look = Look(
             at_s=now,
             seconds=self._monotonic() - began,
-            named=tuple(self._served(account, limits) for account in named),
-            others=len(others),
-            others_held=_held(others),
-            others_blocks=_blocks(self._others_counted),
-            others_evicted_bytes=self._others_counted.get("evicted", 0),
-            total=total,
-            quotas=self._quota_lines(rows),
-            capacity_bytes=limits[Scope.STORE],
-            damaged=self._damaged,
+            status=_readable(status.model_copy(update=shown)),
+            stats=_readable(stats_of(named, known, totals, None, now)),
+            named=named,
+            others=others,
+            models=known,
+            totals=totals,
+            others_counted=Counter(self._others_counted),
+            damaged=damaged,
             unreadable=index.unreadable,
             memory=index.memory(),
         )
-        self._history.sample(now, total.stored_bytes)
-        self._named, self._capacity = named, look.capacity_bytes
+        self.history.sample(now, sum(account.usage.nbytes for account in held.accounts))
         return look
 
-    def highlight(self, index: FullIndex) -> None:
-        """Reads the highlights of the namespaces that the last `take` told apart. Raises as `take` does."""
+    def highlight(self, index: FullIndex, look: Look) -> None:
+        """Reads the highlights of the namespaces that a look told apart. Raises as `take` does."""
         on_time = self._deadline()
-        names = [account.namespace for account in self._named]
-        self._highlights.read_events(index, names, on_time)
+        names = [account.namespace for account in look.named]
+        damaged = {name: problem for name, problem in self.damaged.items() if name in names}
+
+        @contextmanager
+        def within(name: NamespaceId) -> Iterator[None]:
+            on_time()
+            try:
+                yield
+                damaged.pop(name, None)
+            except DamagedIndex as exc:
+                damaged[name] = str(exc)
+            self.damaged = dict(damaged)
+
+        self.highlights.keep_to(names)
+        self.highlights.read_events(index, names, look.at_s, within)
         now = self._monotonic()
         if self._highlighted_at is None or now - self._highlighted_at >= HIGHLIGHTS_S:
-            cost_aware = self._settings.eviction.cost_aware
-            self._highlights.read_uses(index, self._named, on_time, cost_aware=cost_aware)
-            self._highlights.read_journal(index, names, on_time)
+            top = top_of(
+                index,
+                look.named[:_ASKED],
+                look.models,
+                shifted=self._settings.eviction.cost_aware,
+                limit=LINES,
+                now_s=look.at_s,
+                within=within,
+            )
+            self.highlights.top = _readable(top)
+            self.highlights.read_faults(index, names, within)
             self._highlighted_at = now
         on_time()
-        self._sessions.read(index, names, int(self._settings.sessions.retain_share * self._capacity))
+        self.sessions.read(index, names)
 
     def _deadline(self) -> Callable[[], None]:
         """Returns a function to call between calls of the index; it raises if the look takes too long."""
@@ -152,31 +184,28 @@ class IndexCollector:
 
         return on_time
 
-    def _note_places(self, accounts: Sequence[Account]) -> None:
+    def _overview(self, index: FullIndex) -> Overview:
+        """Returns what the index says of all namespaces, the largest first."""
+        accounts = sorted(index.accounts(), key=lambda account: (-account.usage.nbytes, account.namespace))
+        given = index.quotas()
+        if any(account.namespace not in self._texts for account in accounts):
+            stored = index.namespaces()
+            self._texts = {account.namespace: stored.get(account.namespace, "") for account in accounts}
+        return Overview(accounts, self._texts, given)
+
+    def _note_places(self, there: Sequence[NamespaceId]) -> None:
         """Chooses the namespaces that are told apart: the first come, as long as they exist.
 
         If a larger namespace took the place of a smaller one, counters would jump.
         """
-        there = [account.namespace for account in accounts]
-        if self._at_start is None:
-            self._at_start = set(there)
-        self._at_start &= set(there)
-        for gone in self._models.keys() - set(there):
-            self._models.pop(gone, None)
-            self._growth.forget(gone)
-        self._highlights.keep_to(there)
-        self._places &= set(there)
+        known = set(there)
+        self._at_start = known if self._at_start is None else self._at_start & known
+        self._growth.keep_to(known)
+        self._places &= known
         for name in there:
             if len(self._places) == NAMED:
                 break
             self._places.add(name)
-
-    def _learn_models(self, index: FullIndex, accounts: Sequence[Account]) -> None:
-        if all(account.namespace in self._models for account in accounts):
-            return
-        stored = index.namespaces()
-        for account in accounts:
-            self._models[account.namespace] = readable(described(stored.get(account.namespace))[1])
 
     def _turn_of(self, others: Sequence[Account]) -> Sequence[Account]:
         """Returns some of them, and others the next time."""
@@ -187,67 +216,23 @@ class IndexCollector:
         by_id = sorted(others, key=lambda account: account.namespace)
         return (by_id[first:] + by_id[:first])[:_OTHERS_AT_ONCE]
 
-    def _count(self, index: FullIndex, name: NamespaceId) -> Mapping[str, int]:
-        try:
-            seen = index.seen(name)
-        except DamagedIndex as exc:
-            self._damaged[name] = str(exc)
-            return {}
-        added = self._growth.advance(name, seen, is_new=name not in (self._at_start or ()))
-        self._history.count(added)
-        return added
-
-    def _served(self, account: Account, limits: Mapping[str, int]) -> ServedNamespace:
-        totals = self._growth.last(account.namespace)
-        return ServedNamespace(
-            id=account.namespace,
-            kind=readable(account.kind),
-            model=self._models[account.namespace],
-            tenant=readable(account.tenant),
-            held=_held([account]),
-            quota_bytes=limits.get(Scope.namespace(account.namespace)),
-            seen_s=account.seen_s,
-            blocks=_blocks(totals),
-            evicted_bytes=totals.get("evicted", 0),
-        )
-
-    def _quota_lines(self, rows: Sequence[Quota]) -> tuple[ServedQuota, ...]:
+    def _told_apart(self, quotas: Sequence[QuotaLine]) -> tuple[QuotaLine, ...]:
         """Returns quotas of the store, of the fullest tenants, and of namespaces that are told apart."""
-        own = {Scope.namespace(name) for name in self._places}
-        tenants = sorted((row for row in rows if row.rule == "tenant_quota"), key=lambda row: -row.used)
-        shown = [row for row in rows if row.rule == "capacity"] + tenants[:NAMED]
-        shown += [row for row in rows if row.rule == "namespace_quota" and row.scope in own]
-        return tuple(
-            ServedQuota(scope=readable(row.scope), quota_bytes=row.nbytes, used_bytes=row.used)
-            for row in shown
-        )
+        own = {Scope.STORE, *map(Scope.namespace, self._places)}
+        tenants = [line for line in quotas if line.known and line.scope.startswith(Scope.tenant(""))]
+        tenants.sort(key=lambda line: -line.used_bytes)
+        return (*tenants[:NAMED], *(line for line in quotas if line.known and line.scope in own))
 
 
-def _held(accounts: Sequence[Account]) -> Held:
-    usages = [account.usage for account in accounts]
-    return Held(
-        segments=sum(usage.segments for usage in usages),
-        blocks=sum(usage.blocks for usage in usages),
-        stored_bytes=sum(usage.nbytes for usage in usages),
-        pinned_bytes=sum(usage.pinned_bytes for usage in usages),
-        cost_us=sum(usage.cost_us for usage in usages),
-        trashed_segments=sum(account.trashed for account in accounts),
-        bygone_segments=sum(account.bygone for account in accounts),
-    )
+def _readable(report: _M) -> _M:
+    """Returns a report without anything that changes how the rest of a line reads: names are a client's to
+    choose."""
+    return type(report).model_validate(_fit(report.model_dump()))
 
 
-def _blocks(totals: Mapping[str, int]) -> BlockTotals:
-    return BlockTotals(
-        requests=totals.get("requests", 0),
-        asked=totals.get("asked", 0),
-        served=totals.get("served", 0),
-        missed=_below("miss:", totals),
-        offered=totals.get("offered", 0),
-        stored=totals.get("stored", 0),
-        unsaved=_below("unsaved:", totals),
-    )
-
-
-def _below(prefix: str, totals: Mapping[str, int]) -> dict[str, int]:
-    found = {name.removeprefix(prefix): count for name, count in totals.items() if name.startswith(prefix)}
-    return {readable(name): found[name] for name in sorted(found)}
+def _fit(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isprintable() else readable(value, None)
+    if isinstance(value, dict):
+        return {_fit(key): _fit(one) for key, one in value.items()}
+    return tuple(map(_fit, value)) if isinstance(value, tuple) else value

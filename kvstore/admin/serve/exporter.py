@@ -1,4 +1,4 @@
-"""Metrics of a cache for Prometheus: what a Monitor saw last, and what the janitor says of itself.
+"""Metrics of a cache for Prometheus: a Monitor's last look, and the janitor's own counts.
 
 Nothing here does I/O. docs/metrics.md explains each metric; a test compares the two. Counters of a namespace
 are those of the index, so every server that looks at one index exports the same.
@@ -6,97 +6,74 @@ are those of the index, so every server that looks at one index exports the same
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvstore import __version__
 from kvstore.admin.serve.collector import Look
 from kvstore.admin.serve.door import REFUSALS, Refusal
 from kvstore.admin.serve.monitor import Monitor
-from kvstore.admin.serve.reports import BlockTotals, Held, ServedNamespace
+from kvstore.index.maintenance import Account
 from kvstore.janitor.reports import JanitorState
+from kvstore.keys import NamespaceId
 from kvstore.rules.reasons import MISS_REASONS, UNSAVED
+from kvstore.rules.text import readable
 from schemas.records import EvictionRule
 
-#: Seconds that a text is kept for: with many namespaces it takes tens of milliseconds to make.
-KEPT_S = 2.0
 #: Labels of a namespace; those that are not told apart are summed with the namespace "other". The first is
 #: not `namespace`: that is the pod's where Prometheus runs on Kubernetes, and alerts are routed by it.
 _NAMESPACE = ("cache_namespace", "kind", "model", "tenant")
 _OTHER = ("other", "", "", "")
 _ELSE = "other"
 
-_HELD: Mapping[str, tuple[str, Callable[[Held], float]]] = {
-    "stored_bytes": ("Bytes of visible segments", lambda held: held.stored_bytes),
-    "segments": ("Visible segments", lambda held: held.segments),
-    "blocks": ("Blocks in visible segments; an encoder item is one", lambda held: held.blocks),
-    "pinned_bytes": ("Of the stored bytes, those of pinned segments", lambda held: held.pinned_bytes),
+#: Text, field of an account, and unit of each metric of what is held.
+_HELD: Mapping[str, tuple[str, str, float]] = {
+    "stored_bytes": ("Bytes of visible segments", "usage.nbytes", 1),
+    "segments": ("Visible segments", "usage.segments", 1),
+    "blocks": ("Blocks in visible segments; an encoder item is one", "usage.blocks", 1),
+    "pinned_bytes": ("Of the stored bytes, those of pinned segments", "usage.pinned_bytes", 1),
     "recompute_seconds": (
         "What computing all that is stored would take, as engines told",
-        lambda held: held.cost_us / 1e6,
+        "usage.cost_us",
+        1e6,
     ),
-    "trashed_segments": (
-        "Evicted segments whose payloads are not deleted yet",
-        lambda held: held.trashed_segments,
-    ),
-    "invalidated_segments": (
-        "Invalidated segments that are not in the trash yet",
-        lambda held: held.bygone_segments,
-    ),
+    "trashed_segments": ("Evicted segments whose payloads are not deleted yet", "trashed", 1),
+    "invalidated_segments": ("Invalidated segments that are not in the trash yet", "bygone", 1),
 }
-_BLOCKS: Mapping[str, tuple[str, Callable[[BlockTotals], float]]] = {
-    "requests": ("Requests that engines told of", lambda blocks: blocks.requests),
-    "asked_blocks": ("Blocks that requests asked for", lambda blocks: blocks.asked),
-    "served_blocks": ("Of the blocks asked for, those found", lambda blocks: blocks.served),
-    "offered_blocks": ("Blocks offered for saving", lambda blocks: blocks.offered),
-    "saved_blocks": ("Of the blocks offered, those stored", lambda blocks: blocks.stored),
+#: Text, and name of the total in the index, of each counter.
+_COUNTED: Mapping[str, tuple[str, str]] = {
+    "requests": ("Requests that engines told of", "requests"),
+    "asked_blocks": ("Blocks that requests asked for", "asked"),
+    "served_blocks": ("Of the blocks asked for, those found", "served"),
+    "offered_blocks": ("Blocks offered for saving", "offered"),
+    "saved_blocks": ("Of the blocks offered, those stored", "stored"),
+    "evicted_bytes": ("Bytes evicted to meet a quota", "evicted"),
+}
+#: Text, prefix of the totals in the index, and known reasons of each counter by reason.
+_BY_REASON: Mapping[str, tuple[str, str, Sequence[str]]] = {
+    "missed_blocks": ("Blocks asked for that did not come", "miss:", MISS_REASONS),
+    "unsaved_blocks": ("Blocks offered that were not stored", "unsaved:", tuple(UNSAVED)),
 }
 
 
-class Exporter(Collector):
-    """Writes the metrics. Any thread may call `text`."""
+class Exporter:
+    """Makes the metrics. Any thread may ask."""
 
     def __init__(
         self,
         monitor: Monitor,
         janitor: Callable[[], JanitorState | None],
         refused: Callable[[], Mapping[Refusal, int]] = dict,
-        *,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monitor = monitor
         self._janitor = janitor
         self._refused = refused
-        self._monotonic = monotonic
-        #: The text that was made last: when, its content type, and its bytes.
-        self._written = (float("-inf"), "", b"")
-        self._lock = threading.Lock()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
 
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """Returns all metrics in the format that an Accept header asks for, and its content type.
-
-        The text is made once in KEPT_S, however many ask.
-        """
-        encode, content_type = choose_encoder(accept)
-        with self._lock:
-            written_at, kind, text = self._written
-            if kind != content_type or self._monotonic() - written_at >= KEPT_S:
-                text = encode(self._registry)
-                self._written = (self._monotonic(), content_type, text)
-        return text, content_type
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all metrics; called by prometheus-client."""
+    def metrics(self) -> Iterator[Metric]:
+        """Yields all metrics but those of the process."""
         info = GaugeMetricFamily("kvstore_info", "1, with the version of this server", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
@@ -122,9 +99,9 @@ class Exporter(Collector):
         up = _gauge("up", "1 if the backend answered when it was asked last", "backend")
         answered = _gauge("answered_timestamp_seconds", "When the backend answered last", "backend")
         for name, backend in (("index", index), ("payloads", payloads)):
-            up.add_metric([name], float(backend.state in ("ok", "absent")))
-            if backend.answered_s is not None:
-                answered.add_metric([name], backend.answered_s)
+            up.add_metric([name], float(backend.state.state != "unreachable"))
+            if backend.answering.answered_s is not None:
+                answered.add_metric([name], backend.answering.answered_s)
         yield from (up, answered)
         if fast is not None and fast.used_bytes is not None:
             tiers = {
@@ -139,9 +116,9 @@ class Exporter(Collector):
 def _of_look(look: Look) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvstore_look_timestamp_seconds", "When the index was looked at", look.at_s)
     yield GaugeMetricFamily("kvstore_look_seconds", "How long that took", look.seconds)
-    count = len(look.named) + look.others
+    count = len(look.named) + len(look.others)
     yield GaugeMetricFamily("kvstore_namespaces", "Namespaces that the index knows", count)
-    yield GaugeMetricFamily("kvstore_capacity_bytes", "Quota of the whole store", look.capacity_bytes)
+    yield GaugeMetricFamily("kvstore_capacity_bytes", "Quota of the whole store", look.status.capacity_bytes)
     if look.memory is not None:
         used_bytes, limit_bytes = look.memory
         yield GaugeMetricFamily("kvstore_index_used_bytes", "Memory that Redis uses", used_bytes)
@@ -156,46 +133,35 @@ def _of_look(look: Look) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvstore_damaged_namespaces", damaged, len(look.damaged))
     quota = _gauge("quota_bytes", "Bytes that the namespaces of a scope may hold together", "scope")
     used = _gauge("quota_used_bytes", "Bytes that they hold", "scope")
-    for one in look.quotas:
-        quota.add_metric([one.scope], one.quota_bytes)
-        used.add_metric([one.scope], one.used_bytes)
+    for one in look.status.quotas:
+        quota.add_metric([readable(one.scope)], one.quota_bytes)
+        used.add_metric([readable(one.scope)], one.used_bytes)
     yield from (quota, used)
-    for name, (text, of_held) in _HELD.items():
-        gauge = _gauge(name, text, *_NAMESPACE)
-        for line in look.named:
-            gauge.add_metric(_labels(line), of_held(line.held))
+    labels = {account.namespace: _labels(account, look.models) for account in look.named}
+    for name, (text, path, unit) in _HELD.items():
+        gauge, field = _gauge(name, text, *_NAMESPACE), attrgetter(path)
+        for account in look.named:
+            gauge.add_metric(labels[account.namespace], field(account) / unit)
         if look.others:
-            gauge.add_metric(_OTHER, of_held(look.others_held))
+            gauge.add_metric(_OTHER, sum(map(field, look.others)) / unit)
         yield gauge
-    yield from _counted(look)
-
-
-def _counted(look: Look) -> Iterator[Metric]:
     # The others' counters are exported from the start, so that their first count shows as an increase.
-    rows = [(_labels(line), line.blocks, line.evicted_bytes) for line in look.named]
-    rows.append((_OTHER, look.others_blocks, look.others_evicted_bytes))
-    for name, (text, of_blocks) in _BLOCKS.items():
+    rows = [(labels[name], totals) for name, totals in look.totals.items()]
+    rows.append((_OTHER, look.others_counted))
+    for name, (text, total) in _COUNTED.items():
         counter = _counter(name, text, *_NAMESPACE)
-        for labels, blocks, _ in rows:
-            counter.add_metric(labels, of_blocks(blocks))
+        for row, totals in rows:
+            counter.add_metric(row, totals.get(total, 0))
         yield counter
-    evicted = _counter("evicted_bytes", "Bytes evicted to meet a quota", *_NAMESPACE)
-    missed = _counter("missed_blocks", "Blocks asked for that did not come", *_NAMESPACE, "reason")
-    unsaved = _counter("unsaved_blocks", "Blocks offered that were not stored", *_NAMESPACE, "reason")
-    for labels, blocks, nbytes in rows:
-        evicted.add_metric(labels, nbytes)
-        _add_reasons(missed, labels, blocks.missed, MISS_REASONS)
-        _add_reasons(unsaved, labels, blocks.unsaved, tuple(UNSAVED))
-    yield from (evicted, missed, unsaved)
-
-
-def _add_reasons(
-    counter: CounterMetricFamily, labels: tuple[str, ...], counted: Mapping[str, int], known: tuple[str, ...]
-) -> None:
-    """Adds every known reason, also at 0; a newer engine's unknown reasons are summed as one more."""
-    for reason in known:
-        counter.add_metric([*labels, reason], counted.get(reason, 0))
-    counter.add_metric([*labels, _ELSE], sum(n for reason, n in counted.items() if reason not in known))
+    for name, (text, prefix, known) in _BY_REASON.items():
+        counter = _counter(name, text, *_NAMESPACE, "reason")
+        for row, totals in rows:
+            counted = {key.removeprefix(prefix): n for key, n in totals.items() if key.startswith(prefix)}
+            # Every known reason is there, also at 0; a newer engine's unknown reasons are summed as one more.
+            for reason in known:
+                counter.add_metric([*row, reason], counted.pop(reason, 0))
+            counter.add_metric([*row, _ELSE], sum(counted.values()))
+        yield counter
 
 
 def _of_janitor(state: JanitorState) -> Iterator[Metric]:
@@ -230,8 +196,9 @@ def _of_janitor(state: JanitorState) -> Iterator[Metric]:
     )
 
 
-def _labels(line: ServedNamespace) -> tuple[str, ...]:
-    return (line.id, line.kind, line.model, line.tenant)
+def _labels(account: Account, models: Mapping[NamespaceId, str]) -> tuple[str, ...]:
+    name = account.namespace
+    return (name, *map(readable, (account.kind, models[name], account.tenant)))
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvstore.admin.inspect.stats import traffic
 from kvstore.admin.serve.reports import HistoryReport, Point
 
 SAMPLE_S = 10
 KEPT_S = 86_400
 #: The most points that are worth drawing.
 _MOST_POINTS = 180
-
-_MISS = "miss:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +32,12 @@ class History:
         self._lock = threading.Lock()
         self._began_s = began_s
         self._samples: deque[Sample] = deque(maxlen=KEPT_S // SAMPLE_S)
-        self._pending: dict[str, int] = {}
+        self._pending: Counter[str] = Counter()
 
     def count(self, added: Mapping[str, int]) -> None:
         """Adds to the totals of the next sample."""
         with self._lock:
-            for name, count in added.items():
-                self._pending[name] = self._pending.get(name, 0) + count
+            self._pending.update(added)
 
     def sample(self, at_s: float, stored_bytes: int) -> None:
         """Ends a sample, unless the last one has only just ended."""
@@ -48,7 +46,7 @@ class History:
             if self._samples and 0 <= at_s - self._samples[-1].at_s < SAMPLE_S - 1:
                 return
             self._samples.append(Sample(at_s, stored_bytes, self._pending))
-            self._pending = {}
+            self._pending = Counter()
 
     def report(self, now_s: float, window_s: int) -> HistoryReport:
         """Returns the last `window_s` seconds in steps.
@@ -70,19 +68,7 @@ class History:
 
 
 def _point(at_s: float, samples: list[Sample]) -> Point:
-    added: dict[str, int] = {}
+    added: Counter[str] = Counter()
     for sample in samples:
-        for name, count in sample.added.items():
-            added[name] = added.get(name, 0) + count
-    return Point(
-        at_s=at_s,
-        stored_bytes=samples[-1].stored_bytes,
-        asked=added.get("asked", 0),
-        served=added.get("served", 0),
-        missed={
-            name.removeprefix(_MISS): count
-            for name, count in sorted(added.items())
-            if name.startswith(_MISS) and count
-        },
-        evicted_bytes=added.get("evicted", 0),
-    )
+        added.update(sample.added)
+    return Point(at_s=at_s, stored_bytes=samples[-1].stored_bytes, **traffic(added))

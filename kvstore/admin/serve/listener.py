@@ -13,7 +13,7 @@ it, and can't reach it by a name of its own. Who may ask is kvstore.admin.serve.
 from __future__ import annotations
 
 import asyncio
-import http
+import http.client
 import io
 import ipaddress
 import logging
@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from email.message import Message
 from email.utils import formatdate
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -124,10 +124,10 @@ class Listener:
         #: The address and the port at which it listens.
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._visits: dict[asyncio.Task[None], _Visit] = {}
+        self._closing = asyncio.Event()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="http")
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)
-        self._loop.add_reader(self._socket, self._accept)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
 
@@ -148,46 +148,37 @@ class Listener:
     def close(self) -> None:
         """Stops at once, whatever is being answered. Idempotent."""
         with suppress(RuntimeError):  # it is closed already
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_CLOSE_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # The thread that waits for all connections.
 
     def _run(self) -> None:
-        try:
-            self._loop.run_forever()
-            self._loop.remove_reader(self._socket)
-            self._loop.run_until_complete(self._end())
-        finally:
-            self._socket.close()
-            self._loop.close()
+        # The runner's end is that of all connections.
+        with self._socket, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
-    def _accept(self) -> None:
-        """Accepts one connection; called while there are any, with a turn for all others in between."""
-        try:
-            connection, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError:
-            self._loop.remove_reader(self._socket)
-            self._loop.call_later(_ACCEPT_AGAIN_S, self._loop.add_reader, self._socket, self._accept)
-            return
-        connection.setblocking(False)
-        if len(self._visits) >= CONNECTIONS:
-            self._make_room()
-        visit = _Visit(connection)
-        task = self._loop.create_task(self._converse(visit))
-        self._visits[task] = visit
-        task.add_done_callback(partial(self._left, visit))
+    async def _serve(self) -> None:
+        accepting = asyncio.create_task(self._accept())
+        await self._closing.wait()
+        accepting.cancel()
 
-    async def _end(self) -> None:
-        tasks = list(self._visits)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # Transports close their sockets a turn later.
-        await asyncio.sleep(0)
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._socket)
+            except OSError as exc:
+                await asyncio.sleep(0 if isinstance(exc, ConnectionAbortedError) else _ACCEPT_AGAIN_S)
+                continue
+            if len(self._visits) >= CONNECTIONS:
+                self._make_room()
+            visit = _Visit(connection)
+            task = asyncio.create_task(self._converse(visit))
+            self._visits[task] = visit
+            task.add_done_callback(partial(self._left, visit))
+            # All others have a turn before the next one.
+            await asyncio.sleep(0)
 
     def _make_room(self) -> None:
         oldest = next((task for task, visit in self._visits.items() if visit.idle), next(iter(self._visits)))
@@ -207,11 +198,11 @@ class Listener:
             reader, writer = await self._opened(visit)
             try:
                 async with asyncio.timeout(HEAD_S):
-                    asked = await _head(reader)
+                    head = await _head(reader)
                 certificate = bool(writer.get_extra_info("peercert"))
-                answer = await self._answer(asked, visit, certificate=certificate)
+                answer = await self._answer(head, visit, certificate=certificate)
                 async with asyncio.timeout(WRITE_S):
-                    writer.write(_written(answer, self.door.challenge, body=asked.command != "HEAD"))
+                    writer.write(_written(answer, self.door.challenge, body=not head.startswith(b"HEAD ")))
                     await writer.drain()
                     writer.close()
                     await writer.wait_closed()
@@ -233,25 +224,26 @@ class Listener:
         transport.set_write_buffer_limits(0)
         return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
 
-    async def _answer(self, asked: _Asked, visit: _Visit, *, certificate: bool) -> Response:
-        if asked.refused is not None:
-            return asked.refused
+    async def _answer(self, head: bytes, visit: _Visit, *, certificate: bool) -> Response:
         try:
-            known = self.door.knows(asked.headers.get("Host", ""))
-            url = urlsplit(asked.path)
+            method, path, headers = _parsed(head)
+            known = self.door.knows(headers.get("Host", ""))
+            url = urlsplit(path)
             query = dict(parse_qsl(url.query, keep_blank_values=True, max_num_fields=16))
-        except ValueError:
-            return sentence("that is not a path", 400)
+        except (ValueError, http.client.HTTPException):
+            return sentence("that is not a request that this server understands", 400)
+        if method not in ("GET", "HEAD"):
+            return sentence("only GET and HEAD", 405)
         if not known:
             self.door.note("host")
             return sentence(
                 "not by that name: ask by address or as localhost, or start it with --host NAME", 421
             )
-        request = HttpRequest(query, asked.headers.get("Accept", ""))
+        request = HttpRequest(query, headers.get("Accept", ""))
         if (probe := self._probes.get(url.path)) is not None:
             answer = _made(url.path, probe, request)
             return answer if self.door.open else _BARE[answer.status == 200]
-        refusal = self.door.turns_away(asked.headers.get("Authorization", ""), certificate=certificate)
+        refusal = self.door.turns_away(headers.get("Authorization", ""), certificate=certificate)
         if refusal is not None:
             self.door.note(refusal)
             if refusal == "password":
@@ -290,46 +282,28 @@ def _listening(host: str, port: int) -> socket.socket:
     return listening
 
 
-class _Asked(BaseHTTPRequestHandler):
-    """A request's head, as http.server reads it, from bytes instead of a socket."""
-
-    protocol_version = "HTTP/1.1"
-
-    def __init__(self, head: bytes) -> None:
-        #: What is answered to that which is no request; None: it is one.
-        self.refused: Response | None = None
-        self.command, self.client_address = "", ("", 0)
-        self.rfile = io.BytesIO(head)
-        self.raw_requestline = self.rfile.readline()
-        if not self.parse_request():
-            self.refused = self.refused or _NO_REQUEST
-        elif self.command not in ("GET", "HEAD"):
-            self.refused = sentence("only GET and HEAD", 405)
-
-    def handle_expect_100(self) -> bool:
-        """Goes on: no request's body is read, so none is asked for."""
-        return True
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Keeps the answer; called by http.server."""
-        self.refused = Response(_NO_REQUEST.body, status=code)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing: a probe every few seconds would fill a log."""
-
-
 _BARE = {True: sentence("ok"), False: sentence("not ok", 503)}
-_NO_REQUEST = sentence("that is not a request that this server understands", 400)
 
 
-async def _head(reader: asyncio.StreamReader) -> _Asked:
-    """Reads a request up to its body. Raises asyncio.IncompleteReadError where the client has gone."""
+async def _head(reader: asyncio.StreamReader) -> bytes:
+    """Reads a request up to its body, or none of it if that is too long. Raises asyncio.IncompleteReadError
+    where the client has gone."""
     try:
-        return _Asked(await reader.readuntil(b"\r\n\r\n"))
+        return await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
-        asked = _Asked(b"")
-        asked.send_error(http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        return asked
+        return b""
+
+
+def _parsed(head: bytes) -> tuple[str, str, Message]:
+    """Returns a request's method, its target and its headers. Raises ValueError and HTTPException."""
+    lines = io.BytesIO(head)
+    method, target, version = lines.readline().decode("latin-1").split()
+    if not version.startswith("HTTP/1."):
+        raise ValueError(version)
+    if target.startswith("//"):
+        # A path, and no name of a host.
+        target = f"/{target.lstrip('/')}"
+    return method, target, http.client.parse_headers(lines)
 
 
 def _made(path: str, route: Route, request: HttpRequest) -> Response:

@@ -16,13 +16,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.resources import files
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.serve.door import Guests, Refusal
 from kvstore.admin.serve.exporter import Exporter
+from kvstore.admin.serve.exposed import Exposition
 from kvstore.admin.serve.history import KEPT_S, SAMPLE_S
-from kvstore.admin.serve.listener import HttpRequest, Listener, Response, sentence
+from kvstore.admin.serve.listener import HttpRequest, Listener, Response, Routes, sentence
 from kvstore.admin.serve.monitor import ASK_PAYLOADS_S, LOOK_S, Monitor, Readiness
 from kvstore.admin.serve.reports import ServingReport
 from kvstore.errors import KVStoreError
@@ -33,14 +35,16 @@ from kvstore.janitor.reports import JanitorState
 log = logging.getLogger(__name__)
 
 _HOUR_S = 3600
-#: The files of the page: path, file, content type.
-_PAGE = (
-    ("/", "index.html", "text/html; charset=utf-8"),
-    ("/page.css", "page.css", "text/css; charset=utf-8"),
-    ("/page.js", "page.js", "text/javascript; charset=utf-8"),
-    ("/charts.js", "charts.js", "text/javascript; charset=utf-8"),
-    ("/icon.svg", "icon.svg", "image/svg+xml"),
-)
+#: Seconds that the metrics' text is kept for: with many namespaces it takes tens of milliseconds to make.
+TEXT_KEPT_S = 2.0
+#: The files of the page, and their content types.
+_PAGE = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
 
 
 class Serving:
@@ -158,19 +162,21 @@ class Serving:
 
     # HTTP.
 
-    def _routes(self) -> dict[str, Callable[[HttpRequest], Response]]:
+    def _routes(self) -> Routes:
         folder = files("kvstore.admin.serve") / "page"
-        page = {path: Response((folder / name).read_bytes(), kind) for path, name, kind in _PAGE}
-        routes: dict[str, Callable[[HttpRequest], Response]] = {
-            path: lambda _request, answer=answer: answer  # type: ignore[misc]
-            for path, answer in page.items()
+        page = {
+            f"/{name}".removesuffix("index.html"): Response(
+                (folder / name).read_bytes(), f"{kind}; charset=utf-8"
+            )
+            for name, kind in _PAGE.items()
         }
-        return routes | {
-            "/metrics": lambda request: Response(*self._exporter.text(request.accept)),
+        return {
+            **{path: partial(_fixed, answer) for path, answer in page.items()},
+            "/metrics": Exposition(self._exporter.metrics, kept_s=TEXT_KEPT_S),
             "/api/status": self._status,
         }
 
-    def _probes(self) -> dict[str, Callable[[HttpRequest], Response]]:
+    def _probes(self) -> Routes:
         return {
             "/healthz": lambda _: _probe(self.healthy()),
             "/readyz": lambda _: _probe(self.monitor.ready()),
@@ -185,6 +191,10 @@ class Serving:
             return sentence(f"window_s is a number of seconds from {SAMPLE_S} to {KEPT_S}", 400)
         report = self.monitor.report(int(text), self.janitor_state())
         return Response(report.model_dump_json().encode(), "application/json")
+
+
+def _fixed(answer: Response, _request: HttpRequest) -> Response:
+    return answer
 
 
 def _probe(readiness: Readiness) -> Response:

@@ -1,70 +1,89 @@
-"""advise: whether a cache pays, which, and what to set."""
+"""advise: whether a cache pays, or a larger one, and what to set."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from pydantic import ValidationError
 
-from kvstore.admin.advise import advise
-from kvstore.admin.advise.reports import PriceList, ReadSpeed
-from kvstore.admin.advise.worth import Given
-from kvstore.admin.bench.reports import BenchReport
-from kvstore.admin.simulate.traces import Assumed
+from kvstore.admin.advise.advise import advise
+from kvstore.admin.advise.remembered import remembered
+from kvstore.admin.advise.reports import Policy, PriceList
+from kvstore.admin.advise.traces import Assumed
+from kvstore.admin.advise.worth import Question
 from kvstore.cli import progress
 from kvstore.cli.call import Call, say
-from kvstore.cli.options import byte_count, moment_of
+from kvstore.cli.options import byte_count, moment_of, one_of
 from kvstore.cli.text import advise as advise_text
 from kvstore.cli.verbs import verb
 from kvstore.rules.text import readable
 from schemas.base import explain
 from schemas.settings import Settings
 
-#: A report of bench is some KB.
-_MOST_REPORT = 16 << 20
-#: List prices of S3 Standard in us-east-1, and a GPU hour of nobody in particular (docs/production.md).
-ASSUMED = {
-    "gpu_hour": 3.0,
-    "gb_month": 0.023,
-    "put_1000": 0.005,
-    "get_1000": 0.0004,
-    "upload_gb": 0.0,
-    "download_gb": 0.0,
-}
 _INDEX, _PAYLOADS = "redis://redis:6379/0", "s3://my-bucket/kvstore"
+#: The names of prices as options have them, with the defaults.
+_PRICES = {
+    name.replace("_", "-"): default for name, default in PriceList().model_dump(exclude={"assumed"}).items()
+}
+_COMPARED = get_args(Policy)[2:]
 
 
 @verb(
     "advise",
     section="Understand",
     examples=(
-        "cache-admin advise /var/log/kvstore-trace --gpu-hour 2.50 --html advice.html",
-        "cache-admin advise trace.jsonl --prefill-tokens-s 10000 --gpus 4 --bench bench.json",
-        "cache-admin advise /var/log/kvstore-trace --json",
-        "cache-admin advise /var/log/kvstore-trace --since 24h --gpu-hour 2.50",
+        "cache-admin advise /var/log/kvstore-trace --price gpu-hour=2.50 --html advice.html",
+        "cache-admin advise /var/log/kvstore-trace --since 24h --bandwidth 2GiB --json",
+        "cache-admin advise trace.jsonl --block-bytes 64MiB --prefill-tokens-s 10000 --gpus 4",
+        "cache-admin advise trace.jsonl --capacity 1TiB,2TiB --compare told-ends,lru,optimum",
+        "cache-admin advise --capacity 1TiB,2TiB",
     ),
-    see_also=("simulate", "bench", "vllm-config"),
+    see_also=("bench", "stats", "quota set", "vllm-config"),
 )
 def _advise(
     call: Call,
     recordings: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="RECORDING...",
             help="Files that engines have recorded (settings: kv.observe, trace), or of Mooncake's form; or "
-            "folders of *.jsonl.",
+            "folders of *.jsonl. Default: what the index remembers.",
         ),
-    ],
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE,...",
+            help="Capacities to try; may be repeated. Default: a dozen, from 1% of the bytes of different "
+            "blocks to all of them; without a RECORDING, the present one to three times as much.",
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY,...",
+            help="Policies beside this store's own: told (with what the trace says of sessions), told-ends "
+            "(as if it said which request is a session's last), lru and fifo (of single blocks), optimum "
+            "(knows what will be asked for). Default: lru,optimum.",
+        ),
+    ] = None,
     since: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="Only requests from then on, such as 24h, 7d or 2026-11-01."),
     ] = None,
-    gpu_hour: Annotated[
-        float | None, typer.Option(min=0, metavar="PRICE", help="Of one GPU for an hour. Default: 3.")
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N,...",
+            help="Prices that you pay; may be repeated. Default: "
+            + ", ".join(f"{name}={default:g}" for name, default in _PRICES.items())
+            + ".",
+        ),
     ] = None,
     gpus: Annotated[
         int | None,
@@ -87,77 +106,92 @@ def _advise(
         float | None,
         typer.Option(min=0, metavar="N", help="Milliseconds that encoding an item takes."),
     ] = None,
-    gb_month: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="PRICE", help="Of storage, per GB and month. Default: 0.023."),
-    ] = None,
-    put_1000: Annotated[
-        float | None, typer.Option(min=0, metavar="PRICE", help="Of 1,000 PUTs. Default: 0.005.")
-    ] = None,
-    get_1000: Annotated[
-        float | None, typer.Option(min=0, metavar="PRICE", help="Of 1,000 GETs. Default: 0.0004.")
-    ] = None,
-    upload_gb: Annotated[
-        float | None, typer.Option(min=0, metavar="PRICE", help="Of a GB uploaded. Default: 0.")
-    ] = None,
-    download_gb: Annotated[
-        float | None, typer.Option(min=0, metavar="PRICE", help="Of a GB downloaded. Default: 0.")
-    ] = None,
-    bench: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="What `cache-admin bench --json` has measured here."),
-    ] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes that a node reads in a second, such as 1GiB."),
+        typer.Option(
+            metavar="SIZE", help="Bytes that a node reads in a second, such as 1GiB (`cache-admin bench`)."
+        ),
     ] = None,
     block_bytes: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes of a block, of all ranks together, as for `simulate`."),
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes of a block, of all ranks together. Default: what the trace says; where it doesn't, "
+            "128 KiB a token (Llama-3-8B in bf16).",
+        ),
     ] = None,
     block_tokens: Annotated[
-        int,
-        typer.Option(min=1, max=1 << 20, metavar="N", help="Tokens of a block in traces of Mooncake's form."),
-    ] = 512,
-    points: Annotated[int, typer.Option(min=2, max=100, metavar="N", help="Capacities that are tried.")] = 12,
+        int | None,
+        typer.Option(
+            min=1,
+            max=1 << 20,
+            metavar="N",
+            help="Tokens of a block in traces of Mooncake's form. Default: 512.",
+        ),
+    ] = None,
     html: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a page of HTML, whole by itself.", show_default=False),
     ] = None,
 ) -> None:
-    """Say from a recording of requests whether a shared cache pays, how large it should be, and what to set.
+    """Say whether a shared cache pays, how large it should be, and what to set.
 
-    Weighs the GPU time that hits save against storage, requests and transfer, at your prices, for capacities
-    up to all that was asked for; says from which bandwidth on loading is faster than computing, how large
-    Redis must be, and the settings to paste, or why not. Needs no cache; --index and --payloads go into those
-    settings.
+    With a recording, weighs the GPU time that hits save against storage, requests and transfer, at your
+    prices, by capacity; gives the hit ratio of other policies; says from which bandwidth on loading is faster
+    than computing, how large Redis must be, and the settings to paste, or why not. That needs no cache:
+    --index and --payloads go into those settings, and settings of segments, admission and sessions count.
+
+    Without one, estimates what more capacity would have brought, from what the index remembers of evicted
+    segments.
     """
-    from_s = None if since is None else moment_of("--since", since, time.time())
-    given = {
-        "gpu_hour": gpu_hour,
-        "gb_month": gb_month,
-        "put_1000": put_1000,
-        "get_1000": get_1000,
-        "upload_gb": upload_gb,
-        "download_gb": download_gb,
-    }
-    known = {name: value for name, value in given.items() if value is not None}
-    prices = PriceList(**(ASSUMED | known), assumed=tuple(sorted(ASSUMED.keys() - known)))
-    index, payloads = _pasted(call.sources.index or _INDEX, call.sources.payloads or _PAYLOADS)
-    question = advise.Question(
-        settings=replace(call.sources, index="memory://advice", payloads="memory://advice").settings(),
-        given=Given(prices, gpus, prefill_tokens_s, None if encode_ms is None else encode_ms / 1000),
-        index=index,
-        payloads=payloads,
-        reads=[*_measured(bench), *_said(bandwidth)],
-        points=points,
-    )
-    assumed = Assumed(None if block_bytes is None else byte_count("--block-bytes", block_bytes), block_tokens)
-    with progress.shown() as shows:
-        report = advise.advise([Path(one) for one in recordings], assumed, question, shows, since_s=from_s)
+    sizes = [byte_count("--capacity", one) for text in capacity or () for one in text.split(",")]
+    if recordings:
+        index, payloads = _pasted(call.sources.index or _INDEX, call.sources.payloads or _PAYLOADS)
+        question = Question(
+            settings=replace(call.sources, index="memory://advice", payloads="memory://advice").settings(),
+            prices=_prices(price or ()),
+            index=index,
+            payloads=payloads,
+            gpus=gpus,
+            prefill_tokens_s=prefill_tokens_s,
+            encode_s=None if encode_ms is None else encode_ms / 1000,
+            bandwidth=None if bandwidth is None else byte_count("--bandwidth", bandwidth),
+            capacities=sizes,
+            compare=_policies(compare or "lru,optimum"),
+        )
+        assumed = Assumed(
+            None if block_bytes is None else byte_count("--block-bytes", block_bytes), block_tokens or 512
+        )
+        from_s = None if since is None else moment_of("--since", since, time.time())
+        with progress.shown() as shows:
+            report = advise([Path(one) for one in recordings], assumed, question, shows, since_s=from_s)
+    elif any(
+        (compare, since, price, gpus, prefill_tokens_s, encode_ms, bandwidth, block_bytes, block_tokens)
+    ):
+        raise typer.BadParameter("--capacity and --html alone count without a RECORDING")
+    else:
+        with call.cache() as cache:
+            report = remembered(cache, sizes)
     if html is not None:
         _write(html, advise_text.page(report))
     call.print(report, advise_text.advise)
+
+
+def _prices(texts: Sequence[str]) -> PriceList:
+    given: dict[str, Any] = {}
+    for one in ",".join(texts).split(",") if texts else ():
+        name, _, amount = one.partition("=")
+        given[one_of("--price", name.strip(), tuple(_PRICES)).replace("-", "_")] = amount
+    try:
+        return PriceList(**given, assumed=tuple(sorted({*PriceList.model_fields} - {*given, "assumed"})))
+    except ValidationError as exc:
+        raise typer.BadParameter("; ".join(explain(exc, PriceList)), param_hint="--price") from None
+
+
+def _policies(text: str) -> Sequence[Policy]:
+    return cast(
+        "Sequence[Policy]", [one_of("--compare", name.strip(), _COMPARED) for name in text.split(",")]
+    )
 
 
 def _pasted(index: str, payloads: str) -> tuple[str, str]:
@@ -177,27 +211,6 @@ def _anonymous(url: str) -> str:
     authority, slash, path = rest.partition("/")
     _, at, host = authority.rpartition("@")
     return f"{scheme}{mark}{'***@' if at else ''}{host}{slash}{path}"
-
-
-def _said(bandwidth: str | None) -> list[ReadSpeed]:
-    if bandwidth is None:
-        return []
-    return [ReadSpeed(tier="as given", bytes_s=byte_count("--bandwidth", bandwidth))]
-
-
-def _measured(path: str | None) -> list[ReadSpeed]:
-    """Returns what bench has measured of each tier."""
-    if path is None:
-        return []
-    try:
-        with Path(path).open("rb") as file:
-            report = BenchReport.model_validate_json(file.read(_MOST_REPORT))
-    except OSError as exc:
-        raise typer.BadParameter(f"{readable(path)}: {exc.strerror}", param_hint="--bench") from exc
-    except ValidationError:
-        what = "is no report of `cache-admin bench --json` of this release"
-        raise typer.BadParameter(f"{readable(path)} {what}", param_hint="--bench") from None
-    return [ReadSpeed(tier=one.tier, bytes_s=one.bytes_s) for one in report.speeds if one.operation == "get"]
 
 
 def _write(path: str, text: str) -> None:

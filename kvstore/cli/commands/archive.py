@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import typer
 
-from kvstore.admin.archive import export, import_
+from kvstore.admin.archive import asked, export, import_, place
+from kvstore.admin.archive.prompts import read_prompts
 from kvstore.admin.archive.reports import ExportReport, ImportReport
 from kvstore.admin.archive.wanted import Wanted
+from kvstore.admin.backends import Cache
 from kvstore.admin.curate.plan import plan
 from kvstore.admin.curate.reports import WarmReport
 from kvstore.cli import progress
@@ -21,13 +23,10 @@ from kvstore.cli.exits import ENDS, ExitCode, of_report
 from kvstore.cli.options import MaxBytes, Namespaces, byte_count
 from kvstore.cli.text import archive as archive_text
 from kvstore.cli.verbs import verb
-from kvstore.errors import ConfigError
-from kvstore.format.keyring import NO_KEYS
-from kvstore.keyfiles import open_keyring
-from kvstore.rules.text import readable
-from schemas.settings import Settings
+from schemas.base import redact
 
 _PIPE = "-"
+_NOWHERE = "memory://nowhere"
 
 
 @verb(
@@ -36,6 +35,7 @@ _PIPE = "-"
     examples=(
         "cache-admin export --to hot.tar --max-bytes 50GiB",
         "cache-admin export 8a74e0fa --depth 64 --to prompts.tar",
+        "cache-admin export --prompts prompts.json --engine http://localhost:8000 --to base.tar",
         "cache-admin export --to - | ssh other-site cache-admin import -",
     ),
     see_also=("import", "ls"),
@@ -45,8 +45,28 @@ def _export(
     call: Call,
     namespaces: Namespaces = None,
     to: Annotated[
-        str, typer.Option(metavar="FILE", help="Where the archive goes; - is stdout.", show_default=False)
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Where the archive goes: a path, or s3://BUCKET/FOLDER/NAME.tar?endpoint=URL; - is stdout.",
+            show_default=False,
+        ),
     ] = "",
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="What engines would load of the prompts that this JSON file names: --engine, which saves "
+            "into this cache, computes them first.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="URL", help="With --prompts: the engine that computes them.")
+    ] = "http://localhost:8000",
+    seed: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="With --prompts: the engine's PYTHONHASHSEED, if it has one."),
+    ] = None,
     segment: Annotated[
         list[str] | None,
         typer.Option(metavar="ID", help="Only this segment, by the start of its id; may be repeated."),
@@ -72,24 +92,34 @@ def _export(
     """
     if not to and not dry_run:
         raise typer.BadParameter("--to FILE is missing (or - for stdout)")
+    if prompts is not None and (segment or depth or max_bytes or dry_run):
+        raise typer.BadParameter("--prompts goes without --segment, --depth, --max-bytes and --dry-run")
     pipe = to == _PIPE
     if pipe and not dry_run and sys.stdout.isatty():
         raise typer.BadParameter("stdout is a terminal; write to a file or a pipe", param_hint="--to")
     limit = None if max_bytes is None else byte_count("--max-bytes", max_bytes)
-    with call.cache() as cache, progress.shown() as shows:
-        if not pipe and not dry_run:
-            export.ArchiveFile.check(Path(to), overwrite=force)
-        planned = plan(cache, namespaces or [], segments=segment or [], depth=depth, max_bytes=limit)
+    made = None if prompts is None else read_prompts(Path(prompts))
+    with call.cache() as cache, progress.shown() as shows, _target(to, cache, force, dry_run) as target:
+        if made is not None:
+            pack, planned = asked.ask(cache, engine, made, namespaces or [], seed=seed, progress=shows)
+        else:
+            pack = None
+            planned = plan(cache, namespaces or [], segments=segment or [], depth=depth, max_bytes=limit)
         report = export.export(
-            cache,
-            planned,
-            sys.stdout.buffer if pipe else Path(to or _PIPE),
-            overwrite=force,
-            dry_run=dry_run,
-            progress=shows,
+            cache, planned, target, overwrite=force, dry_run=dry_run, progress=shows, pack=pack
         )
+    report = report.model_copy(update={"to": redact(to or _PIPE)})
     call.print(report, archive_text.export, to_stderr=pipe and not dry_run)
     call.end(report)
+
+
+def _target(to: str, cache: Cache, force: bool, dry_run: bool) -> AbstractContextManager[Path | BinaryIO]:
+    """Returns what the archive is written to."""
+    if to == _PIPE:
+        return nullcontext(sys.stdout.buffer)
+    if dry_run:
+        return nullcontext(Path(to))
+    return place.writable(to, cache.settings, overwrite=force)
 
 
 @verb(
@@ -100,13 +130,20 @@ def _export(
         "cache-admin import hot.tar",
         "cache-admin import hot.tar --new-namespaces",
         "cache-admin import hot.tar --tenant search",
+        "cache-admin import s3://my-bucket/packs/base.tar --weights 9f86d081",
     ),
     see_also=("export", "fsck"),
     exits=(ExitCode.PROBLEMS, ExitCode.PARTIAL),
 )
 def _import(
     call: Call,
-    archive: Annotated[str, typer.Argument(metavar="FILE", help="An archive; - is stdin.")],
+    archive: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="An archive: a path, or s3://BUCKET/FOLDER/NAME.tar?endpoint=URL; - is stdin.",
+        ),
+    ],
     namespaces: Annotated[
         list[str] | None,
         typer.Argument(
@@ -118,6 +155,12 @@ def _import(
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this tenant's namespaces; may be repeated."),
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="DIGEST", help="Only namespaces of these weights, by the start of their digest."
+        ),
+    ] = "",
     new_namespaces: Annotated[
         bool,
         typer.Option(
@@ -130,63 +173,34 @@ def _import(
 ) -> None:
     """Verify an archive and commit its segments, as a save does.
 
-    Namespaces that this store doesn't know are refused, unless they or their tenants are named, or
-    --new-namespaces lets all of them in. What is stored already is skipped, so an import that was cut short
-    is continued by running it again. What is damaged is refused and reported, and the exit code is 4, or 3 if
-    nothing was good. An archive proves that its bytes are whole. Who wrote them only signatures prove:
-    without `signing.keys` import only what comes from those who may write to this cache.
+    Namespaces that this store doesn't know are refused, unless they, their tenants or their weights are
+    named, or --new-namespaces lets all of them in. An archive of prompts (`export --prompts`) is let in, but
+    not if engines here have its model with other weights, or its weights as another model or tenant. What is
+    stored already is skipped, so an import that was cut short is continued by running it again. What is
+    damaged is refused and reported, and the exit code is 4, or 3 if nothing was good; with prompts 4 if
+    another try brings the rest, and 3 if that can't. An archive proves that its bytes are whole. Who wrote
+    them only signatures prove: without `signing.keys` import only what comes from those who may write to this
+    cache.
     """
     prefixes = tuple(prefix.lower() for prefix in namespaces or [])
-    wanted = Wanted(prefixes, frozenset(tenant or []), new=new_namespaces)
-    with _opened(archive) as (stream, total_bytes), progress.shown() as shows:
-        if dry_run:
-            settings = _settings(call)
+    wanted = Wanted(prefixes, frozenset(tenant or []), weights, new=new_namespaces)
+    # A dry run has settings as well, such as those of the keys and of the bucket; it opens no cache.
+    sources = replace(call.sources, index=_NOWHERE, payloads=_NOWHERE) if dry_run else call.sources
+    with replace(call, sources=sources).cache() as cache, progress.shown() as shows:
+        from_pipe = nullcontext((sys.stdin.buffer, None))
+        with from_pipe if archive == _PIPE else place.opened(archive, cache.settings) as (stream, nbytes):
             report = import_.import_archive(
                 stream,
-                None,
-                source=archive,
+                None if dry_run else cache,
+                source=redact(archive),
                 wanted=wanted,
-                settings=settings,
-                keyring=open_keyring(settings.signing) if settings else NO_KEYS,
-                total_bytes=total_bytes,
+                settings=cache.settings,
+                keyring=cache.keyring,
+                total_bytes=nbytes,
                 progress=shows,
             )
-        else:
-            with call.cache() as cache:
-                cache.record("import", archive)
-                report = import_.import_archive(
-                    stream,
-                    cache.saving(),
-                    source=archive,
-                    wanted=wanted,
-                    total_bytes=total_bytes,
-                    progress=shows,
-                )
     call.print(report, archive_text.import_)
     call.end(report)
-
-
-def _settings(call: Call) -> Settings | None:
-    """Returns the settings that a dry run goes by; None where there are none, as it needs no cache."""
-    try:
-        return call.sources.settings()
-    except ConfigError:
-        return None
-
-
-@contextmanager
-def _opened(archive: str) -> Iterator[tuple[BinaryIO, int | None]]:
-    """Yields the archive to read, and its size if that is known."""
-    if archive == _PIPE:
-        yield sys.stdin.buffer, None
-        return
-    path = Path(archive)
-    try:
-        file = path.open("rb")
-    except OSError as exc:
-        raise typer.BadParameter(f"can't read {readable(path)}: {exc.strerror}", param_hint="FILE") from exc
-    with file:
-        yield file, path.stat().st_size if path.is_file() else None
 
 
 def of_moved(report: ExportReport | ImportReport | WarmReport, done: int) -> ExitCode:
@@ -204,4 +218,11 @@ def _of_export(report: ExportReport) -> ExitCode:
 
 @of_report.register
 def _of_import(report: ImportReport) -> ExitCode:
-    return of_moved(report, report.imported.segments + report.present.segments)
+    code = ENDS[report.ended]
+    if report.pack is None:
+        return of_moved(report, report.imported.segments + report.present.segments)
+    if code is not ExitCode.OK or report.pack.whole:
+        return code
+    # Whoever tries again after 4, as the chart does, brings what was being saved, or deleted, just now.
+    passes = report.left_out == report.later > 0 and report.found_segments == report.announced_segments
+    return ExitCode.PARTIAL if passes and not report.unwanted else ExitCode.PROBLEMS

@@ -42,7 +42,7 @@ def _bench(
 
     Writes up to 4 GiB of data like KV blocks into a namespace of its own and removes it again, also after
     Ctrl-C. Run it where an engine runs, while little else does. Each get has the prefill speed below which
-    loading is faster than computing. `advise --bench` reads its --json.
+    loading is faster than computing. The MB/s of gets are what `advise --bandwidth` asks for.
     """
     with call.cache() as cache, progress.shown() as shows:
         shape = shape_of(cache, kv_bytes_per_token)

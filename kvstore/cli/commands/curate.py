@@ -122,7 +122,7 @@ def _pin(
             )
         with call.cache() as cache:
             found = pin.pins(cache, namespace, now)
-        call.print(found, curate_text.pins)
+        call.print(found)
         return
     with call.cache() as cache:
         if tokens is not None and namespace is not None:
@@ -163,7 +163,7 @@ def _unpin(
 
 
 def _end_pin(call: Call, report: PinReport) -> None:
-    call.print(report, curate_text.pin)
+    call.print(report)
     remind(applied=report.applied, anything=report.planned.segments > 0)
     call.end(report)
 
@@ -194,7 +194,7 @@ def _quota(call: Call) -> None:
         "cache-admin quota set tenant/search 200GiB",
         "cache-admin quota set namespace/8a74e0fa 50GiB --apply",
     ),
-    see_also=("quota", "quota clear", "whatif"),
+    see_also=("quota", "quota clear", "advise"),
 )
 def _quota_set(
     call: Call,
@@ -226,7 +226,7 @@ def _quota_clear(call: Call, scope: Scope, apply: Apply = False) -> None:
 
 
 def _end_quota(call: Call, report: QuotaReport) -> None:
-    call.print(report, curate_text.quota)
+    call.print(report)
     remind(applied=report.applied, anything=True)
 
 
@@ -255,7 +255,7 @@ def _sessions(
     with call.cache() as cache:
         most = _LISTED if limit is None else limit
         report = sessions.sessions(cache, namespace, cast("SessionState | None", wanted), most, time.time())
-    call.print(report, curate_text.sessions)
+    call.print(report)
 
 
 @verb(

@@ -12,7 +12,6 @@ from kvstore.admin.serve.exposed import exposed
 from kvstore.cli.call import Call, say
 from kvstore.cli.exits import ExitCode, of_report
 from kvstore.cli.running import logged, place, until_told
-from kvstore.cli.text import feed as feed_text
 from kvstore.cli.verbs import verb
 from kvstore.errors import ConfigError
 
@@ -122,7 +121,7 @@ def _feed(
 
 
 def _end(call: Call, report: FeedReport) -> None:
-    call.print(report, feed_text.feed)
+    call.print(report)
     call.end(report)
 
 

@@ -57,7 +57,7 @@ def _status(call: Call) -> None:
         "cache-admin stats --watch --every 10",
         "cache-admin stats 8a74e0fa --watch --json | jq -c '[.at_s, .total.hit_ratio, .total.misses]'",
     ),
-    see_also=("explain", "whatif", "top"),
+    see_also=("explain", "advise", "top"),
 )
 def _stats(
     call: Call,
@@ -125,7 +125,7 @@ def _top(
     """
     with call.cache() as cache:
         report = top.top(cache, namespace, limit=limit, now_s=time.time())
-    call.print(report, inspect_text.top)
+    call.print(report)
 
 
 @verb(
@@ -226,7 +226,7 @@ def _du(call: Call, namespace: Namespace = None) -> None:
     """
     with call.cache() as cache, progress.shown() as shows:
         report = du.du(cache, namespace, time.time(), shows)
-    call.print(report, inspect_text.du)
+    call.print(report)
 
 
 @verb(

@@ -177,7 +177,7 @@ def _evict(
             assert keep_bytes is not None, "it is one of the three"
             planned = evict.plan_keep(cache, namespace, keep_bytes=keep_bytes, now_s=now)
         report = evict.evict(cache, planned, applied=apply, now_s=now, progress=shows)
-    call.print(report, remove_text.evict)
+    call.print(report)
     remind(applied=apply, anything=report.planned.segments > 0)
     call.end(report)
 
@@ -196,7 +196,7 @@ def _ttl(call: Call) -> None:
     """
     with call.cache() as cache:
         report = ttl.ttls(cache, time.time())
-    call.print(report, remove_text.ttls)
+    call.print(report)
 
 
 @verb(
@@ -228,7 +228,7 @@ def _ttl_set(
         raise typer.BadParameter(f"{seconds!r} is not between ten minutes and a century", param_hint="TIME")
     with call.cache() as cache:
         report = ttl.set_ttl(cache, scope, ttl_s, applied=apply, now_s=time.time())
-    call.print(report, remove_text.ttl)
+    call.print(report)
     remind(applied=report.applied, anything=True)
 
 
@@ -245,7 +245,7 @@ def _ttl_clear(call: Call, scope: TtlScope, apply: Apply = False) -> None:
     """
     with call.cache() as cache:
         report = ttl.set_ttl(cache, scope, None, applied=apply, now_s=time.time())
-    call.print(report, remove_text.ttl)
+    call.print(report)
     remind(applied=report.applied, anything=True)
 
 

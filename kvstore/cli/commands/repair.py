@@ -232,7 +232,7 @@ def _reshard(
     """
     with call.cache() as cache, progress.shown() as shows:
         report = reshard.reshard(cache, namespace, shards, apply=apply, progress=shows)
-    call.print(report, repair_text.reshard)
+    call.print(report)
     remind(applied=apply, anything=report.before != report.after)
     call.end(report)
 

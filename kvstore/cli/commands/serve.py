@@ -127,7 +127,7 @@ def _serve(
 
 @of_report.register
 def _of_serving(report: ServingReport) -> ExitCode:
-    if "unreachable" in (report.index.state, report.payloads.state):
+    if "unreachable" in (report.status.index.state, report.status.payloads.state):
         return ExitCode.UNREACHABLE
     failing = report.janitor is not None and any(step.failing for step in report.janitor.steps)
     return ExitCode.PARTIAL if failing else ExitCode.OK

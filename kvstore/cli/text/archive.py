@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.text import Text
 
-from kvstore.admin.archive.reports import ExportReport, ImportReport
+from kvstore.admin.archive.reports import ExportReport, ImportReport, PackReport
 from kvstore.admin.curate.reports import WarmReport
-from kvstore.cli.tables import Renderables, amount, count, left_rows, pair
+from kvstore.cli.tables import (
+    SHOWN,
+    Column,
+    Renderables,
+    TableRows,
+    age,
+    amount,
+    count,
+    left_rows,
+    pair,
+    plain,
+)
 from kvstore.rules.units import size
 
 WIDTH = 10
@@ -24,12 +37,17 @@ def export(report: ExportReport) -> Renderables:
     yield pair("exported", amount(report.exported), width=WIDTH)
     if report.ended == "complete":
         yield pair("size", size(report.archive_bytes), width=WIDTH)
+    if report.pack is not None:
+        yield from _pack(report.pack)
     yield from moved(report, report.exported.stored_bytes)
 
 
 def import_(report: ImportReport) -> Renderables:
     """Yields what became of the archive's segments."""
     yield pair("archive", report.source, width=WIDTH)
+    if report.pack is not None:
+        yield from _pack(report.pack)
+        yield ""
     if report.found_segments != report.announced_segments:
         announced = count(report.announced_segments, "segment")
         yield pair("announced", f"{announced}, {report.found_segments:,} found", width=WIDTH)
@@ -47,6 +65,44 @@ def import_(report: ImportReport) -> Renderables:
     if report.unwanted:
         yield pair("unwanted", f"{count(report.unwanted, 'segment')} of what was not named", width=WIDTH)
     yield from moved(report, report.verified.stored_bytes)
+    if report.pack is None:
+        return
+    if not report.pack.whole:
+        yield pair("pack", Text("not all of it is here", style="bold red"), width=WIDTH)
+    if report.pack.differences:
+        yield ""
+        yield Text(
+            "engines here differ from what it is for; it serves those that will be so:", style="yellow"
+        )
+        for one in report.pack.differences:
+            yield Text(plain(f"  {one.path}: {one.a} here, {one.b} in the archive ({one.meaning})"))
+
+
+def _pack(report: PackReport) -> Renderables:
+    """Yields what an archive says of its prompts, and a line for each."""
+    yield pair("model", report.model, width=WIDTH)
+    yield pair("weights", report.weights, width=WIDTH)
+    tenant = f"tenant {report.tenant}, namespace {report.namespace}"
+    yield pair("for", f"{tenant}, {report.dtype}, tp {report.tp}, pp {report.pp}", width=WIDTH)
+    made = f"{age(time.time(), report.created_s)} ago by vLLM {report.engine}, kvstore {report.version}"
+    yield pair("made", made, width=WIDTH)
+    yield pair("signed", f"by key {report.key}" if report.key else "no", width=WIDTH)
+    yield pair("holds", f"{size(report.stored_bytes)} in {count(report.segments, 'segment')}", width=WIDTH)
+    yield ""
+    shown = report.prompts[:SHOWN]
+    yield TableRows(
+        Column("prompt", [one.name for one in shown], wraps=True),
+        Column("tokens", [f"{one.tokens:,}" for one in shown], right=True),
+        Column("blocks", [f"{one.blocks:,}" for one in shown], right=True),
+        Column(
+            "loadable",
+            ["-" if one.loadable is None else f"{one.loadable:,}" for one in shown],
+            right=True,
+            plain="-",
+        ),
+    )
+    if len(report.prompts) > len(shown):
+        yield Text(f"and {count(len(report.prompts) - len(shown), 'prompt')} more", style="dim")
 
 
 def moved(report: ExportReport | ImportReport | WarmReport, nbytes: int) -> Renderables:

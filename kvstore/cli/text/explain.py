@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 from rich.padding import Padding
 from rich.text import Text
 
 from kvstore.admin.explain.reports import Block, Chain, ExplainReport, Finding, GroupChain, Reach, Told
-from kvstore.cli.tables import Column, Renderables, TableRows, age, count, pair, plain
+from kvstore.cli.shown import rows
+from kvstore.cli.tables import Renderables, age, count, pair, plain
 
 _GOOD = ("stored",)
 
@@ -29,7 +29,7 @@ def explain(report: ExplainReport) -> Renderables:
             yield from _told_in_full(told, report.at_s)
     elif report.told:
         yield ""
-        yield from _told(report.told, report.at_s)
+        yield rows(report.told, report.at_s, leave=("namespace", "text", "because", "block"))
     if report.reach:
         yield ""
     for reach in report.reach:
@@ -43,15 +43,7 @@ def _chain(chain: Chain, now_s: float) -> Renderables:
     several = len(chain.groups) > 1
     if several:
         yield ""
-        yield TableRows(
-            Column("group", [one.group for one in chain.groups], right=True),
-            Column("kind", [one.kind for one in chain.groups]),
-            Column("window", [one.window or "-" for one in chain.groups], right=True, plain="-"),
-            Column("blocks of", [f"{one.block_tokens} tokens" for one in chain.groups], right=True),
-            Column("asked", [f"{one.blocks:,}" for one in chain.groups], right=True),
-            Column("leading", [f"{one.leading:,}" for one in chain.groups], right=True),
-            Column("stored", [f"{one.stored:,}" for one in chain.groups], right=True),
-        )
+        yield rows(chain.groups, now_s, leave=("stop",))
     for group in chain.groups:
         yield from _group(group, now_s, several=several)
 
@@ -110,18 +102,6 @@ def _told_in_full(told: Told, now_s: float) -> Renderables:
         yield pair("now", f"digest {told.block.digest}")
         for finding in told.block.findings:
             yield from _finding("", finding, now_s)
-
-
-def _told(told: Sequence[Told], now_s: float) -> Renderables:
-    yield TableRows(
-        Column("told", [f"{age(now_s, one.at_s)} ago" for one in told], right=True),
-        Column("request", [one.request for one in told], wraps=True),
-        Column("", [one.op for one in told]),
-        Column("asked", [f"{one.asked:,}" for one in told], right=True),
-        Column("served", [f"{one.served:,}" for one in told], right=True),
-        Column("from block", [f"{one.position:,}" for one in told], right=True),
-        Column("reason", [one.reason for one in told]),
-    )
 
 
 def _reach(reach: Reach, now_s: float) -> Text:

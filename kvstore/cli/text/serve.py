@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.admin.reports import BackendState
-from kvstore.admin.serve.reports import Answering, ProbeReport, ServingReport
+from kvstore.admin.serve.reports import ProbeReport, ServingReport
 from kvstore.cli.tables import Column, Renderables, TableRows, age, backend, count, pair
 from kvstore.janitor.reports import DONE, JanitorState
 from kvstore.rules.units import size
@@ -13,20 +12,20 @@ _LINES = 10
 
 def serve(report: ServingReport) -> Renderables:
     """Yields what there is, then what the janitor did, then what went wrong."""
-    yield from backend("index", _backend(report.index))
-    yield from backend("payloads", _backend(report.payloads))
-    if report.looked_s is None:
+    status = report.status
+    yield from backend("index", status.index)
+    yield from backend("payloads", status.payloads)
+    if (held := status.total) is None:
         yield pair("stored", "unknown: the index can't be asked")
     else:
-        held = report.total
-        amount = f"{size(held.stored_bytes)} of {size(report.capacity_bytes)}"
-        namespaces = count(len(report.namespaces) + report.others, "namespace")
+        amount = f"{size(held.stored_bytes)} of {size(status.capacity_bytes)}"
+        namespaces = count(len(status.namespaces) + report.others, "namespace")
         yield pair(
             "stored",
             f"{amount} in {count(held.segments, 'segment')}, {count(held.blocks, 'block')}, {namespaces}",
         )
-        if held.trashed_segments or held.bygone_segments:
-            waiting = f"{held.trashed_segments:,} evicted, {held.bygone_segments:,} invalidated"
+        if status.upkeep.trashed or status.upkeep.bygone:
+            waiting = f"{status.upkeep.trashed:,} evicted, {status.upkeep.bygone:,} invalidated"
             yield pair("to delete", f"segments: {waiting}")
     if report.janitor is not None:
         yield from _janitor(report.janitor)
@@ -51,8 +50,3 @@ def _janitor(state: JanitorState) -> Renderables:
             Column("failures", [step.failures for step in begun], right=True, plain=0),
             Column("problem", [step.problem for step in begun], wraps=True, plain=""),
         )
-
-
-def _backend(found: Answering) -> BackendState:
-    state = found.state if found.state != "unknown" else "unreachable"
-    return BackendState(url=found.url, state=state, problem=found.problem)

@@ -136,8 +136,8 @@ def test_the_archive_is_a_plain_tar_of_safetensors_files(
         stored = {str(path.relative_to(filled.folder)): path.read_bytes() for path in filled.payload_files()}
         got = {m.name: tar.extractfile(m).read() for m in members[1:]}  # type: ignore[union-attr]
     assert got == stored
-    assert manifest["format"] == 1
-    assert (manifest["segments"], manifest["payloads"]) == (5, 5)
+    assert (manifest["format"], manifest["segments"], manifest["payloads"]) == (1, 5, 5)
+    assert "pack" not in manifest
     assert manifest["payload_bytes"] == sum(map(len, stored.values()))
     assert {namespace_id(Namespace.model_validate_json(t)) for t in manifest["namespaces"].values()} == set(
         manifest["namespaces"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import tarfile
-import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -310,18 +309,6 @@ def test_a_bomb_is_not_decompressed(members: Members, monkeypatch: pytest.Monkey
     bad = Imported(packed([(MANIFEST, members[MANIFEST]), (name, text + data[-size:])]))
     assert (bad.report.imported.segments, bad.report.left_out) == (0, 1)
     assert "and its tensor differ" in bad.report.left[0].reason
-
-
-@pytest.mark.parametrize("dry_run", [False, True])
-def test_a_header_that_takes_long_to_parse_is_refused(members: Members, dry_run: bool) -> None:
-    space = kv_space()
-    slots, tensors, _ = hostile.HOSTILE["a shape of huge numbers"](3 << 20)
-    header = hostile.header(canonical_json(space), namespace_id(space), slots, tensors, {})
-    name = payload_name(namespace_id(space), SegmentId(bytes(8)), 0)
-    began = time.thread_time()
-    bad = Imported(packed([(MANIFEST, members[MANIFEST]), (name, header)]), dry_run=dry_run)
-    assert (bad.report.verified.segments, bad.report.left_out) == (0, 1)
-    assert time.thread_time() - began < 5
 
 
 @pytest.mark.slow

@@ -64,15 +64,7 @@ def test_a_quick_run(admin: Admin, either: Filled) -> None:
 def test_as_text(admin: Admin, filled: Filled) -> None:
     ran = admin("bench", *QUICK, *filled.options, env=SMALL)
     assert ran.code == 0
-    words = (
-        "1,024 bytes: --kv-bytes-per-token",
-        "4 blocks of 16 tokens",
-        "break-even tokens/s",
-        "match",
-        "put",
-    )
-    for word in words:
-        assert word in ran.out
+    assert "1,024 bytes: --kv-bytes-per-token" in ran.out and "break-even tokens/s" in ran.out
     assert "Traceback" not in ran.err
 
 

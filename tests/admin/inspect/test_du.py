@@ -15,7 +15,6 @@ from kvstore.admin.inspect.reports import DuReport
 from kvstore.keys import NamespaceId, SegmentId, namespace_id
 from schemas.records import PartRecord, SegmentRecord
 from tests.admin.conftest import Admin, Filled, chain, kv_slots, opened
-from tests.admin.inspect.test_status import row
 
 
 def test_du_tells_states_apart(admin: Admin, either: Filled) -> None:
@@ -60,9 +59,7 @@ def test_du_tells_states_apart(admin: Admin, either: Filled) -> None:
     assert (old.oldest_s, old.newest_s, old.model) == (1e9, 1e9, "tiny-random")
     only = DuReport.model_validate_json(admin("du", either.ec_id[:5], "--json", *either.options).out)
     assert [line.state for line in only.lines] == ["bygone"]
-    text = admin("du", *either.options).out
-    assert row(text, "orphan")[0] in (either.kv_id, "fedcba9876543210")
-    assert "8 payloads" in text
+    assert "8 payloads" in admin("du", *either.options).out
 
 
 def test_du_holds_a_page_at_a_time_and_shows_how_far_it_is(

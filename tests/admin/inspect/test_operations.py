@@ -14,9 +14,6 @@ import pytest
 
 from kvstore.admin.backends import Cache
 from kvstore.admin.operators import among, janitor, operator, written
-from kvstore.admin.pack.build import write
-from kvstore.admin.pack.engine import Computed
-from kvstore.admin.progress import Silent
 from kvstore.admin.serve.server import Serving
 from kvstore.build import OPERATOR, load_settings, open_index
 from kvstore.cli.app import VERBS
@@ -24,8 +21,7 @@ from kvstore.errors import PermissionDenied
 from kvstore.index.sessions import Hint
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, session_id
-from schemas.pack import PackedPrompt
-from tests.admin.conftest import Admin, Filled, kv_slots
+from tests.admin.conftest import Admin, Filled
 from tests.waiting import PATIENCE_S
 
 ANNA = {OPERATOR: "anna"}
@@ -40,15 +36,6 @@ def archive(filled: Filled, admin: Admin) -> list[str]:
     assert admin("export", filled.kv_id, "--to", str(target), *filled.options).code == 0
     assert admin("drop", filled.kv_id, "--now", "--apply", *filled.options).code == 0
     return ["import", str(target), "--new-namespaces"]
-
-
-def a_pack(filled: Filled, _: Admin) -> list[str]:
-    target = filled.folder.parent / "base.tar"
-    blocks = b"".join(slot.key[:16] for slot in kv_slots(12)).hex()
-    with Cache(load_settings(filled.settings, {})) as cache:
-        computed = Computed("0.32.0", (PackedPrompt(name="agent", tokens=195, blocks=blocks),))
-        write(cache, computed, target, progress=Silent())
-    return ["pack", "apply", str(target)]
 
 
 def tiers(filled: Filled, _: Admin) -> list[str]:
@@ -81,7 +68,6 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
     "fsck": lambda filled, _: ["fsck", "--apply"],
     "rebuild": lambda filled, _: ["rebuild"],
     "import": archive,
-    "pack apply": a_pack,
     "warm": tiers,
     "sessions": a_session,
     "bench": lambda filled, _: ["bench", "--seconds", "1"],
@@ -90,8 +76,7 @@ CHANGES: dict[str, Callable[[Filled, Admin], list[str]]] = {
 #: probes are gone when it ends.
 HARMLESS = {
     "status", "ls", "namespaces", "namespaces diff", "show", "stats", "top", "du", "events", "operations",
-    "explain", "simulate", "advise", "doctor", "vllm-config", "export", "serve", "feed", "whatif",
-    "pack build", "pack inspect", "pack verify",
+    "explain", "advise", "doctor", "vllm-config", "export", "serve", "feed",
 }  # fmt: skip
 
 

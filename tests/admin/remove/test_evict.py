@@ -29,7 +29,6 @@ from tests.admin.conftest import (
     opened,
     snapshot,
 )
-from tests.admin.inspect.test_status import row
 from tests.index.contract.chains import chain as digests
 from tests.index.contract.chains import record
 
@@ -60,9 +59,7 @@ def test_evict_named_segments(admin: Admin, either: Filled) -> None:
     assert [event.rule for event in events[-2:]] == ["admin", "admin"]
     assert len(either.payload_files()) == 5, "the payloads stay for their grace time"
     assert admin("evict", "0123456789abcdef", *either.options).code == 1
-    text = admin("evict", head, *either.options)
-    assert row(text.out, either.kv_id)[2:4] == ["1", "4"]
-    assert "--apply" in text.err
+    assert "--apply" in admin("evict", head, *either.options).err
 
 
 def test_pinned_segments_are_evicted_only_if_that_is_said(admin: Admin, either: Filled) -> None:

@@ -245,17 +245,20 @@ def test_of_a_request_only_what_it_lacked_goes(admin: Admin, world: World) -> No
 
 @contextmanager
 def engine(answer: Any, status: int = 200) -> Iterator[tuple[str, list[Any]]]:
-    """Something that answers /tokenize as vLLM's server does."""
+    """Something that answers what is posted to it, as vLLM's server does, and tells its release."""
     asked: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            body = json.dumps(answer).encode()
+            body = json.dumps(answer() if callable(answer) else answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps({"version": "0.32.0"}).encode())
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,16 +18,17 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvstore.admin.serve.server
 from kvstore.admin.backends import Cache
 from kvstore.admin.counting import Growth
-from kvstore.admin.reports import FastBackend
+from kvstore.admin.reports import Amount, FastBackend
 from kvstore.admin.serve import collector as surveying
 from kvstore.admin.serve import sessions
 from kvstore.admin.serve.collector import HIGHLIGHTS_S, LOOK_MOST_S
-from kvstore.admin.serve.exporter import KEPT_S as WRITTEN_S
 from kvstore.admin.serve.exporter import Exporter
+from kvstore.admin.serve.exposed import Exposition
 from kvstore.admin.serve.history import KEPT_S, SAMPLE_S, History
+from kvstore.admin.serve.listener import HttpRequest
 from kvstore.admin.serve.monitor import HANGS_S, READY_S, Monitor
 from kvstore.admin.serve.reports import ServingReport
-from kvstore.admin.serve.server import Serving
+from kvstore.admin.serve.server import TEXT_KEPT_S, Serving
 from kvstore.build import load_settings
 from kvstore.errors import Throttled, TransientError
 from kvstore.index.eviction import Scope
@@ -43,7 +43,7 @@ from kvstore.payloads.s3.store import S3Payloads
 from kvstore.rules.reasons import MISS_REASONS, UNSAVED
 from schemas.namespace import Namespace
 from schemas.records import EvictionRule, PartRecord, SegmentRecord
-from tests.admin.conftest import Admin, Filled, ec_space, kv_slots, kv_space
+from tests.admin.conftest import Admin, Filled, ec_space, kv_space
 from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[3]
@@ -112,13 +112,17 @@ class World:
         self.index.tell(name, [outcome])
 
     def metrics(self, janitor: JanitorState | None = None) -> dict[str, Metric]:
-        text, _ = Exporter(self.monitor, lambda: janitor).text("")
-        return {family.name: family for family in text_string_to_metric_families(text.decode())}
+        text = exposition(self.monitor, janitor)(HttpRequest({}, "")).body.decode()
+        return {family.name: family for family in text_string_to_metric_families(text)}
 
     def value(self, family: str, **labels: str) -> float:
         """The sum of what has these labels."""
         samples = self.metrics()[family].samples
         return sum(one.value for one in samples if labels.items() <= one.labels.items())
+
+
+def exposition(monitor: Monitor, janitor: JanitorState | None = None) -> Exposition:
+    return Exposition(Exporter(monitor, lambda: janitor).metrics)
 
 
 @pytest.fixture
@@ -144,7 +148,7 @@ def test_growth_counts_what_is_added_and_what_begins_anew() -> None:
     assert growth.advance(A, {"asked": 130, "served": 5}) == {}
     # The index was emptied, and 20 were asked for since.
     assert growth.advance(A, {"asked": 20}) == {"asked": 20}
-    growth.forget(A)
+    growth.keep_to(())
     assert growth.advance(A, {"asked": 7}, is_new=True) == {"asked": 7}
 
 
@@ -161,19 +165,10 @@ def test_a_history_adds_up_in_every_window() -> None:
         samples = [n for n in range(3 * 360) if n * SAMPLE_S >= report.points[0].at_s]
         assert sum(point.asked for point in report.points) == 10 * len(samples)
         assert sum(point.served for point in report.points) == sum(n % 10 for n in samples)
-        assert sum(point.missed["absent"] for point in report.points) == sum(10 - n % 10 for n in samples)
+        assert sum(point.misses["absent"] for point in report.points) == sum(10 - n % 10 for n in samples)
         assert sum(point.evicted_bytes for point in report.points) == 3 * len(samples)
         assert report.points[-1].stored_bytes == 3 * 360 - 1
         assert report.points[0].at_s >= now - window - report.step_s
-
-
-def test_a_history_is_bounded_and_forgets_the_oldest() -> None:
-    history = History(0.0)
-    for number in range(2 * KEPT_S // SAMPLE_S):
-        history.sample(number * SAMPLE_S, number)
-    report = history.report(2 * KEPT_S, KEPT_S)
-    assert report.since_s == KEPT_S
-    assert len(report.points) <= 182
 
 
 def test_looks_in_quick_succession_are_one_sample() -> None:
@@ -197,17 +192,17 @@ def test_what_is_held_is_what_the_index_says(world: World) -> None:
     world.index.pin(kv, segments[:1], most_bytes=5_000)
     world.index.evict(kv, segments[2:], delete_after_s=world.now, rule="admin")
     report = world.look()
-    assert (report.total.segments, report.total.blocks) == (3, 9)
-    assert report.total.stored_bytes == 2 * 1000 + 325
-    lines = {line.id: line for line in report.namespaces}
+    status = report.status
+    assert status.total == Amount(segments=3, blocks=9, stored_bytes=2 * 1000 + 325)
+    lines = {line.id: line for line in status.namespaces}
     assert set(lines) == {kv, ec}
-    assert (lines[kv].model, lines[kv].tenant, lines[kv].kind) == ("m", "t", "kv")
-    held = lines[kv].held
-    assert (held.stored_bytes, held.pinned_bytes, held.trashed_segments) == (2000, 1000, 1)
-    assert held.cost_us == world.index.usage(kv).cost_us > 0
+    line = lines[kv]
+    assert (line.model, line.tenant, line.kind, line.usage.stored_bytes) == ("m", "t", "kv", 2000)
+    assert (line.upkeep.pinned_bytes, line.upkeep.trashed) == (1000, 1)
+    assert line.cost_s == report.cost_s == world.index.usage(kv).cost_us / 1e6 > 0
     assert world.value("kvstore_stored_bytes", cache_namespace=kv) == 2000
-    assert world.value("kvstore_stored_bytes") == report.total.stored_bytes
-    assert world.value("kvstore_recompute_seconds", cache_namespace=kv) == pytest.approx(held.cost_us / 1e6)
+    assert world.value("kvstore_stored_bytes") == 2325
+    assert world.value("kvstore_recompute_seconds", cache_namespace=kv) == pytest.approx(line.cost_s)
 
 
 def test_quotas_are_those_in_force(world: World) -> None:
@@ -216,14 +211,14 @@ def test_quotas_are_those_in_force(world: World) -> None:
     world.index.set_quota(Scope.namespace(kv), 5_000)
     world.index.set_quota(Scope.tenant("t"), 7_000)
     world.index.set_quota(Scope.STORE, 20_000)
-    report = world.look()
-    assert report.capacity_bytes == 20_000
-    assert {line.scope: (line.quota_bytes, line.used_bytes) for line in report.quotas} == {
+    status = world.look().status
+    assert status.capacity_bytes == 20_000
+    assert {line.scope: (line.quota_bytes, line.used_bytes) for line in status.quotas} == {
         "store": (20_000, 1_000),
         "tenant/t": (7_000, 1_000),
         f"namespace/{kv}": (5_000, 1_000),
     }
-    assert report.namespaces[0].quota_bytes == 5_000
+    assert status.namespaces[0].quota_bytes == 5_000
     assert world.value("kvstore_quota_bytes", scope="tenant/t") == 7_000
     assert world.value("kvstore_capacity_bytes") == 20_000
 
@@ -233,15 +228,15 @@ def test_history_begins_with_this_server_and_counters_with_the_namespace(world: 
     world.tell(kv, 100, 60, "absent")
     before = world.look()
     assert sum(point.asked for point in before.history.points) == 0
-    assert before.namespaces[0].blocks.asked == 100
+    assert before.stats.total.asked == 100
     world.tell(kv, 50, 20, "deadline")
     world.tell(kv, 8, 5, "not_admitted", op="save")
     after = world.look(SAMPLE_S)
     points = after.history.points
     assert (sum(p.asked for p in points), sum(p.served for p in points)) == (50, 20)
-    assert points[-1].missed == {"deadline": 30}
-    blocks = after.namespaces[0].blocks
-    assert (blocks.asked, blocks.served, blocks.missed) == (150, 80, {"absent": 40, "deadline": 30})
+    assert points[-1].misses == {"deadline": 30}
+    told = after.stats.namespaces[0]
+    assert (told.asked, told.served, told.misses) == (150, 80, {"absent": 40, "deadline": 30})
     assert world.value("kvstore_asked_blocks", cache_namespace=kv) == 150
     assert world.value("kvstore_missed_blocks", cache_namespace=kv, reason="absent") == 40
     assert world.value("kvstore_missed_blocks", cache_namespace=kv, reason="corrupt") == 0
@@ -258,8 +253,7 @@ def test_history_begins_with_this_server_and_counters_with_the_namespace(world: 
 def test_a_reason_of_a_newer_version_is_counted_as_other(world: World) -> None:
     kv = world.register(kv_space())
     world.tell(kv, 9, 2, "eaten_by_a_bear")
-    report = world.look()
-    assert report.namespaces[0].blocks.missed == {"eaten_by_a_bear": 7}
+    assert world.look().stats.total.misses == {"eaten_by_a_bear": 7}
     assert world.value("kvstore_missed_blocks", reason="other") == 7
     assert world.value("kvstore_missed_blocks") == 7
 
@@ -273,10 +267,9 @@ def test_counters_of_others_only_grow(world: World, monkeypatch: pytest.MonkeyPa
             world.commit(name)
         world.tell(name, 1000, 1000)
     report = world.look()
-    assert [line.id for line in report.namespaces] == names[:2]
+    assert [line.id for line in report.status.namespaces] == names[:2]
     assert report.others == 5
-    assert report.others_held.segments == 5 + 4 + 3 + 2 + 1
-    assert report.total.segments == 28
+    assert report.status.total is not None and report.status.total.segments == 28
     assert world.value("kvstore_segments", cache_namespace="other") == 15
     for _ in range(3):
         world.look(SAMPLE_S)
@@ -288,7 +281,7 @@ def test_counters_of_others_only_grow(world: World, monkeypatch: pytest.MonkeyPa
         world.tell(name, 10, 4, "absent")
     seen = []
     for _ in range(4):
-        assert {line.id for line in world.look(SAMPLE_S).namespaces} == set(names[:2])
+        assert {line.id for line in world.look(SAMPLE_S).status.namespaces} == set(names[:2])
         seen.append(world.value("kvstore_asked_blocks", cache_namespace="other"))
     assert seen == sorted(seen)
     assert seen[-1] == 5 * 10
@@ -297,7 +290,7 @@ def test_counters_of_others_only_grow(world: World, monkeypatch: pytest.MonkeyPa
     for gone in (names[5], names[0]):
         empty(world, gone)
     after = world.look(SAMPLE_S)
-    assert {line.id for line in after.namespaces} == {names[1], names[6]}
+    assert {line.id for line in after.status.namespaces} == {names[1], names[6]}
     assert world.value("kvstore_asked_blocks", cache_namespace="other") == 50
     assert sum(p.asked for p in world.report(KEPT_S).history.points) == 70
 
@@ -325,9 +318,24 @@ def test_an_index_that_was_emptied_is_begun_with_anew(world: World) -> None:
     world.index.evict(kv, [world.commit(kv)], delete_after_s=world.now, rule="bad")
     report = world.look(SAMPLE_S)
     assert sum(point.asked for point in report.history.points) == 5
-    assert report.namespaces[0].blocks.asked == 5
-    assert report.evictions[0].rule == "bad"
+    assert report.stats.total.asked == 5
+    assert report.events.events[-1].rule == "bad"
     assert report.evictions_by_rule["bad"] == 1
+
+
+def test_an_event_that_is_read_again_after_a_gap_is_counted_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = world.register(kv_space())
+    first, second = world.commit(kv), world.commit(kv)
+    world.index.evict(kv, [first], delete_after_s=world.now, rule="capacity")
+    world.look()
+    # As where one of several shards has lost some: the others' are read from the beginning.
+    monkeypatch.setattr(world.index, "has_lost", lambda *_: True)
+    world.index.evict(kv, [second], delete_after_s=world.now, rule="capacity")
+    report = world.look(SAMPLE_S)
+    assert report.evictions_by_rule == {"capacity": 2}
+    assert [line.segment for line in report.events.events] == [first.hex(), second.hex()]
 
 
 def test_what_was_joined_is_counted_and_is_no_loss(world: World) -> None:
@@ -336,7 +344,7 @@ def test_what_was_joined_is_counted_and_is_no_loss(world: World) -> None:
     world.look()
     world.index.evict(kv, [segment], delete_after_s=world.now, rule="joined")
     report = world.look(SAMPLE_S)
-    assert (report.evictions, report.evictions_by_rule) == ((), {"joined": 1})
+    assert (report.events.events, report.evictions_by_rule) == ((), {"joined": 1})
 
 
 def test_evictions_before_and_since(world: World) -> None:
@@ -347,42 +355,32 @@ def test_evictions_before_and_since(world: World) -> None:
     world.monitor = Monitor(world.cache)
     report = world.look()
     assert report.evictions_by_rule == {}
-    assert [(line.segment, line.rule, line.depth) for line in report.evictions] == [
+    assert [(line.segment, line.rule, line.depth) for line in report.events.events] == [
         (first.hex(), "capacity", 8)
     ]
     world.index.evict(kv, [second], delete_after_s=world.now, rule="tenant_quota")
     report = world.look(SAMPLE_S)
-    assert {line.segment for line in report.evictions} == {first.hex(), second.hex()}
-    assert [line.stored_bytes for line in report.evictions] == [1000, 1000]
+    assert {line.segment for line in report.events.events} == {first.hex(), second.hex()}
+    assert [line.stored_bytes for line in report.events.events] == [1000, 1000]
     assert report.evictions_by_rule == {"tenant_quota": 1}
     world.commit(kv)
     world.index.invalidate(kv)
-    newest = world.look().evictions[0]
+    newest = world.look().events.events[-1]
     assert (newest.rule, newest.segment) == ("invalidated", None)
     assert world.value("kvstore_evictions", rule="invalidated") == 1
 
 
-def test_hottest_and_coldest(world: World) -> None:
-    kv, ec = world.register(kv_space()), world.register(ec_space())
-    cold, warm, hot = (world.commit(kv, depth=depth) for depth in (64, 4, 0))
-    item = world.commit(ec, slots=1)
-    for _ in range(5):
-        world.now += 60
-        world.index.touch(kv, [hot], world.now)
-        world.index.touch(ec, [item], world.now)
+def test_prefixes_are_read_now_and_then(world: World) -> None:
+    kv = world.register(kv_space())
+    cold, warm = world.commit(kv, depth=4), world.commit(kv)
     world.now += 60
-    world.index.touch(kv, [hot], world.now)
-    report = world.look()
-    assert report.hottest[0].segment == hot.hex()
-    assert report.hottest[0].minutes > report.hottest[1].minutes
-    assert report.hottest[1].segment == item.hex()
-    assert [line.segment for line in report.coldest][:2] == [cold.hex(), warm.hex()]
-    assert report.coldest[0].depth == 64
-    assert report.coldest[-1].segment == hot.hex()
-    # Not read with every look.
+    world.index.touch(kv, [warm], world.now)
+    report = world.look().top
+    assert report.hottest[0].segment == warm.hex()
+    assert [line.segment for line in report.coldest] == [cold.hex(), warm.hex()]
     world.index.evict(kv, [cold], delete_after_s=world.now, rule="admin")
-    assert world.look(SAMPLE_S).coldest == report.coldest
-    assert world.look(HIGHLIGHTS_S).coldest[0].segment == warm.hex()
+    assert world.look(SAMPLE_S).top.coldest == report.coldest
+    assert [line.segment for line in world.look(HIGHLIGHTS_S).top.coldest] == [warm.hex()]
 
 
 def test_sessions_are_counted_and_the_largest_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,10 +393,11 @@ def test_sessions_are_counted_and_the_largest_told(world: World, monkeypatch: py
     told = world.index.session(names[0], waits, [], world.now, hint, allowance=allowance)
     [waiting] = world.index.find_sessions(names[0], [waits])
     assert waiting is not None
-    seen = world.look().sessions
-    assert (seen.live, seen.retained, seen.ended, seen.read_s) == (1, 1, 1, world.now)
-    assert (seen.retained_bytes, seen.allowed_bytes) == (told.retained_bytes, 1000)
-    assert [(one.session, one.state, one.until_s) for one in seen.largest] == [
+    report = world.look()
+    seen = report.sessions
+    assert (seen.live, seen.retained, seen.ended, report.sessions_read_s) == (1, 1, 1, world.now)
+    assert (seen.retained_bytes, report.retainable_bytes) == (told.retained_bytes, 1000)
+    assert [(one.session, one.state, one.until_s) for one in seen.sessions] == [
         (waits.hex(), "retained", waiting.until_s),
         (ended.hex(), "ended", None),
         (lives.hex(), "live", None),
@@ -410,10 +409,10 @@ def test_sessions_are_counted_and_the_largest_told(world: World, monkeypatch: py
     assert world.look(SAMPLE_S).sessions.ended == 2
     # A server that has just begun has met some.
     began = sessions.SessionRounds(lambda: world.now)
-    began.read(world.index, names, 1000)
-    assert (began.seen.live + began.seen.retained + began.seen.ended, began.seen.read_s) == (2, None)
-    began.read(world.index, names, 1000)
-    assert (began.seen.retained, began.seen.ended, began.seen.read_s) == (1, 2, world.now)
+    began.read(world.index, names)
+    assert (began.seen.live + began.seen.retained + began.seen.ended, began.read_s) == (2, None)
+    began.read(world.index, names)
+    assert (began.seen.retained, began.seen.ended, began.read_s) == (1, 2, world.now)
 
 
 def test_faults_are_what_should_not_have_been(world: World) -> None:
@@ -428,16 +427,6 @@ def test_faults_are_what_should_not_have_been(world: World) -> None:
     shown = world.report(janitor=a_janitor(world.now + 1)).faults
     assert [fault.where for fault in shown] == ["janitor: scrub", "load"]
     assert "\n" not in shown[0].problem
-
-
-def test_what_more_capacity_would_bring_adds_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore.index.maintenance import Ghosts
-
-    a, b = world.register(kv_space()), world.register(ec_space())
-    ghosts = {a: [Ghosts(100, 5), Ghosts(400, 2)], b: [Ghosts(100, 1), Ghosts(200, 10)]}
-    monkeypatch.setattr(world.index, "ghosts", ghosts.__getitem__)
-    gains = world.look().gains
-    assert [(gain.extra_bytes, gain.blocks) for gain in gains] == [(100, 6), (200, 16), (400, 18)]
 
 
 # -- whether it is well --------------------------------------------------------------------------------------
@@ -463,11 +452,11 @@ def test_a_server_is_ready_once_both_have_answered_and_not_long_after_they_cease
     world.monitor.ask_payloads()
     failed = world.look()
     assert world.monitor.ready().ok  # for so long it is a hiccup
-    assert failed.index.state == "unreachable"
-    assert "refused" in failed.index.problem
+    assert failed.status.index.state == "unreachable"
+    assert "refused" in failed.status.index.problem
     assert (failed.index.since_s, failed.index.answered_s) == (world.now, before.at_s)
     # What was known stays, with its age.
-    assert (failed.total, failed.looked_s) == (before.total, before.looked_s)
+    assert (failed.status.total, failed.looked_s) == (before.status.total, before.looked_s)
     assert failed.faults[0].where == "index"
     assert world.value("kvstore_up", backend="index") == 0
     assert world.value("kvstore_up", backend="payloads") == 1
@@ -478,20 +467,8 @@ def test_a_server_is_ready_once_both_have_answered_and_not_long_after_they_cease
     assert re.fullmatch(r"no answer from index \(memory://.*\) for 31 s: redis://.*refused", ready.why)
     assert [fault.where for fault in world.report().faults] == ["index"], "one fault, not one per look"
     monkeypatch.undo()
-    assert world.look(1.0).index.state == "ok"
+    assert world.look(1.0).status.index.state == "ok"
     assert world.monitor.ready().ok
-
-
-def test_payloads_that_do_not_answer_make_it_unready(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.look()
-
-    def down(*_: Any, **__: Any) -> Any:
-        raise TransientError("s3://bucket: no route")
-
-    monkeypatch.setattr(world.cache.payloads, "read", down)
-    world.look(READY_S + 1)
-    assert "no answer from payloads" in world.monitor.ready().why
-    assert "no route" in world.monitor.ready().why
 
 
 def test_a_loop_that_hangs_is_not_healthy(world: World) -> None:
@@ -515,9 +492,9 @@ def test_a_look_at_a_slow_index_is_broken_off(world: World, monkeypatch: pytest.
         return answer(name)
 
     monkeypatch.setattr(world.index, "seen", slow)
-    report = world.look()
-    assert report.index.state == "unreachable"
-    assert "slow" in report.index.problem
+    index = world.look().status.index
+    assert index.state == "unreachable"
+    assert "slow" in index.problem
     assert calls == 4
     assert world.monitor.turning().ok
 
@@ -536,27 +513,27 @@ def test_asking_costs_the_backends_nothing(world: World, monkeypatch: pytest.Mon
         monkeypatch.setattr(world.cache.payloads, name, never)
     for _ in range(10):
         assert world.value("kvstore_segments") == 1
-        assert world.report().total.segments == 1
+        assert len(world.report().status.namespaces) == 1
         assert world.monitor.ready().ok
 
 
 def test_ten_scrapers_cost_one(world: World) -> None:
     name = world.register(kv_space())
-    exporter = Exporter(world.monitor, lambda: None, monotonic=lambda: world.now)
+    exporter = Exporter(world.monitor, lambda: None)
+    text = Exposition(exporter.metrics, kept_s=TEXT_KEPT_S, monotonic=lambda: world.now)
+    plain = HttpRequest({}, "text/plain")
     world.commit(name)
     world.look()
-    first = exporter.text("text/plain")
+    first = text(plain)
     world.commit(name)
-    world.look(WRITTEN_S - 0.1)
-    assert exporter.text("text/plain") == first
-    other, kind = exporter.text("application/openmetrics-text;version=1.0.0")
-    assert kind.startswith("application/openmetrics-text")
-    assert b"kvstore_segments" in other
-    assert exporter.text("text/plain") != first
+    world.look(TEXT_KEPT_S - 0.1)
+    assert text(plain) == first
+    other = text(HttpRequest({}, "application/openmetrics-text;version=1.0.0"))
+    assert other.content_type.startswith("application/openmetrics-text")
+    assert text(plain) != first
     world.commit(name)
-    world.look(WRITTEN_S)
-    assert b"kvstore_segments{" in exporter.text("text/plain")[0]
-    assert " 3.0" in exporter.text("text/plain")[0].decode().split("kvstore_segments{")[1].splitlines()[0]
+    world.look(TEXT_KEPT_S)
+    assert " 3.0" in text(plain).body.decode().split("kvstore_segments{")[1].splitlines()[0]
 
 
 # -- hostile texts -------------------------------------------------------------------------------------------
@@ -571,33 +548,33 @@ def test_names_cannot_write_metrics_of_their_own(world: World) -> None:
     world.commit(name)
     world.index.set_quota(Scope.tenant(HOSTILE), 5)
     report = world.look()
-    assert report.namespaces[0].model.isprintable()
-    plain, kind = Exporter(world.monitor, lambda: None).text("text/plain")
-    assert kind.startswith("text/plain; version=0.0.4")
-    samples = [s for f in text_string_to_metric_families(plain.decode()) for s in f.samples]
+    assert report.model_dump_json().isprintable()
+    plain = exposition(world.monitor)(HttpRequest({}, "text/plain"))
+    assert plain.content_type.startswith("text/plain; version=0.0.4")
+    samples = [s for f in text_string_to_metric_families(plain.body.decode()) for s in f.samples]
     assert {s.labels["backend"] for s in samples if s.name == "kvstore_up"} == {"index", "payloads"}
     models = {s.labels["model"] for s in samples if s.name == "kvstore_stored_bytes"}
-    assert models == {report.namespaces[0].model}
+    assert models == {report.status.namespaces[0].model}
     assert "<img src=x onerror=alert(1)>" in models.pop()
-    text, kind = Exporter(world.monitor, lambda: a_janitor(world.now)).text(
-        "application/openmetrics-text;version=1.0.0"
-    )
-    assert kind.startswith("application/openmetrics-text")
-    assert {f.name for f in openmetrics(text.decode())} >= {"kvstore_up", "kvstore_janitor_step_runs"}
+    asked = HttpRequest({}, "application/openmetrics-text;version=1.0.0")
+    text = exposition(world.monitor, a_janitor(world.now))(asked)
+    assert text.content_type.startswith("application/openmetrics-text")
+    assert {f.name for f in openmetrics(text.body.decode())} >= {"kvstore_up", "kvstore_janitor_step_runs"}
 
 
 def test_what_is_not_a_namespace_of_this_version_is_shown_by_its_id(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = world.register(kv_space())
-    for stored in ("", "[]", "{", '{"model": 7}', '{"model": "\\ud800\\u0000"}'):
+    texts = ("", "[]", "{", '{"model": 7, "parallel": 3, "epoch": []}', '{"model": "\\ud800\\u0000"}')
+    for stored in texts:
         monkeypatch.setattr(world.index, "namespaces", lambda stored=stored: {name: stored})
         monitor = Monitor(world.cache, clock=lambda: world.now, monotonic=lambda: world.now)
         monitor.look()
         report = monitor.report(3600, None)
-        assert report.index.state == "ok"
-        assert report.namespaces[0].model in ("", "7", "\\ud800\\x00")
-        Exporter(monitor, lambda: None).text("")[0].decode("utf-8")
+        assert report.status.index.state == "ok"
+        assert report.status.namespaces[0].model in ("", "7", "\\ud800\\x00")
+        exposition(monitor)(HttpRequest({}, "")).body.decode("utf-8")
         report.model_dump_json().encode("utf-8")
 
 
@@ -614,7 +591,7 @@ def everything(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Metri
     kv = world.register(kv_space())
     world.commit(kv)
     world.tell(kv, 4, 2, "absent")
-    world.look()
+    assert world.look().status.fast == fast
     return world.metrics(a_janitor(world.now))
 
 
@@ -721,31 +698,15 @@ def test_once_does_a_round_and_prints_what_there_is(admin: Admin, filled: Filled
     assert ran.code == 0
     report = ServingReport.model_validate_json(ran.out)
     status = admin("status", "--json", *filled.options).json
-    assert report.total.stored_bytes == status["total"]["stored_bytes"]
-    assert report.total.segments == status["total"]["segments"] == 5
+    assert report.status.model_dump()["total"] == status["total"]
     assert report.janitor is not None
     assert report.janitor.rounds == 1
     assert {step.step for step in report.janitor.steps if step.runs} >= {"evict", "reap", "sweep"}
-    assert "janitor" not in {quota.scope for quota in report.quotas}
+    assert "janitor" not in {quota.scope for quota in report.status.quotas}
     text = admin("serve", "--once", *filled.options)
     assert text.code == 0
     assert "5 segments, 14 blocks, 2 namespaces" in text.out
     assert "1 round" in text.out
-
-
-def test_once_shows_this_nodes_fast_tier(admin: Admin, tmp_path: Path) -> None:
-    slow, fast = tmp_path / "slow", tmp_path / "fast"
-    tiers = {"fast": f"file://{fast}", "slow": f"file://{slow}", "fast_capacity": "64MiB"}
-    settings = {"payloads": tiers, "index": f"sqlite://{tmp_path}/index"}
-    filled = Filled(slow, [], settings)
-    file = tmp_path / "settings.yaml"
-    file.write_text(json.dumps(settings))
-    absent = admin("serve", "--once", "--json", "--settings", str(file)).json["fast"]
-    assert (absent["state"], absent["used_bytes"]) == ("absent", None)
-    filled.save(filled.kv, kv_slots(4))
-    report = admin("serve", "--once", "--json", "--settings", str(file)).json
-    assert report["fast"] == admin("status", "--json", "--settings", str(file)).json["fast"]
-    assert report["fast"]["used_bytes"] == report["total"]["stored_bytes"] > 0
 
 
 def test_once_with_a_step_that_fails_was_partly_done(
@@ -764,17 +725,17 @@ def test_once_without_a_janitor_changes_nothing(admin: Admin, filled: Filled) ->
     tight = {"KVSTORE_CAPACITY_BYTES": "10KiB"}
     report = admin("serve", "--once", "--no-janitor", "--json", *filled.options, env=tight).json
     assert report["janitor"] is None
-    assert report["total"]["segments"] == 5
-    report = admin("serve", "--once", "--json", *filled.options, env=tight).json
-    assert report["total"]["stored_bytes"] <= 10 << 10
-    assert report["total"]["trashed_segments"] == 5 - report["total"]["segments"] > 0
+    assert report["status"]["total"]["segments"] == 5
+    status = admin("serve", "--once", "--json", *filled.options, env=tight).json["status"]
+    assert status["total"]["stored_bytes"] <= 10 << 10
+    assert status["upkeep"]["trashed"] == 5 - status["total"]["segments"] > 0
 
 
 def test_once_of_nothing_yet_makes_nothing(admin: Admin, tmp_path: Path) -> None:
     folder = tmp_path / "none"
     ran = admin("serve", "--once", "--json", "--payloads", f"file://{folder}")
     assert ran.code == 0
-    assert ran.json["index"]["state"] == ran.json["payloads"]["state"] == "absent"
+    assert ran.json["status"]["index"]["state"] == ran.json["status"]["payloads"]["state"] == "absent"
     assert not folder.exists()
 
 
@@ -782,7 +743,7 @@ def test_once_without_its_index_says_so(admin: Admin, filled: Filled) -> None:
     options = ["--payloads", f"file://{filled.folder}", "--index", "redis://127.0.0.1:1/0"]
     ran = admin("serve", "--once", "--json", *options)
     assert ran.code == 5
-    assert ran.json["index"]["state"] == "unreachable"
+    assert ran.json["status"]["index"]["state"] == "unreachable"
     assert ran.json["looked_s"] is None
     text = admin("serve", "--once", *options)
     assert text.code == 5

@@ -145,14 +145,15 @@ def test_what_is_asked_for_at_length_does_not_keep_probes_waiting(serve: ServePr
     assert told == ["200"] * PROBES
 
 
-def test_a_connection_has_two_seconds_for_its_request(serve: ServeProcess) -> None:
+@pytest.mark.parametrize("byte", [b"", b"G"], ids=["idle", "drip"])
+def test_a_connection_has_two_seconds_for_its_request(serve: ServeProcess, byte: bytes) -> None:
     """Whole, and not from one byte to the next: it ends while bytes still come."""
     place = urlsplit(serve.url)
     with socket.create_connection((place.hostname, place.port), PROBE_S) as slow:
         began = time.monotonic()
         with pytest.raises(OSError):
             while time.monotonic() - began < PROBE_S:
-                slow.sendall(b"G")
+                slow.sendall(byte)
                 with suppress(TimeoutError):
                     slow.settimeout(_DRIP_S)
                     if not slow.recv(1):

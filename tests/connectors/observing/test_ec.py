@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm", reason="the connectors' tests need the full set-up: make setup")
 
 from connectors.observing.ec import EncodedItems
+from kvstore.admin.advise.traces import Assumed, read_traces
 from kvstore.admin.progress import Silent
-from kvstore.admin.simulate.traces import Assumed, read_traces
 from kvstore.build import load_settings, open_recording
 from schemas.namespace import Namespace
 

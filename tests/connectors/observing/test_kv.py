@@ -15,8 +15,8 @@ from connectors.engine.layout import Group
 from connectors.kv.connector import KVStoreConnector
 from connectors.observing.kv import ObservingKVConnector
 from connectors.observing.recording import Asked, CostTeller
+from kvstore.admin.advise.traces import Assumed, Trace, read_traces
 from kvstore.admin.progress import Silent
-from kvstore.admin.simulate.traces import Assumed, Trace, read_traces
 from kvstore.build import load_settings, open_recording
 from kvstore.keys import NamespaceId
 from kvstore.rules.prefix import PrefixRule

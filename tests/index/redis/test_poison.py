@@ -380,9 +380,10 @@ def test_it_costs_its_own_namespace_misses_and_others_nothing(
         monitor.look()
         monitor.ask_payloads()
         assert monitor.ready().ok
-        report = monitor.report(3600, janitor.state())
-        assert world.good.id in {one.id for one in report.namespaces}
-        assert world.good.id.encode() in Exporter(monitor, janitor.state).text("")[0]
+        report, metrics = monitor.report(3600, janitor.state()), Exporter(monitor, janitor.state).metrics()
+        assert world.good.id in {one.id for one in report.status.namespaces}
+        names = {sample.labels.get("cache_namespace") for one in metrics for sample in one.samples}
+        assert world.good.id in names
 
     # What the janitor met it has put right; what it never meets, fsck does with the same call.
     janitor.round()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.admin.simulate import workloads
+from tests.admin.advise import workloads
 from trials.benchmarks.bench_advice import main
 
 
@@ -15,7 +15,7 @@ from trials.benchmarks.bench_advice import main
 def test_what_it_foretells_comes_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workloads.write(tmp_path / "trace.jsonl", workloads.requests(5, 250, gap_s=10.0))
     words = [str(tmp_path / "trace.jsonl"), "--block-tokens", "16", "--block-bytes", str(1 << 20)]
-    words += ["--points", "5", "--also", "3", "--json", str(tmp_path / "rows.json")]
+    words += ["--also", "6", "--json", str(tmp_path / "rows.json")]
     assert main(words) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["index"] for row in rows] == 2 * ["sqlite", "redis"]

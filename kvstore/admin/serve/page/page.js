@@ -105,28 +105,28 @@ function figure(id, text, raw) {
 // -- the report -----------------------------------------------------------------------------------------------------
 
 function show(report) {
-  const known = report.looked_s !== null;
+  const { status } = report;
+  const known = status.total !== null;
   const points = report.history.points;
   const sum = (of) => points.reduce((total, one) => total + of(one), 0);
   const [asked, served] = [sum((one) => one.asked), sum((one) => one.served)];
   const since = report.history.since_s > report.at_s - report.history.window_s ? `since ${clock(report.history.since_s)}` : `in the last ${span(report.history.window_s)}`;
   figure("tile-served", percent(served, asked), asked ? served / asked : "");
   figure("tile-served-of", asked ? `of ${count(asked, "block")} asked for ${since}` : `no block was asked for ${since}`);
-  const total = report.total;
+  const total = status.total ?? { segments: 0, blocks: 0, stored_bytes: 0 };
   figure("tile-stored", known ? size(total.stored_bytes) : "–", known ? total.stored_bytes : "");
-  figure("tile-stored-of", `of ${size(report.capacity_bytes)}${known ? `, ${percent(total.stored_bytes, report.capacity_bytes)}` : ""}`);
-  $("tile-stored-bar").replaceWith(Object.assign(bar(known ? total.stored_bytes : 0, report.capacity_bytes), { id: "tile-stored-bar" }));
+  figure("tile-stored-of", `of ${size(status.capacity_bytes)}${known ? `, ${percent(total.stored_bytes, status.capacity_bytes)}` : ""}`);
+  $("tile-stored-bar").replaceWith(Object.assign(bar(total.stored_bytes, status.capacity_bytes), { id: "tile-stored-bar" }));
   figure("tile-blocks", known ? whole.format(total.blocks) : "–", known ? total.blocks : "");
-  const namespaces = report.namespaces.length + report.others;
+  const namespaces = status.namespaces.length + report.others;
   figure("tile-blocks-of", known ? `in ${count(total.segments, "segment")}, ${count(namespaces, "namespace")}` : "");
-  figure("tile-cost", known && total.cost_us ? duration(total.cost_us / 1e6) : "–", known ? total.cost_us : "");
+  figure("tile-cost", report.cost_s ? duration(report.cost_s) : "–", known ? report.cost_s : "");
   const evicted = sum((one) => one.evicted_bytes);
   figure("tile-evicted", size(evicted), evicted);
   figure("tile-evicted-of", since);
   attention(report);
   parts(report);
   overTime(report);
-  gains(report);
   lists(report);
   janitor(report);
   figure("about", `kvstore ${report.version}, serving since ${clock(report.started_s)}`);
@@ -138,16 +138,17 @@ function span(seconds) {
 
 function attention(report) {
   const lines = [];
-  for (const [name, one] of [["The index", report.index], ["The payload store", report.payloads], ["The fast tier", report.fast]]) {
-    if (one?.state === "unreachable") lines.push(["bad", `${name} does not answer: ${one.problem}`]);
+  const { status } = report;
+  for (const [, name, one, { since_s: since }] of backends(report)) {
+    if (one.state === "unreachable" && since !== null) lines.push(["bad", `${name} does not answer: ${one.problem}`]);
     // A fast tier is on the nodes with engines, and this server may run on another.
-    else if (one?.state === "absent" && one !== report.fast) lines.push(["warning", `${name} is not there yet: ${one.problem || "nothing has been stored"}`]);
+    else if (one.state === "absent" && one !== status.fast) lines.push(["warning", `${name} is not there yet: ${one.problem || "nothing has been stored"}`]);
   }
   if (report.looked_s !== null && report.at_s - report.looked_s > SILENT_S) {
     lines.push(["bad", `What the index holds is as of ${clock(report.looked_s)}.`]);
   }
-  for (const quota of report.quotas) {
-    if (quota.used_bytes > quota.quota_bytes) {
+  for (const quota of status.quotas) {
+    if (quota.state === "over") {
       lines.push(["warning", `Over quota: ${quota.scope} holds ${size(quota.used_bytes)} of ${size(quota.quota_bytes)}.`]);
     }
   }
@@ -165,16 +166,24 @@ function pill(kind, text) {
   if ($("state").textContent !== text) $("state").textContent = text;
 }
 
+/** The parts that may fail to answer: title, name, state, and since when: null if it was not asked yet. */
+function backends(report) {
+  const { index, payloads, fast } = report.status;
+  const all = [["Index", "The index", index, report.index], ["Payloads", "The payload store", payloads, report.payloads]];
+  return fast ? [...all, ["Fast tier of this node", "The fast tier", fast, {}]] : all;
+}
+
 function parts(report) {
-  const lines = [["Index", report.index], ["Payloads", report.payloads]];
-  if (report.fast) lines.push(["Fast tier of this node", report.fast]);
-  const items = lines.map(([name, one]) => {
-    const kind = { ok: "ok", absent: one === report.fast ? "" : "warning", unreachable: "bad" }[one.state] ?? "";
-    const since = one.since_s ? `since ${clock(one.since_s)}` : "";
-    return part(name, kind, one.state, one.url, since);
+  const { fast } = report.status;
+  const items = backends(report).map(([title, , one, { since_s: since }]) => {
+    const kind = { ok: "ok", absent: one === fast ? "" : "warning", unreachable: "bad" }[one.state];
+    return since === null
+      ? part(title, "", "not asked yet", one.url, "")
+      : part(title, kind, one.state, one.url, since ? `since ${clock(since)}` : "");
   });
   const janitor = report.janitor;
-  if (!janitor) items.push(part("Janitor", "", "none", "this server only watches", ""));
+  const elsewhere = report.status.janitor ? "at work elsewhere" : "none at work: engines evict when they save";
+  if (!janitor) items.push(part("Janitor", "", report.status.janitor ? "elsewhere" : "none", "this server only watches", elsewhere));
   else items.push(part("Janitor", "ok", "at work", "", `${count(janitor.rounds, "round")} since ${clock(report.started_s)}`));
   $("parts").replaceChildren(...items);
 }
@@ -201,13 +210,13 @@ function overTime(report) {
     series: [{ name: "served", color: 0, values: points.map((one) => (one.asked ? (100 * one.served) / one.asked : null)) }],
     label: `Share of blocks served over the last ${span(window)}: ${percent(served, asked)} of ${count(asked, "block")}.`,
   });
-  const seen = new Set(points.flatMap((one) => Object.keys(one.missed)));
+  const seen = new Set(points.flatMap((one) => Object.keys(one.misses)));
   const series = REASONS.filter((reason) => seen.has(reason)).map((reason) => ({
-    name: reason.replaceAll("_", " "), color: REASONS.indexOf(reason), values: points.map((one) => one.missed[reason] ?? 0),
+    name: reason.replaceAll("_", " "), color: REASONS.indexOf(reason), values: points.map((one) => one.misses[reason] ?? 0),
   }));
   const rest = [...seen].filter((reason) => !REASONS.includes(reason));
   if (rest.length) {
-    const sums = points.map((one) => rest.reduce((total, reason) => total + (one.missed[reason] ?? 0), 0));
+    const sums = points.map((one) => rest.reduce((total, reason) => total + (one.misses[reason] ?? 0), 0));
     series.push({ name: rest.length === 1 ? rest[0].replaceAll("_", " ") : "other reasons", color: REASONS.length, values: sums });
   }
   const missed = series.map((one) => `${one.name} ${whole.format(one.values.reduce((a, b) => a + b, 0))}`);
@@ -216,11 +225,11 @@ function overTime(report) {
     label: `Blocks missed by reason over the last ${span(window)}: ${missed.join(", ") || "none"}.`,
   });
   const stored = points.map((one) => one.stored_bytes);
-  const near = stored.some((bytes) => bytes > report.capacity_bytes / 3);
+  const near = stored.some((bytes) => bytes > report.status.capacity_bytes / 3);
   chart($("chart-stored"), {
     ...common, kind: "area", binary: true, yText: size, series: [{ name: "stored", color: 2, values: stored }],
-    limit: near ? { value: report.capacity_bytes, name: "capacity" } : null,
-    label: `Bytes stored over the last ${span(window)}: now ${size(stored.at(-1) ?? 0)} of ${size(report.capacity_bytes)}.`,
+    limit: near ? { value: report.status.capacity_bytes, name: "capacity" } : null,
+    label: `Bytes stored over the last ${span(window)}: now ${size(stored.at(-1) ?? 0)} of ${size(report.status.capacity_bytes)}.`,
   });
 }
 
@@ -235,49 +244,42 @@ function times(from, window) {
   });
 }
 
-function gains(report) {
-  const lines = report.gains;
-  const [all, extra] = [report.asked_blocks, lines.map((one) => one.extra_bytes)];
-  const x = extra.map((bytes) => Math.log2(bytes));
-  const places = x.length ? [Math.floor(x[0]) - 0.2, Math.max(Math.ceil(x.at(-1)), Math.floor(x[0]) + 2)] : [0, 1];
-  const marks = Array.from({ length: 64 }, (_, i) => [i, size(2 ** i).replace(".0 ", " ")]);
-  const best = lines.at(-1);
-  chart($("chart-gains"), {
-    kind: "area", x, gap: Infinity, xFrom: places[0], xTo: places[1], xName: "More for each namespace",
-    xTicks: marks.filter(([at]) => at >= places[0] && at <= places[1]), xText: (at) => `${size(2 ** at)} more`,
-    yText: (value) => short(value), series: [{ name: "Blocks more", color: 6, values: lines.map((one) => one.blocks) }],
-    nothing: "Nothing that was evicted has been asked for again: more capacity would have brought nothing.",
-    label: best ? `With ${size(best.extra_bytes)} more for each namespace, ${count(best.blocks, "block")} more of ${count(all, "block")} asked for would have been served.` : "More capacity would have brought nothing.",
-  });
-}
-
 function lists(report) {
   const now = report.at_s;
-  const models = new Map(report.namespaces.map((one) => [one.id, one.model]));
+  const { status, top } = report;
+  const models = new Map(status.namespaces.map((one) => [one.id, one.model]));
+  const traffic = new Map(report.stats.namespaces.map((one) => [one.id, one]));
   const named = (id) => element("span", {}, element("bdi", { textContent: models.get(id) || "namespace" }), element("span", { className: "minor", textContent: ` (${id.slice(0, 8)})` }));
-  const rows = report.namespaces.map((one) => ({ ...one, limit: one.quota_bytes ?? report.capacity_bytes }));
+  const rows = status.namespaces.map((one) => ({ ...one, limit: one.quota_bytes ?? status.capacity_bytes }));
   if (report.others) {
-    rows.push({ id: "", model: `${count(report.others, "other")}`, kind: "", tenant: "", held: report.others_held, limit: report.capacity_bytes, quota_bytes: null, blocks: null, seen_s: null });
+    const rest = (all, of) => all - rows.reduce((sum, one) => sum + of(one), 0);
+    const usage = Object.fromEntries(Object.entries(status.total).map(([key, all]) => [key, rest(all, (one) => one.usage[key])]));
+    const upkeep = { pinned_bytes: rest(status.upkeep.pinned_bytes, (one) => one.upkeep.pinned_bytes) };
+    rows.push({
+      id: "", model: count(report.others, "other"), kind: "", tenant: "", usage, upkeep, quota_bytes: null, seen_s: null,
+      limit: status.capacity_bytes, cost_s: rest(report.cost_s, (one) => one.cost_s),
+    });
   }
   table("namespaces", [
     ["Model", (one) => one.model || "(no name)", "text"],
     ["Namespace", (one) => one.id.slice(0, 8) || "–", "id"],
     ["Kind", (one) => one.kind || "–"],
     ["Tenant", (one) => one.tenant || "–", "text"],
-    ["Stored", (one) => size(one.held.stored_bytes), "right", (one) => one.held.stored_bytes],
-    ["Full", (one) => bar(one.held.stored_bytes, one.limit)],
+    ["Stored", (one) => size(one.usage.stored_bytes), "right", (one) => one.usage.stored_bytes],
+    ["Full", (one) => bar(one.usage.stored_bytes, one.limit)],
     ["Quota", (one) => (one.quota_bytes === null ? "–" : size(one.quota_bytes)), "right"],
-    ["Segments", (one) => whole.format(one.held.segments), "right", (one) => one.held.segments],
-    ["Blocks", (one) => whole.format(one.held.blocks), "right", (one) => one.held.blocks],
-    ["Pinned", (one) => (one.held.pinned_bytes ? size(one.held.pinned_bytes) : "–"), "right", (one) => one.held.pinned_bytes],
-    ["Served", (one) => (one.blocks ? percent(one.blocks.served, one.blocks.asked) : "–"), "right"],
-    ["To compute", (one) => (one.held.cost_us ? duration(one.held.cost_us / 1e6) : "–"), "right"],
+    ["Segments", (one) => whole.format(one.usage.segments), "right", (one) => one.usage.segments],
+    ["Blocks", (one) => whole.format(one.usage.blocks), "right", (one) => one.usage.blocks],
+    ["Pinned", (one) => (one.upkeep.pinned_bytes ? size(one.upkeep.pinned_bytes) : "–"), "right", (one) => one.upkeep.pinned_bytes],
+    ["Served", (one) => (traffic.has(one.id) ? percent(traffic.get(one.id).served, traffic.get(one.id).asked) : "–"), "right"],
+    ["To compute", (one) => (one.cost_s ? duration(one.cost_s) : "–"), "right"],
     ["Opened", (one) => (one.seen_s ? `${age(now - one.seen_s)} ago` : "–"), "right"],
   ], rows, report.looked_s === null ? "The index has not answered yet." : "No engine has registered with this index yet.");
-  const tiers = report.quotas.map((one) => ({ name: one.scope === "store" ? "shared store" : one.scope, used: one.used_bytes, most: one.quota_bytes, more: "" }));
-  if (report.fast) {
-    const dirty = report.fast.dirty_bytes ? `${size(report.fast.dirty_bytes)} not uploaded yet` : "";
-    tiers.unshift({ name: "fast tier of this node", used: report.fast.used_bytes ?? 0, most: report.fast.capacity_bytes, more: dirty });
+  // The store's own is the last.
+  const tiers = status.quotas.toReversed().map((one) => ({ name: one.scope === "store" ? "shared store" : one.scope, used: one.used_bytes, most: one.quota_bytes, more: "" }));
+  if (status.fast) {
+    const dirty = status.fast.dirty_bytes ? `${size(status.fast.dirty_bytes)} not uploaded yet` : "";
+    tiers.unshift({ name: "fast tier of this node", used: status.fast.used_bytes ?? 0, most: status.fast.capacity_bytes, more: dirty });
   }
   table("tiers", [
     ["What", (one) => one.name, "text"],
@@ -290,13 +292,13 @@ function lists(report) {
   const prefix = [
     ["Segment", (one) => one.segment, "id whole minor"],
     ["Namespace", (one) => named(one.namespace), "text"],
-    ["Blocks", (one) => `${one.depth}–${one.depth + one.slots - 1}`, "right"],
+    ["Blocks", (one) => `${one.depth}–${one.depth + one.blocks - 1}`, "right"],
     ["Size", (one) => size(one.stored_bytes), "right minor", (one) => one.stored_bytes],
     // Used in minute 1 of all time: by a session alone that has ended.
     ["Used", (one) => (one.last_use_s <= 60 ? "ended" : `${age(now - one.last_use_s)} ago`), "right"],
   ];
-  table("hottest", [["Minutes", (one) => String(+one.minutes.toFixed(1)), "right", (one) => one.minutes], ...prefix], report.hottest, "Nothing has been loaded lately.");
-  table("coldest", prefix, report.coldest, "There is nothing to evict.");
+  table("hottest", [["Minutes", (one) => String(+one.minutes.toFixed(1)), "right", (one) => one.minutes], ...prefix], top.hottest, "Nothing has been loaded lately.");
+  table("coldest", prefix, top.coldest, "There is nothing to evict.");
   const rules = Object.entries(report.evictions_by_rule).map(([rule, number]) => `${rule.replaceAll("_", " ")} ${whole.format(number)}`);
   figure("rules", `Since ${clock(report.started_s)}: ${rules.join(", ") || "none"}.`);
   table("evictions", [
@@ -304,9 +306,9 @@ function lists(report) {
     ["Rule", (one) => one.rule.replaceAll("_", " ")],
     ["Segment", (one) => one.segment ?? "all of it", "id whole minor"],
     ["Namespace", (one) => named(one.namespace), "text"],
-    ["Blocks", (one) => (one.segment ? `${one.depth}–${one.depth + one.slots - 1}` : "–"), "right minor"],
+    ["Blocks", (one) => (one.segment ? `${one.depth}–${one.depth + one.blocks - 1}` : "–"), "right minor"],
     ["Size", (one) => size(one.stored_bytes), "right", (one) => one.stored_bytes],
-  ], report.evictions.slice(0, 20), "Nothing has been evicted.");
+  ], report.events.events.toReversed().slice(0, 20), "Nothing has been evicted.");
   table("faults", [
     ["When", (one) => clock(one.at_s), "right"],
     ["Where", (one) => one.where],
@@ -317,11 +319,11 @@ function lists(report) {
 }
 
 function sessions(report, named) {
-  const { live, retained, ended, retained_bytes: held, allowed_bytes: most, largest, read_s: read } = report.sessions;
+  const { live, retained, ended, retained_bytes: held, sessions: largest } = report.sessions;
   const all = live + retained + ended;
   const states = [[live, "live"], [retained, "retained"], [ended, "ended"]].map(([number, name]) => `${whole.format(number)} ${name}`);
-  const so = read === null && all ? " met so far" : "";
-  figure("sessions-says", `${count(all, "session")}${so}: ${states.join(", ")}. ${size(held)} retained of ${size(most)} that may be.`);
+  const so = report.sessions_read_s === null && all ? " met so far" : "";
+  figure("sessions-says", `${count(all, "session")}${so}: ${states.join(", ")}. ${size(held)} retained of ${size(report.retainable_bytes)} that may be.`);
   table("sessions", [
     ["Session", (one) => one.session.slice(0, 12), "id"],
     ["Namespace", (one) => named(one.namespace), "text"],

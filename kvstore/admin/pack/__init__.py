@@ -1,1 +1,0 @@
-"""Verbs about prefix packs: archives of what prompts compute to, made before anybody asks."""

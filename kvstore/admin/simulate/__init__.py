@@ -1,1 +1,0 @@
-"""Verbs that work out what a cache would have served: simulate, whatif."""
