@@ -58,6 +58,8 @@ def release(engine: str) -> str:
 
 
 def _asked(engine: str, path: str, body: Any = None, wait_s: float = _WAIT_S) -> dict[str, Any]:
+    if "@" in engine.partition("?")[0]:
+        raise ConfigError("the engine's URL has a user or a password; name scheme, host and port alone")
     if urlsplit(engine).scheme not in ("http", "https") or not urlsplit(engine).netloc:
         raise ConfigError(f"{engine!r} is no engine's URL, such as http://localhost:8000")
     data = None if body is None else json.dumps(body).encode()

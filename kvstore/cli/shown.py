@@ -46,9 +46,10 @@ _UNITS = ("_bytes", "_s", "_us", "_ratio")
 #: Points in time, in the past and to come. Other fields in seconds are lengths of time.
 _AGO = ("at_s", "created_s", "seen_s", "newest_s", "oldest_s")
 _UNTIL = ("until_s", "delete_after_s", "due_s")
-#: Columns whose values may be broken into lines, and columns that name a namespace by the start of its id.
+#: Columns whose values may be broken into lines.
 _WRAPS = ("model", "request", "revision", "tenant", "scope", "reason", "shape")
-_ID_DIGITS = 8
+#: Results of a run: shown where something was applied, also if they are nothing.
+_RESULTS = ("changed", "deleted_payloads", "evicted_segments", "hidden_segments", "invalidated", "warm")
 #: Columns that say what a row is about.
 _FIRST = ("namespace", "id", "kind", "model", "tenant")
 
@@ -82,6 +83,7 @@ def _blocks(
 ) -> Iterator[tuple[bool, RenderableType]]:
     now_s = getattr(report, "at_s", 0.0) if now_s is None else now_s
     ends = isinstance(getattr(report, "ended", None), str)
+    done = getattr(report, "applied", False) or not getattr(report, "dry_run", True)
     for name, title, field in _fields(type(report)):
         value = getattr(report, name)
         if name in leave or (name == "problem" and ends):
@@ -96,7 +98,7 @@ def _blocks(
                 yield False, pair("" if number else title, Text(plain(line), style), width=width)
         elif isinstance(value, BackendState):
             yield False, Group(*backend(title, value))
-        elif field.is_required() or value != _default(field):
+        elif field.is_required() or value != _default(field) or (name in _RESULTS and done):
             text = Text(plain(_sentence(report, name, field, now_s)), style)
             yield False, pair(title, text, width=width)
     if ends and report.ended != "complete" and "ended" not in leave:
@@ -125,14 +127,15 @@ def _columns(lines: Sequence[BaseModel], now_s: float, leave: Container[str] = (
         if name in leave or isinstance(one, dict):
             continue
         if isinstance(one, BaseModel) and not isinstance(one, Counted):
+            if not field.is_required() and all(value == _default(field) for value in values):
+                continue
             first, *others = _columns(values, now_s)
-            yield replace(first, title=field.title or first.title)
-            yield from others
+            yield replace(first, title=field.title or first.title, plain=None)
+            # An amount of nothing is an amount: its columns stay.
+            yield from (replace(other, plain=None) if isinstance(one, Amount) else other for other in others)
         elif isinstance(one, bool):
             yield Column("", [title if value else "" for value in values], plain="")
         else:
-            if name == "namespace":
-                values = [value[:_ID_DIGITS] for value in values]
             usual = None if field.is_required() else said(name, _default(field), now_s)
             texts = [said(name, value, now_s) for value in values]
             is_words = any(isinstance(value, str) for value in values)
@@ -164,7 +167,8 @@ def _sentence(model: BaseModel, name: str, field: FieldInfo, now_s: float) -> st
         return "none"
     if not field.description:
         return said(name, value, now_s)
-    others = {other: _Words(said(other, getattr(model, other), now_s)) for other in type(model).model_fields}
+    others = {"exact": _Words(f"{value:,}")} if isinstance(value, int) else {}
+    others |= {other: _Words(said(other, getattr(model, other), now_s)) for other in type(model).model_fields}
     return field.description.format(others[name], **others)
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from kvstore.admin.archive.reports import ExportReport, ImportReport
 from kvstore.admin.backends import Refused, UnknownName
 from kvstore.admin.curate.reports import WarmReport
+from kvstore.admin.remove.reports import EvictLine, EvictReport
 from kvstore.admin.reports import Amount, Ended
 from kvstore.cli import exits
 from kvstore.cli.shown import shown
@@ -115,6 +116,24 @@ def test_a_report_is_drawn_from_its_model() -> None:
         [],
         ["ended", "failed:", "full"],
     ]
+
+
+def test_results_of_a_run_are_shown_where_they_are_nothing() -> None:
+    def lines(report: BaseModel) -> list[list[str]]:
+        console = Console(width=80, record=True, file=io.StringIO())
+        for renderable in shown(report):
+            console.print(renderable)
+        return [line.split() for line in console.export_text().splitlines()]
+
+    def evict(*, applied: bool) -> EvictReport:
+        line = EvictLine(namespace="d8a391acb8936bce", model="m", planned=Amount())
+        nothing = {"held": Amount(), "planned": Amount(), "lines": (line,)}
+        return EvictReport(at_s=1.0, applied=applied, ended="complete", problem="", why="all", **nothing)
+
+    assert ["evicted", "0", "segments"] in lines(evict(applied=True))
+    assert ["evicted", "0", "segments"] not in lines(evict(applied=False))
+    # Columns of amounts stay, and the whole id can be given to another verb.
+    assert ["d8a391acb8936bce", "m", "0", "0", "0", "B"] in lines(evict(applied=True))
 
 
 def test_exit_codes_are_a_table() -> None:

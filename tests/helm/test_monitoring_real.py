@@ -369,10 +369,13 @@ def test_two_servers_are_not_counted_twice(world: World) -> None:
         [sample] = world.prometheus.query(filled_in(expr, world.everything))
         return sample.value
 
-    serve = world.servers[0].report()
+    status = world.servers[0].report().status
+    assert status.total is not None
     held = world.prometheus.query(f'sum(kvstore_stored_bytes{{release="{RELEASE}"}})')[0].value
-    assert held == 2 * serve.total.stored_bytes
-    assert value("Stored, of the capacity") == pytest.approx(serve.total.stored_bytes / serve.capacity_bytes)
+    assert held == 2 * status.total.stored_bytes
+    assert value("Stored, of the capacity") == pytest.approx(
+        status.total.stored_bytes / status.capacity_bytes
+    )
     assert value("Hit ratio") == pytest.approx(0.5)
     assert value("Engines cut off") == 0
 

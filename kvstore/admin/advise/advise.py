@@ -116,7 +116,7 @@ def advise(
 
 def sweep(distinct_bytes: int) -> list[int]:
     """Returns capacities from a hundredth of `distinct_bytes` to all of it, in equal ratios."""
-    return [round(at) for at in np.geomspace(_LEAST * distinct_bytes, distinct_bytes, _POINTS)]
+    return [max(1, round(at)) for at in np.geomspace(_LEAST * distinct_bytes, distinct_bytes, _POINTS)]
 
 
 def _replayed(

@@ -23,7 +23,7 @@ _Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class PriceList(StrictModel):
-    """What things cost. Defaults are list prices of S3 Standard in us-east-1, and a GPU hour of nobody in
+    """Prices. Defaults are list prices of S3 Standard in us-east-1, and a GPU hour of nobody in
     particular (docs/production.md)."""
 
     #: One GPU, for an hour.
@@ -95,7 +95,7 @@ class CapacityAdvice(StrictModel):
 
 
 class NamespaceAdvice(StrictModel):
-    """What the recommended capacity brings to a model and tenant, with blocks of one size."""
+    """The gain of the recommended capacity for a model and tenant, with blocks of one size."""
 
     model: str
     tenant: str

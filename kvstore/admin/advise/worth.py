@@ -40,7 +40,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of a recording, and what the person knows that asks."""
+    """The questions to a recording, with the prices and limits of the person who asks."""
 
     settings: Settings
     prices: PriceList

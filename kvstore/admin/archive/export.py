@@ -135,7 +135,7 @@ class _Export:
         )
         manifest = signed(manifest, self.cache.keyring)
         prompts = Prompts.of(manifest)
-        self.said = prompts.report() if prompts is not None else None
+        self.said = prompts.report().model_copy(update={"checked": True}) if prompts is not None else None
         text = document_of(manifest)
         tar.add(MANIFEST, [memoryview(text)], now_s)
         self.progress.begin("export", plan.amount.stored_bytes)

@@ -78,7 +78,7 @@ def import_archive(
     except OSError as exc:
         run.ended, run.problem = "failed", f"can't read the archive: {exc.strerror or exc}"
     except (CorruptPayload, UnreadablePayload, Refused, ConfigError):
-        # Nothing was changed yet: a segment is left out for the first two, so they are about the manifest.
+        # The import changed nothing yet: the first two leave a segment out, so they are about the manifest.
         raise
     except KVStoreError as exc:
         run.ended, run.problem = "failed", str(exc)
@@ -165,7 +165,7 @@ class _Import:
         prompts = Prompts.of(manifest)
         if prompts is not None:
             check_signed(manifest, keyring)
-            self._admit(prompts)
+            self._admit(prompts, keyring)
         self._open_store(source if prompts is None else f"{source}, namespace {prompts.name}")
         self.progress.advance(nbytes)
         try:
@@ -179,12 +179,14 @@ class _Import:
         if prompts is not None:
             self._count(prompts)
 
-    def _admit(self, prompts: Prompts) -> None:
+    def _admit(self, prompts: Prompts, keyring: Keyring) -> None:
         """Lets in the namespace of a pack, and no other. Raises Refused."""
         known = self.into.namespaces() if isinstance(self.into, Cache) else {}
         found = check_fits(prompts, self.wanted, known)
         self.wanted = Wanted((prompts.name,))
-        self.pack = prompts.report().model_copy(update={"differences": tuple(found), "whole": False})
+        self.pack = prompts.report().model_copy(
+            update={"differences": tuple(found), "whole": False, "checked": bool(keyring.ids)}
+        )
 
     def _open_store(self, what: str) -> None:
         store = self.into

@@ -32,8 +32,10 @@ class PackReport(StrictModel):
     kv_dtype: str
     tp: int
     pp: int
-    #: Id of the key that signed it; "": nothing did.
+    #: Id of the key that signed it, as it says itself; "": nothing did.
     key: str
+    #: Whether this reader has keys, so that it compared the signature.
+    checked: bool = False
     segments: int
     stored_bytes: int
     prompts: tuple[PromptLine, ...]

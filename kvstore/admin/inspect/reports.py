@@ -15,7 +15,6 @@ from kvstore.admin.reports import (
     SegmentSummary,
 )
 from schemas.base import StrictModel
-from schemas.records import EvictionRule
 
 
 class Waiting(StrictModel):
@@ -137,7 +136,7 @@ class PartReport(StrictModel):
     state: Literal["ok", "missing", "damaged", "unreadable"] = Field(title="")
     problems: tuple[str, ...]
     #: None: there is no payload.
-    stored_bytes: int | None = None
+    stored_bytes: int | None = Field(None, description="{exact} bytes")
     modified_s: float | None = Field(title="")
     data_start: int | None = Field(None, title="data", description="from byte {} on")
     writer: str = ""
@@ -314,8 +313,8 @@ class EventLine(StrictModel):
     depth: int = 0
     blocks: int = 0
     stored_bytes: int = 0
-    #: Why it was evicted; None for the other events.
-    rule: EvictionRule | None = None
+    #: Why it was evicted, an EvictionRule or a newer release's; None for the other events.
+    rule: str | None = None
     #: The operator or janitor that did it; "" for an engine.
     by: str = ""
 

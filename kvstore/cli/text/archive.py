@@ -86,7 +86,10 @@ def _pack(report: PackReport) -> Renderables:
     yield pair("for", f"{tenant}, {report.dtype}, tp {report.tp}, pp {report.pp}", width=WIDTH)
     made = f"{age(time.time(), report.created_s)} ago by vLLM {report.engine}, kvstore {report.version}"
     yield pair("made", made, width=WIDTH)
-    yield pair("signed", f"by key {report.key}" if report.key else "no", width=WIDTH)
+    signed = (
+        f"by key {report.key}" if report.checked else f"key {report.key}, not checked: no signing.keys here"
+    )
+    yield pair("signed", signed if report.key else "no", width=WIDTH)
     yield pair("holds", f"{size(report.stored_bytes)} in {count(report.segments, 'segment')}", width=WIDTH)
     yield ""
     shown = report.prompts[:SHOWN]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.admin.tokenizer import release
+from kvstore.errors import ConfigError
 from kvstore.format.segment import Slot
 from kvstore.keys import block_key, namespace_id
 from kvstore.rules.hashing import DEFAULT_SEED, block_hashes, root_digest
@@ -148,3 +150,10 @@ def test_nothing_is_computed_for_an_archive_that_is_there(exports: Exports) -> N
     ran = exports()
     assert ran.code == 1 and "exists; --force overwrites it" in ran.err
     assert not exports.asked
+
+
+@pytest.mark.parametrize("url", ["http://me:hunter2@127.0.0.1:9", "ftp://me:hunter2@host"])
+def test_a_password_in_the_engine_s_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        release(url)
+    assert "hunter2" not in str(caught.value)

@@ -105,7 +105,7 @@ def test_warm_a_prompt_by_its_tokens(admin: Admin, node: Node, tmp_path: Path, w
     assert (found.namespace, found.tokens, found.stored) == (node.name, 144, 96)
     done = verb(admin, node, *words)
     assert (done.warm, done.left_out, node.kept()) == (done.planned, 0, 2)
-    assert row(admin("warm", *words, *node.options).out, node.name[:8]) == [node.name[:8], "144", "96"]
+    assert row(admin("warm", *words, *node.options).out, node.name) == [node.name, "144", "96"]
 
 
 def test_warm_a_prompt_by_its_blocks(admin: Admin, node: Node, tmp_path: Path) -> None:

@@ -320,6 +320,10 @@ def test_an_index_that_was_emptied_is_begun_with_anew(world: World) -> None:
     assert sum(point.asked for point in report.history.points) == 5
     assert report.stats.total.asked == 5
     assert report.events.events[-1].rule == "bad"
+    # Anybody may ask: no name of an operator, and no digest of what somebody asked for.
+    assert {(one.by, one.first, one.last, one.position) for one in report.events.events} == {
+        ("", None, None, "")
+    }
     assert report.evictions_by_rule["bad"] == 1
 
 

@@ -173,13 +173,9 @@ def test_a_reset_and_a_shutdown_wait_for_nothing_that_hangs(tmp_path: Path, gate
     with engine(tmp_path, transfers={"drain_s": 0.2}) as one:
         faulty(one, Rule("delay", ("read", "put")), gate=gate)
         request = one.arrive("r1", A, B)
-        assert one.look(request, A) is None
-        while one.counts().get("match_calls", 0) == 0:
-            one.step()
-        assert one.look(request, A) is None
+        until(lambda: (one.look(request, A), one.step(), gate.waiting.acquire(blocking=False))[2])
         one.compute(request, B)
-        one.step()
-        assert gate.waiting.acquire(timeout=PATIENCE_S)
+        until(lambda: (one.step(), gate.waiting.acquire(blocking=False))[1])
         one.rows()[:] = 7
         began = time.monotonic()
         one.manager.reset_cache()
