@@ -24,6 +24,8 @@ Block = tuple[int, int]
 EXPECTED_SLOTS = 64
 
 _NUMBERS = count()
+#: The chain of a segment that no test asks for.
+_NOBODYS = 99
 _MEMORY = "test_walk"
 
 
@@ -40,6 +42,8 @@ class World:
         self.entries: dict[Block, tuple[SegmentId, int]] = {}
         self.contents: dict[SegmentId, Sequence[Block]] = {}
         self.visible: set[SegmentId] = set()
+        # A hash that is not there is not looked into.
+        put(index, self.name, packed(trunk(1, name=_NOBODYS)), segment=SegmentId(b"\xff" * 8))
 
     def commit(self, blocks: Sequence[Block]) -> SegmentId:
         segment = SegmentId(len(self.contents).to_bytes(8, "big"))
@@ -87,7 +91,7 @@ class World:
             runs = self.index.match(self.name, packed(chain))
         finally:
             connection.set_trace_callback(None)
-        return runs, sum("LEFT JOIN fields" in one or "SELECT value FROM fields" in one for one in asked)
+        return runs, sum("SELECT value FROM fields" in one for one in asked)
 
 
 @pytest.fixture(scope="module")

@@ -557,8 +557,16 @@ def test_a_round_sweeps_so_often_and_the_next_one_goes_on(
 ) -> None:
     monkeypatch.setattr(housekeeping, "SWEEP_STEP", 2)
     monkeypatch.setattr(janitors, "_SWEEPS", 4)
-    space, janitor = world.space(), world.janitor()
-    world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=0, rule="admin")
+    left = [20]
+
+    def sweep(name: NamespaceId, limit: int) -> int:
+        dropped = min(limit, left[0])
+        left[0] -= dropped
+        return dropped
+
+    monkeypatch.setattr(world.index, "sweep", sweep)
+    janitor = world.janitor()
+    world.space()
     swept = []
     for _ in range(4):
         janitor.round()
@@ -572,7 +580,7 @@ def test_a_namespace_with_many_entries_is_forgotten_bit_by_bit(
     monkeypatch.setattr(janitors, "_ERASE_STEP", 3)
     monkeypatch.setattr(world.index, "sweep", lambda name, limit: 0)
     space, janitor = world.space(), world.janitor()
-    world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=0, rule="admin")
+    world.index.evict(space.id, world.save(space, 0, 30, blocks=60), delete_after_s=0, rule="admin")
     janitor.round()
     world.clock.now += world.settings.janitor.forget_after_s + 1
     calls = Calls(monkeypatch, world.index, ("erase",))

@@ -56,7 +56,7 @@ _STATE_NAMES: tuple[SegmentState | None, ...] = (None, "visible", "incomplete", 
 
 
 class CataloguePart(ScriptedPart):
-    """The part of RedisIndex that only reads."""
+    """The part of ScriptedIndex that only reads."""
 
     @understood
     def namespaces(self) -> dict[NamespaceId, str]:

@@ -59,7 +59,7 @@ _STEPS = 400
 
 
 class JournalPart(ScriptedPart, Journal, Operations):
-    """The part of RedisIndex that reads the journal, and `tell`, which writes outcomes; operations."""
+    """The part of ScriptedIndex that reads the journal, and `tell`, which writes outcomes; operations."""
 
     @understood
     def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:

@@ -50,7 +50,10 @@ _NEWER = 2
 
 
 class LayoutsPart(MaintenancePart, CataloguePart, ShardLeaf):
-    """The part of RedisIndex that says how namespaces lie."""
+    """The part of ScriptedIndex that says how namespaces lie."""
+
+    #: Whether a namespace's entries lie in many small hashes, which Redis packs, or in one.
+    in_buckets = True
 
     @understood
     def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
@@ -75,7 +78,7 @@ class LayoutsPart(MaintenancePart, CataloguePart, ShardLeaf):
             canonical_json(namespace),
             namespace.kind,
             namespace.tenant,
-            bucket_bits(expected_blocks),
+            bucket_bits(expected_blocks) if self.in_buckets else 0,
             round(self._clock(), 3),
             layout,
         )

@@ -64,7 +64,7 @@ _UNPIN = Script.load("unpin", "changes", "pinnable")
 _QUOTA = Script.load("quota")
 _INVALIDATE = Script.load("invalidate", "changes", "generations")
 _DRAIN = Script.load("drain", "generations", "grace")
-_ERASE = Script.load("erase", "generations")
+_ERASE = Script.load("erase", "generations", "buckets")
 _UNLIST = Script.load("unlist", "changes", "generations")
 _UNLINK = Script.load("unlink")
 _REPLACE = Script.load("replace", "generations")
@@ -78,7 +78,7 @@ _ERASED: tuple[Erased, ...] = ("erased", "more", "in_use")
 
 
 class MaintenancePart(ScriptedPart):
-    """The part of RedisIndex that changes what is there."""
+    """The part of ScriptedIndex that changes what is there."""
 
     @understood
     def cull(

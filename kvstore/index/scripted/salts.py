@@ -22,7 +22,7 @@ _SALTED = Script.load("salted")
 
 
 class SaltsPart(SessionsPart):
-    """The part of RedisIndex that tells apart what different salts have stored."""
+    """The part of ScriptedIndex that tells apart what different salts have stored."""
 
     def of_salt(self, namespace: NamespaceId, salt: SaltId) -> Iterator[Listing]:
         check_salt(salt)

@@ -67,7 +67,7 @@ def _own(record: bytes) -> list[SegmentId]:
 
 
 class SessionsPart(CataloguePart):
-    """The part of RedisIndex that remembers sessions."""
+    """The part of ScriptedIndex that remembers sessions."""
 
     @understood
     def session(

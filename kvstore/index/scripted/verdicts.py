@@ -28,7 +28,7 @@ _HEAD = struct.Struct(">BI8s")
 
 
 class VerdictsPart(SaltsPart):
-    """The part of RedisIndex that keeps verdicts, under the namespace's own id."""
+    """The part of ScriptedIndex that keeps verdicts, under the namespace's own id."""
 
     @understood
     def verdicts(

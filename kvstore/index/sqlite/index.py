@@ -24,6 +24,9 @@ from kvstore.sqlite import SqliteDatabase
 class SqliteIndex(ScriptedIndex):
     """The index in one SQLite database."""
 
+    #: One hash is one range of a B-tree here, whatever its size; an empty bucket costs a query.
+    in_buckets = False
+
     def __init__(
         self,
         path: str | SqliteDatabase,

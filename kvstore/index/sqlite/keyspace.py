@@ -61,8 +61,8 @@ class _Extent(NamedTuple):
     last_number: int
 
 
-#: How many items one query names; a list is cut into pieces of these sizes, so that few queries are compiled.
-_AT_ONCE: Final = (128, 32, 8, 1)
+#: How many items one query names: few sizes, so that few queries are compiled.
+_AT_ONCE: Final = (4, 16, 64, 256)
 
 
 class Keyspace:
@@ -87,21 +87,18 @@ class Keyspace:
 
     # Keys
 
-    def _find(self, name: Word, *kinds: bytes) -> _Key | None:
+    def _find(self, name: Word, kind: bytes = b"") -> _Key | None:
         """Returns what is known of a key; None if there is none. Raises Refused for one of another kind."""
         name = _text(name)
-        if name in self._known:
+        try:
             key = self._known[name]
-        else:
+        except KeyError:
             query = "SELECT id, kind, expires_ms FROM keys WHERE name = ?"
-            key = self._knows(name, self._db.execute(query, (name,)).fetchone())
-        if key is not None and kinds and key.kind not in kinds:
+            row = self._db.execute(query, (name,)).fetchone()
+            live = row is not None and (row[2] is None or row[2] > self._now_ms)
+            self._known[name] = key = _Key(*row) if live else None
+        if key is not None and kind and key.kind != kind:
             raise Refused(_WRONG_TYPE)
-        return key
-
-    def _knows(self, name: bytes, row: tuple[int, bytes, int | None] | None) -> _Key | None:
-        live = row is not None and (row[2] is None or row[2] > self._now_ms)
-        self._known[name] = key = _Key(*row) if row is not None and live else None
         return key
 
     def _extent(self, key: _Key) -> _Extent:
@@ -226,6 +223,9 @@ class Keyspace:
         start, end = max(0, start), min(end, self._extent(key).length)
         if start >= end:
             return b""
+        number, inside = divmod(start, CHUNK_BYTES)
+        if inside + end - start <= CHUNK_BYTES:
+            return self._chunk(key, number)[inside : inside + end - start].ljust(end - start, b"\0")
         begin = start - start % CHUNK_BYTES
         whole = bytearray(end - begin)
         chunks = self._db.execute(
@@ -300,24 +300,12 @@ class Keyspace:
     # Hashes, and the one set
 
     def hget(self, name: Word, field: Word) -> bytes | None:
-        name = _text(name)
-        if name in self._known:
-            key = self._find(name, b"hash")
-            if key is None:
-                return None
-            query = "SELECT value FROM fields WHERE key = ? AND field = ?"
-            row = self._db.execute(query, (key.id, _text(field))).fetchone()
-            return row[0] if row else None
-        # Most keys of a match are buckets that it looks into once.
-        row = self._db.execute(
-            "SELECT k.id, k.kind, k.expires_ms, f.value FROM keys AS k "
-            "LEFT JOIN fields AS f ON f.key = k.id AND f.field = ? WHERE k.name = ?",
-            (_text(field), name),
-        ).fetchone()
-        found = self._knows(name, row[:3] if row else None)
-        if found is not None and found.kind != b"hash":
-            raise Refused(_WRONG_TYPE)
-        return row[3] if found is not None else None
+        key = self._find(name, b"hash")
+        if key is None:
+            return None
+        query = "SELECT value FROM fields WHERE key = ? AND field = ?"
+        row = self._db.execute(query, (key.id, _text(field))).fetchone()
+        return row[0] if row else None
 
     def hmget(self, name: Word, *fields: Word) -> list[bytes | None]:
         key = self._find(name, b"hash")
@@ -328,16 +316,16 @@ class Keyspace:
     def _each(self, query: str, key: _Key, items: Sequence[Word]) -> list[Any]:
         """Returns what a query tells of each item; None of one that is not there."""
         wanted = [_text(item) for item in items]
-        if len(wanted) < 4:
+        if len(wanted) < _AT_ONCE[0]:
             rows = [self._db.execute(f"{query} (?)", (key.id, one)).fetchone() for one in wanted]
             return [row[1] if row else None for row in rows]
         found: dict[bytes, Any] = {}
-        at = 0
-        while at < len(wanted):
-            size = next(size for size in _AT_ONCE if size <= len(wanted) - at)
-            marks = ",".join("?" * size)
-            found.update(self._db.execute(f"{query} ({marks})", (key.id, *wanted[at : at + size])).fetchall())
-            at += size
+        for at in range(0, len(wanted), _AT_ONCE[-1]):
+            some = wanted[at : at + _AT_ONCE[-1]]
+            size = next(size for size in _AT_ONCE if size >= len(some))
+            # An item is never NULL.
+            some += [None] * (size - len(some))
+            found.update(self._db.execute(f"{query} ({','.join('?' * size)})", (key.id, *some)).fetchall())
         return [found.get(one) for one in wanted]
 
     def hset(self, name: Word, *pairs: Word) -> None:
@@ -345,9 +333,15 @@ class Keyspace:
         rows = [
             (key.id, _text(one), _text(value)) for one, value in zip(pairs[::2], pairs[1::2], strict=True)
         ]
-        self._db.executemany(
+        self._many(
             "INSERT INTO fields VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", rows
         )
+
+    def _many(self, query: str, rows: Sequence[Sequence[Any]]) -> int:
+        """Runs a statement once for each row; returns how many rows it changed."""
+        if len(rows) == 1:
+            return self._db.execute(query, rows[0]).rowcount
+        return self._db.executemany(query, rows).rowcount
 
     def hdel(self, name: Word, *fields: Word) -> int:
         return self._delete(name, b"hash", "field", fields)
@@ -357,9 +351,7 @@ class Keyspace:
         if key is None:
             return 0
         rows = [(key.id, _text(item)) for item in items]
-        gone = self._db.executemany(
-            f"DELETE FROM {_TABLES[kind]} WHERE key = ? AND {column} = ?", rows
-        ).rowcount
+        gone = self._many(f"DELETE FROM {_TABLES[kind]} WHERE key = ? AND {column} = ?", rows)
         if gone:
             self._emptied(name, key)
         return gone
@@ -450,8 +442,8 @@ class Keyspace:
         key = self._make(name, b"zset")
         rows = [(key.id, member, score) for member, score in scored]
         if only_new:
-            return self._db.executemany("INSERT OR IGNORE INTO members VALUES (?, ?, ?)", rows).rowcount
-        self._db.executemany(
+            return self._many("INSERT OR IGNORE INTO members VALUES (?, ?, ?)", rows)
+        self._many(
             "INSERT INTO members VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET score = excluded.score", rows
         )
         return None

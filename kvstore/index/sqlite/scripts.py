@@ -16,6 +16,9 @@ from lupa.lua51 import LuaError, LuaRuntime, lua_type
 from kvstore.index.sqlite.keyspace import Keyspace, Refused, Word, commands_of
 
 _MASK = (1 << 32) - 1
+#: Values that one call of Lua's unpack returns: its stack has room for some 8,000.
+_PIECE = 1000
+_PLAIN = (bytes, int)
 
 _LIBRARY = b"""
 local commands, pack, unpack_, band, bor, tobit = ...
@@ -40,6 +43,7 @@ class Interpreter:
         )
         self._load = self._lua.globals()[b"loadstring"]
         self._globals = self._lua.globals()
+        self._unpack = self._globals[b"unpack"]
         self._compiled: dict[str, Callable[[], Any]] = {}
         commands = self._lua.table_from(
             {name.encode(): self._bridge(call) for name, call in commands_of(space).items()}
@@ -76,7 +80,7 @@ class Interpreter:
         table = self._lua.table_from
         self._globals[b"KEYS"], self._globals[b"ARGV"] = table([key]), table(args)
         try:
-            return _reply(compiled())
+            return _reply(compiled(), self._unpack)
         except LuaError as exc:
             raise Refused(_said(exc)) from None
 
@@ -91,7 +95,7 @@ def _said(exc: LuaError) -> str:
     return text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
 
 
-def _reply(value: Any) -> Any:
+def _reply(value: Any, unpacked: Callable[..., Any]) -> Any:
     """Returns a script's answer as Redis sends it."""
     if value is None or value is False:
         return None
@@ -101,16 +105,16 @@ def _reply(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return int(value)
-    assert lua_type(value) == "table"
+    assert lua_type(value) == "table", value
     if (error := value[b"err"]) is not None:
         raise Refused(error.decode("utf-8", "replace"))
-    found = []
-    for at in range(1, len(value) + 1):
-        one = value[at]
-        if one is None:
-            break
-        found.append(one if type(one) in (bytes, int) else _reply(one))
-    return found
+    found: list[Any] = []
+    for first in range(1, len(value) + 1, _PIECE):
+        some = unpacked(value, first, min(first + _PIECE - 1, len(value)))
+        found += some if type(some) is tuple else (some,)
+    if None in found:
+        del found[found.index(None) :]
+    return [one if type(one) in _PLAIN else _reply(one, unpacked) for one in found]
 
 
 @lru_cache(maxsize=64)
