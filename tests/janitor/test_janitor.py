@@ -23,7 +23,7 @@ from kvstore.janitor import scrub
 from kvstore.janitor.janitor import Janitor
 from kvstore.janitor.log import Logbook
 from kvstore.janitor.reports import DONE, STEPS, ScrubState, Step
-from kvstore.keys import payload_name
+from kvstore.keys import NamespaceId, payload_name
 from kvstore.payloads import bucket, evidence
 from kvstore.store import housekeeping
 from kvstore.store.rounds import AT_WORK, is_at_work

@@ -321,7 +321,7 @@ class Keyspace:
             return [row[1] if row else None for row in rows]
         found: dict[bytes, Any] = {}
         for at in range(0, len(wanted), _AT_ONCE[-1]):
-            some = wanted[at : at + _AT_ONCE[-1]]
+            some: list[bytes | None] = [*wanted[at : at + _AT_ONCE[-1]]]
             size = next(size for size in _AT_ONCE if size >= len(some))
             # An item is never NULL.
             some += [None] * (size - len(some))
@@ -333,9 +333,8 @@ class Keyspace:
         rows = [
             (key.id, _text(one), _text(value)) for one, value in zip(pairs[::2], pairs[1::2], strict=True)
         ]
-        self._many(
-            "INSERT INTO fields VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", rows
-        )
+        query = "INSERT INTO fields VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
+        self._many(query, rows)
 
     def _many(self, query: str, rows: Sequence[Sequence[Any]]) -> int:
         """Runs a statement once for each row; returns how many rows it changed."""
