@@ -1,4 +1,4 @@
-"""RedisIndex: the index in Redis, shared by a whole fleet.
+"""ScriptedIndex: the index as scripts over the keys of Redis, which may lie in SQLite.
 
 The schema (golden test: tests/index/redis/test_index.py). `{ns}` is the namespace id in braces, a hash tag:
 a Cluster keeps a namespace on one node, so a script may use all of its keys.
@@ -10,7 +10,7 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
                                       nobody has done anything for 400 days
     kvs:ping                 string   written by ping
     kvs:{ns}:meta            hash     see below
-    kvs:{ns}:b:<bucket>      hash     in listpack encoding: digest without its first bits / 8 whole bytes
+    kvs:{ns}:b:<bucket>      hash     in listpack encoding, or one in SQLite: digest without its first bits / 8 whole bytes
                                       -> segment id (8 bytes), slot (2 bytes, big endian)
     kvs:{ns}:segs            hash     segment id -> "<bytes>:<slots>:", agreement (first digest, xxh3-64 of
                                       all digests, head of the packed record with the salt's id), packed
