@@ -10,8 +10,8 @@ a Cluster keeps a namespace on one node, so a script may use all of its keys.
                                       nobody has done anything for 400 days
     kvs:ping                 string   written by ping
     kvs:{ns}:meta            hash     see below
-    kvs:{ns}:b:<bucket>      hash     in listpack encoding, or one in SQLite: digest without its first bits / 8 whole bytes
-                                      -> segment id (8 bytes), slot (2 bytes, big endian)
+    kvs:{ns}:b:<bucket>      hash     in listpack encoding (in SQLite all in one): digest without its first
+                                      bits / 8 whole bytes -> segment id (8 bytes), slot (2 bytes, big endian)
     kvs:{ns}:segs            hash     segment id -> "<bytes>:<slots>:", agreement (first digest, xxh3-64 of
                                       all digests, head of the packed record with the salt's id), packed
                                       parts in rank order
