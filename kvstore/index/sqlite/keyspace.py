@@ -82,7 +82,8 @@ class Keyspace:
         """Starts a transaction: forgets what the last one knew, and looks at the clock."""
         self._known.clear()
         self._extents.clear()
-        self._now_us = round(self._clock() * 1_000_000)
+        # Rounded up: a time that the index tells is never before one that its caller has just read.
+        self._now_us = math.ceil(self._clock() * 1_000_000)
         self._now_ms = self._now_us // 1000
 
     # Keys
