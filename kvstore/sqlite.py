@@ -32,7 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from kvstore.errors import (
     CapacityExceeded,
@@ -58,10 +58,22 @@ _INHERITED: list[Connection] = []
 _FILES: weakref.WeakSet[SqliteFile] = weakref.WeakSet()
 
 
+class Closing(Protocol):
+    def close(self) -> None: ...
+
+
 class Connection(sqlite3.Connection):
     """A connection that knows which file it has open, by device and inode."""
 
     file: tuple[int, int] | None = None
+    #: What its owner keeps with it; closed with it.
+    attached: Closing | None = None
+
+    def close(self) -> None:
+        attached, self.attached = self.attached, None
+        if attached is not None:
+            attached.close()
+        super().close()
 
 
 class SqliteDatabase(ABC):
@@ -86,19 +98,19 @@ class SqliteDatabase(ABC):
     def _give_back(self, connection: Connection, *, sound: bool) -> None: ...
 
     @contextmanager
-    def reading(self, verb: str) -> Iterator[sqlite3.Connection]:
+    def reading(self, verb: str) -> Iterator[Connection]:
         """Lends a connection whose statements all see the database of one moment."""
         with self._transaction(verb, "BEGIN") as connection:
             yield connection
 
     @contextmanager
-    def writing(self, verb: str) -> Iterator[sqlite3.Connection]:
+    def writing(self, verb: str) -> Iterator[Connection]:
         """Lends a connection whose statements take effect together, or not at all on an exception."""
         with self._transaction(verb, "BEGIN IMMEDIATE") as connection:
             yield connection
 
     @contextmanager
-    def _transaction(self, verb: str, begin: str) -> Iterator[sqlite3.Connection]:
+    def _transaction(self, verb: str, begin: str) -> Iterator[Connection]:
         connection: Connection | None = None
         sound = False
         try:
@@ -293,6 +305,11 @@ def classified(exc: sqlite3.Error, message: str) -> KVStoreError:
 def is_damage(exc: BaseException) -> bool:
     """Tells whether the file holds what SQLite can't have written."""
     return _code(exc) in _DAMAGED
+
+
+def is_busy(exc: BaseException) -> bool:
+    """Tells whether others hold what was asked for."""
+    return _code(exc) in _BUSY
 
 
 def is_full(exc: BaseException) -> bool:

@@ -45,19 +45,10 @@ _SUMMARY = {
 }
 
 #: Beginnings of the ids of tests that are `slow`, too. What a conformance suite asks of thousands takes
-#: imitations of servers seconds, and real ones are asked as well; Helm renders a chart in tenths of a
+#: an imitation of a server seconds, and a real one is asked as well; Helm renders a chart in tenths of a
 #: second, a thousand times.
 _SLOW = (
     "tests/helm/",
-    *(
-        f"tests/index/redis/test_fakeredis.py::TestFakeRedisIndex::test_{name}"
-        for name in (
-            "few_new_blocks",
-            "find_of_thousands",
-            "match_of_thousands",
-            "note_of_many",
-        )
-    ),
     "tests/payloads/s3/test_store.py::TestMoto::test_delete_of_a_large_batch",
     "tests/payloads/s3/test_store.py::TestMoto::test_threads_put_read",
 )

@@ -16,7 +16,10 @@ from kvstore.build import load_settings, open_index, open_payloads
 from kvstore.errors import TransientError
 from kvstore.events import EventReader, Gap, follow
 from kvstore.index.maintenance import Event, FullIndex
+from kvstore.index.scripted.values import key
 from kvstore.index.sharding.index import ShardedIndex
+from kvstore.index.sqlite.client import SqliteClient
+from kvstore.index.sqlite.file import IndexFile
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import Digest, NamespaceId, SegmentId, digest, namespace_id, payload_name
 from schemas.records import PartRecord, SegmentRecord
@@ -136,8 +139,8 @@ def emptied(index: Any, settings: dict[str, Any]) -> None:
     if isinstance(index, ShardedIndex):
         index.leaf._client.command("FLUSHDB")  # type: ignore[attr-defined]
     else:
-        with index._database.writing("test") as db:
-            db.execute("DELETE FROM events")
+        path = load_settings(settings, {}).index_url.removeprefix("sqlite://")
+        SqliteClient(IndexFile(path, PATIENCE_S), time.time).command("UNLINK", key(NAME, "events"))
         # Positions begin with the time in milliseconds.
         time.sleep(0.05)
 

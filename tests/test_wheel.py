@@ -46,7 +46,7 @@ def files_of(folder: Path) -> set[str]:
 
 def test_every_file_of_the_packages_is_in_it(site: Path) -> None:
     assert files_of(site) == files_of(ROOT)
-    assert {"kvstore/index/redis/lua/match.lua", "kvstore/admin/serve/page/index.html"} <= files_of(site)
+    assert {"kvstore/index/scripted/lua/match.lua", "kvstore/admin/serve/page/index.html"} <= files_of(site)
 
 
 def test_nothing_else_is_in_it(site: Path) -> None:
@@ -55,7 +55,9 @@ def test_nothing_else_is_in_it(site: Path) -> None:
 
 
 def test_its_scripts_are_read(site: Path) -> None:
-    code = "from kvstore.index.redis.client import Script; print(len(Script.load('match', 'walk').source))"
+    code = (
+        "from kvstore.index.scripted.scripts import Script as S; print(len(S.load('match', 'walk').source))"
+    )
     assert int(run(site, code)) > 1000
 
 

@@ -24,7 +24,6 @@ from kvstore.keys import (
 )
 from kvstore.rules.reasons import FAULTS
 from schemas.records import (
-    CREATED_AT,
     HEAD_BYTES,
     SALT_ID_BYTES,
     WRITER_ID_BYTES,
@@ -37,8 +36,6 @@ from schemas.records import (
 CLOCKS_DIFFER_S = 60
 #: Seconds after which an incomplete commit is forgotten.
 INCOMPLETE_TTL_S = 3600
-#: A claim may end at most this many of an asker's times to live from now, or it doesn't count.
-LONGEST_HELD = 10
 #: A sweep looks at SWEEP_FACTOR entries for each one that it may drop, and at SWEEP_MIN at least, so that
 #: its limit bounds the time of a call also where nothing dangles.
 SWEEP_FACTOR = 8
@@ -137,21 +134,9 @@ def agreement(digests: bytes, record: SegmentRecord, ranks: int) -> bytes:
     return xxhash.xxh3_64_digest(digests) + pack_head(record, ranks)
 
 
-def undated(agreed: bytes) -> bytes:
-    """Returns what ranks must agree on, of what they say: all but when it was created."""
-    at = _CHECKSUM_BYTES + CREATED_AT
-    return agreed[:at] + bytes(4) + agreed[at + 4 :]
-
-
 def salt_of(agreed: bytes) -> SaltId:
     """Returns the id of the salt that ranks have agreed on."""
     return SaltId(agreed[_CHECKSUM_BYTES + HEAD_BYTES :])
-
-
-def created_of(agreed: bytes) -> int:
-    """Returns when it was created, unix seconds, of what one rank says."""
-    at = _CHECKSUM_BYTES + CREATED_AT
-    return int.from_bytes(agreed[at : at + 4], "little")
 
 
 def cached(unpack: Callable[[bytes], SegmentRecord | None]) -> Callable[[bytes], SegmentRecord | None]:
@@ -235,11 +220,6 @@ def is_forbidden(
 def minute(now_s: float) -> float:
     """Returns the unix minute of a time, down to the quarter: the resolution of recency."""
     return now_s // QUARTER_S / 4
-
-
-def use_minute(now_s: float, used_s: float | None) -> float:
-    """Returns the minute of a use: that of now, by the index's own clock, or an earlier one."""
-    return minute(now_s if used_s is None else min(now_s, used_s))
 
 
 def saved_minute(created_s: float) -> float:

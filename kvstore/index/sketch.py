@@ -26,12 +26,11 @@ With two bytes of sketch per block noted in a window, about one block in a hundr
 The chances don't add up along a chain, they multiply: a prompt that is new throughout passes its first
 block with that chance, and its first two with the square of it.
 
-kvstore/index/redis/lua/note.lua is the same algorithm inside Redis.
+kvstore/index/scripted/lua/note.lua looks and marks; tests/index/sketching.py is the same in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from typing import Self
@@ -46,8 +45,6 @@ GROUP_BLOCKS = 32
 MARK_BYTES = 8
 _LINE_BITS = 8 * LINE_BYTES
 _MARK_BITS = 3
-#: The last blocks of a group that answer for all of it.
-_WITNESSES = 4
 #: Longest time to live of a sketch, in seconds: Redis refuses much longer ones.
 _LONGEST_KEEP_S = 10**9
 
@@ -58,8 +55,6 @@ class Window:
 
     now: str
     before: str
-    #: Alternates from window to window.
-    parity: int
     lines: int
     #: How long this window's sketch is still needed, in seconds.
     keep_s: int
@@ -78,7 +73,7 @@ class Window:
         number = int(now_s // window_s)
         name = f"{sketch_bytes}:{window_s:.12g}"
         keep_s = min(ceil((number + 2) * window_s - now_s), _LONGEST_KEEP_S)
-        return cls(f"{name}:{number}", f"{name}:{number - 1}", number % 2, sketch_bytes // LINE_BYTES, keep_s)
+        return cls(f"{name}:{number}", f"{name}:{number - 1}", sketch_bytes // LINE_BYTES, keep_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,73 +97,3 @@ class Marks:
             bits[start + left % _LINE_BITS] = True
             left //= _LINE_BITS
         return cls(words.tobytes(), np.packbits(bits).tobytes())
-
-    def __len__(self) -> int:
-        return len(self.blocks) // MARK_BYTES
-
-    def line(self, block: int, lines: int) -> int:
-        """Returns the number of the block's own line."""
-        at = block * MARK_BYTES
-        return int.from_bytes(self.blocks[at : at + 4]) % lines
-
-    def mark(self, block: int) -> int:
-        """Returns the block's bits in any line; a line is a number whose highest bit is position 0."""
-        at = block * MARK_BYTES + 4
-        left, mark = int.from_bytes(self.blocks[at : at + 4]), 0
-        for _ in range(_MARK_BITS):
-            left, position = divmod(left, _LINE_BITS)
-            mark |= 1 << (_LINE_BITS - 1 - position)
-        return mark
-
-    def mask(self, group: int) -> int:
-        """Returns the bits of all blocks of a group."""
-        return int.from_bytes(self.masks[group * LINE_BYTES : (group + 1) * LINE_BYTES])
-
-
-Read = Callable[[int], int]
-
-
-def note(marks: Marks, lines: int, now: Read, before: Read) -> tuple[int, dict[int, int]]:
-    """Returns how many leading blocks one of two sketches has, and new lines of `now` that note all blocks.
-
-    `now(line)` and `before(line)` read a line of a sketch, as a number; 0 where there is none.
-    """
-    changed: dict[int, int] = {}
-
-    def current(line: int) -> int:
-        return changed[line] if line in changed else now(line)
-
-    noted, leading = 0, True
-    for group, first in enumerate(range(0, len(marks), GROUP_BLOCKS)):
-        upto = min(first + GROUP_BLOCKS, len(marks))
-        have = _reach(marks, lines, current, group, first, upto)
-        if leading:
-            noted = have
-            if noted < upto:
-                noted = max(noted, _reach(marks, lines, before, group, first, upto))
-            leading = noted == upto
-        if have == first:
-            home = marks.line(first, lines)
-            changed[home] = current(home) | marks.mask(group)
-        else:
-            for block in range(have, upto):
-                own = marks.line(block, lines)
-                changed[own] = current(own) | marks.mark(block)
-    return noted, changed
-
-
-def _reach(marks: Marks, lines: int, read: Read, group: int, first: int, upto: int) -> int:
-    """Returns up to which block a sketch has the group of blocks `first` to `upto` - 1."""
-    home, mask = read(marks.line(first, lines)), marks.mask(group)
-    if home & mask == mask:
-        return upto
-
-    def missing(block: int) -> bool:
-        mark = marks.mark(block)
-        return home & mark != mark and read(marks.line(block, lines)) & mark != mark
-
-    if missing(first):
-        return first
-    if not any(missing(block) for block in range(max(first, upto - _WITNESSES), upto)):
-        return upto
-    return next((block for block in range(first, upto) if missing(block)), upto)

@@ -21,36 +21,20 @@ from kvstore.admin.archive.manifest import check_signed, signed
 from kvstore.format import keyring, lz4, planes
 from kvstore.format import segment as codec
 from kvstore.index import eviction
-from kvstore.index.redis import (
-    catalogue as redis_catalogue,
-)
-from kvstore.index.redis import (
-    client as redis_client,
-)
-from kvstore.index.redis import index as redis_index
-from kvstore.index.redis import (
-    journal as redis_journal,
-)
-from kvstore.index.redis import layouts as redis_layouts
-from kvstore.index.redis import (
-    maintenance as redis_upkeep,
-)
-from kvstore.index.redis import (
-    salts as redis_salts,
-)
-from kvstore.index.redis import (
-    sessions as redis_sessions,
-)
-from kvstore.index.redis import (
-    values as redis_values,
-)
-from kvstore.index.redis import (
-    verdicts as redis_verdicts,
-)
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import bucket_bits
+from kvstore.index.redis import client as redis_client
+from kvstore.index.scripted import catalogue as redis_catalogue
+from kvstore.index.scripted import index as redis_index
+from kvstore.index.scripted import journal as redis_journal
+from kvstore.index.scripted import layouts as redis_layouts
+from kvstore.index.scripted import maintenance as redis_upkeep
+from kvstore.index.scripted import salts as redis_salts
+from kvstore.index.scripted import sessions as redis_sessions
+from kvstore.index.scripted import values as redis_values
+from kvstore.index.scripted import verdicts as redis_verdicts
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import bucket_bits
 from kvstore.index.sharding.names import shard_names
-from kvstore.index.sqlite import schema as sqlite_schema
+from kvstore.index.sqlite import file as sqlite_schema
 from kvstore.payloads.tiered import schema as ledger_schema
 from schemas.archive import Manifest
 from schemas.namespace import DTYPE_BYTES, GroupKind, GroupSpec, Namespace
@@ -357,7 +341,7 @@ def test_words_of_the_journal() -> None:
         assert name in code(streams) and field in (LUA / "changes.lua").read_text()
 
 
-LUA = ROOT / "kvstore" / "index" / "redis" / "lua"
+LUA = ROOT / "kvstore" / "index" / "scripted" / "lua"
 
 
 def scripts() -> Iterator[Script]:
@@ -417,7 +401,7 @@ def test_how_many_arguments_the_scripts_take() -> None:
 
 def test_every_table_and_column_of_sqlite() -> None:
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
-        sqlite_schema.make_schema(db, "here")
+        db.executescript(sqlite_schema.SCHEMA)
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         made = {
             name: [row[1] for row in db.execute(f"PRAGMA table_info({name})")]

@@ -24,7 +24,7 @@ from tests.servers.redis import RedisServer
 from tests.store.world import item
 
 HERS, HIS = second.salt_id("hers"), second.salt_id("his")
-SCRIPTS = Path(__file__).parents[2] / "kvstore" / "index" / "redis" / "lua"
+SCRIPTS = Path(__file__).parents[2] / "kvstore" / "index" / "scripted" / "lua"
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import SaltId, SegmentId, SessionId, canonical_json, digests
 from schemas.records import CODECS, Codec
 from tests.format import second
-from tests.format.test_redis_index import HERS, HIS, ages, packed, put_and_read, segment_of
-from tests.format.world import NOW_S, SHAPES, content, ec, kv, path, world
+from tests.format.second.redis_index import mark
+from tests.format.test_redis_index import HERS, HIS, ages, packed
+from tests.format.world import NOW_S, SHAPES, content, kv, path, world
 
 
 @pytest.mark.parametrize("how", CODECS)
@@ -37,7 +38,7 @@ def test_a_filled_index_is_read(how: Codec, tmp_path: Path) -> None:
             "cost": usage.cost_us,
         }  # fmt: skip
         assert usage.nbytes == sum(record.nbytes for record in records.values())
-        assert theirs.pinned(name) == {pinned}
+        assert [one for one, _ in theirs.order(name, "pins")] == [pinned]
         (due, ranks) = theirs.trash(name)[gone]
         assert (due >= NOW_S + 10, ranks) == (True, 2)
         assert theirs.entries(name) == {
@@ -53,47 +54,6 @@ def test_a_filled_index_is_read(how: Codec, tmp_path: Path) -> None:
                 assert list(loaded) == [content(each, rank, "BF16", SHAPES["BF16"]) for each in some]
 
 
-def test_what_the_second_commits_kvstore_serves(tmp_path: Path) -> None:
-    namespace, hashes = kv("planes-lz4"), path("c", 9)
-    with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", namespace) as ours:
-        name = ours.space.id
-        theirs = second.SqliteStore(tmp_path / "index.sqlite")
-        for at, end in ((0, 5), (5, 9)):
-            header = put_and_read(tmp_path, *segment_of(namespace, hashes[at:end], depth=at, cost_us=2048))
-            assert theirs.commit(name, header)
-            assert not theirs.commit(name, header)
-        assert ours.served(hashes) == [content(one, 0, "BF16", SHAPES["BF16"]) for one in hashes]
-        assert ours.faults() == []
-        again = ours.index.reconcile(name)
-        assert again.recorded == again.counted
-        assert [event.op for event in ours.index.events(name)] == ["commit", "commit"]
-        (first, *_) = theirs.records(name)
-        ours.index.evict(name, [SegmentId(first)], delete_after_s=0, rule="admin")
-        assert theirs.trash(name) == {first: (0, 1)}
-        assert ours.space.match(digests(hashes)).blocks in (0, 5)
-
-
-def test_a_commit_of_theirs_is_row_by_row_one_of_ours(tmp_path: Path) -> None:
-    """But for the clock's columns: what the document lists is all that kvstore writes."""
-    for namespace, salt in ((kv("lz4"), b""), (ec(), b""), (kv("lz4"), HERS), (ec(), HERS)):
-        found = []
-        for who in ("ours", "theirs"):
-            root = tmp_path / f"{namespace.kind}{len(salt)}" / who
-            with world(root, f"sqlite://{root}/index.sqlite", namespace) as ours:
-                header = put_and_read(
-                    root,
-                    *segment_of(namespace, path("e", 3), segment=bytes(range(8)), cost_us=99_968, salt=salt),
-                )
-                store = second.SqliteStore(root / "index.sqlite")
-                if who == "theirs":
-                    assert store.commit(ours.space.id, header)
-                else:
-                    commit(ours.index, header)
-                found.append(dump(store))
-        assert found[0] == found[1]
-        assert found[0]["segments"] and found[0]["events"]
-
-
 def test_what_a_salt_has_stored_both_say_alike(tmp_path: Path) -> None:
     namespace = kv("lz4", shards=2)
     with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", namespace) as ours:
@@ -102,32 +62,31 @@ def test_what_a_salt_has_stored_both_say_alike(tmp_path: Path) -> None:
         hers = {ours.save(path(f"a{i}", 2), ranks=2, salt=SaltId(HERS)) for i in range(3)}
         his = ours.save(path("b", 2), ranks=2, salt=SaltId(HIS))
         ours.save(path("c", 2), ranks=2)
-        header = put_and_read(tmp_path, *segment_of(namespace, path("d", 3), salt=HERS))
-        assert theirs.commit(name, header)
-        hers.add(bytes.fromhex(header.meta["segment"]))
         assert set(theirs.of_salt(name, HERS)) == hers
         assert {one.segment for one in ours.index.of_salt(name, SaltId(HERS))} == hers
         assert theirs.records(name)[his].salt == HIS
-        held = {salt: sum(theirs.of_salt(name, salt).values()) for salt in (HERS, HIS)}
-        assert ours.index.holdings(name, 0) == held
+        assert ours.index.holdings(name, 0) == theirs.held(name)
         assert ours.faults() == []
 
 
-def test_what_was_erased_the_second_does_not_commit(tmp_path: Path) -> None:
-    namespace = kv("lz4")
-    with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", namespace) as ours:
-        name = ours.space.id
+def test_what_was_erased_is_read(tmp_path: Path) -> None:
+    with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", kv("lz4")) as ours:
+        until = int(ours.index.forbid(ours.space.id, SaltId(HERS)))
+        assert second.SqliteStore(tmp_path / "index.sqlite").erased(ours.space.id) == {HERS: until}
+
+
+def test_the_sketch_of_uses_is_read(tmp_path: Path) -> None:
+    with world(tmp_path, f"sqlite://{tmp_path}/index.sqlite", kv("lz4")) as ours:
+        one = digests(path("a", 1))
+        now_s = time.time()
+        ours.index.note(ours.space.id, one, now_s=now_s, window_s=86400, sketch_bytes=1 << 16)
         theirs = second.SqliteStore(tmp_path / "index.sqlite")
-        until = int(ours.index.forbid(name, SaltId(HERS)))
-        assert theirs.forbidden_until(name, HERS) == until and theirs.forbidden_until(name, HIS) == -1
-        for at in (NOW_S, until, until + 1, until + 86400):
-            header = put_and_read(tmp_path, *segment_of(namespace, path(str(at), 1), salt=HERS, created_s=at))
-            assert not theirs.commit(name, header)
-        assert theirs.commit(name, put_and_read(tmp_path, *segment_of(namespace, path("b", 1), salt=HIS)))
-        ours.index.forbid(name, SaltId(b""))
-        for salt in (b"", HERS, HIS):
-            header = put_and_read(tmp_path, *segment_of(namespace, path("x", 1), salt=salt))
-            assert not theirs.commit(name, header)
+        window = second.window_name(now_s, 86400, 1 << 16)
+        sketch = theirs.client.get(theirs.key(ours.space.id, f"use:{window}"))
+        line, bits = mark(one)
+        home = sketch[line % 1024 * 64 :][:64]
+        assert {at for at in range(512) if home[at // 8] & 0x80 >> at % 8} == bits
+        assert len(sketch) == 1 << 16 and sketch.count(0) >= (1 << 16) - 3
 
 
 def test_what_was_told_of_sessions_is_read(tmp_path: Path) -> None:
@@ -150,41 +109,6 @@ def test_what_was_told_of_sessions_is_read(tmp_path: Path) -> None:
         ours.index.session(name, chat, [], minute * 60.0, Hint(end=True))
         assert theirs.kept(name) == {segments[0]: (until, minute)}
         assert theirs.sessions(name)[chat] == (minute, True, 1, 0, segments[1:])
-        # One that the second one commits, knowing of no session, is nobody's.
-        header = put_and_read(tmp_path, *segment_of(kv("lz4"), path("theirs", 2)))
-        assert theirs.commit(name, header)
-        assert ours.index.owners(name, [SegmentId(bytes.fromhex(header.meta["segment"]))]) == [b""]
-
-
-def commit(index: object, header: second.Header) -> None:
-    """By kvstore's own code, from the header."""
-    from kvstore.format.segment import parse_header
-    from kvstore.index.sqlite.index import SqliteIndex
-    from kvstore.keys import NamespaceId
-    from kvstore.verify.headers import digests_of, record_of
-
-    assert isinstance(index, SqliteIndex)
-    root = Path(str(index._database.where)).parent
-    namespace, segment = header.meta["namespace_id"], bytes.fromhex(header.meta["segment"])
-    ours = parse_header((root / second.payload_name(namespace, segment, 0)).read_bytes())
-    index.commit(
-        NamespaceId(namespace), SegmentId(segment), digests_of(ours), record_of([ours]), rank=0, ranks=1
-    )
-
-
-def dump(store: second.SqliteStore) -> dict[str, list[object]]:
-    tables = [
-        name for (name,) in store.db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY 1")
-    ]
-    found: dict[str, list[object]] = {}
-    for table in tables:
-        columns = [row[1] for row in store.db.execute(f"PRAGMA table_info({table})")]
-        shown = [one for one in columns if (table, one) not in CLOCKS]
-        found[table] = store.db.execute(f"SELECT {', '.join(shown)} FROM {table} ORDER BY 1, 2").fetchall()
-    return found
-
-
-CLOCKS = {("namespaces", "seen"), ("events", "number"), ("events", "at")}
 
 
 def test_another_file_is_no_index(tmp_path: Path) -> None:

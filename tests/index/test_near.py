@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 import pytest
 
 from kvstore.build import open_store
@@ -21,7 +20,7 @@ from kvstore.keys import DIGEST_BYTES, NamespaceId, SegmentId, namespace_id
 from tests.index.contract.admission import NoteConformance
 from tests.index.contract.chains import LATER_S, chain, namespace, put, put_all, record, served
 from tests.index.contract.index import IndexConformance
-from tests.index.redis.fakes import fake_index
+from tests.index.memory import Memory
 from tests.index.test_state_machine import IndexMachine, run
 from tests.servers.redis import RedisServer
 from tests.store.world import SLOT_BYTES, slots
@@ -64,26 +63,26 @@ class RememberingIndex(ShardedIndex):
 class TestRemembering(IndexConformance, NoteConformance):
     @pytest.fixture
     def index(self) -> Iterator[ShardedIndex]:
-        self.server = fakeredis.FakeServer()
+        self.server = Memory()
         self.near = Told(3600.0)
         with self.reopen() as index:
             yield index
 
     def reopen(self) -> ShardedIndex:
-        return RememberingIndex(fake_index(self.server), shards=8, near=self.near)
+        return RememberingIndex(self.server.open(), shards=8, near=self.near)
 
 
 def test_any_sequence_of_calls() -> None:
     counts: Counter[str] = Counter()
 
     class Machine(IndexMachine):
-        server = fakeredis.FakeServer()
+        server = Memory()
 
         def open(self) -> Any:
-            return RememberingIndex(fake_index(Machine.server), near=Machine.near)
+            return RememberingIndex(Machine.server.open(), near=Machine.near)
 
         def empty(self) -> None:
-            Machine.server = fakeredis.FakeServer()
+            Machine.server = Memory()
             Machine.near = Told(3600.0, count=lambda name, amount: counts.update([name]))
             self.handles = [self.open(), self.open()]
 
@@ -158,7 +157,7 @@ def test_nothing_is_older_than_it_may_be() -> None:
 
 def test_what_this_process_evicts_it_forgets() -> None:
     remembered = NearRuns(5.0)
-    with ShardedIndex(fake_index(fakeredis.FakeServer()), near=remembered) as index:
+    with ShardedIndex(Memory().open(), near=remembered) as index:
         name = index.register(namespace(), expected_blocks=100)
         segments = put_all(index, name, chain(8), [4, 4])
         put_all(index, name, chain(4, seed="other"), [4])
@@ -170,7 +169,7 @@ def test_what_this_process_evicts_it_forgets() -> None:
 
 
 def test_what_grows_too_old_or_is_unlisted_here_is_forgotten() -> None:
-    with ShardedIndex(fake_index(fakeredis.FakeServer()), near=NearRuns(5.0)) as index:
+    with ShardedIndex(Memory().open(), near=NearRuns(5.0)) as index:
         name = index.register(namespace(), expected_blocks=100)
         first, second = chain(4, seed="first"), chain(4, seed="second")
         segments = put_all(index, name, first, [4]) + put_all(index, name, second, [4])
@@ -280,7 +279,7 @@ def test_any_chains_are_answered_as_by_who_asks_for_all() -> None:
     """A tree of chains of which a random part is stored and stays."""
     source = random.Random(7)
     remembered = NearRuns(1e9)
-    with fake_index(fakeredis.FakeServer()) as index:
+    with Memory().open() as index:
         name = index.register(namespace(), expected_blocks=1000)
         leaves = [chain(source.randrange(1, 9), seed=f"root {n}") for n in range(3)]
         for step in range(300):

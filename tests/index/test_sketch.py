@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import count, pairwise
+from pathlib import Path
 
 import pytest
 import redis
@@ -11,11 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.index.redis.index import RedisIndex
-from kvstore.index.sketch import LINE_BYTES, Marks, Window, note
+from kvstore.index.sketch import LINE_BYTES, Window
+from kvstore.index.sqlite.client import SqliteClient
+from kvstore.index.sqlite.file import IndexFile
+from kvstore.index.sqlite.index import SqliteIndex
 from tests.index.contract.admission import DAY_S, NOON_S
 from tests.index.contract.chains import blocks_of, chain, namespace, part_of
 from tests.index.model import Space
+from tests.index.sketching import Marks, note
 from tests.servers.redis import PATIENT, RedisServer
+
+_NUMBERS = count()
 
 
 class Sketches:
@@ -64,7 +71,7 @@ def test_a_mask_is_the_marks_of_a_group() -> None:
 def test_windows_are_numbered_alike_everywhere() -> None:
     window = Window.at(NOON_S, DAY_S, 1 << 20)
     assert (window.now, window.before) == ("1048576:86400:19676", "1048576:86400:19675")
-    assert (window.lines, window.parity, window.keep_s) == (16384, 0, 129_600)
+    assert (window.lines, window.keep_s) == (16384, 129_600)
     assert Window.at(NOON_S + DAY_S, DAY_S, 1 << 20).before == window.now
     assert Window.at(0.0, 0.5, 64).keep_s == 1
 
@@ -164,3 +171,21 @@ def test_redis_keeps_the_very_same_sketch(
             assert noted == sketches.note(digests, window)
             key = f"kvs:{{{name}}}:use:{Window.at(at_s, DAY_S, size).now}"
             assert (raw.get(key) or b"") == sketches.dump(window)
+
+
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(steps=STEPS, size=st.sampled_from([64, 200, 1024, 1 << 14]))
+def test_sqlite_keeps_the_very_same_sketch(
+    steps: list[tuple[int, int, int, int]], size: int, fast_path: Path
+) -> None:
+    sketches, now = Sketches(size), [NOON_S]
+    file = IndexFile(str(fast_path / f"{next(_NUMBERS)}.sqlite"), 2.0)
+    with SqliteIndex(file, clock=lambda: now[0]) as index:
+        raw = SqliteClient(file, clock=lambda: now[0])
+        name = index.register(namespace(), expected_blocks=10)
+        for window, digests in prompts(steps):
+            now[0] = NOON_S + window * DAY_S
+            noted = index.note(name, digests, now_s=now[0], window_s=DAY_S, sketch_bytes=size)
+            assert noted == sketches.note(digests, window)
+            key = f"kvs:{{{name}}}:use:{Window.at(now[0], DAY_S, size).now}"
+            assert (raw.command("GET", key) or b"") == sketches.dump(window)

@@ -1,4 +1,4 @@
-"""Any sequence of calls, by two handles, against a model in dictionaries: SQLite, fakeredis and Redis, and
+"""Any sequence of calls, by two handles, against a model in dictionaries: SQLite and Redis, and
 over them namespaces in eight shards."""
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -26,7 +25,6 @@ from hypothesis.stateful import (
 from kvstore.errors import CapacityExceeded, NamespaceUnknown
 from kvstore.index.maintenance import Listing
 from kvstore.index.port import CommitState, Outcome
-from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.index.sharding.index import ShardedIndex
@@ -49,7 +47,6 @@ from kvstore.keys import (
 from schemas.records import rounded_cost
 from tests.index.contract.chains import CREATED_S, blocks_of, chain, items, namespace, part_of, record
 from tests.index.model import Model, Space
-from tests.index.redis.fakes import fake_client
 from tests.servers.redis import PATIENT, RedisServer
 
 FullIndex = RedisIndex | SqliteIndex | ShardedIndex
@@ -692,20 +689,6 @@ def test_sqlite_in_memory() -> None:
             self.handles = [self.open(), self.open()]
 
     run(Machine, 100)
-
-
-def test_fakeredis() -> None:
-    class Machine(IndexMachine):
-        server = fakeredis.FakeServer()
-
-        def open(self) -> RedisIndex:
-            return RedisIndex(RedisClient(fake_client(self.server), where="fake"))
-
-        def empty(self) -> None:
-            with fake_client(self.server) as client:
-                client.flushall()
-
-    run(Machine, 40)
 
 
 def test_redis(redis_server: RedisServer) -> None:

@@ -2,57 +2,77 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kvstore.index.maintenance import Entry
 from kvstore.index.port import Run
-from kvstore.index.walk import EXPECTED_SLOTS, walk
-from kvstore.keys import SegmentId
-from schemas.records import SegmentRecord
-from tests.index.contract.chains import record
+from kvstore.index.sqlite.file import IndexMemory
+from kvstore.index.sqlite.index import SqliteIndex
+from kvstore.keys import Digest, SegmentId
+from tests.index.contract.chains import CREATED_S, EXPECTED_BLOCKS, namespace, put
 
 #: A block's identity stands for everything before it, as a chained hash does.
 Block = tuple[int, int]
+#: The blocks that the walk expects in a segment before it has seen one.
+EXPECTED_SLOTS = 64
+
+_NUMBERS = count()
+#: The chain of a segment that no test asks for.
+_NOBODYS = 99
+_MEMORY = "test_walk"
 
 
-@dataclass
+def packed(blocks: Iterable[Block]) -> bytes:
+    return b"".join(hashlib.sha256(repr(block).encode()).digest()[:16] for block in blocks)
+
+
 class World:
-    """An index in two dictionaries, and what its segments truly hold."""
+    """A namespace of its own, and what its segments truly hold."""
 
-    entries: dict[Block, tuple[SegmentId, int]] = field(default_factory=dict)
-    contents: dict[SegmentId, Sequence[Block]] = field(default_factory=dict)
-    records: dict[SegmentId, SegmentRecord] = field(default_factory=dict)
+    def __init__(self, index: SqliteIndex) -> None:
+        self.index = index
+        self.name = index.register(namespace(f"world {next(_NUMBERS)}"), expected_blocks=EXPECTED_BLOCKS)
+        self.entries: dict[Block, tuple[SegmentId, int]] = {}
+        self.contents: dict[SegmentId, Sequence[Block]] = {}
+        self.visible: set[SegmentId] = set()
+        # A hash that is not there is not looked into.
+        put(index, self.name, packed(trunk(1, name=_NOBODYS)), segment=SegmentId(b"\xff" * 8))
 
     def commit(self, blocks: Sequence[Block]) -> SegmentId:
         segment = SegmentId(len(self.contents).to_bytes(8, "big"))
+        put(self.index, self.name, packed(blocks), segment=segment)
         self.contents[segment] = blocks
-        self.records[segment] = record(len(blocks))
+        self.visible.add(segment)
         self.entries |= {block: (segment, slot) for slot, block in enumerate(blocks)}
         return segment
 
+    def evict(self, segment: SegmentId) -> None:
+        self.visible.discard(segment)
+        self.index.evict(self.name, [segment], delete_after_s=CREATED_S, rule="admin")
+
+    def lose(self, block: Block) -> None:
+        segment, slot = self.entries.pop(block)
+        self.index.unlink(self.name, [Entry(Digest(packed([block])), segment, slot)])
+
     def present(self, block: Block) -> bool:
         entry = self.entries.get(block)
-        return entry is not None and entry[0] in self.records
+        return entry is not None and entry[0] in self.visible
 
-    def check(self, chain: Sequence[Block], expected: int = EXPECTED_SLOTS) -> tuple[list[Run], int]:
-        """Walk the chain, hold the answer against the promise; returns it and the number of look-ups."""
-        asked: list[int] = []
-
-        def lookup(position: int) -> tuple[SegmentId, int] | None:
-            asked.append(position)
-            return self.entries.get(chain[position])
-
-        runs = walk(len(chain), lookup, self.records.get, expected=expected)
+    def check(self, chain: Sequence[Block]) -> tuple[list[Run], int]:
+        """Match the chain, hold the answer against the promise; returns it and the number of look-ups."""
+        runs, looked = self.match(chain)
+        looked -= self.match([])[1]
         position = 0
         for before, run in zip([None, *runs], runs, strict=False):
             assert run.start == position
-            assert run.count > 0
-            assert run.record is self.records[run.segment]
+            assert run.count > 0 and run.segment in self.visible
             held = self.contents[run.segment][run.slot : run.slot + run.count]
             assert list(held) == list(chain[position : position + run.count])
             if before and before.segment == run.segment:
@@ -60,49 +80,74 @@ class World:
             position += run.count
         strict = next((i for i, block in enumerate(chain) if not self.present(block)), len(chain))
         assert position >= strict
-        assert len(set(asked)) == len(asked)
-        assert all(0 <= position < len(chain) for position in asked)
-        return runs, len(asked)
+        return runs, looked
+
+    def match(self, chain: Sequence[Block]) -> tuple[list[Run], int]:
+        """Returns the answer, and how many fields of hashes it asked for one by one."""
+        asked: list[str] = []
+        with IndexMemory.named(_MEMORY).reading("trace") as connection:
+            connection.set_trace_callback(asked.append)
+        try:
+            runs = self.index.match(self.name, packed(chain))
+        finally:
+            connection.set_trace_callback(None)
+        return runs, sum("SELECT value FROM fields" in one for one in asked)
+
+
+@pytest.fixture(scope="module")
+def index() -> Iterator[SqliteIndex]:
+    with SqliteIndex.in_memory(_MEMORY) as index:
+        yield index
 
 
 def trunk(blocks: int, name: int = 0) -> list[Block]:
     return [(name, i) for i in range(blocks)]
 
 
+Story = tuple[list[list[Block]], list[list[Block]], list[int], list[int]]
+
+
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[World, list[list[Block]]]:
-    """Chains that share prefixes, stored in overlapping pieces, some of them evicted, some entries lost."""
+def stories(draw: st.DrawFn) -> Story:
+    """Chains that share prefixes; the overlapping pieces in which they are stored; which of them are evicted;
+    and which entries are lost, by number."""
     chains = [trunk(draw(st.integers(1, 160)))]
     for name in range(1, draw(st.integers(1, 4))):
         parent = draw(st.sampled_from(chains))
         common = draw(st.integers(0, len(parent)))
         fresh = [(name, i) for i in range(common, common + draw(st.integers(0, 100)))]
         chains.append(parent[:common] + fresh)
-    world = World()
-    for chain in draw(st.lists(st.sampled_from(chains), max_size=14)):
-        if not chain:
-            continue
+    pieces = []
+    for chain in draw(st.lists(st.sampled_from([one for one in chains if one]), max_size=14)):
         first = draw(st.integers(0, len(chain) - 1))
-        world.commit(chain[first : first + draw(st.sampled_from([1, 2, 3, 5, 8, 21, 64, 100]))])
-    for segment in draw(st.sets(st.sampled_from(list(world.records)), max_size=4)) if world.records else ():
-        del world.records[segment]
-    for block in draw(st.sets(st.sampled_from(list(world.entries)), max_size=4)) if world.entries else ():
-        del world.entries[block]
-    return world, chains
+        pieces.append(chain[first : first + draw(st.sampled_from([1, 2, 3, 5, 8, 21, 64, 100]))])
+    numbers = st.lists(st.integers(0, 1 << 16), max_size=4)
+    return chains, pieces, draw(numbers), draw(numbers)
 
 
-@settings(max_examples=600)
-@given(worlds(), st.sampled_from([1, 2, 7, 64, 1000]))
-def test_any_world(made: tuple[World, list[list[Block]]], expected: int) -> None:
-    world, chains = made
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(story=stories())
+def test_any_world(index: SqliteIndex, story: Story) -> None:
+    chains, pieces, evicted, lost = story
+    world = World(index)
+    for piece in pieces:
+        world.commit(piece)
+    for number in evicted:
+        if world.visible:
+            world.evict(sorted(world.visible)[number % len(world.visible)])
+    for number in lost:
+        if world.entries:
+            world.lose(sorted(world.entries)[number % len(world.entries)])
     for chain in chains:
-        world.check(chain, expected)
+        world.check(chain)
 
 
-@settings(max_examples=300)
-@given(st.lists(st.integers(1, 130), min_size=1, max_size=30), st.data())
-def test_a_chain_in_adjacent_segments_is_served_whole(sizes: list[int], data: st.DataObject) -> None:
-    chain, world = trunk(sum(sizes)), World()
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(1, 130), min_size=1, max_size=30), asked=st.integers(0, 4000))
+def test_a_chain_in_adjacent_segments_is_served_whole(
+    index: SqliteIndex, sizes: list[int], asked: int
+) -> None:
+    chain, world = trunk(sum(sizes)), World(index)
     first = 0
     segments = []
     for size in sizes:
@@ -115,17 +160,18 @@ def test_a_chain_in_adjacent_segments_is_served_whole(sizes: list[int], data: st
     # At most two looks per segment, one where an expected end falls inside it and one for the rest, and
     # one per EXPECTED_SLOTS in longer ones. Usually, with segments of one size, it is one each.
     assert looked <= 2 * len(sizes) + first // EXPECTED_SLOTS
-    asked = data.draw(st.integers(0, first))
     runs, _ = world.check(chain[:asked])
-    assert sum(run.count for run in runs) == asked
+    assert sum(run.count for run in runs) == min(asked, first)
 
 
-@settings(max_examples=300)
-@given(st.integers(0, 400), st.integers(1, 100), st.integers(1, 300))
-@example(0, 64, 1)
-@example(64, 64, 64)
-def test_a_chain_that_diverges_is_served_up_to_there(stored: int, size: int, rest: int) -> None:
-    common, world = trunk(stored), World()
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stored=st.integers(0, 400), size=st.integers(1, 100), rest=st.integers(1, 300))
+@example(stored=0, size=64, rest=1)
+@example(stored=64, size=64, rest=64)
+def test_a_chain_that_diverges_is_served_up_to_there(
+    index: SqliteIndex, stored: int, size: int, rest: int
+) -> None:
+    common, world = trunk(stored), World(index)
     whole = common + trunk(64, name=1)
     for first in range(0, len(whole), size):
         world.commit(whole[first : first + size])
@@ -146,8 +192,8 @@ def test_a_chain_that_diverges_is_served_up_to_there(stored: int, size: int, res
         pytest.param([1] * 100, 100, 100, id="single blocks"),
     ],
 )
-def test_the_number_of_looks(sizes: list[int], asked: int, looks: int) -> None:
-    chain, world, first = trunk(asked), World(), 0
+def test_the_number_of_looks(index: SqliteIndex, sizes: list[int], asked: int, looks: int) -> None:
+    chain, world, first = trunk(asked), World(index), 0
     for size in sizes:
         world.commit(chain[first : first + size])
         first += size
@@ -156,27 +202,27 @@ def test_the_number_of_looks(sizes: list[int], asked: int, looks: int) -> None:
     assert looked == looks
 
 
-def test_a_living_copy_serves_blocks_whose_own_entries_are_dead() -> None:
-    chain, world = trunk(10), World()
+def test_a_living_copy_serves_blocks_whose_own_entries_are_dead(index: SqliteIndex) -> None:
+    chain, world = trunk(10), World(index)
     old = world.commit(chain)
-    new = world.commit(chain[:9])
-    del world.records[new]
+    world.evict(world.commit(chain[:9]))
     # Only block 9 is present by itself, but its entry proves that `old` holds the other nine.
     runs, looked = world.check(chain)
     assert [(run.start, run.segment, run.slot, run.count) for run in runs] == [(0, old, 0, 10)]
     assert looked == 1
 
 
-def test_a_repeated_block_is_no_run() -> None:
+def test_a_repeated_block_is_no_run(index: SqliteIndex) -> None:
     """Digests that are no chain get slots that their entries name, at least."""
-    place = (SegmentId(bytes(8)), 0)
-    runs = walk(3, lambda position: place, lambda segment: record(4), expected=1)
+    world = World(index)
+    world.commit(trunk(4))
+    runs = index.match(world.name, packed(trunk(1) * 3))
     assert [(run.start, run.slot, run.count) for run in runs] == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
 
 
-def test_digests_that_are_no_chain_end_the_walk_all_the_same() -> None:
-    lie = random.Random(5)
-    entries = {i: (SegmentId(bytes(8)), lie.randrange(1000)) for i in range(500)}
-    runs = walk(500, entries.get, lambda segment: record(1000))
+def test_digests_that_are_no_chain_end_the_walk_all_the_same(index: SqliteIndex) -> None:
+    world, lie = World(index), random.Random(5)
+    world.commit(trunk(1000))
+    runs = index.match(world.name, packed((0, lie.randrange(1000)) for _ in range(500)))
     assert sum(run.count for run in runs) == 500
     assert all(run.slot >= 0 for run in runs)

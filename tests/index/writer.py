@@ -53,7 +53,7 @@ def main(path: str, seed: str, mode: str = "") -> None:
             if step == 3:
                 if mode == "hang":
                     with index._database.writing("hang") as db:
-                        db.execute("DELETE FROM segments")
+                        db.execute("DELETE FROM fields")
                         print("under way", flush=True)
                         time.sleep(600)
                 print("under way", flush=True)

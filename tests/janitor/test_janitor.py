@@ -15,12 +15,15 @@ from kvstore.conformance.faulty import Rule
 from kvstore.errors import Throttled, TransientError
 from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Reconciled
+from kvstore.index.scripted.values import key
+from kvstore.index.sqlite.client import SqliteClient
+from kvstore.index.sqlite.file import IndexMemory
 from kvstore.janitor import janitor as janitors
 from kvstore.janitor import scrub
 from kvstore.janitor.janitor import Janitor
 from kvstore.janitor.log import Logbook
 from kvstore.janitor.reports import DONE, STEPS, ScrubState, Step
-from kvstore.keys import payload_name
+from kvstore.keys import NamespaceId, payload_name
 from kvstore.payloads import bucket, evidence
 from kvstore.store import housekeeping
 from kvstore.store.rounds import AT_WORK, is_at_work
@@ -407,8 +410,8 @@ def test_accounts_that_are_wrong_are_corrected_and_reported(
     world.save(space, 0, 5)
     world.save(other, 50, 5)
     truth = world.index.usage(space.id)
-    with world.index._database.writing("tamper") as db:
-        db.execute("UPDATE namespaces SET nbytes = nbytes + 77 WHERE id = ?", (space.id,))
+    client = SqliteClient(IndexMemory.named(world.name), world.clock)
+    client.command("HINCRBY", key(space.id, "meta"), "bytes", 77)
     assert world.index.usage(space.id) == replace(truth, nbytes=truth.nbytes + 77)
     janitor.round()
     assert world.index.usage(space.id) == truth
@@ -554,8 +557,16 @@ def test_a_round_sweeps_so_often_and_the_next_one_goes_on(
 ) -> None:
     monkeypatch.setattr(housekeeping, "SWEEP_STEP", 2)
     monkeypatch.setattr(janitors, "_SWEEPS", 4)
-    space, janitor = world.space(), world.janitor()
-    world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=0, rule="admin")
+    left = [20]
+
+    def sweep(name: NamespaceId, limit: int) -> int:
+        dropped = min(limit, left[0])
+        left[0] -= dropped
+        return dropped
+
+    monkeypatch.setattr(world.index, "sweep", sweep)
+    janitor = world.janitor()
+    world.space()
     swept = []
     for _ in range(4):
         janitor.round()
@@ -569,7 +580,7 @@ def test_a_namespace_with_many_entries_is_forgotten_bit_by_bit(
     monkeypatch.setattr(janitors, "_ERASE_STEP", 3)
     monkeypatch.setattr(world.index, "sweep", lambda name, limit: 0)
     space, janitor = world.space(), world.janitor()
-    world.index.evict(space.id, world.save(space, 0, 10), delete_after_s=0, rule="admin")
+    world.index.evict(space.id, world.save(space, 0, 30, blocks=60), delete_after_s=0, rule="admin")
     janitor.round()
     world.clock.now += world.settings.janitor.forget_after_s + 1
     calls = Calls(monkeypatch, world.index, ("erase",))

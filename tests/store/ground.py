@@ -222,18 +222,14 @@ def ids() -> dict[str, NamespaceId]:
 
 
 #: What belongs to no namespace, and stays.
-_GENERAL_TABLES = {"operations", "quotas", "sqlite_sequence"}
 _GENERAL_KEYS = ("kvs:operations", "kvs:quotas", "kvs:ping")
 
 
 def _rows(path: str) -> list[str]:
     with closing(sqlite3.connect(path)) as db:
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        counts = {
-            table: db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-            for table in sorted(tables - _GENERAL_TABLES)
-        }
-    return [f"{table}: {count} rows" for table, count in counts.items() if count]
+        live = "SELECT name FROM keys WHERE coalesce(expires_ms > ?, 1) ORDER BY name"
+        names = [name.decode() for (name,) in db.execute(live, (1000 * time.time(),))]
+    return [name for name in names if name not in _GENERAL_KEYS]
 
 
 def _keys(url: str) -> list[str]:

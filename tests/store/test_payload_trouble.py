@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sqlite3
 import threading
 import time
 import tracemalloc
@@ -27,6 +26,7 @@ from kvstore.store.space import Space
 from kvstore.store.store import Store
 from schemas.records import PartRecord, pack_record
 from schemas.settings import BreakerSettings, Settings
+from tests.admin.repair.damage import RawSqlite
 from tests.store.world import (
     SLOT_BYTES,
     buffers,
@@ -441,8 +441,8 @@ def test_a_forged_record_loads_nothing_and_takes_no_memory(tmp_path: Path, what:
         [run] = match(space, A).runs
         parts = FORGED[what](run.record.parts[0])
         forged = dataclasses.replace(run.record, parts=parts, slots=len(parts[0].slot_sizes))
-        with sqlite3.connect(tmp_path / "index.sqlite") as db:
-            assert db.execute("UPDATE segments SET record = ?", [pack_record(forged)]).rowcount == 1
+        raw = RawSqlite(tmp_path / "index.sqlite")
+        raw.change_record(space.id, run.segment, lambda record: pack_record(forged))
         wanted, into = A[20:24], buffers(4)
         tracemalloc.start()
         try:

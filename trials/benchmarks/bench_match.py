@@ -25,7 +25,7 @@ from unittest import mock
 import redis
 
 from kvstore.index.redis.index import RedisIndex
-from kvstore.index.redis.values import record_of
+from kvstore.index.scripted.values import bucket_bits, key, record_of
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId, split_digests
 from tests.index.contract.chains import chain, namespace, part_of, put_all, served
@@ -112,7 +112,7 @@ def redis_variants(index: RedisIndex, name: NamespaceId, chains: list[bytes], re
     """The same without help: records not unpacked before, nothing stored, a chain that leaves halfway."""
 
     def forgetful(i: int) -> None:
-        with mock.patch("kvstore.index.redis.index.record_of", record_of.__wrapped__):  # type: ignore[attr-defined]
+        with mock.patch("kvstore.index.scripted.index.record_of", record_of.__wrapped__):  # type: ignore[attr-defined]
             index.match(name, chains[i % len(chains)])
 
     strange = chain(SIZES[-1], seed="strange")
@@ -135,14 +135,19 @@ def bench_sqlite(folder: Path, blocks: int, repeat: int) -> tuple[list[Row], dic
     with SqliteIndex(str(path)) as index:
         name, chains = fill(index, blocks)
         with index._database.reading("bench") as bare:
+            ids = {text.decode(): number for number, text in bare.execute("SELECT id, name FROM keys")}
+            bits = bucket_bits(blocks)
+
+            def place(digest: bytes) -> tuple[int, bytes]:
+                bucket = int.from_bytes(digest[:3], "big") >> (24 - bits)
+                return ids[key(name, f"b:{bucket:x}")], digest[bits // 8 :]
+
             bare.execute("COMMIT")  # each SELECT below is a transaction of its own, as a match is
             for size in SIZES:
                 asked = [part_of(digests, 0, size) for digests in chains]
-                keys = [split_digests(digests) for digests in asked]
-                marks = ",".join("?" * size)
-                query = (
-                    f"SELECT digest, segment, slot FROM blocks WHERE namespace = 1 AND digest IN ({marks})"
-                )
+                keys = [[word for one in split_digests(digests) for word in place(one)] for digests in asked]
+                places = ",".join(["(?, ?)"] * size)
+                query = f"SELECT field, value FROM fields WHERE (key, field) IN (VALUES {places})"
                 match, select = timed(
                     [
                         lambda i, asked=asked: index.match(name, asked[i % len(asked)]),

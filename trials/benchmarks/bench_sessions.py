@@ -23,8 +23,9 @@ from typing import Any, cast
 
 import redis
 
-from kvstore.index.redis.client import RedisClient, Script
+from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
+from kvstore.index.scripted.scripts import Script
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import NO_SALT, SegmentId, new_segment_id, session_id
 from schemas.settings import RedisSettings

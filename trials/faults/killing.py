@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import files, sqlite
-from kvstore.index.redis import index as redis_index
 from kvstore.index.redis.client import RedisClient
-from kvstore.index.sqlite import commits
+from kvstore.index.scripted import index as scripted
 from kvstore.payloads import local
 from kvstore.payloads.s3.store import S3Payloads
 from kvstore.store import saving
@@ -116,6 +115,6 @@ def steps_of(work: Callable[[], object], *, of_buckets: bool = False) -> int:
 
 
 def _hurry() -> None:
-    redis_index.INCOMPLETE_TTL_S = commits.INCOMPLETE_TTL_S = INCOMPLETE_S  # type: ignore[misc]
+    scripted.INCOMPLETE_TTL_S = INCOMPLETE_S  # type: ignore[misc]
     # Else an index counts what a ground says was written hours ago from its own clock: by when the save came.
     saving.MOST_WAITED_S = 1e12

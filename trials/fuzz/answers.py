@@ -17,7 +17,7 @@ from kvstore.errors import KVStoreError
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.connections import _NO_LIBRARY_NAME, TcpConnection
 from kvstore.index.redis.index import RedisIndex
-from kvstore.index.redis.values import AGREED_BYTES
+from kvstore.index.scripted.values import AGREED_BYTES
 from kvstore.keys import NamespaceId, SegmentId, parse_payload_name, salt_id
 from kvstore.payloads.s3.clients import Session
 from kvstore.payloads.s3.store import S3Payloads

@@ -17,7 +17,7 @@ from kvstore.errors import CorruptPayload, UnknownKey, UnreadablePayload
 from kvstore.format import codecs, planes
 from kvstore.format import segment as segments
 from kvstore.format.keyring import Keyring
-from kvstore.index.redis.values import AGREED_BYTES, record_of
+from kvstore.index.scripted.values import AGREED_BYTES, record_of
 from kvstore.keys import canonical_json, namespace_id
 from kvstore.verify import headers as headers_of
 from schemas.namespace import DTYPE_BYTES

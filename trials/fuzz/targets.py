@@ -84,7 +84,7 @@ TARGETS = (
         formats.records,
         (),
         formats.record_seeds,
-        ("schemas.records", "kvstore.index.redis.values"),
+        ("schemas.records", "kvstore.index.scripted.values"),
         most_memory=64 * _MIB,
     ),
     Target(

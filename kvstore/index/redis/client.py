@@ -13,15 +13,12 @@ A call is repeated only where that costs no time and can't do harm:
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Self, TypeVar, cast
 
 import redis
@@ -35,6 +32,7 @@ from kvstore.index.redis.errors import FAILURES, classified, damaged, denied
 from kvstore.index.redis.replication.replicas import Replicas
 from kvstore.index.redis.sentinel import Sentinels
 from kvstore.index.redis.timed import in_time, sooner
+from kvstore.index.scripted.scripts import Script, Word
 from kvstore.threads.deadline import in_background
 from schemas.settings import RedisSettings
 from schemas.urls import place, redis_location
@@ -45,23 +43,6 @@ _STALE_SHARE = 0.1
 _REPLICA_SHARE = 0.25
 _Client = redis.Redis | RedisCluster
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """A Lua script: the chunks it shares with others, then its own file."""
-
-    name: str
-    source: str
-    sha: str
-
-    @classmethod
-    def load(cls, name: str, *shared: str) -> Self:
-        """Reads `lua/<name>.lua`, with keys.lua and the `shared` chunks before it."""
-        folder = resources.files("kvstore.index.redis") / "lua"
-        files = [folder / f"{chunk}.lua" for chunk in ("keys", *shared, name)]
-        source = "\n".join(file.read_text(encoding="ascii") for file in files)
-        return cls(name, source, hashlib.sha1(source.encode("ascii"), usedforsecurity=False).hexdigest())
 
 
 class RedisClient:
@@ -131,6 +112,11 @@ class RedisClient:
         )
 
     @property
+    def name(self) -> str:
+        """The kind of server and its place, for messages."""
+        return f"redis {self._where}"
+
+    @property
     def where(self) -> str:
         """Host, port and database, for messages."""
         return self._where
@@ -140,12 +126,12 @@ class RedisClient:
         """The Sentinels that say where the master is; None without any."""
         return self._sentinels
 
-    def run(self, script: Script, key: str, *args: bytes | str | int | float) -> Any:
+    def run(self, script: Script, key: str, *args: Word) -> Any:
         """Runs a script; `key` is its KEYS[1], which says which node of a Cluster has all of its keys."""
 
         return self._attempt(script.name, lambda client: _evaluated(client, script, key, args))
 
-    def read(self, script: Script, key: str, *args: bytes | str | int | float, fresh: bool = False) -> Any:
+    def read(self, script: Script, key: str, *args: Word, fresh: bool = False) -> Any:
         """Runs a script that changes nothing as `run` does, on a replica if there is one that may be read and
         the answer need not be `fresh`. A breaker's probe asks the master, which it is about."""
         replicas = self._replicas
@@ -198,7 +184,7 @@ class RedisClient:
 
         return None if self._replicas is None else cast(_Client | None, self._attempt("replicas", named))
 
-    def command(self, *words: bytes | str | int | float, name: str = "") -> Any:
+    def command(self, *words: Word, name: str = "") -> Any:
         """Runs one command."""
 
         def send(client: Any) -> Any:
@@ -206,7 +192,7 @@ class RedisClient:
 
         return self._attempt(name or str(words[0]), send)
 
-    def everywhere(self, *words: bytes | str | int | float) -> list[Any]:
+    def everywhere(self, *words: Word) -> list[Any]:
         """Runs one command on the server, or on each primary of a Cluster."""
 
         def send(client: Any) -> Any:
@@ -218,7 +204,7 @@ class RedisClient:
 
         return list(self._attempt(str(words[0]), send))
 
-    def many(self, commands: Sequence[Sequence[bytes | str | int | float]]) -> list[Any]:
+    def many(self, commands: Sequence[Sequence[Word]]) -> list[Any]:
         """Runs independent commands, in one round trip to each node that has keys of them.
 
         The answer to a command whose key is damaged is a DamagedIndex; any other error is raised.
@@ -238,7 +224,7 @@ class RedisClient:
             return []
         name = str(commands[0][0])
         answers = list(self._attempt(name, send))
-        operation = f"redis {self._where}: {name}"
+        operation = f"{self.name}: {name}"
         return [classified(one, operation) if isinstance(one, Exception) else one for one in answers]
 
     def by_node(self, keys: Mapping[_T, str]) -> list[list[_T]]:
@@ -267,7 +253,7 @@ class RedisClient:
             self._sentinels.close()
 
     def _attempt(self, name: str, send: Callable[[_Client], Any]) -> Any:
-        operation = f"redis {self._where}: {name}"
+        operation = f"{self.name}: {name}"
         if self._closed:
             raise StoreClosed(f"{operation}: closed")
         began = time.monotonic()
@@ -353,7 +339,7 @@ class RedisClient:
         failed.close()
 
 
-def _evaluated(client: Any, script: Script, key: str, args: Sequence[bytes | str | int | float]) -> Any:
+def _evaluated(client: Any, script: Script, key: str, args: Sequence[Word]) -> Any:
     try:
         return client.execute_command("EVALSHA", script.sha, 1, key, *args)
     except NoScriptError:

@@ -1,336 +1,112 @@
-"""RedisIndex: the index in Redis, shared by a whole fleet.
-
-The schema (golden test: tests/index/redis/test_index.py). `{ns}` is the namespace id in braces, a hash tag:
-a Cluster keeps a namespace on one node, so a script may use all of its keys.
-
-    key                      type     what
-    kvs:ns                   set      ids of the registered namespaces
-    kvs:quotas               hash     scope (kvstore.index.eviction.Scope) -> bytes, or seconds to live
-    kvs:operations              stream   ring of what operators did: by, verb, what; about 1,000; expires when
-                                      nobody has done anything for 400 days
-    kvs:ping                 string   written by ping
-    kvs:{ns}:meta            hash     see below
-    kvs:{ns}:b:<bucket>      hash     in listpack encoding: digest without its first bits / 8 whole bytes
-                                      -> segment id (8 bytes), slot (2 bytes, big endian)
-    kvs:{ns}:segs            hash     segment id -> "<bytes>:<slots>:", agreement (first digest, xxh3-64 of
-                                      all digests, head of the packed record with the salt's id), packed
-                                      parts in rank order
-    kvs:{ns}:lru             zset     segment id -> its place in the order of eviction, see below
-    kvs:{ns}:pins            zset     the same for pinned segments; a visible one is in exactly one of the two
-    kvs:{ns}:trash           zset     segment id -> unix s of its payloads' deletion + ranks / 256
-    kvs:{ns}:old:<epoch>     hash     `segs` as it was when that epoch ended, until drain has emptied it
-    kvs:{ns}:part:<segment>  hash     incomplete commit: agreement; epoch in which it began; <rank> ->
-                                      "<bytes>:", packed part; expires after an hour
-    kvs:{ns}:parts           zset     segment id of an incomplete commit -> unix s when it expires
-    kvs:{ns}:claim:<digest>  string   segment id of the save that may write this block; expires
-    kvs:{ns}:use:<window>    string   sketch of the blocks asked for in one window of time; expires. <window>
-                                      is "<bytes>:<seconds>:<number since 1970>"; the bits: sketch.py
-    kvs:{ns}:hot             zset     segment id -> minutes in which a load began with it, halved by cool;
-                                      about 2,048 at most
-    kvs:{ns}:salts           zset     salt id + id of a visible segment that was saved under it -> 0
-    kvs:{ns}:held            zset     salt id -> bytes of its visible segments
-    kvs:{ns}:owner           hash     segment id -> id of the session that alone has used it
-    kvs:{ns}:sessions:<0|1>  hash     session id -> record (lua/sessions.lua); of the window in which it was
-                                      used last, by its number mod 2: this one, or the one before
-    kvs:{ns}:kept            zset     segment id, retained -> unix s of the end + minutes from its last use to
-                                      that / 2**21
-    kvs:{ns}:retained        hash     salt id -> bytes of its retained segments; "" -> of all
-    kvs:{ns}:erased          hash     salt id, or "" for all of the namespace -> unix s; what was computed
-                                      until then is not committed any more. Outlives the namespace
-    kvs:{ns}:writers         hash     writer id -> state (0 proven, 1 disputed, 2 failed), u32 unix s, place
-                                      id of who found it out, name; about 1,024; expires 90 days after the
-                                      last. Under the id itself, whatever the number of shards; those that
-                                      have failed in each shard, too
-    kvs:{ns}:events          stream   ring of changes: op, segment, first and last digest, depth, slots,
-                                      bytes, rule; of what was done by name also by; of what was told
-                                      of (fate.lua) also fate and session; about journal.events
-    kvs:{ns}:outcomes        stream   ring of outcomes: at (unix s), request, op, asked, served, reason,
-                                      position, first missing digest; about journal.outcomes of them
-    kvs:{ns}:faults          stream   those of them whose reason means that something doesn't work, under the
-                                      same ids; about a quarter as many
-    kvs:{ns}:seen            hash     totals of outcomes, by the names in Journal.seen
-    kvs:{ns}:ghosts          zset     first digest of a segment that a quota evicted -> how much quotas had
-                                      evicted before, in units of 4 KiB, + slots (at most 4095) / 4096;
-                                      journal.ghosts of them
-    kvs:{ns}:ghost           hash     step (kvstore.index.eviction.ghost_step) -> blocks
-
-    A namespace in shards (kvstore.index.sharding) has these keys for each of them, under its name in the
-    place of the id. Under the id itself it has a meta without bucket_bits, of schema 3, erased and writers.
-    While a reshard has left there what was in one shard, that is there as well.
-
-    meta's field             what
-    shards                   its layout (kvstore.index.sharding.names); only with schema 3
-    erasing                  1: an erase has begun, and nobody has registered it since; only with schema 3
-    to                       the layout that a reshard fills
-    from                     the layout that one has left, and drops
-    schema                   2, or 3. A namespace of schema 1 is unknown until it is registered, and begins
-                             anew; one of a newer schema is left alone
-    json, kind, tenant       the namespace's
-    bucket_bits              bits of a bucket's number
-    created, seen            unix s of the first and the latest registration
-    bytes, segments, blocks, pinned, cost      usage; pinned in bytes, cost in microseconds
-    changes                  how often the usage changed
-    evicted                  bytes that quotas have evicted
-    epoch, drained           number of invalidations; the first epoch that may be left in old:<epoch>
-    bygone                   number of segments in all old:<epoch>
-    window                   number of the window of a day in which sessions were used last
-    ttl                      seconds; what was created longer ago serves nobody. Absent: nothing is too old
-    cursor, erased           where sweep and erase go on; the latter with the `changes` for which it is valid
-
-A bucket's number is the digest's first `bucket_bits` bits, in hex; they are chosen at the first registration
-so that buckets hold 32 to 64 entries when the namespace is full, well inside the 128 that Redis keeps
-in its compact encoding. Records are fields of one hash and not keys of their own so that a match
-fetches all of them in one call.
-
-A place in the order of eviction is keep - (depth * 16 + worth) / 2**26, where depth is at most 2**20 - 1,
-worth is that of index.eviction, from 0 to 15, and keep is the unix minute of the last use, down to the
-quarter, plus 10 * worth. Rounded up to a quarter it is keep; the rest tells depth and worth, and keep and
-worth tell the last use. Worth is 0 except for encoder items (kind ec), and for these too if
-eviction.cost_aware is off. Releases that know whole minutes alone read such a score as of the minute that
-begins next.
-
-Scores are exact in a double: a minute takes 27 bits, depth and worth take 26; a second takes 31 and the ranks
-8; 8 PiB in units of 4 KiB take 41 and slots 12.
-
-A verb on a request's path takes one round trip. Every change is one script, and the race that it closes is
-named at its head. Two verbs take several steps, register and erase: they change kvs:ns as well as the
-namespace's own keys, which may lie on another node. So an id without meta is ignored, and each of the two
-looks again after the other could have come between. No answer is wrong because a key has not expired yet, or
-has.
-"""
+"""RedisIndex: the index in one Redis. The scripts and their schema stand in kvstore.index.scripted."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Callable
+from math import inf
+from typing import Any, Self
 
-from kvstore.index.contract import (
-    HOT_KEPT,
-    HOT_MOST,
-    INCOMPLETE_TTL_S,
-    agreement,
-    check_commit,
-    check_replaced,
-    check_segments,
-    check_session,
-    count_digests,
-    minute,
-)
-from kvstore.index.eviction import worth
-from kvstore.index.numbers import real, whole
-from kvstore.index.port import Claim, CommitState, Replaced, Run
-from kvstore.index.redis.client import RedisClient, Script
-from kvstore.index.redis.journal import RedisJournal
-from kvstore.index.redis.layouts import RedisLayouts
-from kvstore.index.redis.maintenance import SLICE
-from kvstore.index.redis.values import (
-    JOURNAL,
-    key,
-    record_of,
-    understood,
-)
-from kvstore.index.redis.verdicts import RedisVerdicts
-from kvstore.index.sessions import NOTHING_RETAINED, Allowance
-from kvstore.index.sketch import Marks, Window
-from kvstore.keys import (
-    DIGEST_BYTES,
-    NO_SESSION,
-    SEGMENT_ID_BYTES,
-    NamespaceId,
-    SegmentId,
-    SessionId,
-)
-from kvstore.rules.units import batches
-from schemas.records import EvictionRule, SegmentRecord, pack_part
-from schemas.settings import JournalSettings, RedisSettings
+from kvstore.errors import KVStoreError
+from kvstore.index.numbers import whole
+from kvstore.index.redis.client import RedisClient
+from kvstore.index.scripted.index import ScriptedIndex
+from kvstore.index.scripted.values import NAMESPACES, is_namespace, key, understood
+from kvstore.keys import NamespaceId
+from schemas.settings import RedisSettings
 
-#: Segments that one touch script is given: 1 to 2 ms of Redis's time.
-_TOUCH_SLICE = 1000
-
-_MATCH = Script.load("match", "age", "walk")
-_FIND = Script.load("find", "age")
-_CLAIM = Script.load("claim", "age", "walk")
-_COMMIT = Script.load(
-    "commit", "changes", "score", "generations", "forbidden", "retention", "sessions", "grace", "drop"
-)
-_TOUCH = Script.load("touch", "score", "retention")
-_EVICT = Script.load("evict", "changes", "score", "retention", "grace", "fate", "drop")
-_NOTE = Script.load("note")
-
-_STATES = (CommitState.WAITING, CommitState.VISIBLE, CommitState.REFUSED)
+#: Entries up to which Redis is to keep a bucket in its compact encoding.
+_COMPACT = 128
 
 
-class RedisIndex(RedisLayouts, RedisVerdicts, RedisJournal):
+class RedisIndex(ScriptedIndex):
     """The index in one Redis: a single server, the master that Sentinels name, or a Cluster."""
+
+    def __init__(self, client: RedisClient, **options: Any) -> None:
+        """`options` are ScriptedIndex's."""
+        super().__init__(client, **options)
+        self._server = client
 
     @classmethod
     def from_settings(
-        cls,
-        url: str,
-        settings: RedisSettings,
-        *,
-        journal: JournalSettings = JOURNAL,
-        cost_aware: bool = True,
-        grace_s: float = 0.0,
-        by: str = "",
-        clock: Callable[[], float] = time.time,
-        count: Callable[[str], None] | None = None,
+        cls, url: str, settings: RedisSettings, *, count: Callable[[str], None] | None = None, **options: Any
     ) -> Self:
         """Returns the index at a URL of Redis (schemas.urls). Does no I/O. Raises ConfigError.
 
         With `count`, match and find may be answered by replicas: see RedisClient.from_settings.
         """
-        client = RedisClient.from_settings(url, settings, count=count)
-        return cls(client, journal=journal, cost_aware=cost_aware, grace_s=grace_s, by=by, clock=clock)
+        return cls(RedisClient.from_settings(url, settings, count=count), **options)
 
     def __repr__(self) -> str:
-        return f"RedisIndex({self._client.where})"
+        return f"RedisIndex({self._server.where})"
 
     @understood
-    def sketch_bits(self, namespace: NamespaceId, *, now_s: float, window_s: float, sketch_bytes: int) -> int:
-        window = Window.at(now_s, window_s, sketch_bytes)
-        names = [key(namespace, f"use:{sketch}") for sketch in (window.now, window.before)]
-        return max(whole(self._client.command("BITCOUNT", name, name="sketch_bits")) for name in names)
+    def memory(self) -> tuple[int, int] | None:
+        """Returns how many bytes Redis uses and may use (0: any number), in a Cluster its fullest node.
 
-    def close(self) -> None:
-        self._client.close()
+        None if it doesn't tell: managed servers, and users without the right, are refused INFO.
+        """
+        told = self._memory()
+        nodes = [(one["used_memory"], one.get("maxmemory", 0)) for one in told if "used_memory" in one]
+        return max(nodes, key=lambda node: (node[0] / (node[1] or inf), node[0]), default=None)
 
-    @understood
-    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
-        asked = count_digests(digests)
-        segments, places, values = self._client.read(_MATCH, key(namespace, "meta"), digests, fresh=fresh)
-        if not all(isinstance(one, bytes) and len(one) == SEGMENT_ID_BYTES for one in segments):
-            raise ValueError("ids of segments have another length")
-        runs: list[Run] = []
-        start = 0
-        for segment, place, value in zip(segments, places, values, strict=True):
-            record, slot, count = record_of(value), place >> 16, place & 0xFFFF
-            if record is None or not (slot >= 0 and 0 < count <= record.slots - slot):
-                break
-            if count > asked - start:
-                raise ValueError(f"{start + count} blocks of {asked}")
-            runs.append(Run(start, segment, slot, count, record))
-            start += count
-        return runs
+    def _memory(self) -> list[dict[str, Any]]:
+        """Returns what each node says of its memory, nothing if one doesn't."""
+        try:
+            return self._info()
+        except KVStoreError:
+            return []  # nothing depends on it, least of all whether the index answers
 
     @understood
-    def find(
-        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
-    ) -> list[Run | None]:
-        count = count_digests(digests)
-        entries, segments, values = self._client.read(_FIND, key(namespace, "meta"), digests, fresh=fresh)
-        known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}
-        runs: list[Run | None] = [None] * count
-        for start, entry in enumerate(entries):
-            if not entry or len(entry) != SEGMENT_ID_BYTES + 2:
-                continue
-            record, slot = known.get(entry[:8]), int.from_bytes(entry[8:], "big")
-            if record is not None and slot < record.slots:
-                runs[start] = Run(start, SegmentId(entry[:8]), slot, 1, record)
-        return runs
+    def _info(self) -> list[dict[str, Any]]:
+        found = []
+        for one in self._server.everywhere("INFO", "memory"):
+            numbers = {name: whole(one[name]) for name in ("used_memory", "maxmemory") if name in one}
+            found.append({**one, **numbers})
+        return found
 
     @understood
-    def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:
-        count = count_digests(digests)
-        check_segments([segment])
-        ttl_ms = max(1, round(ttl_s * 1000))
-        reply = self._run(_CLAIM, namespace, digests, segment, ttl_ms)
-        if reply is None:
-            raise self._unregistered("claim", namespace)
-        present, granted, time_s = reply
-        # Records hold seconds in four bytes.
-        at_s = real(time_s, least=0.0, most=(1 << 32) - 1)
-        return Claim(present=whole(present, most=count), granted=bool(granted), at_s=at_s)
+    def warnings(self) -> list[str]:
+        """Returns sentences on what is wrong with this Redis's configuration. Raises what ping raises."""
+        found = []
+        policies = {str(one["maxmemory_policy"]) for one in self._memory() if "maxmemory_policy" in one}
+        for policy in sorted(policies - {"noeviction"}):
+            victims = "claims and incomplete saves" if policy.startswith("volatile") else "parts of the index"
+            found.append(
+                f"maxmemory-policy is {policy}: when full, Redis drops {victims} behind kvstore's back; "
+                "set it to noeviction, kvstore evicts by itself"
+            )
+        if not policies:
+            found.append(
+                "Redis does not say what it drops when it is full (maxmemory_policy of INFO memory); make "
+                "sure that its maxmemory-policy is noeviction"
+            )
+        strangers = [name for name in self._members() if not is_namespace(name)]
+        if strangers:
+            found.append(
+                f"{NAMESPACES} has {len(strangers)} members that are no namespaces, such as "
+                f"{strangers[0][:40]!r}; SREM removes them, nothing uses them"
+            )
+        found += super().warnings()
+        found += [text for namespace in self.namespaces() if (text := self._overfull(namespace))]
+        return found
 
-    @understood
-    def commit(
-        self,
-        namespace: NamespaceId,
-        segment: SegmentId,
-        digests: bytes,
-        record: SegmentRecord,
-        *,
-        rank: int,
-        ranks: int,
-        session: SessionId = NO_SESSION,
-        allowance: Allowance = NOTHING_RETAINED,
-        replaces: Sequence[Replaced] = (),
-    ) -> CommitState:
-        check_commit(segment, digests, record, rank, ranks)
-        check_replaced(replaces)
-        check_session(session, none=True)
-        state = self._run(
-            _COMMIT,
-            namespace,
-            segment,
-            digests,
-            digests[:DIGEST_BYTES] + agreement(digests, record, ranks),
-            pack_part(record, record.parts[0]),
-            record.nbytes,
-            rank,
-            ranks,
-            INCOMPLETE_TTL_S,
-            worth(record.cost_us, record.nbytes) if self._cost_aware else 0,
-            self._journal.events,
-            session,
-            allowance.namespace_bytes,
-            allowance.salt_bytes,
-            allowance.session_bytes,
-            b"".join(map(_packed, replaces)),
-            self.deletion(1),
-            self._by,
-        )
-        if state is None:
-            raise self._unregistered("commit", namespace)
-        return _STATES[whole(state, most=len(_STATES) - 1)]
+    def _overfull(self, namespace: NamespaceId) -> str | None:
+        """Returns a warning if one of the first buckets is not in the compact encoding.
 
-    @understood
-    def touch(
-        self, namespace: NamespaceId, segments: Sequence[SegmentId], used_s: float | None = None
-    ) -> None:
-        check_segments(segments)
-        for number, some in enumerate(batches(segments, _TOUCH_SLICE)):
-            how = ("" if used_s is None else minute(used_s), 0 if number else 1, HOT_MOST, HOT_KEPT)
-            self._run(_TOUCH, namespace, b"".join(some), *how)
-
-    @understood
-    def evict(
-        self,
-        namespace: NamespaceId,
-        segments: Sequence[SegmentId],
-        *,
-        delete_after_s: float,
-        rule: EvictionRule,
-    ) -> int:
-        check_segments(segments)
-        how = (self.deletion(delete_after_s), *self.recorded(rule), self._by)
-        return self._run_all(_EVICT, namespace, segments, SLICE, *how)
-
-    @understood
-    def note(
-        self, namespace: NamespaceId, digests: bytes, *, now_s: float, window_s: float, sketch_bytes: int
-    ) -> int:
-        window = Window.at(now_s, window_s, sketch_bytes)
-        asked = count_digests(digests)
-        if not asked:
-            return 0
-        marks = Marks.of(digests)
-        noted = self._run(
-            _NOTE,
-            namespace,
-            marks.blocks,
-            marks.masks,
-            f"use:{window.now}",
-            f"use:{window.before}",
-            window.lines,
-            window.keep_s,
-        )
-        if noted is None:
-            raise self._unregistered("note", namespace)
-        return whole(noted, most=asked)
-
-
-def _packed(old: Replaced) -> bytes:
-    """Returns what commit.lua reads of a segment that is replaced."""
-    return old.segment + count_digests(old.digests).to_bytes(2, "big") + old.digests
+        It may have outgrown it, or the server's limits on it may be too low: users with no more rights than
+        the index needs can't read these, nor anything else of the configuration.
+        """
+        for bucket in range(4):
+            where = key(namespace, f"b:{bucket:x}")
+            if self._client.command("OBJECT", "ENCODING", where) == b"hashtable":
+                if whole(self._client.command("HLEN", where)) <= _COMPACT:
+                    return (
+                        f"a bucket of namespace {namespace} has {_COMPACT} entries or fewer and is not in "
+                        "the compact encoding: blocks take 2.5 times the memory; set "
+                        "hash-max-listpack-entries to 128 and hash-max-listpack-value to 64"
+                    )
+                return (
+                    f"namespace {namespace} has outgrown its buckets: its blocks take 2.5 times the memory; "
+                    "raise identity.epoch, so that it begins anew with buckets for today's capacity_bytes"
+                )
+        return None

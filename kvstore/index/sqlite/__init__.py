@@ -1,1 +1,1 @@
-"""The index in one SQLite file, shared by the processes of a machine."""
+"""The index in one SQLite file: the scripts of kvstore.index.scripted, run in this process."""

@@ -1,33 +1,72 @@
-"""The database of an index in SQLite. The schema stands in kvstore.index.sqlite.schema.
+"""The database of the index in SQLite.
 
     IndexFile      a file, shared by every process and thread of a machine
     IndexMemory    a database inside this process, for tests
 
 kvstore.sqlite says which error a failure becomes. A file that a newer release made raises ConfigError, and a
-damaged file TransientError, because the index is a hint: deleting the file is a repair.
+damaged file TransientError, because the index is a hint: deleting the file is a repair. A file of an older
+release is emptied, for the same reason: saves fill it again, and `cache-admin rebuild` at once.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import sqlite3
 import threading
-from typing import ClassVar
+from typing import ClassVar, Final
 
-from kvstore.errors import DeadlineExceeded, KVStoreError, TransientError
-from kvstore.index.sqlite.schema import SCHEMA_VERSION, make_schema, version_of
-from kvstore.sqlite import Connection, SqliteDatabase, SqliteFile, begun, connect, is_damage, set_wal
+from kvstore.errors import ConfigError, DeadlineExceeded, KVStoreError, TransientError
+from kvstore.sqlite import (
+    Connection,
+    SqliteDatabase,
+    SqliteFile,
+    begun,
+    connect,
+    is_damage,
+    set_wal,
+    stamps,
+)
+
+log = logging.getLogger(__name__)
+
+#: "kvsi": tells an index from any other SQLite file, also to the command `file`.
+APPLICATION_ID: Final = 0x6B767369
+#: Raised with every change of the tables (golden test: tests/index/sqlite/test_file.py).
+SCHEMA_VERSION: Final = 11
+
+#: What Redis keeps under a key, in one table for each kind. `length` is a string's, or a stream's number of
+#: entries; `last_ms` and `last_number` are the last id that a stream has given.
+SCHEMA: Final = """
+CREATE TABLE keys (
+    id INTEGER PRIMARY KEY, name BLOB NOT NULL, kind BLOB NOT NULL, expires_ms INTEGER,
+    length INTEGER NOT NULL DEFAULT 0, last_ms INTEGER NOT NULL DEFAULT 0,
+    last_number INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX keys_by_name ON keys (name, kind, expires_ms);
+CREATE INDEX keys_by_expiry ON keys (expires_ms) WHERE expires_ms IS NOT NULL;
+CREATE TABLE fields (
+    key INTEGER NOT NULL, field BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (key, field)) WITHOUT ROWID;
+CREATE TABLE members (
+    key INTEGER NOT NULL, member BLOB NOT NULL, score REAL NOT NULL, PRIMARY KEY (key, member)) WITHOUT ROWID;
+CREATE INDEX members_by_score ON members (key, score, member);
+CREATE TABLE chunks (
+    key INTEGER NOT NULL, number INTEGER NOT NULL, value BLOB NOT NULL,
+    PRIMARY KEY (key, number)) WITHOUT ROWID;
+CREATE TABLE entries (
+    key INTEGER NOT NULL, ms INTEGER NOT NULL, number INTEGER NOT NULL, fields BLOB NOT NULL,
+    PRIMARY KEY (key, ms, number)) WITHOUT ROWID;
+"""
 
 
 class IndexFile(SqliteFile):
-    """A file with the schema of this release; one of an older release is brought up to date."""
+    """A file with the tables of this release."""
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         with begun(connection, "BEGIN"):
-            version = version_of(connection, self.where)
+            version = _version_of(connection, self.where)
         if version != SCHEMA_VERSION:
             set_wal(connection, self._timeout_s)
-            make_schema(connection, self.where)
+            _make_tables(connection, self.where)
         # Safe if a process is killed; after a power cut the newest commits may be gone.
         connection.execute("PRAGMA synchronous = NORMAL")
 
@@ -54,7 +93,7 @@ class IndexMemory(SqliteDatabase):
         self._turn = threading.Lock()
         self._connection = connect(":memory:", 0.0)
         atexit.register(self._connection.close)
-        make_schema(self._connection, self.where)
+        _make_tables(self._connection, self.where)
 
     @classmethod
     def named(cls, name: str, turn_timeout_s: float = 10.0) -> IndexMemory:
@@ -78,3 +117,41 @@ class IndexMemory(SqliteDatabase):
 
     def _give_back(self, connection: Connection, *, sound: bool) -> None:
         self._turn.release()
+
+
+def _make_tables(connection: sqlite3.Connection, where: str) -> None:
+    """Makes the tables in an empty database, or in one of an older release, which is emptied."""
+    with begun(connection, "BEGIN IMMEDIATE"):
+        version = _version_of(connection, where)
+        if version == SCHEMA_VERSION:
+            return  # another process was faster
+        if version:
+            log.warning(
+                "sqlite %s: an older kvstore made this index (schema %d, this one has %d): it is empty now; "
+                "`cache-admin rebuild` fills it from the payloads, or engines do as they save",
+                where,
+                version,
+                SCHEMA_VERSION,
+            )
+            names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            for (name,) in names:
+                if not name.startswith("sqlite_"):
+                    connection.execute(f'DROP TABLE "{name}"')
+        for statement in SCHEMA.strip().split(";\n"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _version_of(connection: sqlite3.Connection, where: str) -> int:
+    """Returns the schema's version, 0 for an empty database. Raises ConfigError for a foreign or newer
+    one."""
+    owner, version, new = stamps(connection)
+    if owner != APPLICATION_ID and not new:
+        raise ConfigError(f"sqlite {where}: this is another program's database; name another file")
+    if version > SCHEMA_VERSION:
+        raise ConfigError(
+            f"sqlite {where}: made by a newer kvstore (schema {version}, this one knows {SCHEMA_VERSION}); "
+            "upgrade this one, or delete the file: the cache refills"
+        )
+    return version

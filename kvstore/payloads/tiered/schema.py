@@ -115,7 +115,7 @@ class LedgerFile(SqliteFile):
             self._turn.release()
 
     @contextmanager
-    def _transaction(self, verb: str, begin: str) -> Iterator[sqlite3.Connection]:
+    def _transaction(self, verb: str, begin: str) -> Iterator[Connection]:
         if not self._turn.acquire(timeout=self._timeout_s):
             raise DeadlineExceeded(f"tier ledger {self._path}: {verb}: another thread is at it")
         try:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from math import inf
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from kvstore.build import open_evidence
 from kvstore.format.segment import Slot, encode
+from kvstore.index import eviction
 from kvstore.index.port import MISSING_DIGESTS, Outcome
+from kvstore.index.scripted import journal
 from kvstore.index.sessions import USE, Hint
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SESSION, SegmentId, SessionId, block_key, canonical_json, chain_like, digests
@@ -85,6 +89,14 @@ class Ran:
     @property
     def hit_ratio(self) -> float:
         return sum(self.hits) / self.asked
+
+
+def tell_megabytes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have distances told apart from 1 MiB on and not from 64: the stores here have megabytes."""
+    source = journal._TELL.source.replace("local LEAST, QUARTERS = 2 ^ 26", "local LEAST, QUARTERS = 2 ^ 20")
+    assert source != journal._TELL.source
+    monkeypatch.setattr(journal, "_TELL", replace(journal._TELL, source=source))
+    monkeypatch.setattr(eviction, "GHOST_LEAST", 1 << 20)
 
 
 @dataclass

@@ -16,7 +16,6 @@ from kvstore.admin.advise.page import plot
 from kvstore.admin.advise.remembered import kept
 from kvstore.admin.advise.reports import AdviceReport, CapacityPoint, Curve
 from kvstore.admin.advise.worth import MONTH_S, Cost
-from kvstore.index import eviction
 from kvstore.index.eviction import GHOST_STEPS, ghost_bytes
 from kvstore.index.maintenance import Ghosts
 from kvstore.keys import digests, namespace_id
@@ -25,7 +24,7 @@ from kvstore.store.trace import TraceRecorder
 from schemas.namespace import Namespace
 from schemas.settings import Settings, TraceSettings, parse_bytes
 from tests.admin.advise import workloads
-from tests.admin.advise.store_run import BLOCK_BYTES, hashes, namespace, run, world
+from tests.admin.advise.store_run import BLOCK_BYTES, hashes, namespace, run, tell_megabytes_apart, world
 from tests.admin.conftest import Admin, Filled
 
 GIB = 1 << 30
@@ -493,7 +492,7 @@ def test_within_a_step_ghosts_count_in_proportion() -> None:
 def test_the_index_says_what_it_remembers(
     admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eviction, "GHOST_LEAST", 1 << 20)
+    tell_megabytes_apart(monkeypatch)
     with world(32 << 20, 5) as it:
         space = it.store.open(namespace(), block_bytes=BLOCK_BYTES)
         space.register()

@@ -17,18 +17,17 @@ from kvstore.admin.advise.store import Rules, StoreReplay, header_bytes, noted
 from kvstore.admin.advise.traces import Assumed, Request, Trace, read_traces
 from kvstore.admin.backends import Cache
 from kvstore.admin.progress import Silent
-from kvstore.index import eviction
 from kvstore.index.eviction import watermarks
 from kvstore.index.sessions import USE, Hint
-from kvstore.index.walk import walk
 from kvstore.keys import NO_SALT, NO_SESSION, SegmentId, session_id
 from kvstore.store.trace import TraceRecorder
 from kvstore.threads.transfers import Transfers
 from schemas.records import PartRecord, SegmentRecord
 from schemas.settings import SessionSettings, TraceSettings, TransferSettings
 from tests.admin.advise import store_run
-from tests.admin.advise.store_run import BLOCK_BYTES, Ran, namespace, run, world
+from tests.admin.advise.store_run import BLOCK_BYTES, Ran, namespace, run, tell_megabytes_apart, world
 from tests.admin.advise.test_traces import mooncake, random_trace, read
+from tests.admin.advise.walk import walk
 from tests.admin.advise.workloads import Asked, requests
 
 MIB = 1 << 20
@@ -112,8 +111,7 @@ _ERROR = 0.01
 def test_what_the_ghosts_say_of_more_capacity_comes_true(
     monkeypatch: pytest.MonkeyPatch, spaces: list[list[Asked]]
 ) -> None:
-    # Distances are told apart from 64 MiB on: of a store of gigabytes, and this one has megabytes.
-    monkeypatch.setattr(eviction, "GHOST_LEAST", MIB)
+    tell_megabytes_apart(monkeypatch)
     capacity = 64 * MIB
     report, before = served_by(spaces, capacity)
     for point in report.curves[0].points[1:]:

@@ -322,8 +322,7 @@ def a_minute_later() -> int:
 
 @pytest.fixture
 def short_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("redis", "sqlite"):
-        monkeypatch.setattr(f"kvstore.index.{module}.salts.CLOCKS_DIFFER_S", 1)
+    monkeypatch.setattr("kvstore.index.scripted.salts.CLOCKS_DIFFER_S", 1)
 
 
 def test_engines_that_go_on_are_refused_for_a_minute(world: Erasing) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sqlite3
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -23,6 +23,9 @@ from kvstore.build import load_settings, open_store
 from kvstore.errors import CorruptPayload
 from kvstore.format import segment as codec
 from kvstore.format.segment import Slot
+from kvstore.index.scripted.values import key as key_of
+from kvstore.index.sqlite.client import SqliteClient
+from kvstore.index.sqlite.file import IndexFile
 from kvstore.keys import (
     NO_SALT,
     ContentKey,
@@ -114,133 +117,69 @@ class RawBucket(RawObjects):
         self.bucket.client().delete_object(Bucket=self.bucket.bucket, Key=self.bucket.name(name))
 
 
-class RawIndex(ABC):
-    """The index's storage, written to as nobody should."""
+class RawIndex:
+    """The index's storage, written to as nobody should, command by command."""
 
-    @abstractmethod
-    def set_entry(self, name: NamespaceId, key: Digest, segment: SegmentId, slot: int) -> None: ...
+    def __init__(self, command: Callable[..., Any]) -> None:
+        self._command = command
 
-    @abstractmethod
-    def remove_entry(self, name: NamespaceId, key: Digest) -> None: ...
+    def _place(self, name: NamespaceId, digest: Digest) -> tuple[str, bytes] | None:
+        told = self._command("HGET", key_of(name, "meta"), "bucket_bits")
+        if told is None:
+            return None
+        bits = int(told)
+        bucket = int.from_bytes(digest[:3], "big") >> (24 - bits)
+        return key_of(name, f"b:{bucket:x}"), digest[bits // 8 :]
 
-    @abstractmethod
-    def remove_record(self, name: NamespaceId, segment: SegmentId) -> None: ...
+    def set_entry(self, name: NamespaceId, digest: Digest, segment: SegmentId, slot: int) -> None:
+        if place := self._place(name, digest):
+            self._command("HSET", *place, segment + slot.to_bytes(2, "big"))
 
-    @abstractmethod
-    def spoil_record(self, name: NamespaceId, segment: SegmentId, rng: random.Random) -> None: ...
-
-    @abstractmethod
-    def break_record(self, name: NamespaceId, segment: SegmentId) -> None:
-        """Make it one that no version can read."""
-
-    @abstractmethod
-    def miscount(self, name: NamespaceId, nbytes: int) -> None: ...
-
-    @abstractmethod
-    def expire(self, name: NamespaceId) -> None:
-        """Let the grace time of what is in the trash be over."""
-
-    @abstractmethod
-    def forget_order(self, name: NamespaceId, segment: SegmentId) -> None:
-        """Take it out of the order of eviction."""
-
-
-class RawSqlite(RawIndex):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def _run(self, statement: str, *values: Any) -> None:
-        with closing(sqlite3.connect(self.path, timeout=10)) as db, db:
-            db.execute(statement, values)
-
-    _KEY = "(SELECT key FROM namespaces WHERE id = ?)"
-    _GENERATION = "(SELECT generation FROM namespaces WHERE id = ?)"
-
-    def set_entry(self, name: NamespaceId, key: Digest, segment: SegmentId, slot: int) -> None:
-        self._run(f"INSERT OR REPLACE INTO blocks VALUES ({self._KEY}, ?, ?, ?)", name, key, segment, slot)
-
-    def remove_entry(self, name: NamespaceId, key: Digest) -> None:
-        self._run(f"DELETE FROM blocks WHERE namespace = {self._KEY} AND digest = ?", name, key)
+    def remove_entry(self, name: NamespaceId, digest: Digest) -> None:
+        if place := self._place(name, digest):
+            self._command("HDEL", *place)
 
     def remove_record(self, name: NamespaceId, segment: SegmentId) -> None:
-        self._run(f"DELETE FROM segments WHERE namespace = {self._GENERATION} AND id = ?", name, segment)
+        self._command("HDEL", key_of(name, "segs"), segment)
+
+    def change_record(self, name: NamespaceId, segment: SegmentId, change: Callable[[bytes], bytes]) -> None:
+        value: bytes | None = self._command("HGET", key_of(name, "segs"), segment)
+        if value is not None:
+            # Behind "<bytes>:<slots>:", the first digest and the checksum.
+            at = value.index(b":", value.index(b":") + 1) + 1 + 24
+            self._command("HSET", key_of(name, "segs"), segment, value[:at] + change(value[at:]))
 
     def spoil_record(self, name: NamespaceId, segment: SegmentId, rng: random.Random) -> None:
-        with closing(sqlite3.connect(self.path, timeout=10)) as db:
-            where = f"namespace = {self._GENERATION} AND id = ?"
-            row = db.execute(f"SELECT record FROM segments WHERE {where}", (name, segment)).fetchone()
-        if row is not None:
-            self._run(f"UPDATE segments SET record = ? WHERE {where}", spoilt(row[0], rng), name, segment)
+        self.change_record(name, segment, lambda record: spoilt(record, rng))
 
     def break_record(self, name: NamespaceId, segment: SegmentId) -> None:
-        where = f"namespace = {self._GENERATION} AND id = ?"
-        self._run(f"UPDATE segments SET record = x'00' WHERE {where}", name, segment)
+        """Make it one that no version can read."""
+        self.change_record(name, segment, lambda record: b"\0" + record[1:])
 
     def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        self._run("UPDATE namespaces SET nbytes = nbytes + ? WHERE id = ?", nbytes, name)
+        self._command("HINCRBY", key_of(name, "meta"), "bytes", nbytes)
 
     def expire(self, name: NamespaceId) -> None:
-        self._run(
-            "UPDATE trash SET due = 1 WHERE namespace = (SELECT key FROM namespaces WHERE id = ?)", name
-        )
+        """Let the grace time of what is in the trash be over."""
+        flat = self._command("ZRANGE", key_of(name, "trash"), 0, -1, "WITHSCORES")
+        for segment, score in zip(flat[::2], flat[1::2], strict=True):
+            self._command("ZADD", key_of(name, "trash"), 1 + float(score) % 1, segment)
 
     def forget_order(self, name: NamespaceId, segment: SegmentId) -> None:
-        """It can't be: the order is an index of the table."""
+        """Take it out of the order of eviction."""
+        self._command("ZREM", key_of(name, "lru"), segment)
 
 
 class RawRedis(RawIndex):
     def __init__(self, url: str) -> None:
         self.client = redis.Redis.from_url(url, protocol=2)
+        super().__init__(self.client.execute_command)
 
-    def _key(self, name: NamespaceId, rest: str) -> str:
-        return f"kvs:{{{name}}}:{rest}"
 
-    def _place(self, name: NamespaceId, key: Digest) -> tuple[str, bytes] | None:
-        told: Any = self.client.hget(self._key(name, "meta"), "bucket_bits")
-        if told is None:
-            return None
-        bits = int(told)
-        bucket = int.from_bytes(key[:3], "big") >> (24 - bits)
-        return self._key(name, f"b:{bucket:x}"), key[bits // 8 :]
-
-    def set_entry(self, name: NamespaceId, key: Digest, segment: SegmentId, slot: int) -> None:
-        if place := self._place(name, key):
-            self.client.hset(place[0], place[1], segment + slot.to_bytes(2, "big"))  # type: ignore[arg-type]
-
-    def remove_entry(self, name: NamespaceId, key: Digest) -> None:
-        if place := self._place(name, key):
-            self.client.hdel(place[0], place[1])  # type: ignore[arg-type]
-
-    def remove_record(self, name: NamespaceId, segment: SegmentId) -> None:
-        self.client.hdel(self._key(name, "segs"), segment)  # type: ignore[arg-type]
-
-    def spoil_record(self, name: NamespaceId, segment: SegmentId, rng: random.Random) -> None:
-        value: Any = self.client.hget(self._key(name, "segs"), segment)  # type: ignore[arg-type]
-        if value is not None:
-            # Behind "<bytes>:<slots>:", the first digest and the checksum.
-            at = value.index(b":", value.index(b":") + 1) + 1 + 24
-            self.client.hset(
-                self._key(name, "segs"),
-                segment,  # type: ignore[arg-type]
-                value[:at] + spoilt(value[at:], rng),
-            )
-
-    def break_record(self, name: NamespaceId, segment: SegmentId) -> None:
-        value: Any = self.client.hget(self._key(name, "segs"), segment)  # type: ignore[arg-type]
-        at = value.index(b":", value.index(b":") + 1) + 1 + 24
-        broken = value[:at] + b"\0" + value[at + 1 :]
-        self.client.hset(self._key(name, "segs"), segment, broken)  # type: ignore[arg-type]
-
-    def miscount(self, name: NamespaceId, nbytes: int) -> None:
-        self.client.hincrby(self._key(name, "meta"), "bytes", nbytes)
-
-    def expire(self, name: NamespaceId) -> None:
-        trash = self._key(name, "trash")
-        for segment, score in self.client.zrange(trash, 0, -1, withscores=True):  # type: ignore[union-attr]
-            self.client.zadd(trash, {segment: 1 + score % 1})
-
-    def forget_order(self, name: NamespaceId, segment: SegmentId) -> None:
-        self.client.zrem(self._key(name, "lru"), segment)
+class RawSqlite(RawIndex):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        super().__init__(SqliteClient(IndexFile(str(path), PATIENCE_S), time.time).command)
 
 
 def spoilt(record: bytes, rng: random.Random) -> bytes:

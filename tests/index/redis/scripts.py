@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.index.redis import catalogue, index, journal, maintenance, salts, sessions
-from kvstore.index.redis.client import Script
+from kvstore.index.scripted import catalogue, index, journal, maintenance, salts, sessions
+from kvstore.index.scripted.scripts import Script
 
 
 def script_name(command: bytes) -> str:

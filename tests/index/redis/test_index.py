@@ -20,7 +20,7 @@ from kvstore.index.eviction import Scope
 from kvstore.index.maintenance import Usage
 from kvstore.index.port import MOST_RUNS, CommitState, Index, Outcome
 from kvstore.index.redis.index import RedisIndex
-from kvstore.index.redis.values import bucket_bits
+from kvstore.index.scripted.values import bucket_bits
 from kvstore.index.sessions import Allowance, Hint
 from kvstore.keys import (
     NO_SALT,
@@ -426,7 +426,7 @@ def test_what_the_server_does_not_tell_is_said(
 
 
 def test_the_scripts_have_the_same_numbers() -> None:
-    lua = Path(__file__).parents[3] / "kvstore" / "index" / "redis" / "lua"
+    lua = Path(__file__).parents[3] / "kvstore" / "index" / "scripted" / "lua"
     assert "WAITING, VISIBLE, REFUSED = 0, 1, 2" in (lua / "commit.lua").read_text()
     assert f"MOST_RUNS = {MOST_RUNS}\n" in (lua / "walk.lua").read_text()
     assert issubclass(RedisIndex, Index)

@@ -568,7 +568,7 @@ def test_an_id_that_a_dead_process_has_left_goes_with_the_next_namespace(
 
 
 def test_every_script_says_what_race_it_closes() -> None:
-    folder = Path(__file__).parents[3] / "kvstore" / "index" / "redis" / "lua"
+    folder = Path(__file__).parents[3] / "kvstore" / "index" / "scripted" / "lua"
     for path in folder.glob("*.lua"):
         head = path.read_text().split("\n\n")[0].split("\nlocal")[0]
         if not head.startswith("-- Shared by"):

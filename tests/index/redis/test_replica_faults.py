@@ -21,7 +21,7 @@ from kvstore.errors import TransientError
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.redis.replication.replicas import Replicas, _Master
-from kvstore.index.redis.values import key
+from kvstore.index.scripted.values import key
 from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.names import of_chain, shard_names

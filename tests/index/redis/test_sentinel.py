@@ -24,9 +24,9 @@ from kvstore.build import load_settings, open_store
 from kvstore.errors import DeadlineExceeded, KVStoreError, PermissionDenied, TransientError
 from kvstore.index.maintenance import Usage
 from kvstore.index.redis import sentinel as redis_sentinel
-from kvstore.index.redis.client import Script
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.redis.sentinel import Sentinels
+from kvstore.index.scripted.scripts import Script
 from kvstore.keys import NamespaceId
 from kvstore.store.space import Space
 from kvstore.threads import deadline as aside

@@ -12,9 +12,9 @@ import redis
 
 from kvstore.build import load_settings, open_store
 from kvstore.errors import CapacityExceeded
-from kvstore.index.redis import sessions as redis_sessions
-from kvstore.index.redis.client import Script
 from kvstore.index.redis.index import RedisIndex
+from kvstore.index.scripted import sessions as redis_sessions
+from kvstore.index.scripted.scripts import Script
 from kvstore.index.sessions import MOST_SEGMENTS, MOST_SESSIONS, WINDOW_S, Hint
 from kvstore.index.sharding.index import ShardedIndex
 from kvstore.index.sharding.names import shard_names

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import combinations, count
 from typing import Any
 
-import fakeredis
 import pytest
 import redis
 
@@ -16,7 +16,6 @@ from kvstore.build import load_settings
 from kvstore.errors import BreakerOpen, DamagedIndex, NamespaceUnknown, TransientError
 from kvstore.events import EventReader, Gap
 from kvstore.index.port import Claim, CommitState
-from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.index.sharding.index import ShardedIndex
@@ -24,6 +23,8 @@ from kvstore.index.sharding.layouts import LOOK_S
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import base_of, of_chain, shard_names
 from kvstore.index.sharding.requests import ShardedRequests
+from kvstore.index.sqlite.client import SqliteClient
+from kvstore.index.sqlite.file import IndexMemory
 from kvstore.keys import (
     NO_SALT,
     NamespaceId,
@@ -41,7 +42,7 @@ from kvstore.store.housekeeping import Housekeeping
 from schemas.namespace import Namespace
 from schemas.settings import BreakerSettings, JournalSettings
 from tests.index.contract.chains import CREATED_S, LATER_S, chain, namespace, put, record, served
-from tests.index.redis.fakes import fake_client
+from tests.index.memory import Memory
 from tests.index.sharding.flaky import FlakyLeaf
 from tests.servers.redis import PATIENT
 
@@ -55,21 +56,24 @@ class Place:
 
     def __init__(self, url: str | None) -> None:
         self.url = url
-        self.server = fakeredis.FakeServer()
+        self.memory = Memory()
 
     def leaf(self, **options: Any) -> ShardLeaf:
         if self.url is None:
-            return RedisIndex(RedisClient(fake_client(self.server), where="fake"), **options)
+            return self.memory.open(**options)
         return RedisIndex.from_settings(self.url, PATIENT, **options)
 
     def lose_layout(self, name: NamespaceId) -> None:
         """As a node does that has lost its memory, and had nothing else of the namespace."""
-        client = redis.Redis.from_url(self.url, protocol=2) if self.url else fake_client(self.server)
-        with client:
-            client.delete(f"kvs:{{{name}}}:meta")
+        words = ("UNLINK", f"kvs:{{{name}}}:meta")
+        if self.url is None:
+            SqliteClient(IndexMemory.named(self.memory.name), time.time).command(*words)
+        else:
+            with redis.Redis.from_url(self.url, protocol=2) as client:
+                client.execute_command(*words)
 
 
-@pytest.fixture(params=["fake", pytest.param("redis", marks=pytest.mark.servers)])
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.servers)])
 def place(request: pytest.FixtureRequest) -> Place:
     url = request.getfixturevalue("redis_url") if request.param == "redis" else None
     return Place(url)
@@ -299,7 +303,6 @@ def test_a_cull_goes_on_where_what_goes_first_is_fresh(leaf: FlakyLeaf) -> None:
 # Lost
 
 
-# fakeredis can't say how a hash is kept, as `warnings` asks.
 @pytest.mark.parametrize("place", [pytest.param("redis", marks=pytest.mark.servers)], indirect=True)
 def test_what_is_laid_out_nowhere_is_not_empty(place: Place) -> None:
     with place.leaf() as leaf:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 import pytest
 import redis
 from redis.crc import key_slot
@@ -15,7 +14,6 @@ from redis.crc import key_slot
 from kvstore.breaker import Breaker
 from kvstore.errors import BreakerOpen, NamespaceUnknown, PermissionDenied, TransientError
 from kvstore.index.port import CommitState
-from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
 from kvstore.index.sharding.breakers import ShardBreakers
 from kvstore.index.sharding.index import ShardedIndex
@@ -33,11 +31,12 @@ from kvstore.index.sharding.names import (
     slot_of,
 )
 from kvstore.index.sharding.requests import ShardedRequests
+from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NO_SALT, NamespaceId, SegmentId, namespace_id, new_segment_id
 from schemas.settings import BreakerSettings
 from tests.index.contract.chains import CREATED_S, LATER_S, chain, items, namespace, put, record, served
+from tests.index.memory import Memory
 from tests.index.redis.cluster import RedisClusterServers
-from tests.index.redis.fakes import fake_client
 from tests.servers.redis import PATIENT
 
 ID = NamespaceId("0123456789abcdef")
@@ -87,11 +86,11 @@ def test_chains_spread_evenly() -> None:
 
 
 @pytest.fixture
-def leaf() -> RedisIndex:
-    return RedisIndex(RedisClient(fake_client(fakeredis.FakeServer()), where="fake"))
+def leaf() -> SqliteIndex:
+    return Memory().open()
 
 
-def test_the_first_registration_says_how_many(leaf: RedisIndex) -> None:
+def test_the_first_registration_says_how_many(leaf: SqliteIndex) -> None:
     asked = [ShardedIndex(leaf, shards=shards) for shards in (1, 8, 4)]
     for first, other in ((1, 8), (8, 1), (4, 8)):
         index, later = (next(one for one in asked if one._asked == shards) for shards in (first, other))
@@ -104,7 +103,7 @@ def test_the_first_registration_says_how_many(leaf: RedisIndex) -> None:
         assert (leaf.usage(name).blocks == 5) == (first == 1)
 
 
-def test_another_number_is_noticed(leaf: RedisIndex) -> None:
+def test_another_number_is_noticed(leaf: SqliteIndex) -> None:
     now = [0.0]
     engine = ShardedRequests(leaf, shards=8, monotonic=lambda: now[0])
     name = engine.register(namespace(), expected_blocks=100)
@@ -121,7 +120,7 @@ def test_another_number_is_noticed(leaf: RedisIndex) -> None:
     assert served(engine.match(name, chain(3))) == 3
 
 
-def test_what_nobody_would_find_is_refused(leaf: RedisIndex) -> None:
+def test_what_nobody_would_find_is_refused(leaf: SqliteIndex) -> None:
     """A release that knew no tags gave ids at random."""
     for shards, state in ((1, CommitState.VISIBLE), (8, CommitState.REFUSED)):
         index = ShardedIndex(leaf, shards=shards)
@@ -132,7 +131,7 @@ def test_what_nobody_would_find_is_refused(leaf: RedisIndex) -> None:
         assert index.commit(name, stray, chain(2), record(2), rank=0, ranks=1) is state
 
 
-def test_what_is_forbidden_before_is_forbidden_in_each_shard(leaf: RedisIndex) -> None:
+def test_what_is_forbidden_before_is_forbidden_in_each_shard(leaf: SqliteIndex) -> None:
     index = ShardedIndex(leaf, shards=8)
     name = namespace_id(namespace())
     until = index.forbid(name, NO_SALT)
@@ -145,7 +144,7 @@ def test_what_is_forbidden_before_is_forbidden_in_each_shard(leaf: RedisIndex) -
     assert index.forbidden(name) == {NO_SALT: until}
 
 
-def test_items_are_found_by_themselves(leaf: RedisIndex) -> None:
+def test_items_are_found_by_themselves(leaf: SqliteIndex) -> None:
     index = ShardedIndex(leaf, shards=8)
     name = index.register(items(), expected_blocks=100)
     known = [chain(1, seed=str(seed)) for seed in range(50)]

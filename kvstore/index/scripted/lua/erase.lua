@@ -40,12 +40,17 @@ local changes, dropped, looked = known[2] or '0', 0, 0
 local at, of_changes = string.match(known[3] or '', '^(%d+):(%d+)$')
 at = of_changes == changes and tonumber(at) or 0
 while at < buckets and dropped < most and looked < patience do
-  local bucket = prefix .. 'b:' .. string.format('%x', at)
-  local length = redis.pcall('HLEN', bucket)
-  -- A key of another type counts as one entry.
-  if type(length) == 'table' then length = 1 end
-  if length > 0 then redis.call('UNLINK', bucket) end
-  dropped, looked, at = dropped + length, looked + 1 + length / 16, at + 1
+  local bucket, flat, after, _, other = page(at, '0')
+  local fields = {}
+  for i = 1, #flat, 2 do fields[#fields + 1] = flat[i] end
+  if after > at then
+    -- A key of another type counts as one entry.
+    if other or #fields > 0 then redis.call('UNLINK', bucket) end
+  else
+    redis.call('HDEL', bucket, unpack(fields))
+  end
+  local length = other and 1 or #fields
+  dropped, looked, at = dropped + length, looked + 1 + length / 16, after
 end
 if at < buckets then
   redis.call('HDEL', meta, 'erased')

@@ -1,4 +1,4 @@
-"""RedisVerdicts: verdicts about writers in Redis. The schema stands in kvstore.index.redis.index."""
+"""VerdictsPart: verdicts about writers in Redis. The schema stands in kvstore.index.scripted.index."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.index.contract import check_writers
 from kvstore.index.numbers import real, whole
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.salts import RedisSalts
-from kvstore.index.redis.values import key, understood
+from kvstore.index.scripted.salts import SaltsPart
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import key, understood
 from kvstore.index.verdicts import (
     NAME_CHARS,
     STATES,
@@ -27,8 +27,8 @@ _VERDICTS = Script.load("verdicts")
 _HEAD = struct.Struct(">BI8s")
 
 
-class RedisVerdicts(RedisSalts):
-    """The part of RedisIndex that keeps verdicts, under the namespace's own id."""
+class VerdictsPart(SaltsPart):
+    """The part of ScriptedIndex that keeps verdicts, under the namespace's own id."""
 
     @understood
     def verdicts(

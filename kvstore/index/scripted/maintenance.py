@@ -1,4 +1,4 @@
-"""RedisMaintenance: changes the index in Redis. The schema stands in kvstore.index.redis.index.
+"""MaintenancePart: changes the index in Redis. The schema stands in kvstore.index.scripted.index.
 
 A script does at most a slice of what a verb was asked for: Redis answers nobody else meanwhile.
 """
@@ -21,13 +21,13 @@ from kvstore.index.contract import (
 )
 from kvstore.index.maintenance import Entry, Erased, Reconciled, Usage
 from kvstore.index.numbers import MOST_S, real, whole
-from kvstore.index.redis.catalogue import usage_of
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import (
+from kvstore.index.scripted.catalogue import usage_of
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import (
     NAMESPACES,
     NAMESPACES_PAGE,
     QUOTAS,
-    RedisPart,
+    ScriptedPart,
     key,
     number,
     segment_ids,
@@ -64,7 +64,7 @@ _UNPIN = Script.load("unpin", "changes", "pinnable")
 _QUOTA = Script.load("quota")
 _INVALIDATE = Script.load("invalidate", "changes", "generations")
 _DRAIN = Script.load("drain", "generations", "grace")
-_ERASE = Script.load("erase", "generations")
+_ERASE = Script.load("erase", "generations", "buckets")
 _UNLIST = Script.load("unlist", "changes", "generations")
 _UNLINK = Script.load("unlink")
 _REPLACE = Script.load("replace", "generations")
@@ -77,8 +77,8 @@ _TIME = Script.load("time")
 _ERASED: tuple[Erased, ...] = ("erased", "more", "in_use")
 
 
-class RedisMaintenance(RedisPart):
-    """The part of RedisIndex that changes what is there."""
+class MaintenancePart(ScriptedPart):
+    """The part of ScriptedIndex that changes what is there."""
 
     @understood
     def cull(
@@ -186,7 +186,7 @@ class RedisMaintenance(RedisPart):
             if count < 0:
                 self.unpin(namespace, done)
                 raise CapacityExceeded(
-                    f"redis {self._client.where}: pin: {whole(nbytes)} bytes more would be pinned than the "
+                    f"{self._client.name}: pin: {whole(nbytes)} bytes more would be pinned than the "
                     f"{most_bytes} that may be in namespace {namespace}"
                 )
             pinned += count

@@ -1,4 +1,26 @@
--- Shared by match.lua and claim.lua: kvstore/index/walk.py in Lua; the argument stands there. (Needs age.lua.)
+-- Shared by match.lua and claim.lua: which leading blocks of a hash chain are stored, in one look-up per segment.
+-- (Needs age.lua.)
+--
+-- The digests form a hash chain, so equal digests mean equal prefixes. An entry (segment S, slot s) found for block j
+-- therefore proves that slots 0..s of S are blocks j-s..j of this very chain, whatever the entries of those blocks say
+-- by now. So the walk looks at the block where it expects a segment to end, takes everything that this one entry
+-- proves, and continues backwards over what is left in between:
+--
+--     served ....|begin                        goal|        end (first block known to be missing)
+--                         <-------- S, slot s -----|   proves j-s..j
+--                <--- T, slot t ---|                   next look-up, at j-s-1
+--
+-- Only when it meets a missing block does it look more closely: first at `begin`, which settles the common case (nothing
+-- more is stored) at once, then by bisection. No block is looked up twice, so a call costs at most one look-up per
+-- block, and about one per segment where the chain is stored in runs.
+--
+-- A block is present here if its own entry exists and names a visible segment. The walk promises
+-- (tests/index/test_walk.py):
+--
+--     - every block it returns is in the visible segment and slot that it names;
+--     - it returns at least the longest prefix of present blocks;
+--     - it may return more: blocks whose own entries were overwritten by a copy that was evicted since, or are
+--       missing, but that another entry proves to be in a visible segment.
 --
 -- Race closed: the look-ups and the records they lead to are one atomic step, so no eviction or
 -- commit falls between them, and a match is exact at one moment.

@@ -27,7 +27,7 @@ end
 
 while bucket < buckets and dropped < most and looked < patience do
   local key, flat, other
-  key, flat, bucket, cursor, other = page(bucket, cursor, patience)
+  key, flat, bucket, cursor, other = page(bucket, cursor)
   if other then redis.call('UNLINK', key) end
   looked = looked + 1 + #flat / 2
   sweep(key, flat)

@@ -20,7 +20,7 @@ A block is "present" here if its own entry exists and names a visible segment. T
     - it may return more: blocks whose own entries were overwritten by a copy that was evicted since, or
       are missing, but that another entry proves to be in a visible segment.
 
-kvstore/index/redis/lua/walk.lua is the same algorithm inside Redis; tests/index/test_walk.py holds both
+kvstore/index/scripted/lua/walk.lua is the same algorithm inside Redis; tests/index/test_walk.py holds both
 against an oracle.
 """
 

@@ -11,7 +11,7 @@ local patience, buckets = tonumber(ARGV[2]), 2 ^ bits
 local numbers, pages, looked = {}, {}, 0
 while bucket < buckets and looked < patience do
   local number, _, flat = bucket, nil, nil
-  _, flat, bucket, cursor = page(bucket, cursor, patience)
+  _, flat, bucket, cursor = page(bucket, cursor)
   looked = looked + 1 + #flat / 2
   if #flat > 0 then
     numbers[#numbers + 1] = number

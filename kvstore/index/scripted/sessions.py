@@ -1,4 +1,4 @@
-"""RedisSessions: records of sessions in Redis. The schema stands in kvstore.index.redis.index."""
+"""SessionsPart: records of sessions in Redis. The schema stands in kvstore.index.scripted.index."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvstore.errors import NamespaceUnknown
 from kvstore.index.contract import HOT_KEPT, HOT_MOST, check_segments, check_session, minute
 from kvstore.index.eviction import MINUTE_S
 from kvstore.index.numbers import MOST, MOST_S, real, whole
-from kvstore.index.redis.catalogue import RedisCatalogue
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import key, record_of, size_of, understood
+from kvstore.index.scripted.catalogue import CataloguePart
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import key, record_of, size_of, understood
 from kvstore.index.sessions import (
     NOTHING_RETAINED,
     SESSION_SLICE,
@@ -66,8 +66,8 @@ def _own(record: bytes) -> list[SegmentId]:
     return [SegmentId(record[end - SEGMENT_ID_BYTES : end]) for end in ends]
 
 
-class RedisSessions(RedisCatalogue):
-    """The part of RedisIndex that remembers sessions."""
+class SessionsPart(CataloguePart):
+    """The part of ScriptedIndex that remembers sessions."""
 
     @understood
     def session(
@@ -105,7 +105,7 @@ class RedisSessions(RedisCatalogue):
             )
             if answer is None:
                 raise NamespaceUnknown(
-                    f"redis {self._client.where}: session: namespace {namespace} is not registered"
+                    f"{self._client.name}: session: namespace {namespace} is not registered"
                 )
             told, own, moved, nbytes, over = answer
             state, own = _STATES[whole(told, most=len(_STATES) - 1)], whole(own)

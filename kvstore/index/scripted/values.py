@@ -1,4 +1,4 @@
-"""Writes and reads keys and values of the schema in Redis, which stands in kvstore.index.redis.index."""
+"""Writes and reads keys and values of the schema in Redis, which stands in kvstore.index.scripted.index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.errors import DamagedIndex
 from kvstore.index.contract import QUOTA_RULES, BadArgument, cached, whole_seconds
 from kvstore.index.eviction import MINUTE_S, WORTH_MINUTES
 from kvstore.index.numbers import real, whole
-from kvstore.index.redis.client import RedisClient, Script
+from kvstore.index.scripted.scripts import Client, Script, Word
 from kvstore.index.sharding.names import base_of, is_name
 from kvstore.keys import SEGMENT_ID_BYTES, NamespaceId, SegmentId
 from kvstore.rules.units import batches
@@ -43,7 +43,7 @@ _TEXT_CHARS = 200
 #: Most digits of a segment's bytes that scripts believe (lua/keys.lua).
 _SIZE_DIGITS = 15
 
-_Part = TypeVar("_Part", bound="RedisPart")
+_Part = TypeVar("_Part", bound="ScriptedPart")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -67,12 +67,12 @@ def understood(verb: Callable[Concatenate[_Part, _P], _T]) -> Callable[Concatena
     return wrapped
 
 
-class RedisPart:
+class ScriptedPart:
     """The base of every part of the index in Redis."""
 
     def __init__(
         self,
-        client: RedisClient,
+        client: Client,
         *,
         journal: JournalSettings = JOURNAL,
         cost_aware: bool = True,
@@ -82,7 +82,7 @@ class RedisPart:
     ) -> None:
         """`grace_s`: see Index.evict; `by`: see Event.
 
-        `clock` dates registrations; evictions go by the server's own clock.
+        `clock` dates registrations; evictions go by the clock of what runs the scripts.
         """
         self._client = client
         self._grace_s = grace_s
@@ -98,9 +98,9 @@ class RedisPart:
         name = base_of(NamespaceId(where))
         mend = f"; `cache-admin fsck {name} --apply` mends it" if named else ""
         of = f"namespace {name} is damaged" if named else "what it holds can't be read"
-        return DamagedIndex(f"redis {self._client.where}: {verb}: {of} ({found[:_TEXT_CHARS]}){mend}")
+        return DamagedIndex(f"{self._client.name}: {verb}: {of} ({found[:_TEXT_CHARS]}){mend}")
 
-    def _run(self, script: Script, namespace: NamespaceId, *args: bytes | str | int | float) -> Any:
+    def _run(self, script: Script, namespace: NamespaceId, *args: Word) -> Any:
         """Runs a script on one namespace."""
         return self._client.run(script, key(namespace, "meta"), *args)
 
@@ -116,7 +116,7 @@ class RedisPart:
         namespace: NamespaceId,
         packed: Sequence[bytes],
         most: int,
-        *args: bytes | str | int | float,
+        *args: Word,
     ) -> int:
         """Runs a script on `packed`, at most `most` of them at a time. Returns the sum of its answers, each a
         number of those that it was given."""

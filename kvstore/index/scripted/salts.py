@@ -1,4 +1,4 @@
-"""RedisSalts: what different salts have stored in Redis. The schema stands in kvstore.index.redis.index."""
+"""SaltsPart: what different salts have stored in Redis. The schema stands in kvstore.index.scripted.index."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import floor
 from kvstore.index.contract import check_salt
 from kvstore.index.maintenance import CLOCKS_DIFFER_S, Listing
 from kvstore.index.numbers import MOST, real
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.sessions import RedisSessions
-from kvstore.index.redis.values import key, segment_ids, understood
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.sessions import SessionsPart
+from kvstore.index.scripted.values import key, segment_ids, understood
 from kvstore.keys import NamespaceId, SaltId, SegmentId
 from schemas.records import SALT_ID_BYTES
 
@@ -21,8 +21,8 @@ _FORBID = Script.load("forbid", "forbidden")
 _SALTED = Script.load("salted")
 
 
-class RedisSalts(RedisSessions):
-    """The part of RedisIndex that tells apart what different salts have stored."""
+class SaltsPart(SessionsPart):
+    """The part of ScriptedIndex that tells apart what different salts have stored."""
 
     def of_salt(self, namespace: NamespaceId, salt: SaltId) -> Iterator[Listing]:
         check_salt(salt)

@@ -1,5 +1,5 @@
-"""RedisLayouts: registers namespaces in Redis, and moves what shards hold into others. The schema stands in
-kvstore.index.redis.index."""
+"""LayoutsPart: registers namespaces in Redis, and moves what shards hold into others. The schema stands in
+kvstore.index.scripted.index."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvstore.errors import NamespaceUnknown, PermissionDenied
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Entry
 from kvstore.index.numbers import real, whole
-from kvstore.index.redis.catalogue import RedisCatalogue, layout_in, other_layout
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.maintenance import SLICE, RedisMaintenance
-from kvstore.index.redis.values import (
+from kvstore.index.scripted.catalogue import CataloguePart, layout_in, other_layout
+from kvstore.index.scripted.maintenance import SLICE, MaintenancePart
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import (
     AGREED_BYTES,
     NAMESPACES,
     SHARDED_SCHEMA,
@@ -49,8 +49,11 @@ _DISCARD = Script.load("discard")
 _NEWER = 2
 
 
-class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
-    """The part of RedisIndex that says how namespaces lie."""
+class LayoutsPart(MaintenancePart, CataloguePart, ShardLeaf):
+    """The part of ScriptedIndex that says how namespaces lie."""
+
+    #: Whether a namespace's entries lie in many small hashes, which Redis packs, or in one.
+    in_buckets = True
 
     @understood
     def register(self, namespace: Namespace, *, expected_blocks: int) -> NamespaceId:
@@ -75,14 +78,14 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
             canonical_json(namespace),
             namespace.kind,
             namespace.tenant,
-            bucket_bits(expected_blocks),
+            bucket_bits(expected_blocks) if self.in_buckets else 0,
             round(self._clock(), 3),
             layout,
         )
         begun = whole(told, most=_NEWER) if isinstance(told, int) else 1
         if begun == _NEWER:
             raise PermissionDenied(
-                f"redis {self._client.where}: register: namespace {name} is of a newer release's schema; "
+                f"{self._client.name}: register: namespace {name} is of a newer release's schema; "
                 "upgrade this one, which goes on without it until then"
             )
         if begun:
@@ -187,6 +190,4 @@ class RedisLayouts(RedisMaintenance, RedisCatalogue, ShardLeaf):
             self._run(_DISCARD, name, *words)
 
     def _unregistered(self, verb: str, namespace: NamespaceId) -> NamespaceUnknown:
-        return NamespaceUnknown(
-            f"redis {self._client.where}: {verb}: namespace {namespace} is not registered"
-        )
+        return NamespaceUnknown(f"{self._client.name}: {verb}: namespace {namespace} is not registered")

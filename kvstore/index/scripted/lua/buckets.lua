@@ -1,7 +1,9 @@
--- Shared by entries.lua and sweep.lua: a way through all buckets in short steps.
+-- Shared by entries.lua, sweep.lua and erase.lua: a way through all buckets in short steps.
 --
--- A place is "<bucket>" or "<bucket>:<cursor of HSCAN>": a bucket that has outgrown its encoding, as those
--- of a namespace that was made for less, is not gone through at once.
+-- A place is "<bucket>" or "<bucket>:<cursor of HSCAN>". A large bucket is not gone through at once: a namespace may
+-- have been made for less than it holds, and in SQLite it has one bucket.
+local PAGE = 256
+
 local function place_of(text)
   local bucket, cursor = string.match(text, '^(%d+):?(%d*)$')
   return tonumber(bucket or 0), cursor and cursor ~= '' and #cursor < 20 and cursor or '0'
@@ -16,11 +18,11 @@ local function bits_of()
   return bits
 end
 
--- page(bucket, cursor, patience): fields and values in turn, and the place after them; and true if the key is
+-- page(bucket, cursor): about PAGE fields and values in turn, and the place after them; and true if the key is
 -- of another type, and so has none.
-local function page(bucket, cursor, patience)
+local function page(bucket, cursor)
   local key = prefix .. 'b:' .. string.format('%x', bucket)
-  local reply = redis.pcall('HSCAN', key, cursor, 'COUNT', patience)
+  local reply = redis.pcall('HSCAN', key, cursor, 'COUNT', PAGE)
   if reply.err then return key, {}, bucket + 1, '0', true end
   if reply[1] == '0' then return key, reply[2], bucket + 1, '0' end
   return key, reply[2], bucket, reply[1]

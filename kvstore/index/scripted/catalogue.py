@@ -1,27 +1,25 @@
-"""RedisCatalogue: lists and reads the index in Redis. The schema stands in kvstore.index.redis.index."""
+"""CataloguePart: lists and reads the index in Redis. The schema stands in kvstore.index.scripted.index."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from math import inf, isfinite
+from math import isfinite
 from typing import Any, TypeVar
 
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.contract import check_segments
 from kvstore.index.maintenance import Account, Candidate, Entry, Listing, SegmentState, Usage
 from kvstore.index.numbers import MOST_S, real, whole
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import (
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import (
     MOST_BITS,
-    NAMESPACES,
     NAMESPACES_PAGE,
     QUOTAS,
     SHARDED_SCHEMA,
-    RedisPart,
+    ScriptedPart,
     Use,
-    is_namespace,
     key,
     number,
     record_of,
@@ -57,8 +55,8 @@ _T = TypeVar("_T")
 _STATE_NAMES: tuple[SegmentState | None, ...] = (None, "visible", "incomplete", "bygone", "trash")
 
 
-class RedisCatalogue(RedisPart):
-    """The part of RedisIndex that only reads."""
+class CataloguePart(ScriptedPart):
+    """The part of ScriptedIndex that only reads."""
 
     @understood
     def namespaces(self) -> dict[NamespaceId, str]:
@@ -241,81 +239,14 @@ class RedisCatalogue(RedisPart):
         self._client.run(_PING, "kvs:ping")
 
     @understood
-    def memory(self) -> tuple[int, int] | None:
-        """Returns how many bytes Redis uses and may use (0: any number), in a Cluster its fullest node.
-
-        None if it doesn't tell: managed servers, and users without the right, are refused INFO.
-        """
-        told = self._memory()
-        nodes = [(one["used_memory"], one.get("maxmemory", 0)) for one in told if "used_memory" in one]
-        return max(nodes, key=lambda node: (node[0] / (node[1] or inf), node[0]), default=None)
-
-    def _memory(self) -> list[dict[str, Any]]:
-        """Returns what each node says of its memory, nothing if one doesn't."""
-        try:
-            return self._info()
-        except KVStoreError:
-            return []  # nothing depends on it, least of all whether the index answers
-
-    @understood
-    def _info(self) -> list[dict[str, Any]]:
-        found = []
-        for one in self._client.everywhere("INFO", "memory"):
-            numbers = {name: whole(one[name]) for name in ("used_memory", "maxmemory") if name in one}
-            found.append({**one, **numbers})
-        return found
-
-    @understood
     def warnings(self) -> list[str]:
-        """Returns sentences on what is wrong with this Redis's configuration. Raises what ping raises."""
-        found = []
-        policies = {str(one["maxmemory_policy"]) for one in self._memory() if "maxmemory_policy" in one}
-        for policy in sorted(policies - {"noeviction"}):
-            victims = "claims and incomplete saves" if policy.startswith("volatile") else "parts of the index"
-            found.append(
-                f"maxmemory-policy is {policy}: when full, Redis drops {victims} behind kvstore's back; "
-                "set it to noeviction, kvstore evicts by itself"
-            )
-        if not policies:
-            found.append(
-                "Redis does not say what it drops when it is full (maxmemory_policy of INFO memory); make "
-                "sure that its maxmemory-policy is noeviction"
-            )
-        strangers = [name for name in self._members() if not is_namespace(name)]
-        if strangers:
-            found.append(
-                f"{NAMESPACES} has {len(strangers)} members that are no namespaces, such as "
-                f"{strangers[0][:40]!r}; SREM removes them, nothing uses them"
-            )
-        for account in self.reachable()[0]:
-            if account.problem:
-                found.append(
-                    f"namespace {base_of(account.namespace)} is damaged: {account.problem}; "
-                    f"`cache-admin fsck {base_of(account.namespace)} --apply` mends it"
-                )
-        found += [text for namespace in self.namespaces() if (text := self._overfull(namespace))]
-        return found
-
-    def _overfull(self, namespace: NamespaceId) -> str | None:
-        """Returns a warning if one of the first buckets is not in the compact encoding.
-
-        It may have outgrown it, or the server's limits on it may be too low: users with no more rights than
-        the index needs can't read these, nor anything else of the configuration.
-        """
-        for bucket in range(4):
-            where = key(namespace, f"b:{bucket:x}")
-            if self._client.command("OBJECT", "ENCODING", where) == b"hashtable":
-                if whole(self._client.command("HLEN", where)) <= _COMPACT:
-                    return (
-                        f"a bucket of namespace {namespace} has {_COMPACT} entries or fewer and is not in "
-                        "the compact encoding: blocks take 2.5 times the memory; set "
-                        "hash-max-listpack-entries to 128 and hash-max-listpack-value to 64"
-                    )
-                return (
-                    f"namespace {namespace} has outgrown its buckets: its blocks take 2.5 times the memory; "
-                    "raise identity.epoch, so that it begins anew with buckets for today's capacity_bytes"
-                )
-        return None
+        """Returns a sentence on each namespace that is damaged. Raises what ping raises."""
+        return [
+            f"namespace {base_of(account.namespace)} is damaged: {account.problem}; "
+            f"`cache-admin fsck {base_of(account.namespace)} --apply` mends it"
+            for account in self.reachable()[0]
+            if account.problem
+        ]
 
 
 def usage_of(fields: Sequence[bytes | None]) -> Usage:

@@ -1,4 +1,4 @@
-"""RedisJournal: the journal of the index in Redis. The schema stands in kvstore.index.redis.index."""
+"""JournalPart: the journal of the index in Redis. The schema stands in kvstore.index.scripted.index."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from kvstore.index.eviction import ghost_bytes
 from kvstore.index.maintenance import Event, Fate, Ghosts, Journal, Operation, Operations
 from kvstore.index.numbers import MOST, real, whole
 from kvstore.index.port import Outcome
-from kvstore.index.redis.client import Script
-from kvstore.index.redis.values import OPERATIONS, RedisPart, key, number, understood
+from kvstore.index.scripted.scripts import Script
+from kvstore.index.scripted.values import OPERATIONS, ScriptedPart, key, number, understood
 from kvstore.keys import (
     DIGEST_BYTES,
     NO_SESSION,
@@ -58,8 +58,8 @@ _LATEST_S = 2.0**33
 _STEPS = 400
 
 
-class RedisJournal(RedisPart, Journal, Operations):
-    """The part of RedisIndex that reads the journal, and `tell`, which writes outcomes; operations."""
+class JournalPart(ScriptedPart, Journal, Operations):
+    """The part of ScriptedIndex that reads the journal, and `tell`, which writes outcomes; operations."""
 
     @understood
     def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:
