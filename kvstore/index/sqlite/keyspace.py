@@ -10,6 +10,7 @@ moment's clock, as those of a script do in Redis.
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import struct
 from collections.abc import Callable, Sequence
@@ -22,23 +23,29 @@ Word = bytes | int | float
 CHUNK_BYTES: Final = 1024
 #: Expired keys that go when one that expires is made.
 _EXPIRED_AT_ONCE: Final = 16
+#: Rows of a key that go at once: a call must not hold the file for as long as a large sketch takes.
+_REMOVED_AT_ONCE: Final = 256
 #: A cursor of HSCAN inside a script tells this many bytes of the next field: scripts take one of 19 digits.
 _CURSOR_BYTES: Final = 7
 #: A stream is trimmed by so many entries at once, as Redis does that is told "about" how many to keep.
 _TRIMMED_AT_ONCE: Final = 100
 #: HRANDFIELD draws one field of so many that follow a random place.
-_DRAWN_FROM: Final = 16
+_DRAWN_FROM: Final = 512
 _INT64: Final = 1 << 63
 
 _TABLES: Final = {
-    b"hash": "fields",
-    b"set": "fields",
-    b"zset": "members",
-    b"string": "chunks",
-    b"stream": "entries",
+    b"hash": ("fields", "field"),
+    b"set": ("fields", "field"),
+    b"zset": ("members", "member"),
+    b"string": ("chunks", "number"),
+    b"stream": ("entries", "ms, number"),
 }
 _WRONG_TYPE: Final = "WRONGTYPE Operation against a key holding the wrong kind of value"
 _NO_FLOAT: Final = "ERR value is not a valid float"
+
+
+#: A byte of a pattern that stands for itself.
+_ESCAPED: Final = re.compile(rb"\\(.)", re.DOTALL)
 
 
 class Refused(Exception):
@@ -131,15 +138,31 @@ class Keyspace:
         self._known[name] = None
 
     def _remove_row(self, key: int, kind: bytes) -> None:
-        if kind in _TABLES:
-            self._db.execute(f"DELETE FROM {_TABLES[kind]} WHERE key = ?", (key,))
-        self._db.execute("DELETE FROM keys WHERE id = ?", (key,))
+        """Removes a key with what it holds. The rest of a large one goes bit by bit, out of reach."""
         self._extents.pop(key, None)
+        if kind in _TABLES:
+            table, columns = _TABLES[kind]
+            some = f"SELECT {columns} FROM {table} WHERE key = ? LIMIT {_REMOVED_AT_ONCE}"
+            query = f"DELETE FROM {table} WHERE key = ? AND ({columns}) IN ({some})"
+            if self._db.execute(query, (key, key)).rowcount == _REMOVED_AT_ONCE:
+                name = b"\0%d" % key
+                self._db.execute("UPDATE keys SET name = ?, expires_ms = 0 WHERE id = ?", (name, key))
+                return
+        self._db.execute("DELETE FROM keys WHERE id = ?", (key,))
+
+    def _remove_expired(self) -> None:
+        """Removes some of what is out of reach."""
+        query = "SELECT id, kind FROM keys WHERE expires_ms <= ? LIMIT ?"
+        before = self._db.total_changes
+        for row in self._db.execute(query, (self._now_ms, _EXPIRED_AT_ONCE)).fetchall():
+            self._remove_row(*row)
+            if self._db.total_changes - before >= _REMOVED_AT_ONCE:
+                break
 
     def _emptied(self, name: Word, key: _Key) -> None:
         """Removes the key if nothing is left under it, as Redis does."""
         if not self._db.execute(
-            f"SELECT 1 FROM {_TABLES[key.kind]} WHERE key = ? LIMIT 1", (key.id,)
+            f"SELECT 1 FROM {_TABLES[key.kind][0]} WHERE key = ? LIMIT 1", (key.id,)
         ).fetchone():
             self._db.execute("DELETE FROM keys WHERE id = ?", (key.id,))
             self._known[_text(name)] = None
@@ -147,11 +170,8 @@ class Keyspace:
     def _count(self, key: _Key | None) -> int:
         if key is None:
             return 0
-        return int(
-            self._db.execute(f"SELECT count(*) FROM {_TABLES[key.kind]} WHERE key = ?", (key.id,)).fetchone()[
-                0
-            ]
-        )
+        query = f"SELECT count(*) FROM {_TABLES[key.kind][0]} WHERE key = ?"
+        return int(self._db.execute(query, (key.id,)).fetchone()[0])
 
     def time(self) -> list[bytes]:
         return [b"%d" % (self._now_us // 1_000_000), b"%d" % (self._now_us % 1_000_000)]
@@ -186,11 +206,7 @@ class Keyspace:
         key = self._find(name)
         if key is None:
             return 0
-        due = self._db.execute(
-            "SELECT id, kind FROM keys WHERE expires_ms <= ? LIMIT ?", (self._now_ms, _EXPIRED_AT_ONCE)
-        ).fetchall()
-        for row in due:
-            self._remove_row(*row)
+        self._remove_expired()
         at = self._now_ms + in_ms
         self._db.execute("UPDATE keys SET expires_ms = ? WHERE id = ?", (at, key.id))
         self._known[_text(name)] = key._replace(expires_ms=at)
@@ -344,17 +360,21 @@ class Keyspace:
         return self._db.executemany(query, rows).rowcount
 
     def hdel(self, name: Word, *fields: Word) -> int:
-        return self._delete(name, b"hash", "field", fields)
+        return self._delete(name, fields, b"hash")
 
-    def _delete(self, name: Word, kind: bytes, column: str, items: Sequence[Word]) -> int:
+    def _delete(self, name: Word, items: Sequence[Word], kind: bytes) -> int:
         key = self._find(name, kind)
         if key is None:
             return 0
-        rows = [(key.id, _text(item)) for item in items]
-        gone = self._many(f"DELETE FROM {_TABLES[kind]} WHERE key = ? AND {column} = ?", rows)
-        if gone:
+        table, column = _TABLES[kind]
+        # A deletion that finds nothing would wait for other writers all the same.
+        found = self._each(f"SELECT {column}, 1 FROM {table} WHERE key = ? AND {column} IN", key, items)
+        there = {_text(item) for item, one in zip(items, found, strict=True) if one}
+        if there:
+            rows = [(key.id, one) for one in there]
+            self._many(f"DELETE FROM {table} WHERE key = ? AND {column} = ?", rows)
             self._emptied(name, key)
-        return gone
+        return len(there)
 
     def hexists(self, name: Word, field: Word) -> int:
         return 0 if self.hget(name, field) is None else 1
@@ -390,30 +410,35 @@ class Keyspace:
         if len(rows) == count:
             last: bytes = rows[-1][0]
             successor = last + b"\0" if told_bytes is None else _successor(last[:told_bytes])
-            more = "SELECT field, value FROM fields WHERE key = ? AND field > ? AND field < ? ORDER BY field"
-            if successor is not None:
-                rows += self._db.execute(more, (key.id, last, successor)).fetchall()
+            more = "SELECT field, value FROM fields WHERE key = ? AND field > ? AND {} ORDER BY field"
+            if successor is None:
+                rows += self._db.execute(more.format("1"), (key.id, last)).fetchall()
+            else:
+                rows += self._db.execute(more.format("field < ?"), (key.id, last, successor)).fetchall()
                 after = b"%d" % int.from_bytes(b"\1" + successor, "big")
-        prefix = _text(words.get(b"MATCH", b"*")).removesuffix(b"*").replace(b"\\", b"")
+        prefix = _ESCAPED.sub(rb"\1", _text(words.get(b"MATCH", b"*")).removesuffix(b"*"))
         return [after, [word for row in rows if row[0].startswith(prefix) for word in row]]
 
-    def hrandfield(self, name: Word, count: Word, withvalues: Word = b"") -> list[bytes]:
-        """Draws by random places in the order of fields, which are random ids themselves."""
+    def hrandfield(self, name: Word, count: Word, withvalues: Word) -> list[bytes]:
+        """Draws by random places in the order of fields."""
         key, wanted = self._find(name, b"hash"), _whole(count)
         if key is None:
             return []
-        query = "SELECT field, value FROM fields WHERE key = ? AND field >= ? ORDER BY field LIMIT ?"
-        found: dict[bytes, bytes] = {}
+        query = "SELECT field FROM fields WHERE key = ? AND field {} ? ORDER BY field LIMIT ?"
+        ends = (
+            self._flat(f"SELECT {end}(field) FROM fields WHERE key = ?", key.id)[0] for end in ("min", "max")
+        )
+        low, high = (int.from_bytes(field[:8].ljust(8, b"\0"), "big") for field in ends)
+        found: set[bytes] = set()
         for _ in range(2 * wanted):
             if len(found) >= wanted:
                 break
+            place = (low + secrets.randbelow(high - low + 1)).to_bytes(8, "big")
             # One of several that follow: the first alone would be drawn the more often the wider the gap.
-            some = self._db.execute(query, (key.id, secrets.token_bytes(8), _DRAWN_FROM)).fetchall()
-            if len(some) < _DRAWN_FROM:
-                some += self._db.execute(query, (key.id, b"", _DRAWN_FROM - len(some))).fetchall()
-            field, value = secrets.choice(some)
-            found[field] = value
-        return [word for row in found.items() for word in (row if withvalues else row[:1])]
+            some = self._flat(query.format(">="), key.id, place, _DRAWN_FROM)
+            some += self._flat(query.format("<"), key.id, place, _DRAWN_FROM - len(some))
+            found.add(secrets.choice(some))
+        return [word for field in found for word in (field, self.hget(name, field) or b"")]
 
     def sadd(self, name: Word, *members: Word) -> None:
         key = self._make(name, b"set")
@@ -421,7 +446,7 @@ class Keyspace:
             self._db.execute("INSERT OR IGNORE INTO fields VALUES (?, ?, x'')", (key.id, _text(member)))
 
     def srem(self, name: Word, *members: Word) -> int:
-        return self._delete(name, b"set", "field", members)
+        return self._delete(name, members, b"set")
 
     def smembers(self, name: Word) -> list[bytes]:
         key = self._find(name, b"set")
@@ -473,7 +498,7 @@ class Keyspace:
         return [None if score is None else _float_text(score) for score in scores]
 
     def zrem(self, name: Word, *members: Word) -> int:
-        return self._delete(name, b"zset", "member", members)
+        return self._delete(name, members, b"zset")
 
     def zcard(self, name: Word) -> int:
         return self._count(self._find(name, b"zset"))
@@ -499,9 +524,10 @@ class Keyspace:
         else:
             where = "1"
             skip, limit = self._ranks(key, first, last)
+        # Under BYLEX all scores are the same.
+        order = "member" if b"BYLEX" in words else "score, member"
         rows = self._db.execute(
-            f"SELECT member, score FROM members WHERE key = ? AND {where} "
-            "ORDER BY score, member LIMIT ? OFFSET ?",
+            f"SELECT member, score FROM members WHERE key = ? AND {where} ORDER BY {order} LIMIT ? OFFSET ?",
             (key.id, *bounds, _whole(limit), _whole(skip)),
         )
         if b"WITHSCORES" in words:

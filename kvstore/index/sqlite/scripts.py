@@ -128,4 +128,6 @@ def _pack(text: bytes, *values: float) -> bytes:
 
 def _unpack(text: bytes, data: bytes, at: int = 1) -> tuple[int, ...]:
     made = _format(text)
+    if len(data) < at - 1 + made.size:
+        raise Refused("data string too short")
     return (*made.unpack_from(data, at - 1), at + made.size)

@@ -38,7 +38,7 @@ from schemas.settings import JournalSettings
 from tests.index.contract.admission import DAY_S, NOON_S, use
 from tests.index.contract.chains import CREATED_S, chain, namespace, part_of, put, put_all, record
 from tests.index.contract.whole import FullIndexConformance
-from tests.index.test_walk import Block, World, worlds
+from tests.index.test_walk import Story, keep_the_promise, stories
 from tests.servers.redis import PATIENT, RedisServer
 
 pytestmark = pytest.mark.servers
@@ -266,36 +266,9 @@ def test_an_incomplete_commit_expires_within_an_hour(
 
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-@given(made=worlds())
-def test_lua_keeps_the_promise_of_the_walk(
-    made: tuple[World, list[list[Block]]], index: RedisIndex, raw: redis.Redis
-) -> None:
-    raw.flushall()
-    name = index.register(namespace(), expected_blocks=5)
-    world, chains = made
-    digest = {block: i.to_bytes(16, "big") for i, block in enumerate({b for c in chains for b in c})}
-    for segment, blocks in world.contents.items():
-        put(index, name, b"".join(digest[block] for block in blocks), segment=segment)
-    for segment in world.contents.keys() - world.records.keys():
-        index.evict(name, [segment], delete_after_s=LATER_S, rule="admin")
-    for block in {block for blocks in world.contents.values() for block in blocks} - world.entries.keys():
-        raw.hdel(f"kvs:{{{name}}}:b:0", digest[block])
-    for blocks in chains:
-        runs = index.match(name, b"".join(digest[block] for block in blocks))
-        position = 0
-        for run in runs:
-            held = world.contents[run.segment][run.slot : run.slot + run.count]
-            assert list(held) == blocks[position : position + run.count]
-            assert run.segment in world.records
-            position += run.count
-        same, _ = world.check(blocks)
-        assert position >= next(
-            (i for i, block in enumerate(blocks) if not world.present(block)), len(blocks)
-        )
-        if world.contents.keys() == world.records.keys():
-            assert [(r.segment, r.slot, r.count) for r in runs] == [
-                (r.segment, r.slot, r.count) for r in same
-            ]
+@given(story=stories())
+def test_lua_keeps_the_promise_of_the_walk(story: Story, index: RedisIndex) -> None:
+    keep_the_promise(index, story)
 
 
 def test_a_repeated_block_is_no_run(index: RedisIndex, name: NamespaceId) -> None:

@@ -41,16 +41,18 @@ local at, of_changes = string.match(known[3] or '', '^(%d+):(%d+)$')
 at = of_changes == changes and tonumber(at) or 0
 while at < buckets and dropped < most and looked < patience do
   local bucket, flat, after, _, other = page(at, '0')
-  local fields = {}
-  for i = 1, #flat, 2 do fields[#fields + 1] = flat[i] end
+  -- A key of another type counts as one entry.
+  local length = other and 1 or #flat / 2
   if after > at then
-    -- A key of another type counts as one entry.
-    if other or #fields > 0 then redis.call('UNLINK', bucket) end
+    if length > 0 then redis.call('UNLINK', bucket) end
+    looked = looked + 1 + length / 16
   else
+    local fields = {}
+    for i = 1, #flat, 2 do fields[#fields + 1] = flat[i] end
     redis.call('HDEL', bucket, unpack(fields))
+    looked = looked + 1 + length
   end
-  local length = other and 1 or #fields
-  dropped, looked, at = dropped + length, looked + 1 + length / 16, after
+  dropped, at = dropped + length, after
 end
 if at < buckets then
   redis.call('HDEL', meta, 'erased')

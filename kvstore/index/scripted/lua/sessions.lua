@@ -1,5 +1,5 @@
 -- Shared by session.lua and commit.lua: records of sessions. (Needs score.lua and retention.lua.) What they mean
--- stands in kvstore/index/sessions.py, and the schema in kvstore/index/redis/index.py.
+-- stands in kvstore/index/sessions.py, and the schema in kvstore/index/scripted/index.py.
 --
 -- A record is a word with the unix minute of the last use * 8 + 4 if it has ended + its priority, a word with the
 -- unix second until which it retains, or 0, and the segments that are its own, each once, as they were saved. It is in
