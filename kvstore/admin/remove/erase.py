@@ -242,9 +242,6 @@ class _Erasure:
             self._hide(space)
         for space in self.spaces:
             self.cache.evidence.refuse(space.name, self.index.forbidden(space.name))
-        if unheard_s := self.cache.unheard_s():
-            # Engines may match until then what they have not heard of, and a node may still have a copy.
-            self.sleep(unheard_s)
         while True:
             self.looks += 1
             for space in self.spaces:

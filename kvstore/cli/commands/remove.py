@@ -125,8 +125,7 @@ def _evict(
     """Evict segments: these, what was not used for a time, down to a size, or what somebody's prompt, request
     or session has stored.
 
-    What is evicted can't be matched from that moment on, or, by engines that read from replicas of Redis or
-    remember, up to redis.max_lag_s + redis.near_s later. Its payload is deleted after grace_s, by an engine
+    What is evicted can't be matched from that moment on. Its payload is deleted after grace_s, by an engine
     that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
     named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
     are named, seeing to that is left to you. To forget everything at once: `cache-admin invalidate`.
@@ -258,11 +257,10 @@ def _ttl_clear(call: Call, scope: TtlScope, apply: Apply = False) -> None:
 def _invalidate(call: Call, namespace: Namespace, apply: Apply = False) -> None:
     """Forget what a namespace holds, from one moment to the next.
 
-    For weights that changed under the same name, or bytes that are not to be trusted. Engines that read
-    from replicas of Redis or remember may go on matching it for up to redis.max_lag_s + redis.near_s: restart
-    them where that is too long. Pinned segments go as well. Engines compute everything anew and save into the
-    namespace as before; the old payloads are deleted after the grace time by whoever tends the cache: the
-    janitor, an embedded store, or `gc --apply`.
+    For weights that changed under the same name, or bytes that are not to be trusted. Pinned segments go as
+    well. Engines compute everything anew and save into the namespace as before; the
+    old payloads are deleted after the grace time by whoever tends the cache: the janitor, an embedded store,
+    or `gc --apply`.
     """
     with call.cache() as cache:
         report = drop.invalidate(cache, namespace, apply=apply)
@@ -287,8 +285,7 @@ def _drop(
 ) -> None:
     """Remove a namespace with all that it holds.
 
-    What it holds can't be matched from then on (by engines that read from replicas of Redis or remember, up
-    to redis.max_lag_s + redis.near_s later). Its payloads are deleted when the grace time has passed, in
+    What it holds can't be matched from then on. Its payloads are deleted when the grace time has passed, in
     which a load that is under way may still read them: by whoever tends the cache, or by running drop again,
     which then forgets the namespace as well. The janitor does that too, but only when no engine has
     registered the namespace for janitor.forget_after_s. An engine that still uses it registers it anew.
@@ -337,13 +334,12 @@ def _erase(
     """Erase all of a tenant, or all that was saved under a salt, and look what is left.
 
     None of it can be matched from then on, and its payloads are deleted at once, without the grace time: a
-    load that is under way computes instead. Where engines may read from replicas of Redis, or remember, it
-    waits before it looks, until nobody can be matching what has gone: redis.max_lag_s and redis.near_s; so it
-    must be given the engines' settings. What was created before is never let in again, from whichever save,
-    archive or rebuild it comes. Engines go on, and save anew what they compute more than a minute later. The
-    report names what is left, and what can't be reached from here. Former versions stay in a bucket that
-    keeps them, and the report has the lifecycle rule that deletes them. The exit code is 4 if anything is
-    left, or may be. A salt is shown by its id only. One that was cut off is finished by running it again.
+    load that is under way computes instead. What was created before is never let in again, from whichever
+    save, archive or rebuild it comes. Engines go on, and save anew what they compute more than a minute
+    later. The report names what is left, and what can't be reached from here. Former versions stay in a
+    bucket that keeps them, and the report has the lifecycle rule that deletes them. The exit code is 4 if
+    anything is left, or may be. A salt is shown by its id only. One that was cut off is finished by running
+    it again.
     """
     if (tenant is None) == (salt_file is None):
         raise typer.BadParameter("say what is to go: --tenant NAME, or --salt-file FILE")
