@@ -22,28 +22,6 @@ from kvstore.jitter import sooner
 from schemas.settings import BreakerSettings
 
 
-class _Call(threading.local):
-    """The call that this thread makes under a guard."""
-
-    answered_elsewhere: bool = False
-    probes: bool = False
-
-
-_call = _Call()
-
-
-def answered_elsewhere() -> None:
-    """Has the guarded call that this thread makes tell a breaker nothing, unless it fails: another has
-    answered than the backend that the breaker is for."""
-    _call.answered_elsewhere = True
-
-
-def probes() -> bool:
-    """Tells whether the guarded call that this thread makes is to find out if the backend is back, so that
-    nobody else may answer it."""
-    return _call.probes
-
-
 class Breaker:
     """The breaker in front of one backend. Safe for threads: all of a store share it."""
 
@@ -81,8 +59,7 @@ class Breaker:
         If `may_probe` is false, the call is refused even when a probe is due: for calls that a request
         waits for, which should not pay for finding out that the backend is still down. Raises BreakerOpen.
         """
-        probe = _call.probes = self._admit(may_probe)
-        _call.answered_elsewhere = False
+        probe = self._admit(may_probe)
         try:
             yield
         except Throttled:
@@ -97,8 +74,6 @@ class Breaker:
         except BaseException:
             self._succeeded()
             raise
-        finally:
-            _call.probes = False
         self._succeeded()
 
     def blame(self, subject: str | None = None) -> None:
@@ -151,8 +126,6 @@ class Breaker:
                 self._opened.set()
 
     def _succeeded(self) -> None:
-        if _call.answered_elsewhere:
-            return
         with self._lock:
             self._failures = 0
             if not self.is_closed:

@@ -30,7 +30,6 @@ from kvstore.errors import ConfigError
 from kvstore.files import access_of
 from kvstore.index.breaking import BreakingIndex
 from kvstore.index.maintenance import FullIndex
-from kvstore.index.near import NearRuns
 from kvstore.index.port import EngineIndex
 from kvstore.index.redis.client import RedisClient
 from kvstore.index.redis.index import RedisIndex
@@ -158,14 +157,10 @@ def open_index(
     *,
     by: str = "",
     clock: Callable[[], float] = time.time,
-    count: Callable[[str], None] | None = None,
-    near: NearRuns | None = None,
 ) -> FullIndex:
     """Returns the leaf index of these settings, for reading, writing and maintenance. No I/O for Redis.
 
-    `by` says in the journal who does what is done with it; "" is for engines. With `count`, which is told of
-    that, replicas are read where the settings let it; without, as tools need it, nothing is behind. `near`
-    forgets what is evicted through the index.
+    `by` says in the journal who does what is done with it; "" is for engines.
     """
     url = settings.index_url
     if settings.nowhere:
@@ -186,18 +181,16 @@ def open_index(
         return SqliteIndex(path, busy_timeout_s=busy_timeout_s, access=access, **options)
     if url.startswith("memory://"):
         return SqliteIndex.in_memory(url.removeprefix("memory://"), **options)
-    count = count if settings.reads_replicas else None
-    leaf = RedisIndex.from_settings(url, settings.redis, count=count, **options)
-    return ShardedIndex(leaf, shards=settings.redis.shards, near=near)
+    leaf = RedisIndex.from_settings(url, settings.redis, **options)
+    return ShardedIndex(leaf, shards=settings.redis.shards)
 
 
 def open_redis(settings: Settings) -> RedisClient | None:
     """Returns the Redis under the index, for questions that no index answers; None if the index is elsewhere.
-    It knows of the replicas that engines may read. No I/O.
-    """
+    No I/O."""
     if not settings.index_url.startswith(("redis", "unix")):
         return None
-    return RedisClient.from_settings(settings.index_url, settings.redis, count=lambda name: None)
+    return RedisClient.from_settings(settings.index_url, settings.redis)
 
 
 def open_payloads(settings: Settings, *, patient: bool = True) -> PayloadStore:
@@ -386,9 +379,8 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
         settings = load_settings(settings)
     keyring = open_keyring(settings.signing)
     transfers, counters = Transfers(settings.transfers), Counters()
-    near = NearRuns(settings.redis.near_s, count=counters.add)
-    index = open_index(settings, count=counters.add, near=near)
-    requests, index_breaker = _for_requests(index, settings, near)
+    index = open_index(settings)
+    requests, index_breaker = _for_requests(index, settings)
     breaker, crew = Breaker("payloads", settings.breaker), Crew(settings.s3.concurrency)
     throttle = Throttle(longest_s=settings.s3.max_backoff_s)
     origin = _origin(settings, breaker, throttle, crew, counters)
@@ -423,14 +415,12 @@ def open_store(settings: Settings | Mapping[str, Any]) -> Store:
     return store
 
 
-def _for_requests(
-    index: FullIndex, settings: Settings, near: NearRuns
-) -> tuple[EngineIndex, Breaker | ShardBreakers]:
+def _for_requests(index: FullIndex, settings: Settings) -> tuple[EngineIndex, Breaker | ShardBreakers]:
     """Returns the index as engines use it, and what refuses their calls while it fails."""
     if isinstance(index, ShardedIndex):
         breakers = ShardBreakers(lambda name: Breaker(name, settings.breaker))
         shards = settings.redis.shards
-        return ShardedRequests(index.leaf, shards=shards, guard=breakers.guard, near=near), breakers
+        return ShardedRequests(index.leaf, shards=shards, guard=breakers.guard), breakers
     breaker = Breaker("index", settings.breaker)
     return BreakingIndex(index, breaker), breaker
 

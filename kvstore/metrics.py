@@ -15,11 +15,6 @@ _PLAIN: Final = (
     "match_calls",
     "match_blocks_asked",
     "match_blocks_found",
-    "near_blocks",  # of those, what this process remembered
-    "near_matches",  # matches for which nobody was asked
-    "replica_reads",  # matches and look-ups that a replica has answered
-    "replica_failures",  # those that a replica has failed; its master was asked
-    "replica_lags",  # those that no replica was asked, since none was known to be close enough to its master
     "load_runs",
     "load_blocks",
     "load_bytes",

@@ -23,7 +23,6 @@ from kvstore.store.writers.known import KnownWriters
 from schemas.settings import RedisSettings
 from tests.believing import nobody
 from tests.helm import running
-from tests.index.redis.cluster import RedisClusterServers
 from tests.servers.browser import Browser, BrowserError, find_browser
 from tests.servers.redis import RedisServer, ServerError, patient
 from tests.servers.s3.aws import Aws
@@ -33,7 +32,7 @@ from tests.servers.s3.proxy import S3Proxy
 from tests.servers.s3.servers import MotoServer, S3Server
 
 _S3_FIXTURES = {"aws", "s3_server", "s3_bucket", "s3_proxy", "private_s3"}
-_SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis", "replicated_cluster", "browser", "pods"}
+_SERVER_FIXTURES = {"redis_server", "redis_url", "private_redis", "browser", "pods"}
 _SERVER_FIXTURES |= _S3_FIXTURES
 #: What the end of the run says once more, and how a test's report says that it belongs there.
 _GPU, _IMITATION, _BROWSER, _PODS = "needs a GPU", "imitation", "needs a browser", "needs pods"
@@ -176,19 +175,6 @@ def private_redis(tmp_path: Path) -> Iterator[RedisServer]:
     server = _started(tmp_path / "redis")
     yield server
     server.kill()
-
-
-@pytest.fixture(scope="session")
-def _session_replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClusterServers]:
-    with RedisClusterServers(tmp_path_factory.mktemp("replicated"), replicas=True) as servers:
-        yield servers
-
-
-@pytest.fixture
-def replicated_cluster(_session_replicated: RedisClusterServers) -> RedisClusterServers:
-    """A Redis Cluster of three masters with a replica each, empty: leave it running, and as it was."""
-    _session_replicated.flush()
-    return _session_replicated
 
 
 @pytest.fixture(scope="session")

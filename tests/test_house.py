@@ -240,7 +240,7 @@ def test_a_port_is_narrow() -> None:
 
 
 #: Decisions that exceed a page. A decision that comes to fit leaves the list.
-LONG_DECISIONS = {"0039-sessions.md", "0046-hot-prefixes.md"}
+LONG_DECISIONS = {"0039-sessions.md"}
 
 
 def test_a_decision_has_one_page() -> None:

@@ -216,8 +216,7 @@ class Items:
     def _look_up(self, key: ContentKey, item: Item, *, note: bool) -> None:
         """Asks the index and, if it has the item, queues the read. Runs on a call thread."""
         user = item.user
-        # Consumers rely on a producer's "stored", and wait for what is being stored.
-        match = self._space.match(digest(key), session=user.session, fresh=True)
+        match = self._space.match(digest(key), session=user.session)
         if not match.runs:
             # Set before the outcome, which lets the engine encode the item and ask whether to save it.
             if note:

@@ -198,14 +198,11 @@ class Loading:
         same = self._groups[0].spec.block_tokens == self._hash_tokens
         first = note.digests if note is not None and note.blocks == len(hashes) and same else None
         matcher, space, session = self._matcher, self._space, tracked.hints.session
-        # Stored blocks of a handed-over prompt aren't saved, and the other engine waits for them: a stale
-        # answer would have it wait in vain.
-        fresh = tracked.sending is not None
 
         def job() -> None:
             found = self._answered(
                 len(hashes),
-                lambda: matcher.find(hashes, tokens, pending.end, first, session, fresh=fresh),
+                lambda: matcher.find(hashes, tokens, pending.end, first, session),
             )
             pending.finish(found)
             if self._choosing.pays_near(found, tokens):

@@ -116,13 +116,11 @@ class Matcher:
         end: float,
         first: bytes | None = None,
         session: SessionId = NO_SESSION,
-        *,
-        fresh: bool = False,
     ) -> Found:
         """Match a request of `total_tokens` with these block hashes, by the `time.monotonic` time `end`.
 
-        `first` has the packed digests of group 0, if they are known already; `session` is the request's;
-        `fresh` is as in EngineIndex.match. Never raises.
+        `first` has the packed digests of group 0, if they are known already; `session` is the request's.
+        Never raises.
         """
         whole: dict[int, Match] = {}
         limit = most = self.limit(len(hashes), total_tokens)
@@ -130,12 +128,12 @@ class Matcher:
         for group, rule in enumerate(self._rules):
             if rule.reach == "prefix":
                 packed = first if first is not None and group == 0 else self._digests(hashes, group)
-                match = self._fitting(group, self._space.match(packed, session=session, fresh=fresh))
+                match = self._fitting(group, self._space.match(packed, session=session))
                 whole[group] = match
                 if match.blocks * rule.block_tokens < limit:
                     limit, reason = match.blocks * rule.block_tokens, match.reason
                     lacks = (group, match.blocks)
-        spans = _Spans(self._space, lambda group: self._digests(hashes, group), self._fits, end, fresh=fresh)
+        spans = _Spans(self._space, lambda group: self._digests(hashes, group), self._fits, end)
         tokens = longest_boundary(self._rules, limit, spans.present)
         if len(whole) < len(self._rules):
             sparse = self._count(bool(whole), limit, tokens, spans)
@@ -213,11 +211,8 @@ class _Spans:
         packed: Callable[[int], bytes],
         fits: Callable[[int, int], bool],
         end: float,
-        *,
-        fresh: bool,
     ) -> None:
         self._space = space
-        self._fresh = fresh
         self._digests = packed
         self._fits = fits
         self._end = end
@@ -247,7 +242,7 @@ class _Spans:
         self._calls += 1
         packed = self._packed.get(group) or self._packed.setdefault(group, self._digests(group))
         asked = b"".join(packed[16 * block : 16 * block + 16] for block in wanted)
-        found = self._space.find(asked, packed, fresh=self._fresh)
+        found = self._space.find(asked, packed)
         if found is None:
             self.failure = "unavailable"
             return

@@ -59,8 +59,7 @@ TIER_EVENTS: Final = (
 #: The store's counters that both connectors report as events.
 EVENTS: Final = (
     "evicted_segments", "deleted_payloads", "quarantined_segments", "dropped_copies", "note_failures",
-    "session_failures", "hints_ignored", "trace_lost", "follower_failures", "near_blocks", "near_matches",
-    "replica_reads", "replica_failures", "replica_lags", "slow_downs", "held_back",
+    "session_failures", "hints_ignored", "trace_lost", "follower_failures", "slow_downs", "held_back",
 )  # fmt: skip
 #: The store's counters that both connectors report -> the names they are reported under.
 COMMON: Final = {

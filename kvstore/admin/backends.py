@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,6 @@ from kvstore.build import (
     open_evidence,
     open_index,
     open_payloads,
-    open_redis,
     settings_keys,
 )
 from kvstore.errors import KVStoreError
@@ -179,21 +177,6 @@ class Cache:
     def fast(self) -> FastTier:
         """This node's fast tier. Raises ConfigError if the settings have none."""
         return open_tier(self.settings)
-
-    def unheard_s(self) -> float:
-        """Returns for how many seconds at most engines may match what has been evicted, as they remember, and
-        read replicas that lag. An engine's deadlines, which its `read_from: auto` obeys, may be others than
-        these settings'; so what counts is whether there is anybody who names replicas."""
-        client = open_redis(self.settings)
-        if client is None:
-            return 0.0
-        with closing(client):
-            try:
-                lags = client.may_lag()
-            except KVStoreError:
-                lags = True  # Nothing says that there is nobody.
-        redis = self.settings.redis
-        return redis.near_s + (redis.max_lag_s if lags else 0.0)
 
     def made_index(self) -> FullIndex:
         """Returns the index, and creates it if it is absent."""

@@ -31,15 +31,13 @@ class BreakingIndex(EngineIndex):
         with self._breaker.guard():
             return self._inner.register(namespace, expected_blocks=expected_blocks)
 
-    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
+    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
         with self._breaker.guard(may_probe=False):
-            return self._inner.match(namespace, digests, fresh=fresh)
+            return self._inner.match(namespace, digests)
 
-    def find(
-        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
-    ) -> list[Run | None]:
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         with self._breaker.guard():
-            return self._inner.find(namespace, digests, chain, fresh=fresh)
+            return self._inner.find(namespace, digests, chain)
 
     def claim(self, namespace: NamespaceId, digests: bytes, segment: SegmentId, ttl_s: float) -> Claim:
         with self._breaker.guard():

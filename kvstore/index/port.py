@@ -121,26 +121,21 @@ class Index(ABC):
         """
 
     @abstractmethod
-    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
+    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
         """Returns the longest prefix of the chain that can be served, as runs that follow each other.
 
         It has MOST_RUNS runs at most: of a chain that lies in more of them the rest is a miss.
-        Every block of every run belongs to a segment that is visible, exactly so at the moment of the call
-        if the answer is to be `fresh`; else an index may answer what was so `redis.max_lag_s +
-        redis.near_s` ago, if its settings let it. Ask for a fresh answer where others rely on it, or where
-        what is stored isn't saved again.
+        Every block of every run belongs to a segment that is visible at the moment of the call.
         `digests` must be a hash chain (each digest determined by what precedes it): this is what
         lets the walk cost O(segments) and not O(blocks). An unknown namespace has no runs.
         """
 
     @abstractmethod
-    def find(
-        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
-    ) -> list[Run | None]:
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         """Finds each digest by itself: a run of one slot (`start`: its place) or None.
 
         `chain` begins with the first digest of the chain that all of them are of. Without it, an index that
-        keeps chains in several places looks in each of them, unless they are items. `fresh` is as in match.
+        keeps chains in several places looks in each of them, unless they are items.
         """
 
     @abstractmethod

@@ -98,7 +98,7 @@ class Quarantine:
         before the eviction in the index, and must not raise. If the index doesn't answer, this process evicts
         the segment there before its next save, which would otherwise find the blocks "present". It evicts no
         more segments there than the bound allows; beyond that this returns False. A segment that the index
-        had evicted already doesn't count: a match that was not fresh has led to it.
+        had evicted already doesn't count: the match came before the eviction.
         """
         if segment not in self:
             self._backends.counters.add("quarantined_segments")

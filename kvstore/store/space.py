@@ -144,11 +144,10 @@ class Space:
             self._quarantine.tell(self.id)
             self._quarantine.deny_again()
 
-    def match(self, digests: bytes, *, session: bytes = b"", fresh: bool = False) -> Match:
+    def match(self, digests: bytes, *, session: bytes = b"") -> Match:
         """Returns the longest stored prefix of a chain of packed digests. Never raises.
 
-        `session` is the id of the session that asks, if there is one, for the trace. `fresh` asks the master
-        and skips replicas and the near cache: see EngineIndex.match.
+        `session` is the id of the session that asks, if there is one, for the trace.
         """
         counters = self.backends.counters
         asked = len(digests) // 16
@@ -161,7 +160,7 @@ class Space:
             counters.miss("breaker_open", asked)
             return Match([], 0, "breaker_open")
         try:
-            runs = self.backends.index.match(self.id, digests, fresh=fresh)
+            runs = self.backends.index.match(self.id, digests)
             reason = "absent" if len(runs) < MOST_RUNS else "in_pieces"
         except KVStoreError as exc:
             log.debug("match failed: %s", exc)
@@ -184,11 +183,10 @@ class Space:
         counters.miss(reason, asked - blocks)
         return Match(runs, blocks, "complete" if blocks == asked else reason)
 
-    def find(self, digests: bytes, chain: bytes = b"", *, fresh: bool = False) -> list[Run | None] | None:
+    def find(self, digests: bytes, chain: bytes = b"") -> list[Run | None] | None:
         """Looks up each packed digest by itself: a run of one slot (`start` = its position), None if absent.
 
-        `chain` begins with the first digest of the chain that all are of, if it is known and they are blocks;
-        `fresh` is as in match.
+        `chain` begins with the first digest of the chain that all are of, if it is known and they are blocks.
 
         Returns None instead of a list, and counts misses, if the index or the payloads don't answer. Never
         raises.
@@ -200,7 +198,7 @@ class Space:
             reason = "breaker_open"
         else:
             try:
-                found = self.backends.index.find(self.id, digests, chain, fresh=fresh)
+                found = self.backends.index.find(self.id, digests, chain)
                 bad = self._quarantine
                 return self.writers.present(
                     [None if run is None or run.segment in bad else run for run in found]

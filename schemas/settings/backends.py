@@ -32,19 +32,6 @@ class RedisSettings(StrictModel):
     #: Number of shards of a namespace that is registered for the first time. Each shard has a slot of its
     #: own, so that the masters of a Redis Cluster share the load. A registered namespace keeps its number.
     shards: int = Field(default=1, ge=1, le=256)
-    #: Server that an engine asks what is stored: the `master`, or, where a Cluster or Sentinels name them,
-    #: its `replicas`, in turns. Calls that change something go to the master, as do all calls of tools. A
-    #: replica that takes much longer to answer than its master is left out. `auto`: replicas, if `grace_s`
-    #: has room for `max_lag_s` beside `near_s`, `kv.match_ttl_s` and `kv.load_deadline_s`, or else the
-    #: master.
-    read_from: Literal["auto", "replicas", "master"] = "auto"
-    #: How far a replica may be behind its master. A replica that is further behind is not read, nor one whose
-    #: lag is unknown.
-    max_lag_s: Seconds = Field(default=2.0, ge=1.0)
-    #: For how long a process remembers which beginnings of prompts were stored, and asks only for the blocks
-    #: behind them; 5 is a good choice where prompts begin alike. 0: a process asks for every prompt from its
-    #: first block on.
-    near_s: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     #: Most connections of one process; a call waits up to `timeout_s` for a free one.
     max_connections: int = Field(default=16, ge=1)
     #: File with the CA certificates to trust with `rediss://`, in PEM. Left out: the system's.

@@ -151,19 +151,7 @@ class Settings(StrictModel):
                 f"{self.kv.load_deadline_s:g} must not add up to more than grace_s = {self.grace_s:g}, or "
                 "a run that is evicted after its match vanishes under its load"
             )
-        self._check_grace()
         return self
-
-    def _check_grace(self) -> None:
-        """Checks that even the oldest match is loaded before the grace time of its segments is over."""
-        redis, kv = self.redis, self.kv
-        if self.needed_s(redis.max_lag_s if self.reads_replicas else 0.0) > self.grace_s:
-            raise ValueError(
-                f"redis.max_lag_s = {redis.max_lag_s:g} (if replicas are read), redis.near_s = "
-                f"{redis.near_s:g}, kv.match_ttl_s = {kv.match_ttl_s:g} and kv.load_deadline_s = "
-                f"{kv.load_deadline_s:g} must not add up to more than grace_s = {self.grace_s:g}, or a run "
-                "that was evicted unseen vanishes under its load"
-            )
 
     def _check_redis(self, location: RedisLocation) -> None:
         if self.redis.tls_cert is not None and not location.tls:
@@ -173,18 +161,6 @@ class Settings(StrictModel):
                 "redis.sentinel_password is for an index that is found by Sentinels: "
                 "redis+sentinel://HOST:26379/MASTER/0"
             )
-
-    @property
-    def reads_replicas(self) -> bool:
-        """Whether engines read from replicas, where the index is one that names some."""
-        if not self.index_url.startswith("redis") or self.redis.read_from == "master":
-            return False
-        return self.redis.read_from == "replicas" or self.needed_s(self.redis.max_lag_s) <= self.grace_s
-
-    def needed_s(self, lag_s: float) -> float:
-        """Returns how long what was evicted must stay, in seconds, if readers hear of that `lag_s` later."""
-        near_s = self.redis.near_s if self.index_url.startswith(("redis", "unix")) else 0.0
-        return near_s + lag_s + self.kv.match_ttl_s + self.kv.load_deadline_s
 
     @property
     def nowhere(self) -> bool:

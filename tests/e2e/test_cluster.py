@@ -97,16 +97,10 @@ def test_tokens_are_right_and_other_shards_are_loaded_from(
         cluster.kill(down)
 
         def missed() -> bool:
-            """The others are loaded all the while; of the lost ones all, while the replica may answer, or
-            nothing."""
-            found = loaded()
-            assert all(
-                n in ((0, full) if gone else (full,)) for n, gone, full in zip(found, lost, FULL, strict=True)
-            )
-            return not any(n for n, gone in zip(found, lost, strict=True) if gone)
+            """The others are loaded all the while, and of the lost ones nothing."""
+            return loaded() == [0 if gone else full for gone, full in zip(lost, FULL, strict=True)]
 
-        until(missed)
-        assert missed() and missed()
+        assert missed() and missed() and missed()
         cluster.take_over(replica)
         until(lambda: loaded() == FULL)
 

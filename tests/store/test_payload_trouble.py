@@ -195,7 +195,7 @@ def test_who_finds_everything_bad_does_not_empty_the_index(
 
 
 def test_what_had_been_evicted_already_counts_in_no_bound(tmp_path: Path) -> None:
-    """A replica that lags, or what is remembered, has named it, and its payload is gone."""
+    """It was evicted between its match and its load, and its payload is gone."""
     store = make_store(tmp_path)
     bound = HourlyBound(2)
     space = Space(

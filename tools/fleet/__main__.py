@@ -110,8 +110,7 @@ def fleet(engines: int, seconds: float, rate: float, shards: int, processes: int
             "payloads": bucket.url,
             "index": nodes.urls[0],
             # A machine that is busy with all of the fleet at once is no fault.
-            # Masters alone, whose share is what is measured.
-            "redis": {"shards": shards, "read_from": "master", "timeout_s": 30, "connect_timeout_s": 30},
+            "redis": {"shards": shards, "timeout_s": 30, "connect_timeout_s": 30},
             "transfers": {"read_threads": 1, "write_threads": 1},
             **bucket.settings,
         }

@@ -46,7 +46,7 @@ READERS: dict[str, Readers] = {
 #: Settings that all processes of one store must have alike, engines and janitors: by section or key.
 STORE_WIDE = (
     "payloads", "index", "capacity_bytes", "grace_s", "eviction", "journal", "admission.window_s",
-    "admission.sketch_bytes", "redis.read_from", "redis.max_lag_s", "redis.near_s",
+    "admission.sketch_bytes",
 )  # fmt: skip
 #: Those among them that may differ from node to node.
 PER_NODE = ("payloads.fast", "payloads.fast_capacity", "payloads.prefetch_bytes", "eviction.pinned_share")

@@ -177,7 +177,7 @@ class Receiver:
         for number, rule in enumerate(self._rules):
             if rule.reach == "prefix":
                 packed = self._names.packed(names, number, rule.needed(tokens))
-                if self._space.match(packed, fresh=True).reason in ("writer_failed", "quarantined"):
+                if self._space.match(packed).reason in ("writer_failed", "quarantined"):
                     return True
         return False
 
@@ -190,7 +190,7 @@ class Receiver:
         # Chains of groups whose blocks end alike lie together. Last blocks of other chains are looked for
         # everywhere.
         together = firsts[0] if len(set(map(tag_of, firsts))) == 1 else b""
-        found = self._space.find(b"".join(last), together, fresh=True)
+        found = self._space.find(b"".join(last), together)
         if found is None:
             return "failed"
         if None in found:
@@ -209,9 +209,9 @@ class Receiver:
     def _runs(self, number: int, blocks: range, packed: bytes, first: bytes) -> list[Run] | None:
         """Returns runs that cover `blocks`, or None if some are missing."""
         if self._rules[number].reach == "prefix":
-            match = self._space.match(packed, fresh=True)
+            match = self._space.match(packed)
             return match.runs if match.blocks == len(blocks) else None
-        found = self._space.find(packed, first, fresh=True)
+        found = self._space.find(packed, first)
         if found is None:
             return None
         runs = []

@@ -212,7 +212,6 @@ def check_redis(cache: Cache, clock: Callable[[], float]) -> Iterator[Check]:
             remote = int(reply[0]) + int(reply[1]) / 1e6
             yield _skew("index clock", "Redis' clock", remote - local, cache.settings)
         yield from _check_sentinels(client)
-        yield from _check_replicas(client, cache.settings)
         told = _asked(client, "INFO", "server") or {}
         told |= _asked(client, "INFO", "memory") or {}
     finally:
@@ -239,44 +238,6 @@ def _check_sentinels(client: RedisClient) -> Iterator[Check]:
         "finds the master: start those that don't answer, and name in the index URL those that there are"
         if others
         else "",
-    )
-
-
-def _check_replicas(client: RedisClient, settings: Settings) -> Iterator[Check]:
-    """Checks whether the replicas can be read that engines are to ask."""
-    auto = settings.redis.read_from == "auto"
-    try:
-        found = client.replicas()
-    except KVStoreError:
-        if not auto:
-            raise
-        found = {}
-    if not found and settings.redis.read_from != "replicas":
-        return
-    if not settings.reads_replicas:
-        lag_s = settings.redis.max_lag_s
-        yield Check(
-            name="index replicas",
-            state="ok",
-            found=f"none of {len(found)} is read: after redis.max_lag_s = {lag_s:g}, grace_s = "
-            f"{settings.grace_s:g} leaves a load less time than it may take; with grace_s = "
-            f"{settings.needed_s(lag_s):g} or more they are read",
-        )
-        return
-    left = [f"{name}: {why}" for name, why in sorted(found.items()) if why]
-    advice = ""
-    if not found:
-        advice = "the masters are asked: give them replicas, and name Sentinels or a Cluster in the index URL"
-    elif left:
-        advice = (
-            "their masters are asked in their place: see that they run and keep up; in a Cluster the user of "
-            "redis.username needs +readonly as well"
-        )
-    yield Check(
-        name="index replicas",
-        state="warning" if advice else "ok",
-        found="; ".join([f"{len(found) - len(left)} of {len(found)} can be read", *left]),
-        advice=advice,
     )
 
 

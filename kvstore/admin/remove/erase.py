@@ -5,8 +5,6 @@ Order, so that a run that is cut off anywhere is finished by the next one:
     2. forbid    commits of what was created up to now      crash: the same, and what is saved is refused
     3. hide      what can be matched: a tenant's by         crash: the rest of it can be matched until the
                  invalidation, a salt's by eviction                next run
-                 Then it waits until no engine can be      crash: the same
-                 matching what it has not heard of
     4. refuse    the same beside the payloads, for an       crash: the same as before
                  index that gets lost
     5. delete    payloads, at once: an erasure outranks     crash: what is in the trash is deleted by
@@ -243,9 +241,6 @@ class _Erasure:
             self._hide(space)
         for space in self.spaces:
             self.cache.evidence.refuse(space.name, self.index.forbidden(space.name))
-        if unheard_s := self.cache.unheard_s():
-            # Engines may match until then what they have not heard of, and a node may still have a copy.
-            self.sleep(unheard_s)
         while True:
             self.looks += 1
             for space in self.spaces:

@@ -129,15 +129,13 @@ def _evict(
     To make room, to forget bytes that are not to be trusted, or what belongs to somebody. `drop` removes the
     namespace as well; `erase` is for good, and proves it.
 
-    What is evicted can't be matched from that moment on, or, by engines that read from replicas of Redis or
-    remember, up to redis.max_lag_s + redis.near_s later. Its payload is deleted after grace_s, by an engine
+    What is evicted can't be matched from that moment on. Its payload is deleted after grace_s, by an engine
     that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
     named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
     are named, seeing to that is left to you.
 
     With --all engines compute everything anew, and save into the namespace as before: for weights that
-    changed under the same name, or bytes that are not to be trusted. Where engines read from replicas of
-    Redis or remember, and redis.max_lag_s + redis.near_s is too long, restart them.
+    changed under the same name, or bytes that are not to be trusted.
 
     Of a prompt goes its last segment, and where that is a session's own, what that session alone was seen to
     use right before it. The rest may be the beginning of others' prompts: it is reported as shared, and goes
@@ -221,8 +219,7 @@ def _drop(
     For a model, a version or a tenant's share that no engine uses any more. `evict NAMESPACE --all` keeps
     the namespace; `erase` is for good, and proves it.
 
-    What it holds can't be matched from then on (by engines that read from replicas of Redis or remember, up
-    to redis.max_lag_s + redis.near_s later). Its payloads are deleted when the grace time has passed, in
+    What it holds can't be matched from then on. Its payloads are deleted when the grace time has passed, in
     which a load that is under way may still read them: by whoever tends the cache, or by running drop again,
     which then forgets the namespace as well. The janitor does that too, but only when no engine has
     registered the namespace for janitor.forget_after_s. An engine that still uses it registers it anew.
@@ -277,13 +274,12 @@ def _erase(
     for the grace time, and prove nothing.
 
     None of it can be matched from then on, and its payloads are deleted at once, without the grace time: a
-    load that is under way computes instead. Where engines may read from replicas of Redis, or remember, it
-    waits before it looks, until nobody can be matching what has gone: redis.max_lag_s and redis.near_s; so it
-    must be given the engines' settings. What was created before is never let in again, from whichever save,
-    archive or rebuild it comes. Engines go on, and save anew what they compute more than a minute later. The
-    report names what is left, and what can't be reached from here. Former versions stay in a bucket that
-    keeps them, and the report has the lifecycle rule that deletes them. The exit code is 4 if anything is
-    left, or may be. A salt is shown by its id only. One that was cut off is finished by running it again.
+    load that is under way computes instead. What was created before is never let in again, from whichever
+    save, archive or rebuild it comes. Engines go on, and save anew what they compute more than a minute
+    later. The report names what is left, and what can't be reached from here. Former versions stay in a
+    bucket that keeps them, and the report has the lifecycle rule that deletes them. The exit code is 4 if
+    anything is left, or may be. A salt is shown by its id only. One that was cut off is finished by running
+    it again.
     """
     if (tenant is None) == (salt_file is None):
         raise typer.BadParameter("say what is to go: --tenant NAME, or --salt-file FILE")

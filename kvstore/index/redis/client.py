@@ -8,7 +8,6 @@ A call is repeated only where that costs no time and can't do harm:
     - A replica refused the call because it was the master until a moment ago: the same.
     - Redis doesn't know the script: it is sent as text.
     - The server turns out to be part of a Cluster: it is asked as one from then on.
-    - A replica that was asked in a master's place fails: the master is asked, in what is left of the time.
 """
 
 from __future__ import annotations
@@ -25,22 +24,18 @@ import redis
 from redis.cluster import RedisCluster
 from redis.exceptions import MovedError, NoScriptError, RedisClusterException, SlotNotCoveredError
 
-from kvstore.breaker import answered_elsewhere, probes
 from kvstore.errors import ConfigError, StoreClosed, TransientError
-from kvstore.index.redis.connections import cluster, pool, replica, sentinels
+from kvstore.index.redis.connections import cluster, pool, sentinels
 from kvstore.index.redis.errors import FAILURES, classified, damaged, denied
-from kvstore.index.redis.replication.replicas import Replicas
 from kvstore.index.redis.sentinel import Sentinels
-from kvstore.index.redis.timed import in_time, sooner
+from kvstore.index.redis.timed import in_time
 from kvstore.index.scripted.scripts import Script, Word
 from kvstore.threads.deadline import in_background
 from schemas.settings import RedisSettings
-from schemas.urls import place, redis_location
+from schemas.urls import redis_location
 
 #: A stale connection fails at once. A failure later than this share of the deadline has another cause.
 _STALE_SHARE = 0.1
-#: The share of the deadline that a replica has to answer in, so that the master can still be asked.
-_REPLICA_SHARE = 0.25
 _Client = redis.Redis | RedisCluster
 _T = TypeVar("_T")
 
@@ -59,13 +54,11 @@ class RedisClient:
         timeout_s: float = 1.0,
         cluster: Callable[[], RedisCluster] | None = None,
         sentinels: Sentinels | None = None,
-        replicas: Replicas | None = None,
     ) -> None:
         """Takes a client as redis-py makes it, which should have timeouts, no retries, and RESP2.
 
         `where` is its name in messages, `timeout_s` its deadline. `cluster` makes a client of the Cluster
         that the same server is part of; without a `client`, that one is used from the first call on.
-        `replicas` are what `read` may ask; None: masters alone.
         """
         self._first = client
         self._current = client
@@ -78,37 +71,25 @@ class RedisClient:
         #: The process that makes the Cluster's client, and the client on its way.
         self._opening: tuple[int, Future[RedisCluster]] = 0, Future()
         self._sentinels = sentinels
-        self._replicas = replicas
 
     @classmethod
-    def from_settings(
-        cls, url: str, settings: RedisSettings, *, count: Callable[[str], None] | None = None
-    ) -> Self:
-        """Returns a client for the URL of a Redis (schemas.urls). Does no I/O. Raises ConfigError.
-
-        With `count`, which is told of each of kvstore.index.redis.replication.replicas.COUNTED, it reads from
-        replicas where there are some, unless the settings name the master.
-        """
+    def from_settings(cls, url: str, settings: RedisSettings) -> Self:
+        """Returns a client for the URL of a Redis (schemas.urls). Does no I/O. Raises ConfigError."""
         try:
             location = redis_location(url)
         except ValueError as exc:
             raise ConfigError(f"index is not a usable redis URL: {exc}") from None
         where, timeout_s = location.where, settings.timeout_s
-        replicas = None
-        if count is not None and settings.read_from != "master" and not location.path:
-            connect = replica(location, settings, timeout_s * _REPLICA_SHARE)
-            replicas = Replicas(connect, max_lag_s=settings.max_lag_s, count=count)
         if location.master is not None:
             found = sentinels(location, settings)
             client = redis.Redis(connection_pool=pool(location, settings, found))
-            return cls(client, where=where, timeout_s=timeout_s, sentinels=found, replicas=replicas)
+            return cls(client, where=where, timeout_s=timeout_s, sentinels=found)
         many = len(location.hosts) > 1
         return cls(
             None if many else redis.Redis(connection_pool=pool(location, settings)),
             where=where,
             timeout_s=timeout_s,
             cluster=None if location.path else cluster(location, settings),
-            replicas=replicas,
         )
 
     @property
@@ -130,59 +111,6 @@ class RedisClient:
         """Runs a script; `key` is its KEYS[1], which says which node of a Cluster has all of its keys."""
 
         return self._attempt(script.name, lambda client: _evaluated(client, script, key, args))
-
-    def read(self, script: Script, key: str, *args: Word, fresh: bool = False) -> Any:
-        """Runs a script that changes nothing as `run` does, on a replica if there is one that may be read and
-        the answer need not be `fresh`. A breaker's probe asks the master, which it is about."""
-        replicas = self._replicas
-        if replicas is None or fresh or probes():
-            return self.run(script, key, *args)
-
-        def send(client: _Client) -> Any:
-            chosen = replicas.of(client, key) if self._names_replicas(client) else None
-            if chosen is not None:
-                try:
-                    with sooner(self._timeout_s * _REPLICA_SHARE):
-                        answer = _evaluated(chosen.client, script, key, args)
-                except FAILURES as exc:
-                    if damaged(exc):
-                        raise
-                    # That all of this process's own connections are in use says nothing of the replica.
-                    if "No connection available" not in str(exc):
-                        replicas.failed(chosen, exc)
-                else:
-                    replicas.answered()
-                    answered_elsewhere()
-                    return answer
-            return _evaluated(client, script, key, args)
-
-        return self._attempt(script.name, send)
-
-    def _names_replicas(self, client: _Client) -> bool:
-        """Tells whether anybody does but the master itself: who gives one server's URL means that one."""
-        return self._sentinels is not None or isinstance(client, RedisCluster)
-
-    def replicas(self) -> dict[str, str]:
-        """Looks at the replicas that `read` may ask, and says of each why it is not asked; "" if it is. Takes
-        as long as their timeouts."""
-        client = self._naming()
-        if client is None or self._replicas is None:
-            return {}
-        return {place(*address): why for address, why in self._replicas.survey(client).items()}
-
-    def may_lag(self) -> bool:
-        """Tells whether `read` may ask a replica, as there is somebody who names them."""
-        return self._naming() is not None
-
-    def _naming(self) -> _Client | None:
-        """Returns the client that knows the replicas that `read` may ask; None: there is none that does."""
-
-        def named(client: Any) -> _Client | None:
-            if not self._names_replicas(client) and client.info("cluster").get("cluster_enabled"):
-                client = self._become_cluster(client)
-            return cast(_Client, client) if self._names_replicas(client) else None
-
-        return None if self._replicas is None else cast(_Client | None, self._attempt("replicas", named))
 
     def command(self, *words: Word, name: str = "") -> Any:
         """Runs one command."""
@@ -241,9 +169,6 @@ class RedisClient:
     def close(self) -> None:
         """Closes every connection. Idempotent."""
         self._closed = True
-        if self._replicas is not None:
-            # First: it looks by the connections of the others.
-            self._replicas.close()
         for client in (self._first, self._current):
             if client is not None:
                 client.close()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,50 +115,6 @@ def pool(
         db=location.db,
         **options,
     )
-
-
-def replica(
-    location: RedisLocation, settings: RedisSettings, wait_s: float
-) -> Callable[[tuple[str, int], bool, Callable[[Mapping[bytes, bytes]], None]], redis.Redis]:
-    """Returns a function that makes a client of one replica, of a Cluster's if its second argument is true.
-    Its third one is called with what INFO replication says at each connection, which it may refuse. A call
-    waits up to `wait_s` for a free connection. Raises ConfigError."""
-    options = _login(location, settings) | _options(settings, tls=location.tls)
-    kind: Any = TlsConnection if location.tls else TcpConnection
-
-    def make(
-        address: tuple[str, int], of_cluster: bool, prove: Callable[[Mapping[bytes, bytes]], None]
-    ) -> redis.Redis:
-        host, port = address
-        db = {} if of_cluster else {"db": location.db}
-        return redis.Redis(
-            connection_pool=redis.BlockingConnectionPool(  # type: ignore[no-untyped-call]
-                connection_class=kind,
-                max_connections=settings.max_connections,
-                timeout=wait_s,
-                host=host,
-                port=port,
-                redis_connect_func=partial(_proved, of_cluster=of_cluster, prove=prove),
-                **options,
-                **db,
-            )
-        )
-
-    return make
-
-
-def _proved(connection: Any, *, of_cluster: bool, prove: Callable[[Mapping[bytes, bytes]], None]) -> None:
-    """Logs in, has a replica in a Cluster answer reads of its master's slots, and shows what it has."""
-    connection.on_connect()
-    if of_cluster:
-        connection.send_command("READONLY", check_health=False)
-        connection.read_response()
-    connection.send_command("INFO", "replication", check_health=False)
-    told = connection.read_response(disable_decoding=True)
-    if not isinstance(told, bytes):
-        raise redis.ConnectionError("no answer to INFO")
-    lines = (line.partition(b":") for line in told.splitlines())
-    prove({name: value for name, _, value in lines})
 
 
 def cluster(location: RedisLocation, settings: RedisSettings) -> Callable[[], RedisCluster]:

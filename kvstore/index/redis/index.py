@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 from typing import Any, Self
 
@@ -27,14 +26,9 @@ class RedisIndex(ScriptedIndex):
         self._server = client
 
     @classmethod
-    def from_settings(
-        cls, url: str, settings: RedisSettings, *, count: Callable[[str], None] | None = None, **options: Any
-    ) -> Self:
-        """Returns the index at a URL of Redis (schemas.urls). Does no I/O. Raises ConfigError.
-
-        With `count`, match and find may be answered by replicas: see RedisClient.from_settings.
-        """
-        return cls(RedisClient.from_settings(url, settings, count=count), **options)
+    def from_settings(cls, url: str, settings: RedisSettings, **options: Any) -> Self:
+        """Returns the index at a URL of Redis (schemas.urls). Does no I/O. Raises ConfigError."""
+        return cls(RedisClient.from_settings(url, settings), **options)
 
     def __repr__(self) -> str:
         return f"RedisIndex({self._server.where})"

@@ -60,17 +60,6 @@ def connecting(more_s: float) -> float:
     return max(_LAST_S, _call.end_s - time.monotonic())
 
 
-@contextmanager
-def sooner(within_s: float) -> Iterator[None]:
-    """Gives what this thread does here at most `within_s` seconds of its call, connecting included."""
-    end_s, connects = _call.end_s, _call.connects
-    _call.end_s, _call.connects = min(end_s or inf, time.monotonic() + within_s), True
-    try:
-        yield
-    finally:
-        _call.end_s, _call.connects = end_s, connects
-
-
 class TimedSocket:
     """A connected socket, for one thread at a time. What isn't here is the socket's own."""
 

@@ -170,9 +170,9 @@ class ScriptedIndex(LayoutsPart, VerdictsPart, JournalPart):
         self._client.close()
 
     @understood
-    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
+    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
         asked = count_digests(digests)
-        segments, places, values = self._client.read(_MATCH, key(namespace, "meta"), digests, fresh=fresh)
+        segments, places, values = self._client.run(_MATCH, key(namespace, "meta"), digests)
         if not all(isinstance(one, bytes) and len(one) == SEGMENT_ID_BYTES for one in segments):
             raise ValueError("ids of segments have another length")
         runs: list[Run] = []
@@ -188,11 +188,9 @@ class ScriptedIndex(LayoutsPart, VerdictsPart, JournalPart):
         return runs
 
     @understood
-    def find(
-        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
-    ) -> list[Run | None]:
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         count = count_digests(digests)
-        entries, segments, values = self._client.read(_FIND, key(namespace, "meta"), digests, fresh=fresh)
+        entries, segments, values = self._client.run(_FIND, key(namespace, "meta"), digests)
         known = {s: record_of(v) for s, v in zip(segments, values, strict=True) if v}
         runs: list[Run | None] = [None] * count
         for start, entry in enumerate(entries):

@@ -40,9 +40,6 @@ class Client(Protocol):
     def run(self, script: Script, key: str, *args: Word) -> Any:
         """Runs a script on one namespace; `key` is its KEYS[1]."""
 
-    def read(self, script: Script, key: str, *args: Word, fresh: bool = False) -> Any:
-        """Runs a script that changes nothing. Unless the answer is to be `fresh`, it may lag a little."""
-
     def command(self, *words: Word, name: str = "") -> Any:
         """Runs one command; answers as redis-py does under RESP2. `name` stands in messages."""
 

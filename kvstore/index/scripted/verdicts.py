@@ -37,7 +37,7 @@ class VerdictsPart(SaltsPart):
         check_writers(writers or ())
         if writers is not None and not writers:
             return {}
-        flat = self._client.read(_VERDICTS, key(namespace, "meta"), b"".join(writers or ()), VERDICT_S)
+        flat = self._client.run(_VERDICTS, key(namespace, "meta"), b"".join(writers or ()), VERDICT_S)
         found: dict[WriterId, Verdict] = {}
         for writer, value in zip(flat[::2], flat[1::2], strict=True):
             if len(writer) != WRITER_ID_BYTES or len(value) < _HEAD.size or value[0] >= len(STATES):

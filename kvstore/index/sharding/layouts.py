@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 
 from kvstore.errors import CapacityExceeded, DamagedIndex, KVStoreError, TransientError
 from kvstore.index.contract import check_segments
-from kvstore.index.near import NearRuns
 from kvstore.index.port import EngineIndex
 from kvstore.index.sharding.leaf import Layout, ShardLeaf
 from kvstore.index.sharding.names import ONE, layout_of, of_segment, shard_names
@@ -69,12 +68,9 @@ class ShardedLayouts(EngineIndex):
         *,
         shards: int = 1,
         guard: Guard = unguarded,
-        near: NearRuns | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`near` remembers what matches have found; None: each asks."""
         self._leaf = leaf
-        self._near = near or NearRuns(0.0)
         self._asked = shards
         self._guard = guard
         self._monotonic = monotonic

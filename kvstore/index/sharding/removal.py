@@ -73,7 +73,6 @@ class ShardedRemoval(ShardedCatalogue):
         shards = shard_names(namespace, layout.name)
 
         def gone(culled: Collection[SegmentId]) -> None:
-            self._near.forget(namespace, culled)
             for other in sorted(layout.others) if culled else ():
                 for name, some in split(shard_names(namespace, other), list(culled)).items():
                     with suppress(TransientError):
@@ -106,14 +105,6 @@ class ShardedRemoval(ShardedCatalogue):
         self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str = ""
     ) -> tuple[int, str]:
         """Goes through one shard after the other. The time to live is told to all of them first."""
-        gone, rest = self._age_out(namespace, ttl_s, delete_after_s=delete_after_s, after=after)
-        if gone:
-            self._near.forget_all(namespace)
-        return gone, rest
-
-    def _age_out(
-        self, namespace: NamespaceId, ttl_s: int | None, *, delete_after_s: float, after: str
-    ) -> tuple[int, str]:
         layout = self._layout(namespace)
         shards = shard_names(namespace, layout.name)
         if (":" in after) == (len(shards) == 1):
@@ -188,10 +179,7 @@ class ShardedRemoval(ShardedCatalogue):
     def invalidate(self, namespace: NamespaceId) -> int:
         """O(1) in each shard, one after the other. Each that held something writes an event of its own."""
         self._known.pop(namespace, None)
-        try:
-            return self._in_all(namespace, lambda shards: sum(self._each(shards, self._leaf.invalidate)))
-        finally:
-            self._near.forget_all(namespace)
+        return self._in_all(namespace, lambda shards: sum(self._each(shards, self._leaf.invalidate)))
 
     def erase(self, namespace: NamespaceId, limit: int) -> Erased:
         """Erases the shards, and then what says that there are any, if nobody has registered the namespace
@@ -279,10 +267,7 @@ class ShardedRemoval(ShardedCatalogue):
             parts = split(shards, segments)
             return sum(self._each(parts, lambda name: self._leaf.unlist(name, parts[name])))
 
-        try:
-            return self._in_all(namespace, unlist)
-        finally:
-            self._near.forget(namespace, segments)
+        return self._in_all(namespace, unlist)
 
     def unlink(self, namespace: NamespaceId, entries: Sequence[Entry]) -> int:
         """Drops an entry wherever it stands: one that leads astray need not be where its segment is."""

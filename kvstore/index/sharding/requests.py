@@ -5,9 +5,8 @@
     under the namespace's id  verdicts about writers
     in all shards             register, a hint about a session, owned, find of blocks whose chain isn't known
 
-What goes to one shard takes one call of the leaf, as without shards; a match may take none (NearRuns). What
-goes to several goes to one after the other, and to all of them though one fails; the failure is raised at the
-end.
+What goes to one shard takes one call of the leaf, as without shards. What goes to several goes to one after
+the other, and to all of them though one fails; the failure is raised at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from kvstore.errors import KVStoreError
 from kvstore.index.contract import check_commit, check_segments, count_digests
-from kvstore.index.port import MOST_RUNS, Claim, CommitState, Outcome, Replaced, Run
+from kvstore.index.port import Claim, CommitState, Outcome, Replaced, Run
 from kvstore.index.sessions import NOTHING_RETAINED, USE, Allowance, Hint, HintEffect
 from kvstore.index.sharding.layouts import FailedShards, ShardedLayouts, split
 from kvstore.index.sharding.leaf import Layout
@@ -43,29 +42,23 @@ log = logging.getLogger(__name__)
 class ShardedRequests(ShardedLayouts):
     """The part of ShardedIndex that engines use."""
 
-    def match(self, namespace: NamespaceId, digests: bytes, *, fresh: bool = False) -> list[Run]:
-        def ask(rest: bytes) -> list[Run]:
-            name = of_chain(self._shards(namespace, may_probe=False), digests)
-            with self._guard(name, may_probe=False):
-                return self._leaf.match(name, rest, fresh=fresh)
+    def match(self, namespace: NamespaceId, digests: bytes) -> list[Run]:
+        name = of_chain(self._shards(namespace, may_probe=False), digests)
+        with self._guard(name, may_probe=False):
+            return self._leaf.match(name, digests)
 
-        # What is remembered and the rest may be more together.
-        return ask(digests) if fresh else self._near.match(namespace, digests, ask)[:MOST_RUNS]
-
-    def find(
-        self, namespace: NamespaceId, digests: bytes, chain: bytes = b"", *, fresh: bool = False
-    ) -> list[Run | None]:
+    def find(self, namespace: NamespaceId, digests: bytes, chain: bytes = b"") -> list[Run | None]:
         layout = self._layout(namespace)
         shards = shard_names(namespace, layout.name)
         if chain or len(shards) == 1:
             name = of_chain(shards, chain)
             with self._guard(name):
-                return self._leaf.find(name, digests, fresh=fresh)
+                return self._leaf.find(name, digests)
         if layout.items:
-            return self._find_items(shards, digests, fresh)
-        return self._find_anywhere(shards, digests, fresh)
+            return self._find_items(shards, digests)
+        return self._find_anywhere(shards, digests)
 
-    def _find_items(self, shards: Sequence[NamespaceId], digests: bytes, fresh: bool) -> list[Run | None]:
+    def _find_items(self, shards: Sequence[NamespaceId], digests: bytes) -> list[Run | None]:
         places: Mapping[NamespaceId, list[int]] = defaultdict(list)
         items = split_digests(digests)
         for place, item in enumerate(items):
@@ -73,21 +66,21 @@ class ShardedRequests(ShardedLayouts):
         found: list[Run | None] = [None] * len(items)
 
         def find(name: NamespaceId) -> None:
-            some = self._leaf.find(name, b"".join(items[place] for place in places[name]), fresh=fresh)
+            some = self._leaf.find(name, b"".join(items[place] for place in places[name]))
             for place, run in zip(places[name], some, strict=True):
                 found[place] = _at(place, run)
 
         self._each(places, find)
         return found
 
-    def _find_anywhere(self, shards: Sequence[NamespaceId], digests: bytes, fresh: bool) -> list[Run | None]:
+    def _find_anywhere(self, shards: Sequence[NamespaceId], digests: bytes) -> list[Run | None]:
         """Looks in one shard after the other for what is not found yet. One that fails has nothing, unless
         all do."""
         found: list[Run | None] = [None] * (len(digests) // DIGEST_BYTES)
         failures, answered = FailedShards(), False
         for name in shards:
             with failures.passed(), self._guard(name):
-                some, answered = self._leaf.find(name, digests, fresh=fresh), True
+                some, answered = self._leaf.find(name, digests), True
                 found = [one or other for one, other in zip(found, some, strict=True)]
             if None not in found:
                 break
@@ -173,8 +166,6 @@ class ShardedRequests(ShardedLayouts):
         delete_after_s: float,
         rule: EvictionRule,
     ) -> int:
-        self._near.forget(namespace, segments)
-
         def evict(shards: Sequence[NamespaceId]) -> int:
             parts = split(shards, segments)
 
@@ -183,11 +174,7 @@ class ShardedRequests(ShardedLayouts):
 
             return sum(self._each(parts, evict_some))
 
-        try:
-            return self._in_all(namespace, evict)
-        finally:
-            # Again: a match under way may have been told of them before they went.
-            self._near.forget(namespace, segments)
+        return self._in_all(namespace, evict)
 
     # Notes, outcomes, sessions
 

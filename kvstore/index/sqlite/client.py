@@ -44,10 +44,6 @@ class SqliteClient:
             lambda engine: engine.interpreter.run(script.name, script.source, key.encode(), words),
         )
 
-    def read(self, script: Script, key: str, *args: Word, fresh: bool = False) -> Any:
-        """Runs a script that changes nothing."""
-        return self.run(script, key, *args)
-
     def command(self, *words: Word, name: str = "") -> Any:
         """Runs one command; answers as redis-py does."""
         return self._attempt(name or str(words[0]), lambda engine: engine.command(words))

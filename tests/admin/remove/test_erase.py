@@ -18,7 +18,7 @@ import pytest
 
 from kvstore.admin.archive.import_ import import_archive
 from kvstore.admin.archive.wanted import Wanted
-from kvstore.admin.backends import Cache, Sources, UnknownName
+from kvstore.admin.backends import UnknownName
 from kvstore.admin.remove.erase import Target, erase
 from kvstore.admin.remove.removal import NamespaceRemoval
 from kvstore.admin.remove.reports import EraseReport
@@ -48,12 +48,9 @@ from tests.admin.repair.damage import (
     content,
     kv,
 )
-from tests.index.redis.cluster import RedisClusterServers
-from tests.index.redis.scripted_sentinel import MASTER, ScriptedSentinel
-from tests.servers.redis import RedisServer
 from tests.servers.s3.bucket import S3Bucket
 from tests.store.world import item
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 #: Words that must stand in no output; nothing else here contains them.
 SALT, OTHER_SALT = "alice-7f3e-secret", "bob-11aa-secret"
@@ -143,49 +140,6 @@ OF_ALICE, OF_SEARCH = Target(salt=ALICE), Target(tenant="search")
 def is_done(report: EraseReport) -> bool:
     assert (report.ended, report.problem) == ("complete", "")
     return (report.state, report.versions.state) == ("erased", "none") and not exits.of_report(report)
-
-
-def test_it_looks_when_nobody_can_be_matching_what_is_hidden(
-    local: Erasing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines that read replicas, or remember, hear of it later; loads of theirs end before the proof."""
-    monkeypatch.setattr(Cache, "unheard_s", lambda self: 7.0)
-    gone, slept = [one for one in local.written if of_alice(one)], list[float]()
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        assert gone and all(local.stored(one) and not local.matched(one) for one in gone)
-
-    assert is_done(erased(local, OF_ALICE, sleep=sleep)) and slept == [7.0]
-
-
-@pytest.mark.servers
-def test_it_waits_only_where_engines_may_match_what_has_gone(
-    private_redis: RedisServer, replicated_cluster: RedisClusterServers
-) -> None:
-    login = "redis://tool:secret@127.0.0.1:"
-    private_redis.command("ACL", "SETUSER", "tool", "on", ">secret", "~*", "+@all", "-info")
-    with ScriptedSentinel(private_redis.port) as sentinel:
-        plain, cluster = private_redis.url, replicated_cluster.urls[0]
-        sentinels = f"redis+sentinel://127.0.0.1:{sentinel.port}/{MASTER}/0"
-        unknown = f"{login}{private_redis.port}/0"
-        for url, how, waits_s in (
-            (plain, {}, 0),
-            (plain, {"READ_FROM": "replicas", "NEAR_S": "3"}, 3),
-            (plain.replace("redis:", "sqlite:///"), {"NEAR_S": "3"}, 0),
-            (cluster, {}, 2),
-            (cluster, {"READ_FROM": "master"}, 0),
-            (cluster, {"READ_FROM": "master", "NEAR_S": "3"}, 3),
-            (sentinels, {"MAX_LAG_S": "4", "NEAR_S": "3"}, 7),
-            # Its engines may have other deadlines, and room for replicas.
-            (sentinels, {"MAX_LAG_S": "119"}, 119),
-            # It doesn't tell whether it is a Cluster's.
-            (unknown, {}, 2),
-        ):
-            environ = {f"KVSTORE_REDIS__{name}": value for name, value in how.items()}
-            environ["KVSTORE_REDIS__TIMEOUT_S"] = str(PATIENCE_S)
-            with Cache(Sources(payloads="file:///nowhere", index=url, environ=environ).settings()) as cache:
-                assert cache.unheard_s() == waits_s, (url, how)
 
 
 # A salt

@@ -521,23 +521,6 @@ def test_a_prefill_engine_saves_the_partial_block_with_the_rest(scheduler: Any, 
     assert engine.requests.keepers.of("r") is Keeper.NOBODY
 
 
-@pytest.mark.parametrize("params", [SEND, None])
-def test_what_is_handed_over_is_asked_of_who_decides(scheduler: Any, store: Store, params: Any) -> None:
-    """What a prefill engine finds stored it doesn't save, and the decode engine, which asks anew, waits."""
-    asked: list[bool] = []
-    match = store.index.match
-
-    def watched(*args: Any, fresh: bool = False) -> Any:
-        asked.append(fresh)
-        return match(*args, fresh=fresh)
-
-    store.index.match = watched  # type: ignore[method-assign]
-    engine, request = scheduler(), made(list(range(20)), params)
-    engine.on_new_request(request)
-    assert ask(engine, request) == (0, False)
-    assert asked == [params is SEND]
-
-
 def test_windows_and_states_are_saved_with_the_partial_block(scheduler: Any, store: Store) -> None:
     groups = [group("prefix"), group("window", TOKENS, 12, 1), group("state", table=2)]
     engine, request = scheduler(groups), made(list(range(21)), SEND)

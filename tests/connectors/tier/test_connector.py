@@ -41,7 +41,7 @@ class Watched:
         self.gate = threading.Event()
         self.gate.set()
 
-    def find(self, namespace: Any, digests: bytes, chain: bytes = b"", *, fresh: bool = False) -> Any:
+    def find(self, namespace: Any, digests: bytes, chain: bytes = b"") -> Any:
         self.gate.wait(PATIENCE_S)
         self.finds.append(len(digests) // 16)
         self.threads.add(threading.current_thread().name)
