@@ -59,7 +59,10 @@ _STEPS = 400
 
 
 class JournalPart(ScriptedPart, Journal, Operations):
-    """The part of ScriptedIndex that reads the journal, and `tell`, which writes outcomes; operations."""
+    """The part of ScriptedIndex that reads the journal, and `tell`, which writes outcomes; operations.
+
+    JournalSettings says how many of each are kept.
+    """
 
     @understood
     def tell(self, namespace: NamespaceId, outcomes: Sequence[Outcome]) -> None:

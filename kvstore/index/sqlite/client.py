@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvstore.errors import DamagedIndex
 from kvstore.index.scripted.scripts import Script, Word
-from kvstore.index.sqlite.keyspace import Keyspace, Refused, commands_of
+from kvstore.index.sqlite.keyspace import CommandRefused, Keyspace, commands_of
 from kvstore.index.sqlite.scripts import Interpreter
 from kvstore.sqlite import Connection, SqliteDatabase, is_busy
 
@@ -56,7 +56,7 @@ class SqliteClient:
             for words in commands:
                 try:
                     answers.append(engine.command(words))
-                except Refused as exc:
+                except CommandRefused as exc:
                     answers.append(DamagedIndex(f"{self.name}: {words[0]!s}: {exc}"))
             return answers
 
@@ -78,7 +78,7 @@ class SqliteClient:
             except _Lost:
                 with self._database.writing(name) as connection:
                     return self._send(connection, send, alone=True)
-        except Refused as exc:
+        except CommandRefused as exc:
             raise DamagedIndex(f"{self.name}: {name}: {exc}") from exc
 
     def _send(self, connection: Connection, send: Callable[[_Engine], _T], *, alone: bool) -> _T:

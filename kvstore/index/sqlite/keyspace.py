@@ -1,7 +1,7 @@
 """Keyspace: those commands of Redis that the index uses, on the tables of kvstore.index.sqlite.file.
 
 A command answers as Redis does under RESP2: bytes, whole numbers, lists, and None where there is nothing. It
-takes bytes and numbers. What Redis answers with an error raises `Refused` with the same text.
+takes bytes and numbers. What Redis answers with an error raises `CommandRefused` with the same text.
 
 One Keyspace belongs to one connection. Every transaction begins with `begin`: all of its commands see one
 moment's clock, as those of a script do in Redis.
@@ -48,7 +48,7 @@ _NO_FLOAT: Final = "ERR value is not a valid float"
 _ESCAPED: Final = re.compile(rb"\\(.)", re.DOTALL)
 
 
-class Refused(Exception):
+class CommandRefused(Exception):
     """A command can't do what it was asked for; the text is the one that Redis answers."""
 
 
@@ -96,7 +96,7 @@ class Keyspace:
     # Keys
 
     def _find(self, name: Word, kind: bytes = b"") -> _Key | None:
-        """Returns what is known of a key; None if there is none. Raises Refused for one of another kind."""
+        """Returns what is known of a key; None if there is none. Raises CommandRefused for one of another kind."""
         name = _text(name)
         try:
             key = self._known[name]
@@ -106,7 +106,7 @@ class Keyspace:
             live = row is not None and (row[2] is None or row[2] > self._now_ms)
             self._known[name] = key = _Key(*row) if live else None
         if key is not None and kind and key.kind != kind:
-            raise Refused(_WRONG_TYPE)
+            raise CommandRefused(_WRONG_TYPE)
         return key
 
     def _extent(self, key: _Key) -> _Extent:
@@ -194,7 +194,7 @@ class Keyspace:
     def rename(self, name: Word, other: Word) -> None:
         key = self._find(name)
         if key is None:
-            raise Refused("ERR no such key")
+            raise CommandRefused("ERR no such key")
         self._remove(_text(other))
         self._db.execute("UPDATE keys SET name = ? WHERE id = ?", (_text(other), key.id))
         self._known[_text(name)], self._known[_text(other)] = None, key
@@ -390,7 +390,7 @@ class Keyspace:
         old = self.hget(name, field)
         now = (0 if old is None else _counted(old)) + _counted(_text(amount))
         if not -_INT64 <= now < _INT64:
-            raise Refused("ERR increment or decrement would overflow")
+            raise CommandRefused("ERR increment or decrement would overflow")
         self.hset(name, field, now)
         return now
 
@@ -477,7 +477,7 @@ class Keyspace:
         old = self.zscore(name, member)
         now = _score(amount) + (0.0 if old is None else float(old))
         if math.isnan(now):
-            raise Refused("ERR resulting score is not a number (NaN)")
+            raise CommandRefused("ERR resulting score is not a number (NaN)")
         self.zadd(name, now, member)
         return _float_text(now)
 
@@ -610,7 +610,7 @@ class Keyspace:
         else:
             ms, number = _position(at, 0)
             if (ms, number) <= last:
-                raise Refused(
+                raise CommandRefused(
                     "ERR The ID specified in XADD is equal or smaller than the target stream top item"
                 )
         packed = b"".join(struct.pack(">I", len(text)) + text for text in map(_text, fields))
@@ -663,13 +663,13 @@ def _whole(word: Word) -> int:
     try:
         return int(word)
     except (ValueError, OverflowError):
-        raise Refused("ERR value is not an integer or out of range") from None
+        raise CommandRefused("ERR value is not an integer or out of range") from None
 
 
 def _counted(text: bytes) -> int:
     """Returns a number that HINCRBY counts on."""
     if not text.removeprefix(b"-").isdigit() or len(text) > 20:
-        raise Refused("ERR hash value is not an integer")
+        raise CommandRefused("ERR hash value is not an integer")
     return int(text)
 
 
@@ -677,9 +677,9 @@ def _score(word: Word) -> float:
     try:
         score = float(word)
     except ValueError:
-        raise Refused(_NO_FLOAT) from None
+        raise CommandRefused(_NO_FLOAT) from None
     if math.isnan(score):
-        raise Refused(_NO_FLOAT)
+        raise CommandRefused(_NO_FLOAT)
     return score
 
 
@@ -702,14 +702,14 @@ def _options(words: Sequence[Word]) -> dict[bytes, Any]:
 
 
 def _begin(cursor: Word) -> bytes:
-    """Returns the least field that comes at a cursor. Raises Refused for what no scan has told."""
+    """Returns the least field that comes at a cursor. Raises CommandRefused for what no scan has told."""
     text = _text(cursor)
     number = int(text) if text.isdigit() and len(text) <= 200 else -1
     if number == 0:
         return b""
     packed = number.to_bytes((number.bit_length() + 7) // 8, "big") if number > 0 else b""
     if not packed.startswith(b"\1"):
-        raise Refused("ERR invalid cursor")
+        raise CommandRefused("ERR invalid cursor")
     return packed[1:]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lupa.lua51 import LuaError, LuaRuntime, lua_type
 
-from kvstore.index.sqlite.keyspace import Keyspace, Refused, Word, commands_of
+from kvstore.index.sqlite.keyspace import CommandRefused, Keyspace, Word, commands_of
 
 _MASK = (1 << 32) - 1
 #: Values that one call of Lua's unpack returns: its stack has room for some 8,000.
@@ -65,13 +65,13 @@ class Interpreter:
         def bridged(*words: Word) -> Any:
             try:
                 return of(command(*words))
-            except Refused as exc:
+            except CommandRefused as exc:
                 return table({b"err": str(exc).encode()})
 
         return bridged
 
     def run(self, name: str, source: str, key: bytes, args: Sequence[bytes]) -> Any:
-        """Runs a script. Raises Refused with what Lua or a command says."""
+        """Runs a script. Raises CommandRefused with what Lua or a command says."""
         compiled = self._compiled.get(source)
         if compiled is None:
             compiled = self._load(source.encode(), b"@" + name.encode())
@@ -82,7 +82,7 @@ class Interpreter:
         try:
             return _reply(compiled(), self._unpack)
         except LuaError as exc:
-            raise Refused(_said(exc)) from None
+            raise CommandRefused(_said(exc)) from None
 
     def close(self) -> None:
         """Lets go of the Keyspace, which Lua holds where Python's collector doesn't look."""
@@ -107,7 +107,7 @@ def _reply(value: Any, unpacked: Callable[..., Any]) -> Any:
         return int(value)
     assert lua_type(value) == "table", value
     if (error := value[b"err"]) is not None:
-        raise Refused(error.decode("utf-8", "replace"))
+        raise CommandRefused(error.decode("utf-8", "replace"))
     found: list[Any] = []
     for first in range(1, len(value) + 1, _PIECE):
         some = unpacked(value, first, min(first + _PIECE - 1, len(value)))
@@ -129,5 +129,5 @@ def _pack(text: bytes, *values: float) -> bytes:
 def _unpack(text: bytes, data: bytes, at: int = 1) -> tuple[int, ...]:
     made = _format(text)
     if len(data) < at - 1 + made.size:
-        raise Refused("data string too short")
+        raise CommandRefused("data string too short")
     return (*made.unpack_from(data, at - 1), at + made.size)
