@@ -96,7 +96,7 @@ class Keyspace:
     # Keys
 
     def _find(self, name: Word, kind: bytes = b"") -> _Key | None:
-        """Returns what is known of a key; None if there is none. Raises CommandRefused for one of another kind."""
+        """Returns what is known of a key, None if there is none. Raises CommandRefused for another kind."""
         name = _text(name)
         try:
             key = self._known[name]
