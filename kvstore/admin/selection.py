@@ -26,7 +26,7 @@ def chosen(prefixes: Sequence[str], known: Iterable[NamespaceId]) -> list[Namesp
     """
     known = sorted(known)
     for prefix in prefixes:
-        if not any(name.startswith(prefix.lower()) for name in known):
+        if not prefix or not any(name.startswith(prefix.lower()) for name in known):
             raise UnknownName(f"no namespace starts with {prefix!r}; `cache-admin namespaces` lists them")
     starts = tuple(prefix.lower() for prefix in prefixes)
     return [name for name in known if not starts or name.startswith(starts)]

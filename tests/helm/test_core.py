@@ -354,17 +354,17 @@ def job(values: dict[str, Any], verb: str, kube: str = "1.34.0") -> dict[str, An
 @pytest.mark.parametrize(
     ("verb", "values", "arguments"),
     [
-        ("fsck", {}, ["24h", "--jobs", "8"]),
-        ("fsck", {"repair": True, "jobs": 2}, ["24h", "--jobs", "2", "--apply"]),
-        ("fsck", {"readDataPercent": 5}, ["24h", "--jobs", "8", "--read-data", "5%"]),
-        ("fsck", {"quick": True}, ["24h", "--jobs", "8", "--quick"]),
-        ("gc", {}, ["24h", "--list", "--apply"]),
-        ("gc", {"delete": False, "olderThan": "7d"}, ["7d", "--list"]),
+        ("fsck", {}, ["--jobs", "8"]),
+        ("fsck", {"repair": True, "jobs": 2}, ["--jobs", "2", "--apply"]),
+        ("fsck", {"readDataPercent": 5}, ["--jobs", "8", "--read-data", "5%"]),
+        ("fsck", {"quick": True}, ["--jobs", "8", "--quick"]),
+        ("gc", {}, ["--list", "--older-than", "24h", "--apply"]),
+        ("gc", {"delete": False, "olderThan": "7d"}, ["--list", "--older-than", "7d"]),
     ],
 )
 def test_what_jobs_run(verb: str, values: dict[str, Any], arguments: list[str]) -> None:
     spec = job(given(**{verb: values}), verb)["jobTemplate"]["spec"]["template"]["spec"]
-    assert spec["containers"][0]["args"] == ["fsck", "--json", "--older-than", *arguments]
+    assert spec["containers"][0]["args"] == ["fsck", "--json", *arguments]
 
 
 def test_what_follows_another_regions_payloads() -> None:

@@ -32,7 +32,7 @@ from kvstore.admin.advise.traces import Request, Trace
 from kvstore.format.segment import ALIGN
 from kvstore.index.contract import minute, saved_minute
 from kvstore.index.eviction import MINUTE_S, watermarks
-from kvstore.index.sessions import HIGH_S, LOW_S, Hint, Priority, retained_s
+from kvstore.index.sessions import HIGH_S, LOW_S, WINDOW_S, Hint, Priority, retained_s
 from kvstore.store.sessions import SESSION_SHARE, UNSALTED_SHARE
 
 #: Bytes of the header of a segment of KV blocks: its own part, and that of each slot.
@@ -135,6 +135,8 @@ class _Session:
     used: list[_Segment] = field(default_factory=list)
     until_s: int = 0
     priority: Priority = "normal"
+    #: The window of time in which it was used last.
+    window: int = 0
 
     def retains_until_s(self, now_s: float) -> int:
         """Returns until when it retains what it uses now; 0: it doesn't."""
@@ -204,7 +206,7 @@ class StoreReplay:
         segments, ends = self._match(chain, 0, len(chain))
         hits = ends[-1] if ends else 0
         self._count_gets(request, segments, ends)
-        known = self._sessions.setdefault((request.space, session), _Session()) if session != NONE else None
+        known = self._recall(request.space, session, now_s) if session != NONE else None
         self._use(segments, known, session, now_s, request.space)
         if known is not None:
             known.used = segments
@@ -221,7 +223,7 @@ class StoreReplay:
         self._expire(now_s)
         if session == NONE:
             return
-        known = self._sessions.setdefault((space, session), _Session())
+        known = self._recall(space, session, now_s)
         known.saved = [one for one in known.saved if one.living and one.session == session]
         known.priority = heard.priority or known.priority
         if heard.end:
@@ -240,6 +242,15 @@ class StoreReplay:
                 self._queue(segment, space)
         elif until_s := known.retains_until_s(now_s):
             self._retain(used, session, until_s, space)
+
+    def _recall(self, space: int, session: int, now_s: float) -> _Session:
+        """Returns what is known of a session: nothing of one that was not used in this window or the last."""
+        window = int(now_s // WINDOW_S)
+        known = self._sessions.get((space, session))
+        if known is None or known.window < window - 1:
+            known = self._sessions[space, session] = _Session()
+        known.window = window
+        return known
 
     def _use(
         self, segments: Sequence[_Segment], known: _Session | None, session: int, now_s: float, space: int

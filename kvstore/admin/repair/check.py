@@ -68,8 +68,6 @@ class Checked:
     dangling: int = 0
     stray_payloads: int = 0
     stray_bytes: int = 0
-    #: Stray segments that are no waste: they are valid, or it could not be judged whether they are.
-    spared: set[SegmentId] = field(default_factory=set)
 
     @property
     def bad_segments(self) -> int:
@@ -174,9 +172,8 @@ class IndexCheck:
     clock: Callable[[], float]
     draw: random.Random = field(default_factory=random.Random)
     #: Stray segments that were found to be unusable, by this check or by one before it, which may have read
-    #: more of them; and, among them, those that may be good.
+    #: more of them.
     unusable: set[SegmentId] = field(default_factory=set)
-    unjudged: set[SegmentId] = field(default_factory=set)
     patience: Patience = field(default_factory=Patience)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -332,19 +329,12 @@ class _Run:
                     self.found.findings.append(
                         FoundFault(self.name, "unlisted", detail, stored.segment, read=read)
                     )
-                self.found.spared.add(stored.segment)
                 check.patience.answered()
                 return
         except TransientError as exc:
             check.patience.unanswered(exc)
-            self.found.spared.add(stored.segment)
-        except CorruptPayload:
+        except (CorruptPayload, PermissionDenied, UnreadablePayload):
             check.unusable.add(stored.segment)
-        except (PermissionDenied, UnreadablePayload):
-            check.unusable.add(stored.segment)
-            check.unjudged.add(stored.segment)
-        if stored.segment in check.unjudged:
-            self.found.spared.add(stored.segment)
         self.found.stray_payloads += len(stored.sizes)
         self.found.stray_bytes += stored.nbytes
 

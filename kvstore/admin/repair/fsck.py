@@ -61,13 +61,12 @@ def fsck(
     seed: int | None = None,
 ) -> FsckReport:
     """Lists and checks the namespaces whose ids start with one of `prefixes`, or all. With `apply` repairs
-    them, and deletes waste of at least the age `older_than_s`.
+    them; where payloads are only listed, deletes waste of at least the age `older_than_s` instead.
 
     Ctrl-C and a backend that does not answer end it: the report says so, and what was done until then stays.
     Raises UnknownName, Refused without an index, and, with `apply` and without `force`, Refused if so much
     is missing that the payload store is more likely to be the wrong one; where payloads are only listed, if
-    the index looks as if it had been lost. After a check waste stays in that case, and the report says so.
-    Raises ValueError if `older_than_s` is too short.
+    the index looks as if it had been lost. Raises ValueError if `older_than_s` is too short.
     """
     if older_than_s < SETTLED_S:
         raise ValueError(
@@ -101,12 +100,11 @@ class _Fsck:
     clock: Callable[[], float]
     draw: random.Random = field(default_factory=random.Random)
     unusable: set[SegmentId] = field(default_factory=set)
-    unjudged: set[SegmentId] = field(default_factory=set)
     texts: dict[NamespaceId, str] = field(default_factory=dict)
     ended: Ended = "complete"
     problem: str = ""
     remaining: int | None = None
-    #: The first listing's sums; the last one's waste, which is deleted.
+    #: The first listing's sums and its waste.
     held: Held | None = None
     waste: Waste | None = None
     #: Results of the first check.
@@ -115,16 +113,19 @@ class _Fsck:
     outcomes: dict[Key, tuple[FoundFault, Mended]] = field(default_factory=dict)
 
     def all(self, *, apply: bool, force: bool) -> None:
-        waste = self._look(self.depth, self.checked)
+        self._look(self.depth, self.checked)
         forced = ", by force" if force else ""
-        old = f"delete what nobody needs for {self.older_than_s:.0f} s"
         if self.depth.only_list:
-            self.problem = waste.problem
+            assert self.waste is not None
+            lost = self.waste.doubt()
+            self.problem = self.waste.problem or lost
             if apply:
-                if (lost := waste.doubt()) and not force:
+                if lost and not force:
                     raise Refused(lost)
-                self.cache.record("fsck", f"{old}{forced}")
-                self._delete(waste)
+                self.problem = self.waste.problem
+                self.cache.record("fsck", f"delete what nobody needs for {self.older_than_s:.0f} s{forced}")
+                self.waste.delete()
+                self.problem = self.waste.problem
             return
         findings = _findings(self.checked)
         doubt = self._doubt()
@@ -134,21 +135,11 @@ class _Fsck:
         if doubt and not force:
             raise Refused(f"{doubt}; --force repairs all the same")
         self.remaining = len(findings)
-        what = f"repair {len(findings)} faults in {among(self.checked)}"
-        self.cache.record("fsck", f"{what}, {old}{forced}")
-        waste = self._repair(findings, waste)
-        if (lost := waste.doubt()) and not force:
-            self.problem = lost
-        else:
-            self._delete(waste)
+        self.cache.record("fsck", f"repair {len(findings)} faults in {among(self.checked)}{forced}")
+        self._repair(findings)
 
-    def _delete(self, waste: Waste) -> None:
-        before, waste.problem = waste.problem, ""
-        waste.delete()
-        self.problem = waste.problem or (before if self.depth.only_list else "")
-
-    def _repair(self, findings: list[FoundFault], waste: Waste) -> Waste:
-        """Repairs and checks, and returns the waste after that."""
+    def _repair(self, findings: list[FoundFault]) -> None:
+        """Repairs and checks, until nothing more is found."""
         index = needed_index(self.cache)
         for _ in range(_ROUNDS):
             repairs = Repairs(
@@ -167,13 +158,12 @@ class _Fsck:
                 break
             after: dict[NamespaceId, Checked] = {}
             # No byte is read again: the first check has read what was drawn, and a repair what it commits.
-            waste = self._look(replace(self.depth, percent=0.0), after)
+            self._look(replace(self.depth, percent=0.0), after)
             findings = _findings(after)
             self.remaining = len(findings)
-        return waste
 
-    def _look(self, depth: Depth, into: dict[NamespaceId, Checked]) -> Waste:
-        """Lists the payloads, finds waste, and checks what the index names."""
+    def _look(self, depth: Depth, into: dict[NamespaceId, Checked]) -> None:
+        """Lists the payloads, and finds waste or checks what the index names."""
         cache, index = self.cache, self.cache.index
         # The index is read first: a segment that is committed later is in the listing, or is looked at again.
         self.texts = cache.namespaces()
@@ -181,17 +171,14 @@ class _Fsck:
         stocks = take_stock(cache.payloads, self.progress, [prefix.lower() for prefix in self.prefixes])
         known = {*self.texts, *(account.namespace for account in accounts), *stocks}
         names = chosen(self.prefixes, known)
-        self.waste = waste = Waste(
-            cache, index, self.older_than_s, self.progress, self.clock, everything=not self.prefixes
-        )
-        waste.look(names, self.texts, accounts, stocks)
-        self.held = self.held or waste.held
+        if self.held is None:
+            beside = depth.only_list and not self.prefixes
+            self.waste = Waste(cache, index, self.older_than_s, self.progress, self.clock, everything=beside)
+            self.waste.look(names, self.texts, accounts, stocks)
+            self.held = self.waste.held
         if index is not None and not depth.only_list:
             damaged = {account.namespace: account.problem for account in accounts}
             self._check(index, depth, names, stocks, damaged, into)
-            for name, found in into.items():
-                waste.spare(name, found.spared)
-        return waste
 
     def _check(
         self,
@@ -212,7 +199,6 @@ class _Fsck:
             self.clock,
             self.draw,
             self.unusable,
-            self.unjudged,
         )
         for name in names:
             if name not in self.texts and name not in stocks:
@@ -224,7 +210,6 @@ class _Fsck:
             except DamagedIndex as exc:
                 # The others are checked; `reconcile`, which repairs accounts, puts this right first.
                 problem = problem or str(exc)
-                found.spared.update(stored.segment for stored in stock.segments())
             if problem:
                 found.findings.append(FoundFault(name, "accounts", problem))
 
@@ -256,7 +241,7 @@ class _Fsck:
             ended=self.ended,
             problem=self.problem,
             held=self.held,
-            waste=self.waste.report if self.waste is not None else None,
+            waste=self.waste.report if self.waste is not None and self.depth.only_list else None,
             namespaces=tuple(self._namespace(name, each) for name, each in self.checked.items()),
             counts=tuple(_counts(faults)),
             faults=tuple(faults[:NAMED]),

@@ -41,15 +41,15 @@ from kvstore.build import open_strays
 from kvstore.errors import DamagedIndex, KVStoreError
 from kvstore.index.contract import SWEEP_MIN
 from kvstore.index.maintenance import Account, FullIndex
-from kvstore.keys import NamespaceId, SegmentId, payload_name
+from kvstore.keys import NamespaceId, payload_name
 from kvstore.metrics import Counters
 from kvstore.payloads.strays import Stray
 from kvstore.store.housekeeping import SWEEP_STEP, Housekeeping
 
 #: The most segments in the trash that are looked at to count those that are due.
 _MOST_DUE = 10_000
-#: More stray payloads than this make an index look lost: the first number if it knows nothing, the second if
-#: it knows less than half.
+#: More stray payloads than this make an index look lost: the first number if it knows nothing, or only some
+#: namespaces are looked at, the second if it knows less than half.
 _FEW, _MANY = 16, 256
 _KINDS: tuple[StrayKind, ...] = ("probe", "temporary", "upload", "foreign")
 _ORDER: tuple[PayloadState, ...] = ("visible", "incomplete", "bygone", "trash", "orphan", "unknown")
@@ -121,6 +121,8 @@ class Waste:
     _deleted: _Count = field(default_factory=_Count)
     _left_out: int = 0
     _payloads: int = 0
+    #: Segments that the index knows in all namespaces.
+    _known: int = 0
 
     def look(
         self,
@@ -134,6 +136,7 @@ class Waste:
         The index was asked for `texts` and `accounts` before `stocks` were listed.
         """
         self._texts, empty = texts, Stock()
+        self._known = sum(one.usage.segments for one in accounts)
         empty.settle()
         self._accounts = {one.namespace: one for one in accounts if one.namespace in names}
         self.progress.begin("ask the index")
@@ -181,16 +184,16 @@ class Waste:
         for stored in stock.segments():
             self._held[name, "unknown"].add(stored)
 
-    def spare(self, name: NamespaceId, segments: Collection[SegmentId]) -> None:
-        """Takes back that these are waste: they are to be listed again, or can't be judged."""
-        if space := self._spaces.get(name):
-            space.orphans = [stored for stored in space.orphans if stored.segment not in segments]
-
     def doubt(self) -> str:
         """Returns why the index, and not the payloads, may be what is wrong, or ""."""
         strays = sum(len(stored.sizes) for space in self._spaces.values() for stored in space.orphans)
         known = sum(space.account.usage.segments for space in self._spaces.values() if space.account)
-        if (known or strays <= _FEW) and (strays <= _MANY or strays * 2 <= self._payloads):
+        if self.everything:
+            fine = (known or strays <= _FEW) and (strays <= _MANY or strays * 2 <= self._payloads)
+        else:
+            # A part of the store convinces by itself, or by few payloads under an index that knows others.
+            fine = strays * 2 <= self._payloads or (self._known and strays <= _FEW)
+        if fine:
             return ""
         return (
             f"the index knows {known} segments, and {strays} of {self._payloads} payloads are unknown "

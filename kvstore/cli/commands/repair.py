@@ -58,14 +58,17 @@ def _fsck(
     ] = "0%",
     apply: Apply = False,
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Delete only what is at least so old: 30m, 1h, 7d.")
-    ] = "1h",
+        str | None,
+        typer.Option(
+            metavar="AGE", help="With --list: delete only what is at least so old: 30m, 7d. Default: 1h."
+        ),
+    ] = None,
     force: Annotated[
         bool,
         typer.Option(
             "--force",
-            help="Repair although most of the payloads are missing; delete although the index looks as if it "
-            "had been lost.",
+            help="Repair although most of the payloads are missing; with --list delete although the index "
+            "looks lost.",
         ),
     ] = False,
     jobs: Jobs = 8,
@@ -80,18 +83,19 @@ def _fsck(
 
     With --apply, damaged segments are evicted, records and entries that disagree with valid payloads are
     written anew, segments that the index does not know are listed again, and the accounts are corrected;
-    then everything is checked once more. Last it deletes what nobody needs: payloads that the index does not
-    know and that are not valid, or with --list and --quick all that it does not know; what writers that died
-    left beside the payloads; evicted segments whose grace time has passed; entries that lead to nothing.
-    Payloads that it could not read stay, and so do objects that are not kvstore's, which are named. After
-    the index was lost, run `rebuild` first: all would be waste, and fsck refuses to delete it.
+    then everything is checked once more. No valid payload is deleted.
+
+    With --list --apply it deletes what nobody needs: payloads that the index does not know, and it reads
+    none of them; what writers that died left beside the payloads; evicted segments whose grace time has
+    passed; entries that lead to nothing. Objects that are not kvstore's stay, and are named. After the index
+    was lost, run `rebuild --apply` first: all would be waste, and fsck refuses to delete it.
     """
     percent = _percent(read_data)
     if only_list + quick + bool(percent) > 1:
-        raise typer.BadParameter(
-            "--list, --quick and --read-data exclude each other", param_hint="--read-data"
-        )
-    older_than_s = seconds_of("--older-than", older_than)
+        raise typer.BadParameter("got several of --list, --quick and --read-data: give one")
+    if older_than is not None and not only_list:
+        raise typer.BadParameter("goes with --list, which finds waste", param_hint="--older-than")
+    older_than_s = seconds_of("--older-than", older_than or "1h")
     if older_than_s < SETTLED_S:
         raise typer.BadParameter(
             f"{older_than!r} is less than {SETTLED_S / 60:g}m: what is younger may still be committed",

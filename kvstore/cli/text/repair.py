@@ -51,9 +51,7 @@ def _verdict(report: FsckReport) -> Text:
     if not report.found:
         return Text("clean", style="green")
     if not report.applied:
-        return Text(
-            f"{count(report.found, 'fault')}; `cache-admin fsck --apply` mends them", style="bold red"
-        )
+        return Text(f"{count(report.found, 'fault')}; the same with --apply mends them", style="bold red")
     if not report.remaining:
         return Text("mended, and clean after that", style="green")
     return Text(f"{count(report.remaining, 'fault')} left after the repair", style="bold red")
@@ -66,8 +64,7 @@ def _wasted(waste: WasteReport, report: FsckReport) -> str:
         found.append(count(due, "evicted segment"))
     if not found:
         return "none" if report.ended == "complete" else "unknown"
-    verb = "fsck --list --apply" if report.depth == "list" else "fsck --apply"
-    return f"{' and '.join(found)}; `cache-admin {verb}` removes it"
+    return f"{' and '.join(found)}; the same with --apply removes it"
 
 
 def rebuild(report: RebuildReport) -> Renderables:

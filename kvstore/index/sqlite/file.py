@@ -5,7 +5,7 @@
 
 kvstore.sqlite says which error a failure becomes. A file that a newer release made raises ConfigError, and a
 damaged file TransientError, because the index is a hint: deleting the file is a repair. A file of an older
-release is emptied, for the same reason: saves fill it again, and `cache-admin rebuild` at once.
+release is emptied, for the same reason: saves fill it again, and `cache-admin rebuild --apply` at once.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _make_tables(connection: sqlite3.Connection, where: str) -> None:
         if version:
             log.warning(
                 "sqlite %s: an older kvstore made this index (schema %d, this one has %d): it is empty now; "
-                "`cache-admin rebuild` fills it from the payloads, or engines do as they save",
+                "`cache-admin rebuild --apply` fills it from the payloads, or engines do as they save",
                 where,
                 version,
                 SCHEMA_VERSION,

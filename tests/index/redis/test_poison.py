@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import redis
 
-import kvstore.index.redis.index as schema
+import kvstore.index.scripted.index as schema
 from kvstore.admin.backends import Cache
 from kvstore.admin.serve.exporter import Exporter
 from kvstore.admin.serve.monitor import Monitor
