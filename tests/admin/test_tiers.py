@@ -21,7 +21,7 @@ from kvstore.admin.curate.reports import WarmReport
 from kvstore.admin.curate.warm import warm, warming_bytes
 from kvstore.admin.doctor.doctor import doctor
 from kvstore.admin.doctor.reports import Check, DoctorReport
-from kvstore.admin.inspect.reports import StatusReport
+from kvstore.admin.inspect.reports import AskedStatus
 from kvstore.build import load_settings
 from kvstore.errors import (
     CapacityExceeded,
@@ -88,7 +88,7 @@ def test_warm_fetches_what_was_used_last(admin: Admin, tiered: Tiered) -> None:
     again = WarmReport.model_validate_json(admin("warm", "--json", *tiered.options).out)
     assert (again.warm, again.used_before_bytes) == (report.warm, report.used_bytes)
     assert "64.0 MiB" in admin("warm", *tiered.options).out
-    status = StatusReport.model_validate_json(admin("status", "--json", *tiered.options).out)
+    status = AskedStatus.model_validate_json(admin("status", "--json", *tiered.options).out)
     assert status.fast is not None
     assert (status.fast.state, status.fast.used_bytes, status.fast.payloads) == ("ok", report.used_bytes, 5)
     assert "fast tier" in admin("status", *tiered.options).out

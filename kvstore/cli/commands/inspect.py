@@ -12,9 +12,9 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from kvstore.admin.inspect import events, namespaces, operations, show, stats, status
-from kvstore.admin.inspect.reports import SortKey, StatsReport
+from kvstore.admin.inspect.reports import SegmentReport, SortKey, StatsReport, StatusReport
 from kvstore.cli.call import Call, say
-from kvstore.cli.exits import ExitCode
+from kvstore.cli.exits import ExitCode, of_report
 from kvstore.cli.options import Namespace, one_of
 from kvstore.cli.tables import Renderables
 from kvstore.cli.text import inspect as inspect_text
@@ -255,3 +255,16 @@ def _events(
         newest = (50 if after is None else None) if limit is None else limit or None
         report = events.events(cache, namespace, after=after, limit=newest, now_s=time.time())
     call.print(report, inspect_text.events)
+
+
+@of_report.register
+def _of_status(report: StatusReport) -> ExitCode:
+    down = "unreachable" in (report.index.state, report.payloads.state)
+    return ExitCode.UNREACHABLE if down else ExitCode.OK
+
+
+@of_report.register
+def _of_segment(report: SegmentReport) -> ExitCode:
+    if report.damaged:
+        return ExitCode.PROBLEMS
+    return ExitCode.UNREACHABLE if report.index.state == "unreachable" else ExitCode.OK

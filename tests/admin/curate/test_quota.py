@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.admin.curate.reports import QuotaReport, QuotasReport
-from kvstore.admin.inspect.reports import StatusReport
+from kvstore.admin.inspect.reports import AskedStatus
 from kvstore.keys import namespace_id, new_segment_id, salt_id
 from tests.admin.conftest import Admin, Filled, chain, opened, snapshot
 from tests.admin.inspect.test_status import row
@@ -48,7 +48,7 @@ def test_quotas_are_set_shown_and_cleared(admin: Admin, either: Filled) -> None:
     assert (cleared.before_bytes, cleared.after_bytes) == (30 << 10, 100 << 30)
     assert quota(admin, either, f"namespace/{either.kv_id}", "--size", "none", "--apply").after_bytes is None
     assert [*quotas(admin, either)] == ["tenant/still to come", "store"]
-    status = StatusReport.model_validate_json(admin("status", "--json", *either.options).out)
+    status = AskedStatus.model_validate_json(admin("status", "--json", *either.options).out)
     assert status.capacity_bytes == 100 << 30
 
 

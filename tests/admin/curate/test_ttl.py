@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from kvstore.admin.curate.reports import QuotaReport, QuotasReport
-from kvstore.admin.inspect.reports import StatusReport
+from kvstore.admin.inspect.reports import AskedStatus
 from kvstore.build import load_settings, open_store
 from kvstore.keys import block_key, digest, digests, namespace_id
 from kvstore.metrics import Counters
@@ -60,7 +60,7 @@ def test_what_is_set_holds_at_once(admin: Admin, either: Filled) -> None:
     ]
     assert listed[0].used_bytes and listed[0].used_bytes < listed[1].used_bytes
     assert "24.0h, set" in admin("quota", *either.options).out
-    status = StatusReport.model_validate_json(admin("status", "--json", *either.options).out)
+    status = AskedStatus.model_validate_json(admin("status", "--json", *either.options).out)
     assert {one.id: one.ttl_s for one in status.namespaces} == {either.kv_id: DAY_S, either.ec_id: None}
     assert "24.0h" in row(admin("status", *either.options).out, either.kv_id)
     cleared = ttl(admin, either, f"namespace/{either.kv_id}", "none", "--apply")

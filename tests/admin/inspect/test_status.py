@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.admin.inspect import namespaces, status
-from kvstore.admin.inspect.reports import DiffReport, ListReport, NamespacesReport, StatusReport
+from kvstore.admin.inspect.reports import AskedStatus, DiffReport, ListReport, NamespacesReport
 from kvstore.build import load_settings, open_index, open_store
 from kvstore.index.sessions import Hint
 from kvstore.index.sqlite.index import SqliteIndex
@@ -29,7 +29,7 @@ def row(text: str, name: str) -> list[str]:
 def test_status_counts_what_was_saved(admin: Admin, either: Filled) -> None:
     ran = admin("status", "--json", *either.options)
     assert ran.code == 0
-    report = StatusReport.model_validate_json(ran.out)
+    report = AskedStatus.model_validate_json(ran.out)
     assert report.index.state == report.payloads.state == "ok"
     assert report.total is not None
     assert (report.total.segments, report.total.blocks) == (5, 14)
@@ -121,7 +121,7 @@ def test_status_tells_the_whole_store_s_quota_its_tenants_and_what_waits(
         index.set_quota(AT_WORK, int(time.time()))
         one, blues = segments[0].record.nbytes, index.usage(namespace_id(blue)).nbytes
     ran = admin("status", "--json", *either.options, env={"KVSTORE_CAPACITY_BYTES": str(4 * one)})
-    report = StatusReport.model_validate_json(ran.out)
+    report = AskedStatus.model_validate_json(ran.out)
     assert report.total is not None
     assert report.total.stored_bytes == 2 * one + blues
     assert (report.capacity_bytes, report.janitor) == (4 * one, True)
