@@ -25,7 +25,7 @@ from unittest import mock
 import redis
 
 from kvstore.index.redis.index import RedisIndex
-from kvstore.index.scripted.values import bucket_bits, key, record_of
+from kvstore.index.scripted.values import key, record_of
 from kvstore.index.sqlite.index import SqliteIndex
 from kvstore.keys import NamespaceId, split_digests
 from tests.index.contract.chains import chain, namespace, part_of, put_all, served
@@ -136,16 +136,13 @@ def bench_sqlite(folder: Path, blocks: int, repeat: int) -> tuple[list[Row], dic
         name, chains = fill(index, blocks)
         with index._database.reading("bench") as bare:
             ids = {text.decode(): number for number, text in bare.execute("SELECT id, name FROM keys")}
-            bits = bucket_bits(blocks)
-
-            def place(digest: bytes) -> tuple[int, bytes]:
-                bucket = int.from_bytes(digest[:3], "big") >> (24 - bits)
-                return ids[key(name, f"b:{bucket:x}")], digest[bits // 8 :]
-
+            entries = ids[key(name, "b:0")]
             bare.execute("COMMIT")  # each SELECT below is a transaction of its own, as a match is
             for size in SIZES:
                 asked = [part_of(digests, 0, size) for digests in chains]
-                keys = [[word for one in split_digests(digests) for word in place(one)] for digests in asked]
+                keys = [
+                    [word for one in split_digests(digests) for word in (entries, one)] for digests in asked
+                ]
                 places = ",".join(["(?, ?)"] * size)
                 query = f"SELECT field, value FROM fields WHERE (key, field) IN (VALUES {places})"
                 match, select = timed(

@@ -45,7 +45,7 @@ _NO_FLOAT: Final = "ERR value is not a valid float"
 
 
 #: A byte of a pattern that stands for itself.
-_ESCAPED: Final = re.compile(rb"\\(.)", re.DOTALL)
+_ESCAPED = re.compile(rb"\\(.)", re.DOTALL)
 
 
 class CommandRefused(Exception):

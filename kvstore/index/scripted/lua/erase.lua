@@ -37,26 +37,28 @@ if stored > 0 and not aside then return {2, 0, 0} end
 if aside then redis.call('UNLINK', segs, lru, pins, hot, salts, held, owner, kept, retained) end
 local most, patience, buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), 2 ^ math.min(tonumber(bits) or MOST_BITS, MOST_BITS)
 local changes, dropped, looked = known[2] or '0', 0, 0
-local at, of_changes = string.match(known[3] or '', '^(%d+):(%d+)$')
-at = of_changes == changes and tonumber(at) or 0
+local reached, of_changes = string.match(known[3] or '', '^(%d+:?%d*):(%d+)$')
+local at, cursor = place_of(of_changes == changes and reached or '0')
 while at < buckets and dropped < most and looked < patience do
-  local bucket, flat, after, _, other = page(at, '0')
+  local bucket, flat, other
+  local first = cursor
+  bucket, flat, at, cursor, other = page(at, cursor)
   -- A key of another type counts as one entry.
   local length = other and 1 or #flat / 2
-  if after > at then
+  if first == '0' and cursor == '0' then
     if length > 0 then redis.call('UNLINK', bucket) end
     looked = looked + 1 + length / 16
   else
     local fields = {}
     for i = 1, #flat, 2 do fields[#fields + 1] = flat[i] end
-    redis.call('HDEL', bucket, unpack(fields))
+    if #fields > 0 then redis.call('HDEL', bucket, unpack(fields)) end
     looked = looked + 1 + length
   end
-  dropped, at = dropped + length, after
+  dropped = dropped + length
 end
 if at < buckets then
   redis.call('HDEL', meta, 'erased')
-  redis.call('HSET', meta, 'erased', string.format('%d:%s', at, changes))
+  redis.call('HSET', meta, 'erased', place(at, cursor) .. ':' .. changes)
   return {1, dropped, math.ceil(looked)}
 end
 redis.call('UNLINK', lru, pins, hot, parts, ghosts, salts, held, prefix .. 'ghost', prefix .. 'seen', prefix .. 'events',
