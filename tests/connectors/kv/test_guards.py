@@ -122,6 +122,11 @@ def held(scheduler: KVScheduler) -> dict[str, int]:
     }
 
 
+def kept(scheduler: KVScheduler) -> set[str]:
+    """What of it there is."""
+    return {what for what, count in held(scheduler).items() if count}
+
+
 def report(bed: Bed) -> None:
     """Let all writes end, and the scheduler hear of them: an idle engine hears with its next request."""
     bed.drain()
@@ -138,6 +143,8 @@ def serve(bed: Bed) -> list[Any]:
     bed.step()
     bed.scheduler.finish_requests(requests[-1].request_id, RequestStatus.FINISHED_ABORTED)
     bed.run()
+    # A save keeps no block: on a busy machine the next requests would take what is not copied yet.
+    bed.drain()
     assert bed.scheduler.reset_prefix_cache(reset_connector=False)
     requests += [bed.request(prompt(seed), 2) for seed in range(6)]
     bed.run()
@@ -174,10 +181,12 @@ def test_a_broken_follower_costs_what_it_does_and_nothing_else(
             if "journal" not in costs:
                 journal = scheduler.store.maintenance
                 until(lambda: journal.outcomes(bed.space.id, 1), say=lambda: say)
-            assert bed.held == 0, say
-            kept = {what for what, count in held(scheduler).items() if count}
             # A rank that never tells of its saves: their number is bounded.
-            assert kept <= ({"saves", "journal"} if (name, how) == ("KVWrites", "always") else set()), say
+            may = {"saves", "journal"} if (name, how) == ("KVWrites", "always") else set()
+            until(
+                lambda: report(bed) or not (bed.held or kept(scheduler) - may),
+                say=lambda: f"{say} {kept(scheduler)}",
+            )
             assert bed.ranks[0].worker.memory.used_bytes == {"load": 0, "save": 0}, say
     assert fired > 10
 
