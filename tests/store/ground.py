@@ -186,8 +186,9 @@ class Ground:
             found += [f"stray {one.kind} {one.name}" for one in strays.list()]
             strays.close()
             everything = Depth(percent=100.0, settled_s=0.0)
-            report = fsck(cache, depth=everything, older_than_s=SETTLED_S, clock=later)
-            found += [f"fsck {fault.kind}: {fault.detail}" for fault in report.faults]
+            for fault in fsck(cache, depth=everything, clock=later).faults:
+                found.append(f"fsck {fault.kind}: {fault.detail}")
+            report = fsck(cache, depth=Depth(only_list=True), older_than_s=SETTLED_S, clock=later)
             assert report.waste is not None
             found += ["waste"] * (report.ended != "complete" or report.waste.found.objects > 0)
         return found

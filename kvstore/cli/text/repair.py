@@ -19,11 +19,10 @@ _WIDTH = 12
 
 def fsck(report: FsckReport) -> Renderables:
     """Yields what is held, what is waste, what is wrong, and what was done about it."""
-    if report.held is not None and report.waste is not None:
-        yield from shown(report.held, report.at_s, width=_WIDTH)
-        yield ""
-        yield from shown(report.waste, report.at_s, width=_WIDTH)
-        yield ""
+    for part in (report.held, report.waste):
+        if part is not None:
+            yield from shown(part, report.at_s, width=_WIDTH)
+            yield ""
     if report.namespaces:
         yield rows(report.namespaces, report.at_s)
         yield ""
