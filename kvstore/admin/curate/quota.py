@@ -73,7 +73,7 @@ def _with_age(line: QuotaLine, lifetimes: Lifetimes) -> PolicyLine:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is to hold for a scope from now on; None clears what was set. Without a field it stays."""
+    """A scope's new size and time to live: None clears one, and one that is not given stays."""
 
     nbytes: int | Unchanged | None = UNCHANGED
     ttl_s: int | Unchanged | None = UNCHANGED

@@ -86,7 +86,7 @@ class QuotaReport(StrictModel):
     #: The times to live that are set for the scope; None: none was set, or is.
     before_ttl_s: int | None = Field(title="")
     after_ttl_s: int | None = Field(title="to live", description="{}; before: {before_ttl_s}")
-    #: What the namespaces under it held that is older than the time to live that is to hold there.
+    #: Segments of its namespaces that are older than the new time to live.
     older: Amount = Field(Amount(), description="{}: not served any more once it holds, and evicted soon")
 
 

@@ -129,18 +129,18 @@ def _evict(
     To make room, to forget bytes that are not to be trusted, or what belongs to somebody. `drop` removes the
     namespace as well; `erase` is for good, and proves it.
 
-    What is evicted can't be matched from that moment on. Its payload is deleted after grace_s, by an engine
-    that saves or by `cache-admin serve`. What is used between the plan and its turn is spared, unless it was
-    named. Of one prompt's blocks the last ones go first, so that what is left is of use; with segments that
-    are named, seeing to that is left to you.
+    No request matches an evicted segment from that moment on. An engine that saves, or `cache-admin serve`,
+    deletes the payload after grace_s. A segment that is used between the plan and its turn is spared, unless
+    it was named. The last blocks of a prompt go first, so that the rest is of use. Where you name segments,
+    you see to that order yourself.
 
     With --all engines compute everything anew, and save into the namespace as before: for weights that
     changed under the same name, or bytes that are not to be trusted.
 
-    Of a prompt goes its last segment, and where that is a session's own, what that session alone was seen to
-    use right before it. The rest may be the beginning of others' prompts: it is reported as shared, and goes
-    with --whole; so is all of a prompt whose end is not stored. Copies in the folders of other nodes stay
-    until these need the room, as after any eviction; `erase` reaches them.
+    A prompt loses its last segment. If a session owns that segment, the segments go too that this session
+    alone was seen to use right before it. The rest may be the beginning of others' prompts: the report calls
+    it shared, and --whole takes it. A prompt whose end is not stored is shared as a whole. Copies in the
+    folders of other nodes stay until these need the room, as after any eviction; `erase` reaches them.
     """
     named = (prompt, tokens, hashes, request, session)
     ways = (*named, unused_for, keep)
@@ -219,10 +219,10 @@ def _drop(
     For a model, a version or a tenant's share that no engine uses any more. `evict NAMESPACE --all` keeps
     the namespace; `erase` is for good, and proves it.
 
-    What it holds can't be matched from then on. Its payloads are deleted when the grace time has passed, in
-    which a load that is under way may still read them: by whoever tends the cache, or by running drop again,
-    which then forgets the namespace as well. The janitor does that too, but only when no engine has
-    registered the namespace for janitor.forget_after_s. An engine that still uses it registers it anew.
+    No request matches its segments from then on. A load that is under way may read them in the grace time.
+    After that the janitor deletes the payloads, or `drop` does if you run it again. A second `drop` also
+    forgets the namespace. The janitor forgets it when no engine has registered it for
+    janitor.forget_after_s. An engine that still uses the namespace registers it anew.
     """
     with call.cache() as cache, progress.shown() as shows:
         report = drop.drop(cache, namespace, apply=apply, now=now, progress=shows)
@@ -273,13 +273,13 @@ def _erase(
     For what must be gone for good, such as after a request to be forgotten. `evict` and `drop` keep payloads
     for the grace time, and prove nothing.
 
-    None of it can be matched from then on, and its payloads are deleted at once, without the grace time: a
-    load that is under way computes instead. What was created before is never let in again, from whichever
-    save, archive or rebuild it comes. Engines go on, and save anew what they compute more than a minute
-    later. The report names what is left, and what can't be reached from here. Former versions stay in a
-    bucket that keeps them, and the report has the lifecycle rule that deletes them. The exit code is 4 if
-    anything is left, or may be. A salt is shown by its id only. One that was cut off is finished by running
-    it again.
+    No request matches these segments from then on. Erase deletes the payloads at once, without the
+    grace time: a load that is under way computes instead. The index refuses all that was created before, for
+    ever, from whichever save, archive or rebuild it comes. Engines go on, and save anew what they compute
+    more than a minute later. The report names what is left, and what can't be reached from here. A bucket
+    with versions keeps former ones, and the report has the lifecycle rule that deletes them. The exit code is
+    4 if anything is left, or may be. The report shows a salt by its id only. To finish an erase that was cut
+    off, run it again.
     """
     if (tenant is None) == (salt_file is None):
         raise typer.BadParameter("say what is to go: --tenant NAME, or --salt-file FILE")
